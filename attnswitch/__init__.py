@@ -1,0 +1,50 @@
+"""attnswitch: one attention call over every kernel a machine has; the choice explained, verified on that machine.
+
+    out = attnswitch.attention(query, key, value, is_causal=True)
+
+Importing this package imports no array library: arrays are recognised by the libraries that are already loaded.
+"""
+
+from importlib import metadata
+
+from attnswitch.api import attention, attention_backward, backends, explain, plan, scaled_dot_product_attention
+from attnswitch.backend import Gradients
+from attnswitch.device import Device
+from attnswitch.errors import (
+    AttnswitchError,
+    BackendUnavailable,
+    CompileError,
+    InvalidProblem,
+    Unsupported,
+    VerificationError,
+)
+from attnswitch.planner import Candidate, Plan
+from attnswitch.problem import Mask, Memory, Problem
+
+__all__ = [
+    "AttnswitchError",
+    "BackendUnavailable",
+    "Candidate",
+    "CompileError",
+    "Device",
+    "Gradients",
+    "InvalidProblem",
+    "Mask",
+    "Memory",
+    "Plan",
+    "Problem",
+    "Unsupported",
+    "VerificationError",
+    "attention",
+    "attention_backward",
+    "backends",
+    "explain",
+    "plan",
+    "scaled_dot_product_attention",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        return metadata.version("attnswitch")
+    raise AttributeError(f"module 'attnswitch' has no attribute {name!r}")

@@ -1,0 +1,254 @@
+"""The public calls: arrays -> facts -> problem -> plan -> kernel, each step in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+from attnswitch import call as calls
+from attnswitch import planner, registry
+from attnswitch.arrays import Array
+from attnswitch.backend import Gradients
+from attnswitch.call import Call, Options
+from attnswitch.device import Device
+from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.planner import Plan
+from attnswitch.problem import Alignment, Problem, Window
+
+__all__ = ["attention", "attention_backward", "backends", "explain", "plan", "scaled_dot_product_attention"]
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    causal_alignment: Alignment = "top_left",
+    window: Window | None = None,
+    softcap: float = 0.0,
+    key_lengths: Array | Sequence[int] | None = None,
+    return_lse: bool = False,
+    layout: str = "BHLD",
+    deterministic: bool = False,
+    seed: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, ``softmax(scale * Q K^T + ...) V``, by the best backend that takes the call.
+
+    Args:
+        query: (B, Hq, Lq, D), any library with DLPack; float16, bfloat16, float32 or float64; any strides.
+        key: (B, Hkv, Lk, D) with Hq a multiple of Hkv; same library, device and dtype as query.
+        value: (B, Hkv, Lk, Dv).
+        attn_mask: bool (True = attend) or float (added to the scores), broadcastable to (B, Hq, Lq, Lk).
+            A float mask hides a position where it is -inf.
+        dropout_p: probability of dropping a softmax weight; kept ones are divided by 1 - dropout_p.
+        is_causal: query i sees key j when j <= i + offset; see causal_alignment.
+        scale: factor on the scores, 1/sqrt(D) by default; any finite number.
+        enable_gqa: unequal head counts need no flag; False forbids them.
+        causal_alignment: offset 0 for "top_left" (torch); (key length - Lq) for "bottom_right" (flash-attn).
+        window: (left, right) keys around position i + offset, None for unlimited.
+        softcap: if positive, scores become softcap * tanh(scores / softcap) before any mask.
+        key_lengths: (B,) integers; keys at or past the length do not exist.
+        return_lse: also return the natural log of each row's softmax denominator, (B, Hq, Lq), float32
+            (float64 for float64). Differentiable.
+        layout: "BHLD", or "BLHD" for arrays (B, L, H, D), the output included.
+        deterministic: only backends whose results, gradients included, are bitwise repeatable.
+        seed: makes the dropout mask a function of (seed, batch, head, i, j), the same on every backend.
+        backend: use this one or raise; default is the planner's choice (see ``explain``).
+
+    Returns:
+        The output (B, Hq, Lq, Dv), or (output, lse), in the library, device and dtype of query. A row that sees no key
+        has output 0 and lse -inf. torch tensors that require gradients get them, a float attn_mask included.
+
+    Raises:
+        InvalidProblem: the arguments make no sense together.
+        Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
+        BackendUnavailable: the backend named cannot run on this machine.
+    """
+    options = Options(
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        causal_alignment,
+        window,
+        softcap,
+        return_lse,
+        layout,
+        deterministic,
+        seed,
+    )
+    call = calls.read(query, key, value, attn_mask, key_lengths, options)
+    out, lse = _run(call, _plan(call, backend))
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """``attention`` with exactly the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    As in torch, unequal head counts need ``enable_gqa=True``. Raises what ``attention`` raises.
+    """
+    return attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def attention_backward(
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    grad_lse: Array | None = None,
+    attn_mask: Array | None = None,
+    mask_grad: bool = False,
+    key_lengths: Array | Sequence[int] | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of ``attention`` for libraries without autograd.
+
+    Args:
+        grad_out: upstream gradient of the output, (B, Hq, Lq, Dv).
+        query, key, value, attn_mask, key_lengths, backend: as given to ``attention``.
+        out, lse: what ``attention(..., return_lse=True)`` returned; computed again where left out.
+        grad_lse: upstream gradient of lse, (B, Hq, Lq); None means zero.
+        mask_grad: also return the gradient of a float attn_mask, in its shape.
+        options: the other keywords of ``attention``; dropout needs a seed, since the mask must be the same again.
+
+    Returns:
+        Gradients of query, key, value and attn_mask (None unless ``mask_grad``), like their operands.
+
+    Raises:
+        InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
+    """
+    try:
+        read = replace(Options(**options), return_lse=lse is not None or grad_lse is not None)
+    except TypeError as error:
+        raise InvalidProblem(f"attention_backward: {error}; the keywords are those of attention") from None
+    if read.dropout_p and read.seed is None:
+        raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
+    call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
+    chosen, kernel = planner.compiled(_plan(call, backend))
+    inputs = call.to_backend(chosen.library)
+    shape = (call.problem.batch, call.problem.heads_q, call.problem.seq_q)
+    gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), chosen.library)
+    lse_gradient = calls.beside(grad_lse, "grad_lse", call, shape, chosen.library)
+    if out is None or lse is None:
+        saved_out, saved_lse = kernel.forward(inputs)
+    else:
+        saved_out = calls.beside(out, "out", call, (*shape, call.problem.dim_v), chosen.library)
+        saved_lse = calls.beside(lse, "lse", call, shape, chosen.library)
+    grads = kernel.backward(inputs, saved_out, saved_lse, gradient, lse_gradient)
+    q, k, v = (call.to_caller(grad, chosen.library) for grad in grads[:3])
+    mask = call.to_caller(grads.attn_mask, chosen.library, heads=False)
+    if mask is not None and attn_mask is not None:
+        mask = mask.reshape(attn_mask.shape)
+    return Gradients(q, k, v, mask)
+
+
+@overload
+def plan(query: Problem | str, *, device: Device | str = ..., backend: str | None = ...) -> Plan: ...
+@overload
+def plan(query: Array, key: Array, value: Array, *, backend: str | None = ..., **options: Any) -> Plan: ...
+def plan(
+    query: Any,
+    key: Array = None,
+    value: Array = None,
+    *,
+    device: Device | str = "cpu",
+    backend: str | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan for a call (``plan(query, key, value, is_causal=True)``) or a described problem (``plan(problem)``).
+
+    Args:
+        query: the array, or a ``Problem`` or its text form, which then stands alone.
+        key, value, options: as for ``attention``.
+        device: for a described problem: a ``Device``, or text such as "cpu", "cuda:0", "h200" (absent or not).
+        backend: as for ``attention``.
+
+    Raises:
+        InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
+    """
+    return planner.require(explain(query, key, value, device=device, backend=backend, **options), backend)
+
+
+def explain(
+    query: Any,
+    key: Array = None,
+    value: Array = None,
+    *,
+    device: Device | str = "cpu",
+    backend: str | None = None,
+    **options: Any,
+) -> Plan:
+    """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
+    if isinstance(query, (Problem, str)):
+        if key is not None or value is not None or options:
+            raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
+        problem = Problem.parse(query) if isinstance(query, str) else query
+        target = Device.parse(device) if isinstance(device, str) else device
+        return planner.make_plan(problem, target, backend)
+    masks = {name: options.pop(name, None) for name in ("attn_mask", "key_lengths")}
+    try:
+        read = Options(**options)
+    except TypeError as error:
+        raise InvalidProblem(f"plan: {error}; the keywords are those of attention") from None
+    call = calls.read(query, key, value, masks["attn_mask"], masks["key_lengths"], read)
+    return planner.make_plan(call.problem, Device.of(*call.device), backend)
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend by name, in order of preference, with why it cannot run on this machine (None if it can)."""
+    found = {}
+    for name in registry.names():
+        backend = registry.load(name)
+        if isinstance(backend, str):
+            found[name] = backend
+            continue
+        try:
+            found[name] = backend.unavailable()
+        except Exception as error:  # a plug-in may fail in any way; that is a fact about it
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _plan(call: Call, backend: str | None) -> Plan:
+    return planner.require(planner.make_plan(call.problem, Device.of(*call.device), backend), backend)
+
+
+def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
+    """Output and lse in the caller's library and layout, differentiable where torch asks for it."""
+    backend, kernel = planner.compiled(plan)
+    if call.problem.grads and not backend.autograd:
+        from attnswitch import torch_op
+
+        out, lse = torch_op.differentiable(call, kernel, backend.library)
+        return (calls.swap_heads(out) if call.layout == "BLHD" else out), lse
+    out, lse = kernel.forward(call.to_backend(backend.library))
+    return call.to_caller(out, backend.library), call.to_caller(lse, backend.library, heads=False)

@@ -1,0 +1,208 @@
+"""Arrays of any library as facts, and their passage between libraries without a copy.
+
+No array library is imported here: an array of a library can only exist once that library is in ``sys.modules``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Memory
+
+__all__ = ["Array", "Facts", "facts", "library_of", "passage"]
+
+#: An array of some library. Only this module and the backends look inside.
+Array = Any
+
+
+class Facts(NamedTuple):
+    """What is known of an array without reading its elements. ``strides`` are bytes."""
+
+    library: str
+    device: tuple[str, int]
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int
+
+    @property
+    def memory(self) -> Memory:
+        """How it lies in memory, with what has no effect (strides of axes of length 1) left out."""
+        live = [stride for size, stride in zip(self.shape, self.strides, strict=True) if size > 1]
+        unit = bool(self.shape) and self.shape[-1] > 1 and abs(self.strides[-1]) == _ITEMSIZE.get(self.dtype)
+        bits = self.address
+        for stride in live[:-1] if unit else live:
+            bits |= abs(stride)
+        return Memory(
+            align=min(16, bits & -bits) if bits else 16,
+            strided=bool(self.shape) and self.shape[-1] > 1 and not unit,
+            expanded=0 in live,
+            negative=any(stride < 0 for stride in live),
+        )
+
+
+_ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def _loaded(name: str) -> ModuleType | None:
+    return sys.modules.get(name)
+
+
+def library_of(array: Array) -> str:
+    """``"numpy"``, ``"torch"``, ``"cupy"``, ``"dlpack"`` for any other library that speaks it, or ``""``."""
+    if (torch := _loaded("torch")) and isinstance(array, torch.Tensor):
+        return "torch"
+    if (numpy := _loaded("numpy")) and isinstance(array, numpy.ndarray):
+        return "numpy"
+    if (cupy := _loaded("cupy")) and isinstance(array, cupy.ndarray):
+        return "cupy"
+    return "dlpack" if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") else ""
+
+
+def facts(array: Array, role: str) -> Facts:
+    """Facts of ``array``, whose part in the call is ``role``.
+
+    Raises ``InvalidProblem`` for what is not a dense array.
+    """
+    library = library_of(array)
+    if library == "torch":
+        return _torch_facts(array, role)
+    if library == "numpy":
+        return _numpy_facts(array, role)
+    if library == "cupy":
+        where, memory = ("cuda", array.device.id), array.data.ptr
+        return Facts(library, where, array.dtype.name, array.shape, array.strides, memory)
+    if library == "dlpack":
+        # Seen through torch, which takes bfloat16 and every device; the view is what the backends get as well.
+        return _torch_facts(passage(array, "dlpack", "torch"), role)._replace(library="dlpack")
+    raise InvalidProblem(
+        f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with DLPack"
+    )
+
+
+def _torch_facts(tensor: Array, role: str) -> Facts:
+    torch: Any = _loaded("torch")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise InvalidProblem(f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first")
+    itemsize = tensor.element_size()
+    device = tensor.device
+    return Facts(
+        "torch",
+        (device.type, device.index or 0),
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        tuple(stride * itemsize for stride in tensor.stride()),
+        # A fake or meta tensor has no address; 0 says nothing against any alignment.
+        0 if device.type == "meta" else tensor.data_ptr(),
+    )
+
+
+def _numpy_facts(array: Array, role: str) -> Facts:
+    numpy: Any = _loaded("numpy")
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise InvalidProblem(f"{role} is a NumPy masked array, whose mask would be lost: pass attn_mask or key_lengths")
+    if not array.dtype.isnative:
+        raise InvalidProblem(
+            f"{role} has the byte order of another machine ({array.dtype.str}): call"
+            f" {role}.astype({role}.dtype.newbyteorder('='))"
+        )
+    return Facts("numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0])
+
+
+# -- passage between libraries -----------------------------------------------------------------------------------------
+
+
+def passage(array: Array, source: str, target: str, like: Array = None) -> Array:
+    """``array`` of library ``source`` as an array of library ``target`` over the same memory.
+
+    ``like`` is an array of ``target`` and is needed where that is "dlpack": its namespace makes the result.
+    """
+    if source == target:
+        return array
+    return _PASSAGES[source, target](array, like)
+
+
+def _numpy_to_torch(array: Array, _: Array) -> Array:
+    numpy: Any = importlib.import_module("numpy")
+    torch: Any = importlib.import_module("torch")
+    if not array.flags.writeable:  # torch has no read-only tensors and would warn; inputs are never written here
+        array = numpy.asarray(_Writable(array)).view(array.dtype)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(numpy.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+class _Writable:
+    """The memory of a read-only array, offered as writable."""
+
+    def __init__(self, array: Array) -> None:
+        plain = array.view("uint16") if array.dtype.name == "bfloat16" else array
+        interface = plain.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self.owner = array
+
+
+def _torch_to_numpy(tensor: Array, _: Array) -> Array:
+    torch: Any = _loaded("torch")
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        ml_dtypes: Any = importlib.import_module("ml_dtypes")
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _cupy_to_torch(array: Array, _: Array) -> Array:
+    return importlib.import_module("torch").from_dlpack(array)
+
+
+def _torch_to_cupy(tensor: Array, _: Array) -> Array:
+    return importlib.import_module("cupy").from_dlpack(tensor.detach())
+
+
+def _dlpack_to_torch(array: Array, _: Array) -> Array:
+    torch = importlib.import_module("torch")
+    try:
+        return torch.from_dlpack(array)
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidProblem(
+            f"an array of {type(array).__module__.partition('.')[0]} could not be read through DLPack: {error}"
+        ) from error
+
+
+def _torch_to_dlpack(tensor: Array, like: Array) -> Array:
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().from_dlpack(tensor)
+    library = importlib.import_module(type(like).__module__.partition(".")[0])
+    return library.from_dlpack(tensor)  # type: ignore[attr-defined]
+
+
+_PASSAGES = {
+    ("numpy", "torch"): _numpy_to_torch,
+    ("torch", "numpy"): _torch_to_numpy,
+    ("cupy", "torch"): _cupy_to_torch,
+    ("torch", "cupy"): _torch_to_cupy,
+    ("dlpack", "torch"): _dlpack_to_torch,
+    ("torch", "dlpack"): _torch_to_dlpack,
+    ("dlpack", "numpy"): lambda array, like: _torch_to_numpy(_dlpack_to_torch(array, like), like),
+    ("numpy", "dlpack"): lambda array, like: _torch_to_dlpack(_numpy_to_torch(array, None), like),
+}
+
+
+def lengths_as_array(lengths: Sequence[int], like: Facts) -> Array:
+    """A plain sequence of key lengths as an int64 array beside an array with the facts ``like``."""
+    numpy: Any = importlib.import_module("numpy")
+    host = numpy.asarray(lengths, dtype=numpy.int64)
+    if like.library == "cupy":
+        return importlib.import_module("cupy").asarray(host)
+    if like.library in ("torch", "dlpack"):
+        torch: Any = importlib.import_module("torch")
+        kind, index = like.device
+        return torch.from_numpy(host).to(f"{kind}:{index}" if kind == "cuda" else kind)
+    return host

@@ -1,0 +1,109 @@
+"""The contract between the dispatcher and a backend. A backend is one class in one file, and one row in the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+from attnswitch.arrays import Array
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+__all__ = ["Backend", "Config", "Gradients", "Inputs", "Kernel", "Precision"]
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, of the backend's library.
+
+    Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
+    key_lengths (B,). Kernels never write to any of them.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    attn_mask: Array | None = None
+    key_lengths: Array | None = None
+    seed: int | None = None
+
+    def map(self, change: Callable[[Array], Array]) -> Inputs:
+        """The same inputs with ``change`` applied to every array."""
+        arrays = (None if array is None else change(array) for array in self[:5])
+        return Inputs(*arrays, seed=self.seed)
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shape and dtype of their operands; None where ``Problem.grads`` does not ask for one."""
+
+    query: Array | None
+    key: Array | None
+    value: Array | None
+    attn_mask: Array | None
+
+
+class Kernel(Protocol):
+    """What a backend compiles for one problem."""
+
+    def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
+        """Output (B, Hq, Lq, Dv) and lse (B, Hq, Lq).
+
+        lse may be None unless the problem asks for it, or for gradients that this kernel's ``backward`` computes.
+        """
+
+    def backward(
+        self, inputs: Inputs, out: Array, lse: Array | None, grad_out: Array, grad_lse: Array | None
+    ) -> Gradients:
+        """Gradients from the saved output and lse and the upstream gradients (``grad_lse`` None means zero)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile sizes and the like; backends subclass it. This one says: nothing to choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a backend promises about rounding; the verifier's error bound follows from it.
+
+    ``accumulator`` holds scores, softmax and sums. ``weights`` is the type the softmax weights P (and dS) are rounded
+    to before a matrix product. ``score_inputs`` other than "storage" says that query and key are rounded to it first (TF32).
+    ``group_sum`` is the type in which gradients of a shared key head, or of a broadcast mask, are rounded before summing.
+    """
+
+    accumulator: Literal["float32", "float64"] = "float32"
+    weights: Literal["accumulator", "storage"] = "accumulator"
+    score_inputs: Literal["storage", "tf32"] = "storage"
+    group_sum: Literal["accumulator", "storage"] = "accumulator"
+    #: The backward computes P from the stored lse, whose rounding grows with its size; "exact" keeps or renews the sums.
+    statistics: Literal["lse", "exact"] = "exact"
+    #: Relative error of the exponential beyond a few units of the accumulator, for kernels with a fast one.
+    exp: float = 0.0
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute attention.
+
+    ``library`` names the arrays its kernels take ("numpy", "torch" or "cupy"). ``autograd`` says that its output is
+    differentiable by torch itself, so that nothing needs to be saved for it.
+    """
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+    autograd: ClassVar[bool]
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine, with the remedy; None if it can. Never raises."""
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Why it does not take ``problem`` on ``device``, one sentence a reason; empty if it does. Pure."""
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
+        """The heuristic's choice first, then the rest of the search space."""
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """What its rounding is for ``problem``."""
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""

@@ -1,0 +1,312 @@
+"""The arguments of one call, read once: checked, described as a ``Problem``, and brought to (B, H, L, D)."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts
+from attnswitch.backend import Inputs
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import DTYPES, Alignment, Mask, Problem, Window
+
+__all__ = ["Call", "Options", "read"]
+
+_LAYOUTS = ("BHLD", "BLHD")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything about a call that is not an array; the names and defaults are ``attention``'s."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool | None = None
+    causal_alignment: Alignment = "top_left"
+    window: Window | None = None
+    softcap: float = 0.0
+    return_lse: bool = False
+    layout: str = "BHLD"
+    deterministic: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("is_causal", "return_lse", "deterministic"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidProblem(f"{name}={value!r}: expected True or False")
+        if self.enable_gqa not in (None, True, False):
+            raise InvalidProblem(f"enable_gqa={self.enable_gqa!r}: expected True, False or None")
+        for name in ("dropout_p", "scale", "softcap"):
+            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        if self.layout not in _LAYOUTS:
+            raise InvalidProblem(f"layout={self.layout!r}: expected one of {', '.join(_LAYOUTS)}")
+        if self.window is not None:
+            try:
+                left, right = self.window
+                sides = tuple(None if side is None else operator.index(side) for side in (left, right))
+            except (TypeError, ValueError):
+                raise InvalidProblem(
+                    f"window={self.window!r}: expected (left, right), each a number of keys or None"
+                ) from None
+            object.__setattr__(self, "window", sides)
+        if self.seed is not None:
+            try:
+                seed = operator.index(self.seed)
+            except TypeError:
+                raise InvalidProblem(f"seed={self.seed!r}: expected an integer") from None
+            if not 0 <= seed < 2**64:
+                raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
+            object.__setattr__(self, "seed", seed)
+
+
+def _real(name: str, value: Any) -> float | None:
+    """``value`` as a float; 0-d arrays and NumPy scalars count as numbers, bools and strings do not."""
+    if value is None and name == "scale":
+        return None
+    if isinstance(value, float):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "__float__"):
+        return float(value)
+    raise InvalidProblem(f"{name}={value!r}: expected a number")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, ready to run: its problem, where it lives, and its arrays in (B, H, L, D) order."""
+
+    problem: Problem
+    library: str
+    device: tuple[str, int]
+    inputs: Inputs
+    layout: str
+    like: Array
+
+    def to_backend(self, library: str) -> Inputs:
+        """The inputs as arrays of ``library``, over the same memory."""
+        if library == self.library:
+            return self.inputs
+        return self.inputs.map(lambda array: arrays.passage(array, self.library, library))
+
+    def to_caller(self, array: Array, library: str, *, heads: bool = True) -> Array:
+        """A result as an array of the caller's library, in the caller's layout."""
+        if array is None:
+            return None
+        array = arrays.passage(array, library, self.library, self.like)
+        return swap_heads(array) if heads and self.layout == "BLHD" else array
+
+
+def swap_heads(array: Array) -> Array:
+    """(B, L, H, D) as (B, H, L, D) or back: a view."""
+    if hasattr(array, "swapaxes"):
+        return array.swapaxes(1, 2)
+    return array.__array_namespace__().permute_dims(array, (0, 2, 1, 3))
+
+
+def read(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None,
+    key_lengths: Array | Sequence[int] | None,
+    options: Options,
+    grads: str | None = None,
+) -> Call:
+    """Read one call. ``grads`` None means: what torch autograd would ask for.
+
+    Raises:
+        InvalidProblem: the arguments cannot describe an attention problem; nothing has run.
+    """
+    q, k, v = (arrays.facts(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value")))
+    _check_alike(q, k, v)
+    if options.layout == "BLHD":
+        query, key, value = (swap_heads(array) for array in (query, key, value))
+        q, k, v = (_swapped(facts) for facts in (q, k, v))
+    _check_shapes(q, k, v, options)
+
+    mask = None
+    if attn_mask is not None:
+        m = arrays.facts(attn_mask, "attn_mask")
+        _check_beside(m, "attn_mask", q)
+        mask, attn_mask, m = _read_mask(m, attn_mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    lengths = None if key_lengths is None else _read_lengths(key_lengths, q, k.shape[2])
+
+    if grads is None:
+        grads = _autograd(q.library, query, key, value, attn_mask)
+    problem = Problem(
+        batch=q.shape[0],
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        seq_q=q.shape[2],
+        seq_k=k.shape[2],
+        dim_qk=q.shape[3],
+        dim_v=v.shape[3],
+        dtype=q.dtype,
+        causal=options.is_causal,
+        alignment=options.causal_alignment,
+        window=options.window,
+        mask=mask,
+        key_lengths=lengths is not None,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout=options.dropout_p,
+        seeded=options.seed is not None and options.dropout_p > 0.0,
+        lse=options.return_lse,
+        grads=grads,
+        deterministic=options.deterministic,
+        query=q.memory,
+        key=k.memory,
+        value=v.memory,
+        **({"attn_mask": m.memory} if mask else {}),
+    )
+    inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
+    if q.device[0] == "cpu" and _nonfinite(inputs):
+        problem = problem.replace(nonfinite=True)
+    return Call(problem, q.library, q.device, inputs, options.layout, query)
+
+
+def _check_alike(q: Facts, k: Facts, v: Facts) -> None:
+    """Query, key and value share a library, a device and a dtype."""
+    for what, values, remedy in (
+        ("library", (q.library, k.library, v.library), "pass arrays of one library"),
+        ("device", tuple(f"{kind}:{index}" for kind, index in (q.device, k.device, v.device)), "move them to one device"),
+        ("dtype", (q.dtype, k.dtype, v.dtype), "cast them to one dtype"),
+    ):
+        if len(set(values)) > 1:
+            raise InvalidProblem(
+                f"query, key and value differ in {what}: {values[0]}, {values[1]} and {values[2]}; {remedy}"
+            )
+    if q.dtype not in DTYPES:
+        raise InvalidProblem(f"query, key and value have dtype {q.dtype}: expected one of {', '.join(DTYPES)}")
+
+
+def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
+    for role, facts in (("query", q), ("key", k), ("value", v)):
+        if len(facts.shape) != 4:
+            raise InvalidProblem(
+                f"{role} has shape {facts.shape}: expected four axes, {', '.join(options.layout)}"
+                " (add axes of length 1 for a missing batch or head)"
+            )
+    names = "query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)"
+    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}, as (B, H, L, D)"
+    for what, sizes, who in (
+        ("batch", {q.shape[0], k.shape[0], v.shape[0]}, "query, key and value"),
+        ("head count", {k.shape[1], v.shape[1]}, "key and value"),
+        ("length", {k.shape[2], v.shape[2]}, "key and value"),
+        ("head dimension", {q.shape[3], k.shape[3]}, "query and key"),
+    ):
+        if len(sizes) > 1:
+            raise InvalidProblem(f"{shapes}: the {what} of {who} must agree; expected {names}")
+    if options.enable_gqa is False and q.shape[1] != k.shape[1]:
+        raise InvalidProblem(
+            f"{shapes}: the head counts differ and enable_gqa=False forbids it; leave enable_gqa out or pass True"
+        )
+
+
+def _check_beside(facts: Facts, role: str, query: Facts) -> None:
+    """``role`` lives in the library and on the device of query."""
+    if (facts.library, facts.device) != (query.library, query.device):
+        raise InvalidProblem(
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]} and query a {query.library} array"
+            f" on {query.device[0]}:{query.device[1]}: pass both in one library, on one device"
+        )
+
+
+def _swapped(facts: Facts) -> Facts:
+    """Facts after ``swap_heads``; left alone where the rank is wrong, which is reported later."""
+    if len(facts.shape) != 4:
+        return facts
+    order = (0, 2, 1, 3)
+    return facts._replace(
+        shape=tuple(facts.shape[axis] for axis in order), strides=tuple(facts.strides[axis] for axis in order)
+    )
+
+
+def _read_mask(m: Facts, array: Array, scores: tuple[int, int, int, int]) -> tuple[Mask, Array, Facts]:
+    """The mask's description, the mask as four axes, and its facts."""
+    rank = len(m.shape)
+    full = (1,) * (4 - rank) + m.shape
+    if not 1 <= rank <= 4 or any(size not in (1, wanted) for size, wanted in zip(full, scores, strict=True)):
+        raise InvalidProblem(
+            f"attn_mask has shape {m.shape}: it does not broadcast to (B, Hq, Lq, Lk) = {scores};"
+            " axes are matched from the right and have the full length or 1"
+        )
+    if m.dtype != "bool" and m.dtype not in DTYPES:
+        raise InvalidProblem(
+            f"attn_mask has dtype {m.dtype}: expected bool (True = attend) or a float dtype (added to the scores)"
+        )
+    axes = "".join(axis for axis, size, wanted in zip("bhqk", full, scores, strict=True) if size == wanted)
+    m = m._replace(shape=full, strides=(0,) * (4 - rank) + m.strides)
+    return Mask(m.dtype, axes), array[(None,) * (4 - rank)] if rank < 4 else array, m
+
+
+def _read_lengths(lengths: Any, query: Facts, seq_k: int) -> Array:
+    """``key_lengths`` as an integer array (B,) beside query; host values are checked against 0..Lk."""
+    batch = query.shape[0]
+    if not arrays.library_of(lengths):
+        if not isinstance(lengths, Sequence) or not all(isinstance(n, numbers.Integral) for n in lengths):
+            raise InvalidProblem(f"key_lengths={lengths!r}: expected {batch} integers, one for each batch entry")
+        lengths = arrays.lengths_as_array([int(n) for n in lengths], query)
+    facts = arrays.facts(lengths, "key_lengths")
+    _check_beside(facts, "key_lengths", query)
+    if facts.shape != (batch,):
+        raise InvalidProblem(f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry")
+    if batch and not facts.dtype.startswith(("int", "uint")):
+        raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers")
+    if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation
+        outside = [n for n in (int(lengths[b]) for b in range(batch)) if not 0 <= n <= seq_k]
+        if outside:
+            raise InvalidProblem(f"key_lengths holds {outside[0]}: expected 0 to Lk = {seq_k}")
+    return lengths
+
+
+def _autograd(library: str, query: Array, key: Array, value: Array, attn_mask: Array | None) -> str:
+    if library != "torch" or not sys.modules["torch"].is_grad_enabled():
+        return ""
+    operands = zip("qkvm", (query, key, value, attn_mask), strict=True)
+    return "".join(letter for letter, array in operands if array is not None and array.requires_grad)
+
+
+def _nonfinite(inputs: Inputs) -> bool:
+    """Whether query, key or value holds NaN or inf.
+
+    A sum that is finite proves that every term is: one pass, no temporary.
+    """
+    library = arrays.library_of(inputs.key)
+    if library == "numpy":
+        numpy: Any = sys.modules["numpy"]
+        with numpy.errstate(all="ignore"):
+            return not all(
+                numpy.isfinite(numpy.sum(x, dtype=numpy.float64)) or numpy.isfinite(x).all() for x in inputs[:3]
+            )
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        tensors = [arrays.passage(x, library, "torch") for x in inputs[:3]]
+        return not all(math.isfinite(x.sum().item()) or bool(x.isfinite().all()) for x in tensors)
+
+
+def beside(array: Array | None, role: str, call: Call, shape: tuple[int, ...], library: str) -> Array | None:
+    """``array`` checked against the call, in (B, H, L, D) order, as an array of ``library``; None stays None."""
+    if array is None:
+        return None
+    facts = arrays.facts(array, role)
+    if facts.library != call.library or facts.device != call.device:
+        raise InvalidProblem(
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {call.library} array on"
+            f" {call.device[0]}:{call.device[1]}: pass both in one library, on one device"
+        )
+    if call.layout == "BLHD" and len(shape) == 4:
+        array, facts = swap_heads(array), _swapped(facts)
+    if facts.shape != shape:
+        raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as (B, H, L, D) or (B, H, L)")
+    if facts.memory.negative:  # not part of the problem, so no backend was asked; torch could not take it
+        array = array.copy()
+    return arrays.passage(array, call.library, library)

@@ -1,0 +1,183 @@
+"""``Device``: what a machine is, as a value. Planning takes one, so plans for absent hardware can be made anywhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import platform
+import re
+import sys
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["Device", "KNOWN"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A processor that attention can run on; constructible without the hardware.
+
+    ``memory`` and ``shared_memory`` (per thread block, opt-in) are bytes, 0 where not known or meaningless.
+    ``versions`` pairs software names (torch, cuda, cudnn, driver) with version text.
+    """
+
+    kind: str
+    name: str
+    capability: tuple[int, int] | None = None
+    sms: int = 0
+    memory: int = 0
+    shared_memory: int = 0
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def version(self, software: str) -> tuple[int, ...] | None:
+        """Version of ``software`` as numbers, e.g. ``(2, 11, 0)``, or None where not known."""
+        text = dict(self.versions).get(software)
+        return None if text is None else release(text)
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return f"{self.kind} ({self.name})"
+        return f"{self.kind} ({self.name}, sm_{self.capability[0]}{self.capability[1]})"
+
+    @staticmethod
+    def cpu() -> Device:
+        """This machine's processor."""
+        return _cpu()
+
+    @staticmethod
+    def named(name: str) -> Device:
+        """A device by name: ``"cpu"``, or a known GPU such as ``"h200"``, with the software versions installed here."""
+        key = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
+        if key == "cpu":
+            return Device.cpu()
+        if key not in KNOWN:
+            raise InvalidProblem(
+                f"device {name!r} is not known; expected cpu, cuda, cuda:N (this machine's), or one of {', '.join(KNOWN)}"
+            )
+        return replace(KNOWN[key], versions=_installed_versions())
+
+    @staticmethod
+    def parse(text: str) -> Device:
+        """``cpu``, ``cuda`` or ``cuda:1`` for this machine's hardware, else a known name (``Device.named``).
+
+        Raises ``InvalidProblem`` for an unknown name or a GPU index that is not there.
+        """
+        if match := re.fullmatch(r"cuda(?::(\d+))?", text):
+            return Device.of("cuda", int(match[1] or 0))
+        return Device.named(text)
+
+    @staticmethod
+    def of(kind: str, index: int = 0) -> Device:
+        """The device of this machine that arrays of ``kind`` and ``index`` live on."""
+        if kind == "cpu":
+            return _cpu()
+        if kind == "cuda":
+            return _cuda(index)
+        return Device(kind, kind, versions=_installed_versions())
+
+
+_KIB, _GIB = 1024, 1024**3
+
+
+def _gpu(name: str, capability: tuple[int, int], sms: int, memory: int, shared: int) -> Device:
+    return Device("cuda", name, capability, sms, memory * _GIB, shared * _KIB)
+
+
+#: GPUs that plans can be made for without having one: capability, SMs, memory, shared memory per block, from the
+#: vendor's data sheets and the CUDA programming guide's table of compute capabilities.
+KNOWN = {
+    "t4": _gpu("T4", (7, 5), 40, 16, 64),
+    "v100": _gpu("V100", (7, 0), 80, 32, 96),
+    "a100": _gpu("A100", (8, 0), 108, 80, 163),
+    "a10": _gpu("A10", (8, 6), 72, 24, 99),
+    "rtx3090": _gpu("RTX 3090", (8, 6), 82, 24, 99),
+    "rtx4090": _gpu("RTX 4090", (8, 9), 128, 24, 99),
+    "l4": _gpu("L4", (8, 9), 58, 24, 99),
+    "l40s": _gpu("L40S", (8, 9), 142, 48, 99),
+    "h100": _gpu("H100", (9, 0), 132, 80, 227),
+    "h200": _gpu("H200", (9, 0), 132, 141, 227),
+    "b200": _gpu("B200", (10, 0), 148, 180, 227),
+    "rtx5090": _gpu("RTX 5090", (12, 0), 170, 32, 99),
+}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: ``"2.11.0+cu130"`` is ``(2, 11, 0)``."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+@functools.cache
+def _installed_versions() -> tuple[tuple[str, str], ...]:
+    """Versions read from package metadata: importing nothing, and so free of what a broken install would do."""
+    found = {}
+    for software, packages in (("torch", ("torch",)), ("cudnn", ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"))):
+        for package in packages:
+            try:
+                # A hypothetical GPU machine would have a GPU build, so the local part (+cpu) is left out.
+                found[software] = metadata.version(package).split("+")[0]
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    return tuple(found.items())
+
+
+@functools.cache
+def _cpu() -> Device:
+    return Device("cpu", platform.processor() or platform.machine(), versions=_installed_versions())
+
+
+@functools.cache
+def _cuda(index: int) -> Device:
+    """Read a GPU through torch, or through CuPy where torch is absent or has no CUDA."""
+    causes = []
+    # The library whose arrays the caller holds is already imported: ask it first.
+    for read in sorted((_through_torch, _through_cupy), key=lambda read: read.library not in sys.modules):  # type: ignore[attr-defined]
+        try:
+            return read(index)
+        except Exception as error:  # any library of a machine without a GPU has its own way to fail
+            causes.append(f"{read.library}: {type(error).__name__}: {error}")  # type: ignore[attr-defined]
+    raise InvalidProblem(f"device cuda:{index} cannot be read on this machine ({'; '.join(causes)})")
+
+
+def _through_torch(index: int) -> Device:
+    torch: Any = importlib.import_module("torch")
+    if torch.version.hip:
+        facts = torch.cuda.get_device_properties(index)
+        return Device("rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),))
+    facts = torch.cuda.get_device_properties(index)
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if cudnn := torch.backends.cudnn.version():
+        major, minor = (cudnn // 10000, cudnn // 100 % 100) if cudnn >= 90000 else (cudnn // 1000, cudnn // 100 % 10)
+        versions["cudnn"] = f"{major}.{minor}.{cudnn % 100}"
+    return Device(
+        "cuda",
+        facts.name,
+        (facts.major, facts.minor),
+        facts.multi_processor_count,
+        facts.total_memory,
+        getattr(facts, "shared_memory_per_block_optin", 0),
+        tuple(versions.items()),
+    )
+
+
+def _through_cupy(index: int) -> Device:
+    cupy: Any = importlib.import_module("cupy")
+    facts = cupy.cuda.runtime.getDeviceProperties(index)
+    versions = dict(_installed_versions()) | {"cupy": cupy.__version__}
+    return Device(
+        "cuda",
+        facts["name"].decode(),
+        (facts["major"], facts["minor"]),
+        facts["multiProcessorCount"],
+        facts["totalGlobalMem"],
+        facts["sharedMemPerBlockOptin"],
+        tuple(versions.items()),
+    )
+
+
+_through_torch.library = "torch"  # type: ignore[attr-defined]
+_through_cupy.library = "cupy"  # type: ignore[attr-defined]

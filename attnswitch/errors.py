@@ -1,0 +1,58 @@
+"""The errors of attnswitch.
+
+    AttnswitchError
+    ├── InvalidProblem (ValueError)             the call makes no sense on any backend
+    ├── Unsupported (NotImplementedError)       the call makes sense, and no allowed backend takes it
+    ├── BackendUnavailable (ImportError)        the backend asked for cannot run on this machine
+    ├── CompileError (RuntimeError)             a backend could not build its kernel
+    └── VerificationError (RuntimeError)        the verifier cannot trust its own reference
+
+Every message says, in this order: what was asked, the facts, the cause, the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnswitch.planner import Plan
+
+__all__ = [
+    "AttnswitchError",
+    "BackendUnavailable",
+    "CompileError",
+    "InvalidProblem",
+    "Unsupported",
+    "VerificationError",
+]
+
+
+class AttnswitchError(Exception):
+    """Base of every error that attnswitch raises on purpose."""
+
+
+class InvalidProblem(AttnswitchError, ValueError):
+    """The arguments do not describe an attention problem."""
+
+
+class Unsupported(AttnswitchError, NotImplementedError):
+    """No backend that may be used takes this problem; nothing was launched.
+
+    ``plan`` holds every candidate with its reasons.
+    """
+
+    def __init__(self, message: str, plan: Plan | None = None) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+class BackendUnavailable(AttnswitchError, ImportError):
+    """A backend that was named explicitly cannot run on this machine."""
+
+
+class CompileError(AttnswitchError, RuntimeError):
+    """A backend failed to build the kernel for a problem it said it takes."""
+
+
+class VerificationError(AttnswitchError, RuntimeError):
+    """The verifier's own references disagree, so no verdict can be given."""

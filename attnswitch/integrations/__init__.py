@@ -1,0 +1,1 @@
+"""attnswitch inside other libraries, one file for each."""

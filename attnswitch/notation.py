@@ -1,0 +1,167 @@
+"""The text form of a ``Problem``: ``str(p)`` and ``Problem.parse`` are inverse.
+
+Parts are joined by dots (a dot before a letter; decimals are followed by digits) or by spaces. Shape parts come
+first and are required; the others appear only when they differ from the default.
+
+    b2                    batch                             softcap=30.0       softcap
+    h16  h16/4            query heads / key heads           dropout=0.1        dropout_p
+    s128  s128x256        queries x keys                    seeded             a dropout seed is given
+    d64  d192/128         query and key / value head dim    lse                return_lse
+    fp16 bf16 fp32 fp64   dtype                             grad  grad=qkm     gradients (grad alone: q, k and v)
+    causal  causal-br     top-left / bottom-right           deterministic      deterministic
+    window=1024,0         left,right; * is unlimited        k=expanded,align2  memory of q, k, v or m
+    mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN or inf among the keys or values
+    lengths               key_lengths                       scale=0.125        scale
+    bottom-right          alignment of a window that is not causal
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import CONTIGUOUS, Mask, Memory, Problem, Window
+
+__all__ = ["format_problem", "parse_problem"]
+
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "bool"}
+_LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
+_OPERANDS = {"q": "query", "k": "key", "v": "value", "m": "attn_mask"}
+_SEPARATOR = re.compile(r"\.(?=[A-Za-z])|\s+")
+
+
+def format_problem(p: Problem) -> str:
+    """Text of ``p``; only what differs from the defaults is written."""
+    parts = [
+        f"b{p.batch}",
+        f"h{p.heads_q}" + (f"/{p.heads_kv}" if p.heads_kv != p.heads_q else ""),
+        f"s{p.seq_q}" + (f"x{p.seq_k}" if p.seq_k != p.seq_q else ""),
+        f"d{p.dim_qk}" + (f"/{p.dim_v}" if p.dim_v != p.dim_qk else ""),
+        _SHORT[p.dtype],
+    ]
+    if p.causal:
+        parts.append("causal-br" if p.bottom_right else "causal")
+    elif p.bottom_right:
+        parts.append("bottom-right")
+    if p.window:
+        parts.append("window=" + ",".join("*" if side is None else str(side) for side in p.window))
+    if p.mask:
+        parts.append(f"mask={_SHORT[p.mask.dtype]}" + (f":{p.mask.axes}" if p.mask.axes != "qk" else ""))
+    if p.key_lengths:
+        parts.append("lengths")
+    if p.scale is not None:
+        parts.append(f"scale={float(p.scale)!r}")
+    if p.softcap:
+        parts.append(f"softcap={float(p.softcap)!r}")
+    if p.dropout:
+        parts.append(f"dropout={float(p.dropout)!r}")
+    parts += [flag for flag, on in (("seeded", p.seeded), ("lse", p.lse)) if on]
+    if p.grads:
+        parts.append("grad" if p.grads == "qkv" else f"grad={p.grads}")
+    if p.deterministic:
+        parts.append("deterministic")
+    for letter, name in _OPERANDS.items():
+        memory: Memory = getattr(p, name)
+        if memory != CONTIGUOUS:
+            flags = [flag for flag in ("strided", "expanded", "negative") if getattr(memory, flag)]
+            flags += [f"align{memory.align}"] if memory.align != 16 else []
+            parts.append(f"{letter}={','.join(flags)}")
+    if p.nonfinite:
+        parts.append("nonfinite")
+    return ".".join(parts)
+
+
+def _window(text: str) -> Window:
+    left, right = (None if side == "*" else int(side) for side in text.split(","))
+    return left, right
+
+
+def _mask(text: str) -> Mask:
+    dtype, _, axes = text.partition(":")
+    return Mask(_LONG[dtype], axes if ":" in text else "qk")
+
+
+def _memory(text: str) -> Memory:
+    fields: dict[str, Any] = {}
+    for flag in text.split(","):
+        if flag.startswith("align"):
+            fields["align"] = int(flag.removeprefix("align"))
+        elif flag in ("strided", "expanded", "negative"):
+            fields[flag] = True
+        else:
+            raise ValueError(flag)
+    return Memory(**fields)
+
+
+def _pair(first: str, second: str, separator: str) -> Callable[[str], dict[str, int]]:
+    def read(text: str) -> dict[str, int]:
+        a, _, b = text.partition(separator)
+        return {first: int(a), second: int(b) if separator in text else int(a)}
+
+    return read
+
+
+_SHAPES: dict[str, Callable[[str], dict[str, int]]] = {
+    "b": lambda text: {"batch": int(text)},
+    "h": _pair("heads_q", "heads_kv", "/"),
+    "s": _pair("seq_q", "seq_k", "x"),
+    "d": _pair("dim_qk", "dim_v", "/"),
+}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "causal-br": {"causal": True, "alignment": "bottom_right"},
+    "bottom-right": {"alignment": "bottom_right"},
+    "lengths": {"key_lengths": True},
+    "seeded": {"seeded": True},
+    "lse": {"lse": True},
+    "grad": {"grads": "qkv"},
+    "deterministic": {"deterministic": True},
+    "nonfinite": {"nonfinite": True},
+} | {short: {"dtype": long} for short, long in _LONG.items() if long != "bool"}
+_VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "window": ("window", _window),
+    "mask": ("mask", _mask),
+    "scale": ("scale", float),
+    "softcap": ("softcap", float),
+    "dropout": ("dropout", float),
+    "grad": ("grads", str),
+} | {letter: (name, _memory) for letter, name in _OPERANDS.items()}
+
+
+def _part(part: str) -> dict[str, Any]:
+    """The fields that one part of the text sets. Raises ``ValueError`` or ``KeyError`` for what it cannot read."""
+    if part in _FLAGS:
+        return _FLAGS[part]
+    name, equals, text = part.partition("=")
+    if equals:
+        field, read = _VALUES[name]
+        return {field: read(text)}
+    return dict(_SHAPES[part[:1]](part[1:]))
+
+
+def parse_problem(text: str) -> Problem:
+    """Read a problem from its text form.
+
+    Raises:
+        InvalidProblem: a part is unknown, stands twice, is missing, or the whole makes no sense.
+    """
+    fields: dict[str, Any] = {}
+    for part in filter(None, _SEPARATOR.split(text.strip())):
+        try:
+            read = _part(part)
+        except InvalidProblem:
+            raise
+        except (KeyError, ValueError):
+            raise InvalidProblem(
+                f"problem {text!r}: part {part!r} is not understood; a problem looks like"
+                " b2.h16/4.s1024x4096.d128.bf16.causal (the parts are listed in attnswitch.notation)"
+            ) from None
+        if twice := fields.keys() & read.keys():
+            raise InvalidProblem(f"problem {text!r}: part {part!r} sets {', '.join(sorted(twice))} a second time")
+        fields |= read
+    wanted = {"b": "batch", "h": "heads_q", "s": "seq_q", "d": "dim_qk", "a dtype such as bf16": "dtype"}
+    if missing := [part for part, name in wanted.items() if name not in fields]:
+        raise InvalidProblem(f"problem {text!r}: missing {', '.join(missing)}, as in b1.h8.s1024.d64.bf16")
+    return Problem(**fields)

@@ -1,0 +1,48 @@
+"""The dropout mask that a seed means: Philox4x32-10, counted by position, the same in every backend.
+
+Element (b, h, i, j) is kept when word ``j % 4`` of Philox(counter = (j // 4, i, h, b), key = seed) is at least
+p * 2**32. The generator is that of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["keep_mask", "philox4x32"]
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox4x32(
+    counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
+) -> tuple[npt.NDArray[np.uint64], ...]:
+    """Ten rounds of Philox4x32: four 32-bit words (held in uint64) for each broadcast element of ``counter``."""
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = key
+    for _ in range(10):
+        first, second = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (second >> _HALF) ^ c1 ^ np.uint64(k0),
+            second & _LOW,
+            (first >> _HALF) ^ c3 ^ np.uint64(k1),
+            first & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def keep_mask(
+    seed: int, p: float, batch: npt.ArrayLike, head: npt.ArrayLike, rows: npt.ArrayLike, first_key: int, keys: int
+) -> npt.NDArray[np.bool_]:
+    """Which weights are kept, for indices that broadcast together, with ``keys`` keys from ``first_key`` as last axis."""
+    block = np.arange(first_key // 4, -(-(first_key + keys) // 4) if keys else first_key // 4, dtype=np.uint64)
+    b, h, i = (np.asarray(index, dtype=np.uint64)[..., None] for index in (batch, head, rows))
+    words = np.stack(np.broadcast_arrays(*philox4x32((block, i, h, b), (seed & 0xFFFFFFFF, seed >> 32))), axis=-1)
+    flat = words.reshape(*words.shape[:-2], 4 * len(block))
+    skip = first_key % 4
+    kept: npt.NDArray[np.bool_] = flat[..., skip : skip + keys] >= np.uint64(round(p * 2**32))
+    return kept

@@ -1,0 +1,227 @@
+"""``Problem``: one attention call described without its arrays.
+
+A problem is frozen, hashable and validated once, for all backends. Its text form names it everywhere: on the
+command line, in test ids, in saved cases. ``attnswitch.notation`` holds the grammar of that text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
+
+#: Storage types of query, key, value and output, with bytes per element.
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Types an additive mask may have besides ``bool``.
+MASK_DTYPES = ("bool", *DTYPES)
+#: The operands a gradient can be asked for: query, key, value, float attn_mask.
+GRAD_OPERANDS = "qkvm"
+
+Alignment = Literal["top_left", "bottom_right"]
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How one operand lies in memory, as far as a kernel may care.
+
+    ``align`` is the largest power of two, at most 16, that divides the address and every stride in bytes.
+    """
+
+    align: int = 16
+    strided: bool = False  # the last axis does not have stride 1
+    expanded: bool = False  # some axis longer than 1 has stride 0
+    negative: bool = False  # some axis runs backwards
+
+    def __post_init__(self) -> None:
+        if self.align not in (1, 2, 4, 8, 16):
+            raise InvalidProblem(f"align={self.align}: alignment is a power of two from 1 to 16 bytes")
+
+
+CONTIGUOUS = Memory()
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """An ``attn_mask``: its dtype and which of the axes (b, h, q, k) it really spans.
+
+    ``axes`` is a subset of ``"bhqk"`` in that order; the others have length 1 and broadcast.
+    """
+
+    dtype: str
+    axes: str = "qk"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in MASK_DTYPES:
+            raise InvalidProblem(
+                f"attn_mask of dtype {self.dtype}: a mask is bool (True = attend) or one of {', '.join(DTYPES)} (added)"
+            )
+        if self.axes != "".join(axis for axis in "bhqk" if axis in self.axes):
+            raise InvalidProblem(f"mask axes {self.axes!r}: expected a subset of 'bhqk' in that order")
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether True means attend (rather than being added to the scores)."""
+        return self.dtype == "bool"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call without its arrays.
+
+    Shapes: query (batch, heads_q, seq_q, dim_qk), key (batch, heads_kv, seq_k, dim_qk),
+    value (batch, heads_kv, seq_k, dim_v). Raises ``InvalidProblem`` for what no backend could mean.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+    dim_qk: int
+    dim_v: int
+    dtype: str
+    causal: bool = False
+    alignment: Alignment = "top_left"
+    window: Window | None = None
+    mask: Mask | None = None
+    key_lengths: bool = False
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    seeded: bool = False
+    lse: bool = False
+    grads: str = ""
+    deterministic: bool = False
+    query: Memory = field(default=CONTIGUOUS)
+    key: Memory = field(default=CONTIGUOUS)
+    value: Memory = field(default=CONTIGUOUS)
+    attn_mask: Memory = field(default=CONTIGUOUS)
+    #: NaN or inf was seen in query, key or value. Read on the CPU only: elsewhere it would cost a synchronisation.
+    nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_numbers()
+        self._check_choices()
+        self._normalise()
+
+    def _normalise(self) -> None:
+        """One spelling for each meaning, so that equal problems compare equal."""
+        if self.window == (None, None):
+            object.__setattr__(self, "window", None)
+        if not self.positional:
+            object.__setattr__(self, "alignment", "top_left")
+        if self.mask is not None:
+            sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k}
+            axes = "".join(axis for axis in self.mask.axes if sizes[axis] != 1)
+            object.__setattr__(self, "mask", Mask(self.mask.dtype, axes))
+
+    def _check_sizes(self) -> None:
+        for name, least in (
+            ("batch", 0),
+            ("heads_q", 1),
+            ("heads_kv", 1),
+            ("seq_q", 0),
+            ("seq_k", 0),
+            ("dim_qk", 1),
+            ("dim_v", 1),
+        ):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < least:
+                raise InvalidProblem(f"{name}={size!r}: expected an integer of at least {least}")
+        if self.heads_q % self.heads_kv:
+            raise InvalidProblem(
+                f"query has {self.heads_q} heads and key has {self.heads_kv}: the query heads must be a multiple of the"
+                " key heads (grouped-query attention shares each key head among equally many query heads)"
+            )
+
+    def _check_numbers(self) -> None:
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise InvalidProblem(f"scale={self.scale}: expected a finite number, or None for 1/sqrt(D)")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0.0):
+            raise InvalidProblem(f"softcap={self.softcap}: expected a finite number >= 0, 0 for none")
+        if not 0.0 <= self.dropout <= 1.0:
+            raise InvalidProblem(f"dropout_p={self.dropout}: expected a probability from 0 to 1")
+
+    def _check_choices(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidProblem(f"dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+        if self.alignment not in get_args(Alignment):
+            raise InvalidProblem(f"causal_alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+        for side in self.window or ():
+            if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+                raise InvalidProblem(
+                    f"window={self.window}: each side is a number of keys >= 0, or None for unlimited"
+                    " (flash-attn's -1 is spelled None here)"
+                )
+        if self.grads != "".join(operand for operand in GRAD_OPERANDS if operand in self.grads):
+            raise InvalidProblem(f"grads={self.grads!r}: expected a subset of {GRAD_OPERANDS!r} in that order")
+        if "m" in self.grads and (self.mask is None or self.mask.is_bool):
+            raise InvalidProblem("a gradient of attn_mask was asked for, but there is no float attn_mask")
+
+    # -- derived facts -------------------------------------------------------------------------------------------------
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on q . k: ``scale``, or 1/sqrt(D) where it was left out."""
+        return self.dim_qk**-0.5 if self.scale is None else self.scale
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the output has no elements."""
+        return self.batch == 0 or self.seq_q == 0
+
+    @property
+    def positional(self) -> bool:
+        """Whether visibility depends on the position of the query (causal or window)."""
+        return self.causal or self.window is not None
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether positions count from the last query and key (else from the first)."""
+        return self.alignment == "bottom_right"
+
+    @property
+    def excludes(self) -> bool:
+        """Whether some position may be hidden from some query."""
+        return self.positional or self.mask is not None or self.key_lengths
+
+    @property
+    def mask_shape(self) -> tuple[int, int, int, int] | None:
+        """Shape of ``attn_mask`` as four axes, 1 where it broadcasts."""
+        if self.mask is None:
+            return None
+        sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k}
+        b, h, q, k = (size if axis in self.mask.axes else 1 for axis, size in sizes.items())
+        return b, h, q, k
+
+    def replace(self, **changes: object) -> Problem:
+        """A copy with some fields changed, validated again."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        from attnswitch import notation
+
+        return notation.format_problem(self)
+
+    @staticmethod
+    def parse(text: str) -> Problem:
+        """Read a problem from its text form, e.g. ``b2.h16/4.s1024x4096.d128.bf16.causal-br``.
+
+        The grammar is in ``attnswitch.notation``. Raises ``InvalidProblem``, naming the part not understood.
+        """
+        from attnswitch import notation
+
+        return notation.parse_problem(text)

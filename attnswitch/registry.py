@@ -1,0 +1,72 @@
+"""The table of backends: the built-in rows, and those of other packages through entry points.
+
+To add a built-in backend, write its file and add its row here. Another package adds one without touching this file,
+by an entry point in the group ``attnswitch.backends``: ``name = "package.module:Class"``.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module, metadata
+from typing import NamedTuple
+
+from attnswitch.backend import Backend
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["ENTRY_POINTS", "Row", "load", "names", "table"]
+
+ENTRY_POINTS = "attnswitch.backends"
+
+
+class Row(NamedTuple):
+    """A backend's name and where its class is."""
+
+    name: str
+    target: str
+    origin: str = "attnswitch"
+
+
+#: In order of preference, where nothing was measured: the first that takes a problem is chosen.
+TABLE = (
+    Row("sdpa-cudnn", "attnswitch.backends.sdpa.cudnn:CudnnBackend"),
+    Row("sdpa-flash", "attnswitch.backends.sdpa.flash:FlashBackend"),
+    Row("sdpa-efficient", "attnswitch.backends.sdpa.efficient:EfficientBackend"),
+    Row("sdpa-math", "attnswitch.backends.sdpa.math:MathBackend"),
+    Row("tiled", "attnswitch.backends.tiled:TiledBackend"),
+    Row("reference", "attnswitch.backends.reference:ReferenceBackend"),
+)
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    """Every row: plug-ins stand behind the built-in backends; one whose name is taken is listed as ``name@package``."""
+    rows = {row.name: row for row in TABLE}
+    for entry in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        origin = entry.dist.name if entry.dist else "a plug-in"
+        name = f"{entry.name}@{origin}" if entry.name in rows else entry.name
+        rows[name] = Row(name, entry.value, origin)
+    return tuple(rows.values())
+
+
+def names() -> tuple[str, ...]:
+    """Names of all backends, in order of preference."""
+    return tuple(row.name for row in table())
+
+
+@functools.cache
+def load(name: str) -> Backend | str:
+    """The backend called ``name``, or the sentence that says why it could not be loaded.
+
+    Raises ``InvalidProblem`` for a name that is not in the table.
+    """
+    row = next((row for row in table() if row.name == name), None)
+    if row is None:
+        raise InvalidProblem(f"backend {name!r} is not known; expected one of {', '.join(names())}")
+    module, _, attribute = row.target.partition(":")
+    try:
+        backend = getattr(import_module(module), attribute)()
+    except Exception as error:  # a plug-in may fail in any way; the dispatcher carries on without it
+        return f"it could not be loaded from {row.origin} ({row.target}): {type(error).__name__}: {error}"
+    if not isinstance(backend, Backend):
+        return f"{row.target} from {row.origin} is not a backend: see the protocol in attnswitch.backend"
+    return backend

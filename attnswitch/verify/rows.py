@@ -1,0 +1,125 @@
+"""The float64 answer again, independently: one row at a time, over the list of the keys that it sees.
+
+Written from the contract with plain loops and none of ``oracle``'s code; the two are held against each other on every case.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnswitch.errors import VerificationError
+from attnswitch.verify.case import Case
+from attnswitch.verify.oracle import Answer
+
+__all__ = ["cross_check"]
+
+Float = npt.NDArray[np.float64]
+
+#: Rows looked at in one case; all of them if there are no more.
+SAMPLE = 6
+#: Relative disagreement that float64 rounding of either form can explain at these sizes.
+AGREEMENT = 1e-9
+
+
+def sees(case: Case, mask: Any, b: int, h: int, i: int, j: int) -> bool:
+    """Whether query i of batch b, head h sees key j."""
+    length = case.seq_k if case.lengths is None else case.lengths[b]
+    if j >= length:
+        return False
+    place = i if case.alignment == "top_left" else i + length - case.seq_q
+    if case.causal and j > place:
+        return False
+    if case.window is not None:
+        left, right = case.window
+        if left is not None and j < place - left:
+            return False
+        if right is not None and j > place + right:
+            return False
+    if mask is not None:
+        element = mask[tuple(n if size > 1 else 0 for n, size in zip((b, h, i, j), mask.shape, strict=True))]
+        return bool(element) if mask.dtype == np.bool_ else element != -math.inf
+    return True
+
+
+def row(case: Case, data: dict[str, Any], z: Float, b: int, h: int, i: int) -> dict[str, Any]:
+    """Output, lse and query gradient of one row, and what it adds to the gradients of the keys it sees."""
+    mask = data.get("attn_mask")
+    g = h // case.group
+    keys = [j for j in range(case.seq_k) if sees(case, mask, b, h, i, j)]
+    q, do, dlse = data["query"][b, h, i], data["grad_out"][b, h, i], float(data["grad_lse"][b, h, i])
+    if not keys:
+        return {"out": np.zeros(case.dim_v), "lse": -math.inf, "query": np.zeros(case.dim_qk), "keys": keys}
+    k, v = data["key"][b, g][keys], data["value"][b, g][keys]
+    raw = case.softmax_scale * (k @ q)
+    slope = np.ones_like(raw)
+    logits = raw
+    if case.softcap:
+        logits = case.softcap * np.tanh(raw / case.softcap)
+        slope = 1.0 / np.cosh(np.clip(raw / case.softcap, -300.0, 300.0)) ** 2
+    if mask is not None and mask.dtype != np.bool_:
+        wide = np.broadcast_to(mask, case.scores)[b, h, i][keys]
+        logits = logits + wide
+    lse = float(np.max(logits)) + math.log(math.fsum(np.exp(logits - np.max(logits))))
+    p = np.exp(logits - lse)
+    p = p / math.fsum(p)
+    # Jacobian of the softmax, written out: dS = (diag(p) - p p^T) dP + p dlse.
+    dp = z[b, h, i][keys] * (v @ do)
+    ds = p * dp - p * float(p @ dp) + p * dlse
+    return {
+        "out": (p * z[b, h, i][keys]) @ v,
+        "lse": lse,
+        "query": case.softmax_scale * ((ds * slope) @ k),
+        "key": case.softmax_scale * np.outer(ds * slope, q),
+        "value": np.outer(p * z[b, h, i][keys], do),
+        "keys": keys,
+    }
+
+
+def cross_check(data: dict[str, Any], answer: Answer) -> None:
+    """Hold ``answer`` against this form, on sampled rows, and on all where they are few (key gradients then too).
+
+    Raises ``VerificationError`` if they disagree: one of the references is wrong, and no verdict may be given.
+    """
+    case = answer.case
+    if answer.poisoned:
+        return  # the loops would meet the NaN itself; the same positions are checked without poison
+    places = list(np.ndindex(case.batch, case.heads_q, case.seq_q))
+    every = len(places) <= SAMPLE
+    chosen = places if every else [places[n * (len(places) - 1) // (SAMPLE - 1)] for n in range(SAMPLE)]
+    sums = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
+    size = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
+    with np.errstate(all="ignore"):
+        for b, h, i in chosen:
+            found = row(case, data, answer.z, b, h, i)
+            for name in ("out", "lse", "query"):
+                _agree(answer, name, (b, h, i), answer.values[name][b, h, i], found[name])
+            for name in ("key", "value") if found["keys"] else ():
+                sums[name][b, h // case.group, found["keys"]] += found[name]
+                size[name][b, h // case.group, found["keys"]] += np.abs(found[name])
+    if every:
+        for name in ("key", "value"):
+            _agree(answer, name, (), answer.values[name], sums[name], size[name])
+
+
+def _agree(answer: Answer, name: str, where: tuple[int, ...], dense: Any, loops: Any, size: Any = None) -> None:
+    dense, loops = np.asarray(dense), np.asarray(loops)
+    # Cancellation in a gradient loses digits against the terms, not against the sum; scores lose them as they grow.
+    growth = 1.0 + float(np.max(np.abs(np.where(answer.visible, answer.s, 0.0)), initial=0.0))
+    terms = np.max(np.abs(loops), initial=0.0) if size is None else np.max(size, initial=0.0)
+    scale = max(float(terms), float(np.max(np.abs(answer.grad_out), initial=0.0)) * _largest(answer), 1.0)
+    same = (dense == loops) | (np.abs(dense - loops) <= AGREEMENT * growth * scale)
+    if not same.all():
+        raise VerificationError(
+            f"the two float64 references disagree on {name} at {where} of case {answer.case}:"
+            f" {dense[~same][:3]} and {loops[~same][:3]}; no verdict can be given"
+        )
+
+
+def _largest(answer: Answer) -> float:
+    """The largest operand, which bounds the terms of every gradient up to sizes."""
+    sizes = (np.max(np.abs(x), initial=0.0) for x in (answer.q, answer.k, answer.v))
+    return float(max(sizes)) * max(abs(answer.case.softmax_scale), 1.0)

@@ -1,0 +1,191 @@
+"""``reference``: the contract as NumPy in float64, one head at a time, written to be read beside the formula.
+
+    S = scale * Q K^T;  S = c tanh(S / c) if a softcap c is given;  S = S + float mask
+    P = softmax(S) over the visible keys;  O = (P * Z) V,  Z = keep / (1 - p) for dropout
+    dV = (P * Z)^T dO;  dP = Z * (dO V^T);  dS = P * (dP - rowsum(P * dP) + dlse)
+    d mask = dS;  dS = dS * (1 - tanh^2);  dQ = scale * dS K;  dK = scale * dS^T Q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from attnswitch.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.device import Device
+from attnswitch.philox import keep_mask
+from attnswitch.problem import Problem
+
+Float = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+
+class ReferenceBackend:
+    """The executable specification: every feature, any size that fits in memory, no speed."""
+
+    name: ClassVar[str] = "reference"
+    library: ClassVar[str] = "numpy"
+    autograd: ClassVar[bool] = False
+
+    def unavailable(self) -> str | None:
+        """Never: NumPy is a dependency."""
+        return None
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Everything on the CPU, but dropout without a seed."""
+        reasons = []
+        if device.kind != "cpu":
+            reasons.append(f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()")
+        if problem.dropout and not problem.seeded:
+            reasons.append(f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed")
+        return tuple(reasons)
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
+        """One: there is nothing to choose."""
+        yield Config()
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """float64 throughout, whatever the storage type."""
+        return Precision(accumulator="float64")
+
+    def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
+        """The kernel for ``problem``."""
+        return ReferenceKernel(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """One head's forward quantities."""
+
+    q: Float
+    k: Float
+    v: Float
+    tanh: Float
+    visible: Bool
+    p: Float
+    z: Float
+    lse: Float
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceKernel:
+    """Loops over batch and heads; each head is the formula."""
+
+    problem: Problem
+
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        """Output and lse."""
+        p = self.problem
+        out = np.zeros((p.batch, p.heads_q, p.seq_q, p.dim_v))
+        lse = np.full((p.batch, p.heads_q, p.seq_q), -np.inf)
+        with np.errstate(all="ignore"):
+            for b, h in np.ndindex(p.batch, p.heads_q):
+                head = self._head(inputs, b, h)
+                out[b, h] = _product(head.p * head.z, head.v, head.visible)
+                lse[b, h] = head.lse
+            return out.astype(inputs.query.dtype), lse.astype(np.float64 if p.dtype == "float64" else np.float32)
+
+    def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        """Gradients from the formula; ``out`` and ``lse`` are computed again and not read."""
+        p = self.problem
+        dq, dk, dv = (np.zeros(array.shape) for array in inputs[:3])
+        dmask = np.zeros(p.mask_shape) if "m" in p.grads and p.mask_shape else None
+        with np.errstate(all="ignore"):
+            for b, h in np.ndindex(p.batch, p.heads_q):
+                head = self._head(inputs, b, h)
+                do, visible = grad_out[b, h].astype(np.float64), head.visible
+                dp = np.where(visible, head.z * (do @ head.v.T), 0.0)
+                centre = np.sum(np.where(visible, head.p * dp, 0.0), axis=-1, keepdims=True)
+                if grad_lse is not None:
+                    centre -= grad_lse[b, h].astype(np.float64)[:, None]
+                ds = np.where(visible, head.p * (dp - centre), 0.0)
+                if dmask is not None:
+                    _add_broadcast(dmask, b, h, ds)
+                ds *= 1.0 - head.tanh**2
+                ds = np.where(visible, ds, 0.0)
+                kv = h // p.group
+                dq[b, h] = p.softmax_scale * _product(ds, head.k, visible)
+                dk[b, kv] += p.softmax_scale * _product(ds.T, head.q, visible.T)
+                dv[b, kv] += _product((head.p * head.z).T, do, visible.T)
+            wanted = [
+                grad.astype(array.dtype) if letter in p.grads and grad is not None else None
+                for letter, grad, array in zip("qkvm", (dq, dk, dv, dmask), inputs[:4], strict=True)
+            ]
+        return Gradients(*wanted)
+
+    def _head(self, inputs: Inputs, b: int, h: int) -> _Head:
+        p = self.problem
+        q = inputs.query[b, h].astype(np.float64)
+        k, v = (array[b, h // p.group].astype(np.float64) for array in (inputs.key, inputs.value))
+        length = p.seq_k if inputs.key_lengths is None else int(inputs.key_lengths[b])
+        s = p.softmax_scale * (q @ k.T)
+        tanh = np.tanh(s / p.softcap) if p.softcap else np.zeros_like(s)
+        if p.softcap:
+            s = p.softcap * tanh
+        visible = self._visible(length)
+        if inputs.attn_mask is not None:
+            mask = _broadcast(inputs.attn_mask, b, h, s.shape)
+            if mask.dtype == np.bool_:
+                visible = visible & mask
+            else:
+                visible = visible & (mask != -np.inf)
+                s = s + mask.astype(np.float64)
+        s = np.where(visible, s, -np.inf)
+        alive = visible.any(axis=-1, keepdims=True)
+        top = np.where(alive, np.max(s, axis=-1, keepdims=True, initial=-np.inf), 0.0)
+        weights = np.where(visible, np.exp(s - top), 0.0)
+        total = np.sum(weights, axis=-1, keepdims=True)
+        z = np.ones_like(s)
+        if p.dropout:
+            keep = keep_mask(inputs.seed or 0, p.dropout, b, h, np.arange(p.seq_q), 0, p.seq_k)
+            z = np.where(keep, 1.0 / (1.0 - p.dropout), 0.0) if p.dropout < 1.0 else np.zeros_like(s)
+        lse = np.where(alive, top + np.log(total), -np.inf)[:, 0]
+        return _Head(q, k, v, tanh, visible, weights / np.where(alive, total, 1.0), z, lse)
+
+    def _visible(self, length: int) -> Bool:
+        """Which keys (columns) each query (row) sees: causal, window and length together."""
+        p = self.problem
+        i, j = np.arange(p.seq_q)[:, None], np.arange(p.seq_k)[None, :]
+        centre = i + (length - p.seq_q if p.bottom_right else 0)
+        visible = np.broadcast_to(j < length, (p.seq_q, p.seq_k))
+        if p.causal:
+            visible = visible & (j <= centre)
+        left, right = p.window or (None, None)
+        if left is not None:
+            visible = visible & (j >= centre - left)
+        if right is not None:
+            visible = visible & (j <= centre + right)
+        return visible
+
+
+def _broadcast(mask: Any, b: int, h: int, shape: tuple[int, ...]) -> Any:
+    """The mask of one head, (Lq, Lk)."""
+    b, h = b % mask.shape[0], h % mask.shape[1]
+    return np.broadcast_to(mask[b, h], shape)
+
+
+def _add_broadcast(dmask: Float, b: int, h: int, ds: Float) -> None:
+    """Add one head's gradient to the mask's, summing over the axes along which the mask was broadcast."""
+    target = dmask[b % dmask.shape[0], h % dmask.shape[1]]
+    for axis in (0, 1):
+        if target.shape[axis] == 1 != ds.shape[axis]:
+            ds = ds.sum(axis=axis, keepdims=True)
+    target += ds
+
+
+def _product(weights: Float, rows: Float, visible: Bool) -> Float:
+    """``weights @ rows`` in which hidden positions do not take part, not even as 0 * NaN."""
+    if np.isfinite(rows).all():
+        return weights @ rows
+    out = np.zeros((weights.shape[0], rows.shape[1]))
+    for i in range(len(out)):
+        seen = visible[i]
+        out[i] = weights[i, seen] @ rows[seen]
+    return out
+
+
+_: type[Backend] = ReferenceBackend

@@ -1,0 +1,196 @@
+"""What torch's four attention operators have in common: when they are refused, and the steps around a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnswitch.backend import Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.device import Device
+from attnswitch.problem import DTYPES, Problem
+
+from . import masks
+
+__all__ = [
+    "SdpaBackend",
+    "SdpaKernel",
+    "fits_grid",
+    "mask_loses_bits",
+    "needs_cuda",
+    "needs_half",
+    "version",
+]
+
+#: Stands for a version that is not known: nothing that was fixed is held against it.
+NEWEST = (9999,)
+
+#: How an operator is launched: the inputs, the hiding (see ``masks``), the scale; out and lse, or None for its lse.
+Launch = Callable[[Problem, Inputs, Any], tuple[Any, Any]]
+
+
+def version(device: Device, software: str) -> tuple[int, ...]:
+    """Version of ``software`` on ``device``, the newest where it is not known."""
+    return device.version(software) or NEWEST
+
+
+class SdpaBackend:
+    """Base of the four: torch arrays, torch's own autograd, one config."""
+
+    name: ClassVar[str]
+    library: ClassVar[str] = "torch"
+    autograd: ClassVar[bool] = True
+    #: Whether the operator returns its lse.
+    has_lse: ClassVar[bool] = True
+
+    def unavailable(self) -> str | None:
+        """Never, once torch is imported: what hardware an operator needs is said by ``supports``."""
+        return None
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Reasons of all four, then the operator's own."""
+        return (*self._common(problem), *self.limits(problem, device))
+
+    def limits(self, problem: Problem, device: Device) -> Iterator[str]:
+        """The operator's own reasons not to take ``problem`` on ``device``."""
+        raise NotImplementedError
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
+        """One: torch chooses its tiles itself."""
+        yield Config()
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """Scores in the accumulator, weights rounded to the storage type, shared heads and masks summed in it."""
+        accumulator = "float64" if problem.dtype == "float64" else "float32"
+        return Precision(accumulator=accumulator, weights="storage", group_sum="storage", statistics="lse")
+
+    def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
+        """The kernel for ``problem``."""
+        return SdpaKernel(problem, self.launcher(problem, device))
+
+    def launcher(self, problem: Problem, device: Device) -> Launch:
+        """The function that calls the operator."""
+        raise NotImplementedError
+
+    def _common(self, problem: Problem) -> Iterator[str]:
+        if problem.softcap:
+            yield f"softcap={problem.softcap}: torch's attention has none"
+        if problem.dropout and problem.seeded:
+            yield "a dropout seed was given: torch draws from its own generator, which knows nothing of it; leave seed out"
+        if problem.lse and not self.has_lse:
+            yield "return_lse: this operator returns none"
+        if problem.lse and problem.grads and self.has_lse:
+            yield f"return_lse with gradients (grad={problem.grads}): the operator's lse is not differentiable"
+        for role in ("query", "key", "value", "attn_mask"):
+            memory = getattr(problem, role)
+            if memory.negative:
+                yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
+            elif memory.align < 8 and memory.align < _itemsize(problem, role):
+                yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+        if problem.nonfinite:
+            yield (
+                "query, key or value holds NaN or inf: torch multiplies hidden ones by a weight of 0, which leaks NaN, and"
+                " loses visible ones on the CPU (fixtures/corpus/sdpa-nonfinite-*.json)"
+            )
+
+
+# -- reasons that several operators share -------------------------------------------------------------------------------
+
+
+def needs_cuda(device: Device, least: tuple[int, int]) -> str | None:
+    """It runs on NVIDIA GPUs from a compute capability on, with a torch built for CUDA."""
+    if device.kind != "cuda":
+        return f"it runs on NVIDIA GPUs, and the arrays are on {device.kind}"
+    if device.capability is not None and device.capability < least:
+        return f"{device}: needs compute capability {least[0]}.{least[1]} or later"
+    if "+cpu" in (pytorch := dict(device.versions).get("torch", "")):
+        return f"torch {pytorch} was built without CUDA; install a CUDA build"
+    return None
+
+
+def needs_half(problem: Problem) -> Iterator[str]:
+    """It exists for the 16-bit types only."""
+    if problem.dtype not in ("float16", "bfloat16"):
+        yield f"dtype {problem.dtype}: the kernel exists for float16 and bfloat16"
+
+
+def fits_grid(problem: Problem) -> Iterator[str]:
+    """Batch and heads are axes of the launch grid."""
+    if max(problem.batch, problem.heads_q) > 65535:
+        yield f"batch {problem.batch}, heads {problem.heads_q}: each at most 65535, the limit of a CUDA launch grid"
+
+
+def mask_loses_bits(problem: Problem) -> Iterator[str]:
+    """The bias must have the operands' type, and rounding a finer mask to it would change the problem."""
+    if problem.mask and not problem.mask.is_bool and problem.mask.dtype != problem.dtype:
+        exact = problem.mask.dtype in ("float16", "bfloat16") and problem.dtype == "float32"
+        if not exact:
+            yield (
+                f"attn_mask is {problem.mask.dtype} and the operands {problem.dtype}: the kernel's bias has their type, and"
+                " rounding the mask to it would change the problem"
+            )
+
+
+def _itemsize(problem: Problem, role: str) -> int:
+    if role == "attn_mask":
+        return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
+    return DTYPES[problem.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaKernel:
+    """Hide, launch, and give rows that see nothing what the contract says."""
+
+    problem: Problem
+    launch: Launch
+
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        """Output, differentiable by torch, and lse where the problem asks for it."""
+        p = self.problem
+        kind = inputs.query.device.type
+        if torch.is_autocast_enabled(kind):  # it would cast the operands, and with them the dtype of the result
+            with torch.autocast(kind, enabled=False):
+                return self.forward(inputs)
+        if p.is_empty or p.seq_k == 0:
+            return _empty(p, inputs)
+        if p.key_lengths and kind != "cpu":
+            inputs = _without_padding(inputs)
+        hiding = masks.compose(p, inputs)
+        out, lse = self.launch(p, inputs, hiding)
+        if hiding.alive is not None:
+            out = out.masked_fill(~hiding.alive[..., None], 0.0)
+            lse = None if lse is None else lse.masked_fill(~hiding.alive, -torch.inf)
+        return out, lse if p.lse else None
+
+    def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        """Gradients through torch's autograd, for callers without it; the forward runs again."""
+        operands = dict(zip("qkvm", inputs[:4], strict=True))
+        leaves = {letter: operands[letter].detach().requires_grad_() for letter in self.problem.grads}
+        operands.update(leaves)
+        with torch.enable_grad():
+            again = Inputs(*operands.values(), key_lengths=inputs.key_lengths, seed=inputs.seed)
+            result, _ = self.forward(again)
+            grads = torch.autograd.grad(result, list(leaves.values()), grad_out, materialize_grads=True)
+        found = dict(zip(leaves, grads, strict=True))
+        return Gradients(*(found.get(letter) for letter in "qkvm"))
+
+
+def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
+    """Nothing to attend from or to: zeros that are still a function of the operands, and lse -inf."""
+    q, k, v = inputs[:3]
+    if problem.group > 1:
+        k, v = (x.repeat_interleave(problem.group, 1) for x in (k, v))
+    out = (q @ k.mT) @ v
+    if "m" in problem.grads:
+        out = out + 0 * inputs.attn_mask.sum()  # type: ignore[union-attr]
+    lse_dtype = torch.float64 if problem.dtype == "float64" else torch.float32
+    return out, q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype) if problem.lse else None
+
+
+def _without_padding(inputs: Inputs) -> Inputs:
+    """Keys and values past the lengths zeroed in a copy: what lies there does not exist, NaN included."""
+    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= inputs.key_lengths[:, None]  # type: ignore[index]
+    past = past[:, None, :, None]
+    return inputs._replace(key=inputs.key.masked_fill(past, 0.0), value=inputs.value.masked_fill(past, 0.0))

@@ -1,0 +1,92 @@
+"""``sdpa-cudnn``: cuDNN's fused attention, the fastest of torch's own on Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from attnswitch.backend import Backend, Inputs
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, version
+from .masks import Hiding, needs_mask
+from .operands import bias, copied_if_expanded, padded
+
+__all__ = ["CudnnBackend"]
+
+
+class CudnnBackend(SdpaBackend):
+    """cuDNN through torch; a plan is built for each new shape, which takes tenths of a second."""
+
+    name: ClassVar[str] = "sdpa-cudnn"
+
+    def limits(self, problem: Problem, device: Device) -> Iterator[str]:
+        """What cuDNN in torch does not do, and the versions in which it is wrong."""
+        if elsewhere := needs_cuda(device, (8, 0)):
+            yield elsewhere
+            return
+        yield from needs_half(problem)
+        yield from fits_grid(problem)
+        yield from mask_loses_bits(problem)
+        if "m" in problem.grads:
+            yield "a gradient of attn_mask: cuDNN's operator has none"
+        if problem.deterministic and problem.grads:
+            yield "deterministic=True: its backward does not repeat its bits"
+        yield from _size_limits(problem, device)
+        yield from _faults(problem, device)
+
+    def launcher(self, problem: Problem, device: Device) -> Launch:
+        """The operator."""
+        return _launch
+
+
+def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
+    cudnn, pytorch = version(device, "cudnn"), version(device, "torch")
+    hopper = device.capability == (9, 0)
+    blackwell = (device.capability or (0, 0))[0] == 10
+    largest = max(problem.dim_qk, problem.dim_v)
+    limit = 256 if (hopper and cudnn >= (9, 10)) or (blackwell and cudnn > (9, 22) and pytorch >= (2, 15)) else 128
+    if largest > limit:
+        yield f"head dimension {largest}: at most {limit} on {device.name} with cuDNN {'.'.join(map(str, cudnn))}"
+    if problem.grads and largest > 128 and pytorch < (2, 15):
+        yield f"gradients with head dimension {largest}: at most 128 before torch 2.15"
+    elif problem.grads and largest > 128 and (problem.dim_qk, problem.dim_v) not in ((192, 128), (256, 256)):
+        yield f"gradients with head dimensions {problem.dim_qk} and {problem.dim_v}: above 128 only 192/128 and 256/256"
+    if problem.seq_k == 1:
+        yield "one key: torch does not give it to cuDNN"
+    if problem.seq_q == 1 and (problem.dropout or pytorch < (2, 9)):
+        yield "one query: torch does not give it to cuDNN with dropout, nor at all before 2.9"
+    if problem.dropout and not (problem.dropout * 16).is_integer():
+        yield f"dropout_p={problem.dropout}: cuDNN rounds it to a multiple of 1/16"
+
+
+def _faults(problem: Problem, device: Device) -> Iterator[str]:
+    """Versions of cuDNN that answer wrongly, each with the report."""
+    cudnn = version(device, "cudnn")
+    capability = device.capability or (0, 0)
+    if cudnn < (9, 15, 1) and (problem.seq_q % 128 or problem.seq_k % 128):
+        yield "lengths not multiples of 128: cuDNN before 9.15.1 reads out of bounds (pytorch#169849)"
+    if problem.dropout and (9, 11) < cudnn < (9, 14):
+        yield "dropout: wrong in cuDNN 9.11 to 9.13"
+    if problem.grads and capability[0] == 9 and not problem.causal and problem.seq_k % 128 == 64 and cudnn < (9, 26):
+        yield "gradients with keys % 128 == 64, not causal: NaN in dQ on Hopper before cuDNN 9.26 (pytorch#196678)"
+    if problem.seq_q == 1 and capability[0] in (10, 11) and (9, 19) <= cudnn <= (9, 25) and cudnn[:3] != (9, 24, 1):
+        yield "one query on Blackwell: wrong in cuDNN 9.19 to 9.25 (pytorch#193893)"
+    if problem.seq_q == 1 and problem.grads and cudnn[:2] == (9, 26):
+        yield "gradients with one query: NaN in cuDNN 9.26 (NVIDIA/cudnn-frontend#1072)"
+
+
+def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
+    q, k, v = (copied_if_expanded(padded(x, 8)) for x in inputs[:3])
+    scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
+    added = None if hiding.mask is None else bias(hiding.mask, q, scores)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, added, True, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
+    )
+    return out[..., : problem.dim_v], lse.reshape(scores[:3])
+
+
+_: type[Backend] = CudnnBackend

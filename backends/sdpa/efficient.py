@@ -1,0 +1,69 @@
+"""``sdpa-efficient``: torch's memory-efficient kernel (CUTLASS), which takes an additive bias and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from attnswitch.backend import Backend, Inputs
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, version
+from .masks import Hiding, needs_mask
+from .operands import bias, padded
+
+__all__ = ["EfficientBackend"]
+
+
+class EfficientBackend(SdpaBackend):
+    """Any head dimension, unequal ones too, and any mask, in 16-bit types and float32."""
+
+    name: ClassVar[str] = "sdpa-efficient"
+
+    def limits(self, problem: Problem, device: Device) -> Iterator[str]:
+        """What the CUTLASS kernel in torch does not do, and where it is wrong."""
+        if elsewhere := needs_cuda(device, (5, 0)):
+            yield elsewhere
+            return
+        allowed = ("float16", "bfloat16", "float32") if (device.capability or (0, 0)) >= (8, 0) else ("float16", "float32")
+        if problem.dtype not in allowed:
+            yield f"dtype {problem.dtype}: the kernel exists for {', '.join(allowed)} on {device.name}"
+        yield from fits_grid(problem)
+        yield from mask_loses_bits(problem)
+        if problem.group > 1 and version(device, "torch") < (2, 15):
+            yield (
+                f"{problem.heads_q} query heads share {problem.heads_kv} key heads: before torch 2.15 the kernel has no"
+                " grouped heads; repeat key and value"
+            )
+        if needs_mask(problem):
+            if version(device, "torch") < (2, 15) and problem.seq_q * problem.seq_k >= 2**32:
+                yield "a mask of 2**32 elements a head or more: its row offset overflows (pytorch#187227, fixed in 2.15)"
+            elif problem.grads and problem.seq_q * problem.seq_k >= 2**31:
+                yield "gradients with a mask of 2**31 elements a head or more: its strides overflow (pytorch#147585)"
+        if problem.dropout and problem.seq_q * problem.seq_k >= 2**32 and version(device, "torch") < (2, 15):
+            yield "dropout over 2**32 scores a head or more: the generator's offset overflows before torch 2.15"
+        if problem.grads and problem.deterministic:
+            yield "deterministic=True: the backward adds to dQ atomically unless torch.use_deterministic_algorithms is on"
+
+    def launcher(self, problem: Problem, device: Device) -> Launch:
+        """The operator."""
+        return _launch
+
+
+def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
+    multiple = 4 if problem.dtype == "float32" else 8
+    q, k, v = (padded(x, multiple) for x in inputs[:3])
+    scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
+    added = None if hiding.mask is None else bias(hiding.mask, q, scores)
+    # The lse is always asked for: the backward needs it even where only the mask has a gradient, and without it the
+    # kernel of torch before 2.15 misreads keys whose head axis is expanded (pytorch#191937).
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, added, True, problem.dropout, hiding.causal, scale=problem.softmax_scale
+    )
+    return out[..., : problem.dim_v], lse[..., : problem.seq_q]
+
+
+_: type[Backend] = EfficientBackend

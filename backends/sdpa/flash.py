@@ -1,0 +1,107 @@
+"""``sdpa-flash``: FlashAttention-2 on CUDA, and torch's tiled kernel on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from attnswitch.backend import Backend, Inputs, Precision
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+from .base import Launch, SdpaBackend, fits_grid, needs_cuda, needs_half, version
+from .masks import Hiding, needs_mask, plainly_causal
+from .operands import additive, dense_rows, padded
+
+__all__ = ["FlashBackend"]
+
+
+class FlashBackend(SdpaBackend):
+    """torch's FlashAttention: no mask on CUDA, equal head dimensions."""
+
+    name: ClassVar[str] = "sdpa-flash"
+
+    def limits(self, problem: Problem, device: Device) -> Iterator[str]:
+        """What FlashAttention-2 in torch, or torch's CPU kernel, does not do."""
+        if problem.dim_qk != problem.dim_v:
+            yield f"head dimensions {problem.dim_qk} and {problem.dim_v} differ: the kernel has one for both"
+        if device.kind == "cpu":
+            yield from _cpu_limits(problem, device)
+        elif elsewhere := needs_cuda(device, (8, 0)):
+            yield elsewhere
+        else:
+            yield from _cuda_limits(problem, device)
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """On the CPU, 16-bit types go through a faster exponential."""
+        precision = super().precision(problem, device)
+        if device.kind == "cpu" and problem.dtype in ("float16", "bfloat16"):
+            return replace(precision, exp=2.0**-14)  # 5.4e-5 measured in lse, torch 2.11 and 2.15
+        return precision
+
+    def launcher(self, problem: Problem, device: Device) -> Launch:
+        """The operator of the device."""
+        return _launch_cpu if device.kind == "cpu" else _launch_cuda
+
+
+def _cpu_limits(problem: Problem, device: Device) -> Iterator[str]:
+    pytorch = version(device, "torch")
+    if problem.dropout:
+        yield f"dropout_p={problem.dropout}: torch's CPU kernel has none"
+    if "m" in problem.grads:
+        yield "a gradient of attn_mask: the operator has none"
+    elif problem.mask and not problem.mask.is_bool and problem.grads:
+        yield (
+            "gradients with a float attn_mask: where a row's mask is -1e9 or less throughout, its gradients come out Lk"
+            " times too large (fixtures/corpus/sdpa-flash-cpu-saturated-mask.json); a bool mask is free of it"
+        )
+    if plainly_causal(problem) and problem.softmax_scale <= 0:
+        yield f"causal with scale={problem.scale}: rows come out NaN (fixtures/corpus/sdpa-flash-cpu-causal-scale.json)"
+    if problem.group > 1 and pytorch < (2, 11):
+        yield f"{problem.heads_q} query heads share {problem.heads_kv} key heads: reads out of bounds before torch 2.11"
+    if problem.grads and problem.dim_qk == 1 and problem.dtype in ("float16", "bfloat16") and pytorch < (2, 11):
+        yield "gradients with head dimension 1 in a 16-bit type: wrong before torch 2.11"
+
+
+def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
+    yield from needs_half(problem)
+    yield from fits_grid(problem)
+    if needs_mask(problem):
+        yield "the problem needs a mask (attn_mask, key_lengths, window or bottom-right causal), and the kernel takes none"
+    elif problem.causal and problem.seq_q != problem.seq_k and not problem.bottom_right:
+        yield f"causal with {problem.seq_q} queries and {problem.seq_k} keys: the kernel aligns the diagonal bottom-right"
+    if problem.dim_qk > 256:
+        yield f"head dimension {problem.dim_qk}: at most 256"
+    if problem.grads:
+        small_shared_memory = device.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+        if small_shared_memory and (192 < problem.dim_qk <= 224 or (problem.dim_qk > 192 and problem.dropout)):
+            yield f"gradients with head dimension {problem.dim_qk}: its tiles do not fit the shared memory of {device.name}"
+        if problem.deterministic:
+            yield "deterministic=True: the backward adds to dQ atomically unless torch.use_deterministic_algorithms is on"
+
+
+def _launch_cpu(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
+    q, k, v = (dense_rows(x) for x in inputs[:3])
+    mask = hiding.mask
+    if mask is not None:
+        # The mask is float32 for the 16-bit types (an exact cast) and of the operands' type else; torch reads others wrongly.
+        kind = torch.float64 if problem.dtype == "float64" else torch.float32
+        mask = additive(mask, kind if mask.is_floating_point() else q.dtype)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, hiding.causal, attn_mask=mask, scale=problem.softmax_scale
+    )
+    return out, lse
+
+
+def _launch_cuda(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
+    q, k, v = (padded(x, 8) for x in inputs[:3])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
+    )
+    return out[..., : problem.dim_v], lse
+
+
+_: type[Backend] = FlashBackend

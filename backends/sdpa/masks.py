@@ -1,0 +1,93 @@
+"""Causal, window, key lengths and attn_mask as the one mask that torch's operators take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from attnswitch.backend import Inputs
+from attnswitch.problem import Problem
+
+__all__ = ["Hiding", "compose", "needs_mask"]
+
+
+class Hiding(NamedTuple):
+    """What an operator is told about hidden positions.
+
+    ``mask`` is bool (True = attend) or float and broadcasts to (B, Hq, Lq, Lk); ``causal`` is torch's top-left flag.
+    ``alive`` is False for rows that see nothing, (B or 1, H or 1, Lq or 1); None says that there are none. Such rows see
+    everything in ``mask``, so that no operator meets a softmax over nothing: the caller overwrites their output.
+    """
+
+    mask: torch.Tensor | None = None
+    causal: bool = False
+    alive: torch.Tensor | None = None
+
+
+def plainly_causal(problem: Problem) -> bool:
+    """Whether causal hiding is what torch's ``is_causal`` flag means."""
+    aligned = not problem.bottom_right or (problem.seq_q == problem.seq_k and not problem.key_lengths)
+    return problem.causal and problem.window is None and aligned
+
+
+def sees_all(problem: Problem) -> bool:
+    """Whether causal hiding has no effect: one query, aligned with the last key."""
+    decode = problem.seq_q == 1 and problem.bottom_right and not problem.key_lengths
+    return problem.causal and problem.window is None and decode
+
+
+def needs_mask(problem: Problem) -> bool:
+    """Whether ``compose`` returns a mask for ``problem``, of up to Lq x Lk elements."""
+    if problem.mask is not None or problem.key_lengths or problem.window is not None:
+        return True
+    return problem.causal and not plainly_causal(problem) and not sees_all(problem)
+
+
+def compose(problem: Problem, inputs: Inputs) -> Hiding:
+    """The mask, the causal flag and the dead rows of one call."""
+    if not needs_mask(problem):
+        return Hiding(causal=plainly_causal(problem) and not sees_all(problem))
+    visible = _positions(problem, inputs)
+    mask = inputs.attn_mask
+    if mask is None:
+        alive = visible.any(-1)
+        return Hiding(visible | ~alive[..., None], alive=alive)
+    if mask.dtype == torch.bool:
+        visible = mask if visible is None else mask & visible
+        alive = visible.any(-1)
+        return Hiding(visible | ~alive[..., None], alive=alive)
+    seen = mask.detach() != -torch.inf
+    alive = (seen if visible is None else seen & visible).any(-1)
+    mask = torch.where(alive[..., None], mask, 0.0)
+    if visible is not None:
+        mask = mask.masked_fill(~(visible | ~alive[..., None]), -torch.inf)
+    return Hiding(mask, alive=alive)
+
+
+def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+    """Visibility by position and length, (B or 1, 1, Lq or 1, Lk); None where nothing is hidden that way."""
+    device = inputs.query.device
+    j = torch.arange(problem.seq_k, device=device)
+    lengths = inputs.key_lengths
+    visible = None
+    if lengths is not None:
+        lengths = lengths.to(torch.int64)[:, None, None, None]
+        visible = j < lengths
+    if not problem.positional or sees_all(problem):
+        return visible
+    centre = torch.arange(problem.seq_q, device=device)[:, None]
+    if problem.bottom_right:
+        centre = centre + ((problem.seq_k if lengths is None else lengths) - problem.seq_q)
+    left, right = problem.window or (None, None)
+    if problem.causal:
+        right = 0 if right is None else min(right, 0)
+    if left is not None:
+        visible = _both(visible, j >= centre - left)
+    if right is not None:
+        visible = _both(visible, j <= centre + right)
+    return None if visible is None else visible.reshape(*(1,) * (4 - visible.dim()), *visible.shape)
+
+
+def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    return second if first is None else first & second

@@ -1,0 +1,57 @@
+"""Operands as torch's fused kernels want them: unit stride, aligned, head dimension padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
+
+__all__ = ["additive", "aligned", "bias", "copied_if_expanded", "dense_rows", "padded"]
+
+
+def aligned(tensor: Any) -> Any:
+    """``tensor``, or a copy where a 16-byte load from it could be misaligned."""
+    step = 16 // tensor.element_size()
+    *outer, last = (stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1) or [1]
+    unit = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    outer = outer if tensor.shape[-1] > 1 else [*outer, last]
+    if unit and tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in outer):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def padded(tensor: Any, multiple: int) -> Any:
+    """``tensor`` with zeros after its head dimension up to a multiple, aligned. Zeros change no score and no output."""
+    extra = -tensor.shape[-1] % multiple
+    return F.pad(tensor, (0, extra)) if extra else aligned(tensor)
+
+
+def copied_if_expanded(tensor: Any) -> Any:
+    """``tensor``, or a copy where some axis has stride 0."""
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.clone(memory_format=torch.contiguous_format) if expanded else tensor
+
+
+def dense_rows(tensor: Any) -> Any:
+    """``tensor``, or a copy where a row is not dense or overlaps the next: torch's CPU kernel misreads such rows."""
+    dense = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    apart = tensor.shape[-2] == 1 or tensor.stride(-2) >= tensor.shape[-1]
+    return tensor if dense and apart else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def additive(mask: Any, dtype: torch.dtype) -> Any:
+    """``mask`` as numbers to add: 0 and -inf for a bool mask."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    return mask.to(dtype)
+
+
+def bias(mask: Any, like: Any, scores: tuple[int, int, int, int]) -> Any:
+    """``mask`` as an additive bias in the type of ``like``, (B, Hq, Lq, Lk), rows aligned to 8 elements."""
+    mask = additive(mask, like.dtype)
+    keys = scores[3]
+    mask = mask.expand(*mask.shape[:3], keys)
+    # Whole rows are materialised once, with room to a multiple of 8; batch, head and query axes stay broadcast.
+    mask = F.pad(mask, (0, -keys % 8)).contiguous()[..., :keys]
+    return mask.expand(scores)
