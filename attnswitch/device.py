@@ -31,6 +31,8 @@ class Device:
     memory: int = 0
     shared_memory: int = 0
     versions: tuple[tuple[str, str], ...] = ()
+    #: Whether it is in this machine; plans for absent hardware ask no backend whether it could run here.
+    present: bool = False
 
     def version(self, software: str) -> tuple[int, ...] | None:
         """Version of ``software`` as numbers, e.g. ``(2, 11, 0)``, or None where not known."""
@@ -76,7 +78,7 @@ class Device:
             return _cpu()
         if kind == "cuda":
             return _cuda(index)
-        return Device(kind, kind, versions=_installed_versions())
+        return Device(kind, kind, versions=_installed_versions(), present=True)
 
 
 _KIB, _GIB = 1024, 1024**3
@@ -127,7 +129,7 @@ def _installed_versions() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _cpu() -> Device:
-    return Device("cpu", platform.processor() or platform.machine(), versions=_installed_versions())
+    return Device("cpu", platform.processor() or platform.machine(), versions=_installed_versions(), present=True)
 
 
 @functools.cache
@@ -147,7 +149,7 @@ def _through_torch(index: int) -> Device:
     torch: Any = importlib.import_module("torch")
     if torch.version.hip:
         facts = torch.cuda.get_device_properties(index)
-        return Device("rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),))
+        return Device("rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),), present=True)
     facts = torch.cuda.get_device_properties(index)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if cudnn := torch.backends.cudnn.version():
@@ -161,6 +163,7 @@ def _through_torch(index: int) -> Device:
         facts.total_memory,
         getattr(facts, "shared_memory_per_block_optin", 0),
         tuple(versions.items()),
+        present=True,
     )
 
 
@@ -176,6 +179,7 @@ def _through_cupy(index: int) -> Device:
         facts["totalGlobalMem"],
         facts["sharedMemPerBlockOptin"],
         tuple(versions.items()),
+        present=True,
     )
 
 

@@ -21,7 +21,7 @@ class Candidate:
 
     backend: str
     reasons: tuple[str, ...] = ()
-    #: Why this machine cannot run it; a plan for absent hardware still shows what it would take.
+    #: Why this machine cannot run it; not asked where the plan is for absent hardware.
     unavailable: str | None = None
     config: Config | None = None
 
@@ -77,7 +77,7 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
     if isinstance(backend, str):
         return Candidate(name, unavailable=backend)
     try:
-        unavailable = backend.unavailable()
+        unavailable = backend.unavailable() if device.present else None
         reasons = backend.supports(problem, device)
         config = next(iter(backend.configs(problem, device))) if not reasons else None
     except Exception as error:  # a broken plug-in is a reason, not a crash

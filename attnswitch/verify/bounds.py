@@ -17,9 +17,9 @@ from attnswitch.verify.oracle import Answer, Float, grouped, unbroadcast
 
 __all__ = ["bounds"]
 
-#: Unit roundoff, smallest subnormal and largest finite value of the types.
+#: Unit roundoff of the types, and what vanishes: torch and GPUs may flush subnormals of the wide types to 0.
 _UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53, "tf32": 2.0**-11}
-_TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
+_TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 #: Roundings of exp, tanh and the like, in units of the accumulator: CUDA's own and the fast approximations are within it.
 _CALL = 8.0
 #: A stored lse up to this size may be used by a backend that otherwise renews the row's sums.
@@ -70,7 +70,7 @@ def bounds(a: Answer, precision: Precision) -> dict[str, Float]:
 def _score_error(a: Answer, u: _Units) -> Float:
     """Absolute error of the scores as they enter exp, (B, Hq, Lq, Lk)."""
     case = a.case
-    size = abs(case.softmax_scale) * np.einsum("bhid,bhjd->bhij", np.abs(a.q), np.abs(a.k))
+    size = abs(case.softmax_scale) * (np.abs(a.q) @ np.abs(a.k).mT)
     e = ((case.dim_qk + 4) * u.acc + 2 * u.inputs) * size
     if case.softcap:
         # tanh is flat where it saturates; the slope at the near end of the interval covers all of it.
@@ -94,15 +94,15 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
     # -- output and lse --
     abs_v, out = np.abs(a.v), np.abs(a.values["out"])
     moved = (high - a.p) * a.z
-    spread = np.einsum("bhij,bhjd->bhid", moved, abs_v) + (high - a.p).sum(-1)[..., None] * out
+    spread = ((moved) @ abs_v) + (high - a.p).sum(-1)[..., None] * out
     spread = spread / np.maximum(least, 1e-300)[..., None]
-    rounding = np.einsum("bhij,bhjd->bhid", a.p * a.z, abs_v) * (u.weights + n * u.acc)
+    rounding = ((a.p * a.z) @ abs_v) * (u.weights + n * u.acc)
     flushed = n * u.weights_tiny * np.max(abs_v * 1.0, axis=-2, initial=0.0, keepdims=True) * np.max(a.z, initial=1.0)
     exact_out = spread + rounding + flushed
     # Whatever the weights, an undropped output stays within the values it averages.
     if not case.dropout:
-        reach = np.max(np.where(a.visible[..., None], abs_v[:, :, None], 0.0), axis=3, initial=0.0) if _small(a) else None
-        exact_out = exact_out if reach is None else np.minimum(exact_out, (reach + out) * (1 + 2 * u.weights + n * u.acc))
+        reach = np.max(abs_v, axis=-2, initial=0.0, keepdims=True)
+        exact_out = np.minimum(exact_out, (reach + out) * (1 + 2 * u.weights + n * u.acc))
     bound_out = exact_out * (1 + u.store) + u.store * out + u.store_tiny
     bound_out = np.where(alive[..., None], bound_out, 0.0)
 
@@ -118,14 +118,14 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
     h = np.where(a.visible, np.exp(log_p + e + again[..., None]), 0.0) - a.p
     abs_do = np.abs(a.grad_out)
     nv = case.dim_v + 8
-    dp_size = np.einsum("bhid,bhjd->bhij", abs_do, abs_v) * a.z
+    dp_size = (abs_do @ abs_v.mT) * a.z
     dp_error = nv * u.acc * dp_size
-    centre_size = np.einsum("bhid,bhid->bhi", abs_do, out)
+    centre_size = (abs_do * out).sum(-1)
     # D = rowsum(dO * O) sees the stored output; a composite sums P * dP instead, whose error is of the same kind.
-    centre_error = np.einsum("bhid,bhid->bhi", abs_do, bound_out) + nv * u.acc * centre_size
+    centre_error = (abs_do * bound_out).sum(-1) + nv * u.acc * centre_size
     centre_error = np.maximum(centre_error, (h * np.abs(a.dp * a.z) + (a.p + h) * dp_error).sum(-1) + n * u.acc * (a.p * dp_size).sum(-1))
     centre_error = centre_error + (a.p * np.abs(a.dp * a.z)).sum(-1) * u.weights
-    slope_ds = np.abs(a.z * a.dp - np.einsum("bhid,bhid->bhi", a.grad_out, a.values["out"])[..., None] + a.grad_lse[..., None])
+    slope_ds = np.abs(a.z * a.dp - (a.grad_out * a.values["out"]).sum(-1)[..., None] + a.grad_lse[..., None])
     c = h * slope_ds + (a.p + h) * (
         dp_error + centre_error[..., None] + 4 * u.acc * (np.abs(a.z * a.dp) + (centre_size + np.abs(a.grad_lse))[..., None])
     )
@@ -134,19 +134,19 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
     if case.softcap:
         tanh = np.abs(a.tanh)
         raw_error = ((case.dim_qk + 4) * u.acc + 2 * u.inputs) * abs(case.softmax_scale) / case.softcap
-        size = np.einsum("bhid,bhjd->bhij", np.abs(a.q), np.abs(a.k))
+        size = (np.abs(a.q) @ np.abs(a.k).mT)
         flat = np.minimum(2 * tanh * (raw_error * size * (1 - tanh**2) + _CALL * u.acc) + _CALL * u.acc, 1.0)
         c, ds = (c + ds * 4 * u.acc) * np.minimum(1 - tanh**2 + flat, 1.0) + ds * flat, ds * (1 - tanh**2)
     c = np.where(a.visible, c + (u.weights + 4 * u.acc) * ds + u.weights_tiny, 0.0)
 
     abs_q, abs_k, scale = np.abs(a.q), np.abs(a.k), abs(case.softmax_scale)
     m = case.seq_q * case.group + 8
-    dq = scale * np.einsum("bhij,bhjd->bhid", c + n * u.acc * ds, abs_k)
-    dk = scale * np.einsum("bhij,bhid->bhjd", c + m * u.acc * ds, abs_q)
+    dq = scale * ((c + n * u.acc * ds) @ abs_k)
+    dk = scale * ((c + m * u.acc * ds).mT @ abs_q)
     pz = a.p * a.z
-    dv = np.einsum("bhij,bhid->bhjd", h * a.z + (u.weights + m * u.acc) * pz + u.weights_tiny * a.visible * np.max(a.z, initial=1.0), abs_do)
+    dv = ((h * a.z + (u.weights + m * u.acc) * pz + u.weights_tiny * a.visible * np.max(a.z, initial=1.0)).mT @ abs_do)
     found = {"out": bound_out, "lse": bound_lse, "query": _stored(dq, np.abs(a.values["query"]), u)}
-    sizes = {"key": scale * np.einsum("bhij,bhid->bhjd", ds, abs_q), "value": np.einsum("bhij,bhid->bhjd", pz, abs_do)}
+    sizes = {"key": scale * ((ds).mT @ abs_q), "value": ((pz).mT @ abs_do)}
     for name, error in (("key", dk), ("value", dv)):
         error = grouped(case, error + (u.group * sizes[name] if case.group > 1 else 0.0))
         found[name] = _stored(error, np.abs(a.values[name]), u)
@@ -163,6 +163,3 @@ def _stored(error: Float, size: Float, u: _Units) -> Float:
     """The error after rounding to the storage type; one more unit for a scale or a sum in it."""
     return error * (1 + 2 * u.store) + 2 * u.store * size + u.store_tiny
 
-
-def _small(a: Answer) -> bool:
-    return a.visible.size * a.case.dim_v <= 2**22

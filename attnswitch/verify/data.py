@@ -35,8 +35,8 @@ DISTRIBUTIONS = (
     "activations",
 )
 
-#: Bits of precision and least exponent of the storage types.
-_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
+#: Bits of precision of the storage types.
+_PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 _STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
 
 
@@ -83,9 +83,11 @@ def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
 
 def rounded(x: Array, dtype: str) -> Array:
     """float64 values rounded to the nearest with the precision of ``dtype`` (Dekker's splitting)."""
-    bits, _ = _PRECISION[dtype]
+    bits = _PRECISION[dtype]
     if bits == 53:
         return x
+    if dtype == "float16":  # its subnormals are multiples of 2**-24, which adding and subtracting 1.5 * 2**28 leaves
+        x = (x + 1.5 * 2.0**28) - 1.5 * 2.0**28
     c = x * (2.0 ** (53 - bits) + 1.0)
     return c - (c - x)
 

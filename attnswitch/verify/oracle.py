@@ -82,7 +82,7 @@ def _answer(case: Case, data: dict[str, Any], keep: Bool | None) -> Answer:
     mask = data.get("attn_mask")
     visible = visible_positions(case, mask)
 
-    s = case.softmax_scale * np.einsum("bhid,bhjd->bhij", q, k)
+    s = case.softmax_scale * (q @ k.mT)
     tanh = np.tanh(s / case.softcap) if case.softcap else np.zeros_like(s)
     s = case.softcap * tanh if case.softcap else s
     added = np.zeros_like(s)
@@ -101,14 +101,15 @@ def _answer(case: Case, data: dict[str, Any], keep: Bool | None) -> Answer:
         z = np.zeros_like(p)
     else:
         z = np.ones_like(p) if keep is None else keep / (1.0 - case.dropout)
-    out = np.einsum("bhij,bhjd->bhid", p * z, v)
+    out = (p * z) @ v
     do, dlse = data["grad_out"], data["grad_lse"]
-    dp = np.einsum("bhid,bhjd->bhij", do, v)
-    centre = np.einsum("bhid,bhid->bhi", do, out) - dlse
+    dp = do @ v.mT
+    centre = (do * out).sum(-1) - dlse
     ds = p * (z * dp - centre[..., None])
-    dq = case.softmax_scale * np.einsum("bhij,bhjd->bhid", ds * (1.0 - tanh**2), k)
-    dk = case.softmax_scale * np.einsum("bhij,bhid->bhjd", ds * (1.0 - tanh**2), q)
-    dv = np.einsum("bhij,bhid->bhjd", p * z, do)
+    raw = ds * (1.0 - tanh**2) if case.softcap else ds
+    dq = case.softmax_scale * (raw @ k)
+    dk = case.softmax_scale * (raw.mT @ q)
+    dv = (p * z).mT @ do
     values = {"out": out, "lse": lse, "query": dq, "key": grouped(case, dk), "value": grouped(case, dv)}
     if mask is not None and mask.dtype != np.bool_:
         values["attn_mask"] = unbroadcast(ds, mask.shape)
@@ -137,7 +138,7 @@ def _poisoned(
     rows_k = (visible & bad_k[:, :, None, :]).any(-1)
     rows = rows_k | (visible & bad_v[:, :, None, :]).any(-1)
     seen = visible.astype(np.float64)
-    out = np.einsum("bhij,bhjd->bhid", seen, bad_elements.astype(np.float64)) > 0
+    out = (seen @ bad_elements.astype(np.float64)) > 0
     keys_k, keys = ((visible & rows_[..., None]).any(2) for rows_ in (rows_k, rows))
 
     def spread(x: Bool, like: Float) -> Bool:

@@ -40,6 +40,8 @@ class Plan:
     seconds: float | None = None
     max_failures: int = 10
     corpus: Path | None = None
+    #: How long one failure may be shrunk.
+    shrink_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,7 @@ class Run:
     def _explore(self, target: Target, count: int) -> int:
         """Let Hypothesis draw up to ``count`` cases; how many it drew before it turned to shrinking a failure."""
         drawn = 0
+        failed: dict[Case, float] = {}  # cases seen to fail, by when
 
         def execute(case: Case) -> None:
             nonlocal drawn
@@ -210,10 +213,14 @@ class Run:
                 for outcome in outcomes:
                     self.report.add(outcome)
                 fresh = [o for o in outcomes if o.verdict == "mismatch" and _kind(o) not in self.known]
-            else:  # shrinking: only the backend that failed
+            else:  # shrinking: only the backend that failed, and past its time only what is known to fail
+                first = min(failed.values())
+                if case not in failed and time.monotonic() > first + self.plan.shrink_seconds:
+                    return
                 fresh = [o for o in examine(case, (self.focus[1],), target.device) if o.verdict == "mismatch"]
             if fresh:
                 self.focus = self.focus or _kind(fresh[0])
+                failed.setdefault(case, time.monotonic())
                 raise self._carrier(_kind(fresh[0]))(fresh[0])
 
         profile = settings(

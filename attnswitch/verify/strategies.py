@@ -149,7 +149,7 @@ def cases(draw: Any, space: Space = Space()) -> Case:  # noqa: B008 - frozen
         "data_seed": draw(st.integers(0, 255)),
         "scale": _choice(draw, _SCALES) if _often(draw, 3) else None,
         "softcap": _choice(draw, (30.0, 1.0, 5.0)) if _often(draw, 6) else 0.0,
-        "lse": draw(st.booleans()),
+        "lse": _often(draw, 3),
         "grads": _grads(draw, hiding.get("mask")),
     }
     if library != "torch" and found["grads"]:  # attention_backward gives the three, and the mask's where asked

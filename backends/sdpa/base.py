@@ -42,12 +42,14 @@ class SdpaBackend:
     name: ClassVar[str]
     library: ClassVar[str] = "torch"
     autograd: ClassVar[bool] = True
+    #: Whether there is a CPU form of it.
+    on_cpu: ClassVar[bool] = False
     #: Whether the operator returns its lse.
     has_lse: ClassVar[bool] = True
 
     def unavailable(self) -> str | None:
-        """Never, once torch is imported: what hardware an operator needs is said by ``supports``."""
-        return None
+        """Only for want of a GPU, where it has no CPU form."""
+        return None if self.on_cpu else no_gpu()
 
     def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Reasons of all four, then the operator's own."""
@@ -68,7 +70,12 @@ class SdpaBackend:
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
         """The kernel for ``problem``."""
-        return SdpaKernel(problem, self.launcher(problem, device))
+        raised = torch.float64 if problem.dtype == "float64" else torch.float32
+        return SdpaKernel(problem, self.launcher(problem, device), raised if self.raises_mask(device) else None)
+
+    def raises_mask(self, device: Device) -> bool:
+        """Whether a float mask is raised to the accumulator's type, rather than given in the operands'."""
+        return False
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The function that calls the operator."""
@@ -97,6 +104,15 @@ class SdpaBackend:
 
 
 # -- reasons that several operators share -------------------------------------------------------------------------------
+
+
+def no_gpu() -> str | None:
+    """Why torch cannot use an NVIDIA GPU on this machine."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build"
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU; it needs one, with a driver for CUDA " + torch.version.cuda
+    return None
 
 
 def needs_cuda(device: Device, least: tuple[int, int]) -> str | None:
@@ -145,6 +161,7 @@ class SdpaKernel:
 
     problem: Problem
     launch: Launch
+    mask_dtype: torch.dtype | None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, differentiable by torch, and lse where the problem asks for it."""
@@ -157,7 +174,7 @@ class SdpaKernel:
             return _empty(p, inputs)
         if p.key_lengths and kind != "cpu":
             inputs = _without_padding(inputs)
-        hiding = masks.compose(p, inputs)
+        hiding = masks.compose(p, inputs, self.mask_dtype)
         out, lse = self.launch(p, inputs, hiding)
         if hiding.alive is not None:
             out = out.masked_fill(~hiding.alive[..., None], 0.0)
@@ -184,7 +201,7 @@ def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
         k, v = (x.repeat_interleave(problem.group, 1) for x in (k, v))
     out = (q @ k.mT) @ v
     if "m" in problem.grads:
-        out = out + 0 * inputs.attn_mask.sum()  # type: ignore[union-attr]
+        out = out + inputs.attn_mask.flatten()[:0].sum()  # type: ignore[union-attr]
     lse_dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype) if problem.lse else None
 

@@ -23,6 +23,7 @@ class FlashBackend(SdpaBackend):
     """torch's FlashAttention: no mask on CUDA, equal head dimensions."""
 
     name: ClassVar[str] = "sdpa-flash"
+    on_cpu: ClassVar[bool] = True
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
         """What FlashAttention-2 in torch, or torch's CPU kernel, does not do."""
@@ -41,6 +42,10 @@ class FlashBackend(SdpaBackend):
         if device.kind == "cpu" and problem.dtype in ("float16", "bfloat16"):
             return replace(precision, exp=2.0**-14)  # 5.4e-5 measured in lse, torch 2.11 and 2.15
         return precision
+
+    def raises_mask(self, device: Device) -> bool:
+        """On the CPU the mask is float32 for the 16-bit types; torch misreads a float32 mask beside float64 operands."""
+        return device.kind == "cpu"
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator of the device."""
@@ -85,11 +90,7 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 def _launch_cpu(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
     q, k, v = (dense_rows(x) for x in inputs[:3])
-    mask = hiding.mask
-    if mask is not None:
-        # The mask is float32 for the 16-bit types (an exact cast) and of the operands' type else; torch reads others wrongly.
-        kind = torch.float64 if problem.dtype == "float64" else torch.float32
-        mask = additive(mask, kind if mask.is_floating_point() else q.dtype)
+    mask = None if hiding.mask is None else additive(hiding.mask, q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, hiding.causal, attn_mask=mask, scale=problem.softmax_scale
     )

@@ -44,8 +44,8 @@ def needs_mask(problem: Problem) -> bool:
     return problem.causal and not plainly_causal(problem) and not sees_all(problem)
 
 
-def compose(problem: Problem, inputs: Inputs) -> Hiding:
-    """The mask, the causal flag and the dead rows of one call."""
+def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) -> Hiding:
+    """The mask, the causal flag and the dead rows of one call; a float mask in ``dtype``, or as it came."""
     if not needs_mask(problem):
         return Hiding(causal=plainly_causal(problem) and not sees_all(problem))
     visible = _positions(problem, inputs)
@@ -57,6 +57,7 @@ def compose(problem: Problem, inputs: Inputs) -> Hiding:
         visible = mask if visible is None else mask & visible
         alive = visible.any(-1)
         return Hiding(visible | ~alive[..., None], alive=alive)
+    mask = mask if dtype is None else mask.to(dtype)  # first, so that its gradient is summed before it is rounded
     seen = mask.detach() != -torch.inf
     alive = (seen if visible is None else seen & visible).any(-1)
     mask = torch.where(alive[..., None], mask, 0.0)

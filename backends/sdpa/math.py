@@ -22,6 +22,7 @@ class MathBackend(SdpaBackend):
     """torch's reference composite, on any device torch has."""
 
     name: ClassVar[str] = "sdpa-math"
+    on_cpu: ClassVar[bool] = True
     has_lse: ClassVar[bool] = False
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -32,6 +33,10 @@ class MathBackend(SdpaBackend):
     def precision(self, problem: Problem, device: Device) -> Precision:
         """16-bit operands are raised to float32 first and the result rounded once."""
         return Precision(accumulator="float64" if problem.dtype == "float64" else "float32")
+
+    def raises_mask(self, device: Device) -> bool:
+        """Everything is raised."""
+        return True
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The composite itself, not the front door that may choose another."""

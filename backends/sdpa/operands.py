@@ -41,15 +41,15 @@ def dense_rows(tensor: Any) -> Any:
 
 
 def additive(mask: Any, dtype: torch.dtype) -> Any:
-    """``mask`` as numbers to add: 0 and -inf for a bool mask."""
+    """``mask`` as numbers to add: a float mask itself, 0 and -inf of type ``dtype`` for a bool mask."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    return mask.to(dtype)
+    return mask
 
 
 def bias(mask: Any, like: Any, scores: tuple[int, int, int, int]) -> Any:
     """``mask`` as an additive bias in the type of ``like``, (B, Hq, Lq, Lk), rows aligned to 8 elements."""
-    mask = additive(mask, like.dtype)
+    mask = additive(mask, like.dtype).to(like.dtype)
     keys = scores[3]
     mask = mask.expand(*mask.shape[:3], keys)
     # Whole rows are materialised once, with room to a multiple of 8; batch, head and query axes stay broadcast.

@@ -1,0 +1,58 @@
+"""The ``attnswitch`` command and its subcommands, one module each."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from attnswitch.errors import AttnswitchError
+
+from . import backends, explain, replay, verify
+from .render import error
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="attnswitch",
+    help="Exact attention over every kernel this machine has: chosen with reasons, verified here.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("verify")(verify.verify)
+app.command("replay")(replay.replay)
+app.command("backends")(backends.backends)
+app.command("explain")(explain.explain)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import attnswitch
+
+        typer.echo(f"attnswitch {attnswitch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Exact attention over every kernel this machine has: chosen with reasons, verified here."""
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 good, 1 a mismatch, 2 the tool could not do its work, 3 nothing verified."""
+    try:
+        app()
+    except AttnswitchError as problem:
+        error(problem)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of a pipe left, as head does
+        sys.stderr.close()
+        sys.exit(2)

@@ -1,0 +1,219 @@
+"""Backends that are wrong on purpose. ``attnswitch verify`` must catch every one within its default run.
+
+Each is the tiled backend with one small fault of a kind that real kernels have shipped with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from attnswitch import registry
+from attnswitch.backend import Backend, Gradients, Inputs, Kernel, Precision
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+FAULTS: list[str] = []
+
+
+def _tiled() -> Any:
+    backend = registry.load("tiled")
+    assert not isinstance(backend, str)
+    return backend
+
+
+class Saboteur:
+    """The tiled backend, seen through a subclass's fault."""
+
+    name: ClassVar[str] = "saboteur"
+    library: ClassVar[str] = "numpy"
+    autograd: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        FAULTS.append(cls.__name__)
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        return tuple(_tiled().supports(problem, device))
+
+    def configs(self, problem: Problem, device: Device) -> Any:
+        return _tiled().configs(problem, device)
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        precision: Precision = _tiled().precision(problem, device)
+        return precision
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        return Faulty(self, problem, device, config)
+
+    # what a subclass changes
+    def problem(self, problem: Problem) -> Problem:
+        return problem
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return inputs
+
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        return out, lse
+
+    def grads(self, grads: Gradients) -> Gradients:
+        return grads
+
+
+class Faulty:
+    def __init__(self, saboteur: Saboteur, problem: Problem, device: Device, config: Any) -> None:
+        self.saboteur = saboteur
+        self.kernel = _tiled().compile(saboteur.problem(problem), device, config)
+        self.true = _tiled().compile(problem, device, config)
+
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        return self.saboteur.out(*self.kernel.forward(self.saboteur.inputs(inputs)))
+
+    def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        return self.saboteur.grads(self.true.backward(inputs, out, lse, grad_out, grad_lse))
+
+
+class ScaledOutput(Saboteur):
+    """One unit too many in the third decimal."""
+
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        return (out * np.float64(1.004)).astype(out.dtype), lse
+
+
+class LastKeyDropped(Saboteur):
+    """The tail tile is one key short."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        length = inputs.key.shape[2]
+        if length % 16 != 1 or length == 1:
+            return inputs
+        key = np.array(inputs.key)
+        key[:, :, -1] = key[:, :, -2]
+        value = np.array(inputs.value)
+        value[:, :, -1] = value[:, :, -2]
+        return inputs._replace(key=key, value=value)
+
+
+class WrongCausalCorner(Saboteur):
+    """Causal is aligned top-left whatever was asked."""
+
+    def problem(self, problem: Problem) -> Problem:
+        return problem.replace(alignment="top_left")
+
+
+class ScaleIgnored(Saboteur):
+    """An explicit scale of 0 is taken for none."""
+
+    def problem(self, problem: Problem) -> Problem:
+        return problem.replace(scale=problem.scale or None)
+
+
+class SoftcapIgnored(Saboteur):
+    def problem(self, problem: Problem) -> Problem:
+        return problem.replace(softcap=0.0)
+
+
+class WindowOffByOne(Saboteur):
+    def problem(self, problem: Problem) -> Problem:
+        left, right = problem.window or (None, None)
+        return problem.replace(window=(None if left is None else left + 1, right))
+
+
+class HeadsInterleaved(Saboteur):
+    """Grouped heads are matched modulo instead of in blocks."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        heads, shared = inputs.query.shape[1], inputs.key.shape[1]
+        order = np.arange(heads).reshape(shared, -1) % shared if heads != shared else None
+        if order is None:
+            return inputs
+        return inputs._replace(key=inputs.key[:, order[:, 0]], value=inputs.value[:, order[:, 0]])
+
+
+class DeadRowsAverage(Saboteur):
+    """Rows that see nothing get 1 instead of 0."""
+
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        out = out.copy()
+        out[lse == -np.inf] = 1.0
+        return out, lse
+
+
+class LseInBaseTwo(Saboteur):
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        return out, (lse / np.float32(np.log(2.0))).astype(lse.dtype)
+
+
+class LengthsIgnored(Saboteur):
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.key_lengths is None:
+            return inputs
+        return inputs._replace(key_lengths=np.full_like(inputs.key_lengths, inputs.key.shape[2]))
+
+
+class MaskInverted(Saboteur):
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.attn_mask is None or inputs.attn_mask.dtype != np.bool_:
+            return inputs
+        return inputs._replace(attn_mask=~inputs.attn_mask)
+
+
+class InputsWritten(Saboteur):
+    """It scales query in place."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.query.flags.writeable:
+            inputs.query[...] = inputs.query * inputs.query.dtype.type(2)
+        return inputs
+
+
+class QueryGradientUnscaled(Saboteur):
+    def grads(self, grads: Gradients) -> Gradients:
+        if grads.query is None:
+            return grads
+        return grads._replace(query=(grads.query * np.float64(8.0)).astype(grads.query.dtype))
+
+
+class KeyGradientOfLastHead(Saboteur):
+    """The key gradient of one head of the group is lost."""
+
+    def grads(self, grads: Gradients) -> Gradients:
+        if grads.key is None:
+            return grads
+        key = grads.key.copy()
+        key[:, -1] = 0
+        return grads._replace(key=key)
+
+
+class ValueGradientTransposed(Saboteur):
+    def grads(self, grads: Gradients) -> Gradients:
+        if grads.value is None:
+            return grads
+        return grads._replace(value=np.ascontiguousarray(grads.value[:, :, ::-1]))
+
+
+class MaskGradientLost(Saboteur):
+    def grads(self, grads: Gradients) -> Gradients:
+        return grads if grads.attn_mask is None else grads._replace(attn_mask=grads.attn_mask * 0)
+
+
+class HalfAccumulator(Saboteur):
+    """Sums in half precision behind a promise of float32."""
+
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        return out.astype(np.float16).astype(out.dtype), lse
+
+
+class Raises(Saboteur):
+    """It says it takes a length that it cannot."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.key.shape[2] % 64 == 63:
+            raise RuntimeError("unspecified launch failure")
+        return inputs
+
+
+_: type[Backend] = Saboteur

@@ -1,0 +1,27 @@
+"""The test of the tests: every backend that is wrong on purpose is caught within the default number of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import saboteurs
+from attnswitch.verify import Plan, Space, Target, run
+
+from attnswitch.cli.verify import EXAMPLES
+
+
+@pytest.mark.parametrize("fault", saboteurs.FAULTS)
+def test_a_wrong_backend_is_caught(fault: str, register: Callable[[str, str], None]) -> None:
+    register("saboteur", f"saboteurs:{fault}")
+    report = run(Plan((Target("cpu", ("saboteur",), Space()),), EXAMPLES, seed=0, max_failures=1, shrink_seconds=0.5))
+    assert report.exit_code == 1
+    assert report.failures[0].outcome.backend == "saboteur"
+    assert report.cases < EXAMPLES
+
+
+def test_a_right_backend_is_not(register: Callable[[str, str], None]) -> None:
+    register("saboteur", "saboteurs:Saboteur")
+    report = run(Plan((Target("cpu", ("saboteur",), Space()),), 200, seed=0))
+    assert report.failures == []
+    assert report.verified > 150
