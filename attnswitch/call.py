@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ def read(
         **({"attn_mask": m.memory} if mask else {}),
     )
     inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
-    if q.device[0] == "cpu" and _nonfinite(inputs):
+    if _reads_values(q.device[0]) and _nonfinite(inputs):
         problem = problem.replace(nonfinite=True)
     return Call(problem, q.library, q.device, inputs, options.layout, query)
 
@@ -273,6 +274,14 @@ def _autograd(library: str, query: Array, key: Array, value: Array, attn_mask: A
         return ""
     operands = zip("qkvm", (query, key, value, attn_mask), strict=True)
     return "".join(letter for letter, array in operands if array is not None and array.requires_grad)
+
+
+def _reads_values(device: str) -> bool:
+    """Whether NaN and inf are looked for: on the CPU, unless ATTNSWITCH_CHECK_FINITE says always or never."""
+    when = os.environ.get("ATTNSWITCH_CHECK_FINITE", "cpu")
+    if when not in ("cpu", "always", "never"):
+        raise InvalidProblem(f"ATTNSWITCH_CHECK_FINITE={when!r}: expected cpu, always or never")
+    return when == "always" or (when == "cpu" and device == "cpu")
 
 
 def _nonfinite(inputs: Inputs) -> bool:

@@ -42,13 +42,15 @@ class _Units:
     exp: float
 
 
-def _units(dtype: str, precision: Precision) -> _Units:
+def _units(dtype: str, precision: Precision, dropout: bool = False) -> _Units:
     acc = precision.accumulator
     weights = dtype if precision.weights == "storage" else acc
     lse = "float64" if dtype == "float64" else "float32"
+    # With dropout the weights are rounded, divided by 1 - p, and rounded again.
+    twice = 2.0 if dropout and precision.weights == "storage" else 1.0
     return _Units(
         acc=_UNIT[acc],
-        weights=_UNIT[weights],
+        weights=_UNIT[weights] * twice,
         weights_tiny=_TINY[weights],
         store=_UNIT[dtype],
         store_tiny=_TINY[dtype],
@@ -63,7 +65,7 @@ def _units(dtype: str, precision: Precision) -> _Units:
 def bounds(a: Answer, precision: Precision) -> dict[str, Float]:
     """Largest error of each element of ``a.values`` that rounding under ``precision`` explains."""
     with np.errstate(all="ignore"):
-        found = _bounds(a, _units(a.case.dtype, precision))
+        found = _bounds(a, _units(a.case.dtype, precision, a.case.dropout > 0))
         return {name: np.where(np.isnan(bound), np.inf, bound) for name, bound in found.items()}
 
 
@@ -126,7 +128,7 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
     centre_error = np.maximum(centre_error, (h * np.abs(a.dp * a.z) + (a.p + h) * dp_error).sum(-1) + n * u.acc * (a.p * dp_size).sum(-1))
     centre_error = centre_error + (a.p * np.abs(a.dp * a.z)).sum(-1) * u.weights
     slope_ds = np.abs(a.z * a.dp - (a.grad_out * a.values["out"]).sum(-1)[..., None] + a.grad_lse[..., None])
-    c = h * slope_ds + (a.p + h) * (
+    c = (h + u.weights * a.p + u.weights_tiny) * slope_ds + (a.p + h) * (
         dp_error + centre_error[..., None] + 4 * u.acc * (np.abs(a.z * a.dp) + (centre_size + np.abs(a.grad_lse))[..., None])
     )
     c_mask = c + (u.weights + 4 * u.acc) * np.abs(a.ds) + u.weights_tiny

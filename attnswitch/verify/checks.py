@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ Verdict = Literal["verified", "mismatch", "refused", "unavailable"]
 
 #: Stands for the dispatcher's own choice among the backends.
 AUTO = "auto"
+_FINITE = "ATTNSWITCH_CHECK_FINITE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,10 @@ class _Run:
 def _attempt(case: Case, data: dict[str, Any], backend: str, device: str) -> _Run | Outcome:
     placed = _place(case, data, device)
     forced = None if backend == AUTO else backend
+    # Poison is only refused where it is looked for; on a GPU that is the user's decision, and here it is ours.
+    before = os.environ.get(_FINITE)
+    if case.poison:
+        os.environ[_FINITE] = "always"
     try:
         results, chosen = _run(case, placed, forced)
     except Unsupported as refusal:
@@ -132,6 +138,10 @@ def _attempt(case: Case, data: dict[str, Any], backend: str, device: str) -> _Ru
         last = traceback.extract_tb(error.__traceback__)[-1]
         crash = Failure("crash", f"{type(error).__name__}: {error} ({last.name})")
         return Outcome(case, backend, device, "mismatch", forced, failure=crash)
+    finally:
+        os.environ.pop(_FINITE, None)
+        if before is not None:
+            os.environ[_FINITE] = before
     return _Run(backend, chosen, placed, results)
 
 

@@ -273,6 +273,7 @@ def _repeated(xp: Any, x: Array, placing: str) -> Array:
 
 def _poisoned(xp: Any, case: Case, key: Array, value: Array) -> tuple[Array, Array]:
     """NaN in one key, NaN and inf in one value, in one head; past the lengths everything is NaN."""
+    key, value = (x + xp.zeros(x.shape, dtype=xp.float64) for x in (key, value))  # maybe a view of shared values
     word = int(hashed(np, case.data_seed, _STREAMS["poison"], 1)[0]) & (2**63 - 1)
     if case.seq_k and case.batch:
         b, h, j = word % case.batch, (word >> 8) % case.heads_kv, (word >> 16) % case.seq_k

@@ -126,6 +126,14 @@ class _Mismatch(Exception):  # noqa: N818 - it is a finding, not an error of our
         self.outcome = outcome
 
 
+class _DeviceLost(BaseException):
+    """Carries the outcome that cost the device; not an ``Exception``, so that Hypothesis does not try it again."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
 def _kind(outcome: Outcome) -> tuple[str, str, str]:
     assert outcome.failure is not None
     return outcome.device, outcome.backend, outcome.failure.check
@@ -212,12 +220,15 @@ class Run:
                 outcomes = examine(case, target.backends, target.device)
                 for outcome in outcomes:
                     self.report.add(outcome)
+                self._check_alive(target, outcomes)
                 fresh = [o for o in outcomes if o.verdict == "mismatch" and _kind(o) not in self.known]
             else:  # shrinking: only the backend that failed, and past its time only what is known to fail
                 first = min(failed.values())
                 if case not in failed and time.monotonic() > first + self.plan.shrink_seconds:
                     return
-                fresh = [o for o in examine(case, (self.focus[1],), target.device) if o.verdict == "mismatch"]
+                outcomes = examine(case, (self.focus[1],), target.device)
+                self._check_alive(target, outcomes)
+                fresh = [o for o in outcomes if o.verdict == "mismatch"]
             if fresh:
                 self.focus = self.focus or _kind(fresh[0])
                 failed.setdefault(case, time.monotonic())
@@ -238,9 +249,23 @@ class Run:
             profile(given(cases(target.space))(execute))()
         except _Mismatch as found:
             self._record(found.outcome, None)
+        except _DeviceLost as lost:
+            self.report.stopped = f"{target.device} was lost: a kernel broke its context, and nothing more can run on it"
+            self._record(lost.outcome, None)
         except errors.Flaky as flaky:
             self._record(self._flaky(target, flaky), None)
         return max(drawn, 1)
+
+    def _check_alive(self, target: Target, outcomes: list[Outcome]) -> None:
+        """After a crash, find out whether the GPU can go on: an illegal access ends every context of the process."""
+        crashes = [o for o in outcomes if o.failure is not None and o.failure.check == "crash"]
+        if crashes and target.device != "cpu":
+            import torch
+
+            try:
+                torch.zeros(1, device=target.device).item()
+            except RuntimeError:
+                raise _DeviceLost(crashes[0]) from None
 
     def _carrier(self, kind: tuple[str, str, str]) -> type[_Mismatch]:
         return self.kinds.setdefault(kind, type(f"Mismatch in {kind[2]} of {kind[1]}", (_Mismatch,), {}))

@@ -13,7 +13,7 @@ from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, version
 from .masks import Hiding, needs_mask
-from .operands import bias, copied_if_expanded, padded
+from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
 
 __all__ = ["CudnnBackend"]
 
@@ -86,7 +86,7 @@ def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, added, True, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
     )
-    return out[..., : problem.dim_v], lse.reshape(scores[:3])
+    return with_aligned_gradient(out)[..., : problem.dim_v], lse.reshape(scores[:3])
 
 
 _: type[Backend] = CudnnBackend

@@ -13,7 +13,7 @@ from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, version
 from .masks import Hiding, needs_mask
-from .operands import bias, padded
+from .operands import bias, padded, with_aligned_gradient
 
 __all__ = ["EfficientBackend"]
 
@@ -63,7 +63,7 @@ def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, added, True, problem.dropout, hiding.causal, scale=problem.softmax_scale
     )
-    return out[..., : problem.dim_v], lse[..., : problem.seq_q]
+    return with_aligned_gradient(out)[..., : problem.dim_v], lse[..., : problem.seq_q]
 
 
 _: type[Backend] = EfficientBackend

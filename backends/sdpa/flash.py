@@ -14,7 +14,7 @@ from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend, fits_grid, needs_cuda, needs_half, version
 from .masks import Hiding, needs_mask, plainly_causal
-from .operands import additive, dense_rows, padded
+from .operands import additive, dense_rows, padded, with_aligned_gradient
 
 __all__ = ["FlashBackend"]
 
@@ -78,6 +78,8 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
         yield "the problem needs a mask (attn_mask, key_lengths, window or bottom-right causal), and the kernel takes none"
     elif problem.causal and problem.seq_q != problem.seq_k and not problem.bottom_right:
         yield f"causal with {problem.seq_q} queries and {problem.seq_k} keys: the kernel aligns the diagonal bottom-right"
+    if problem.softmax_scale == 0:
+        yield "scale=0.0: the output comes out NaN (fixtures/corpus/sdpa-flash-cuda-scale-zero.json)"
     if problem.dim_qk > 256:
         yield f"head dimension {problem.dim_qk}: at most 256"
     if problem.grads:
@@ -102,7 +104,7 @@ def _launch_cuda(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any,
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
     )
-    return out[..., : problem.dim_v], lse
+    return with_aligned_gradient(out)[..., : problem.dim_v], lse
 
 
 _: type[Backend] = FlashBackend
