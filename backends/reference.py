@@ -144,7 +144,8 @@ class ReferenceKernel:
             keep = keep_mask(inputs.seed or 0, p.dropout, b, h, np.arange(p.seq_q), 0, p.seq_k)
             z = np.where(keep, 1.0 / (1.0 - p.dropout), 0.0) if p.dropout < 1.0 else np.zeros_like(s)
         lse = np.where(alive, top + np.log(total), -np.inf)[:, 0]
-        return _Head(q, k, v, tanh, visible, weights / np.where(alive, total, 1.0), z, lse)
+        weights = np.where(visible, weights / np.where(alive, total, 1.0), 0.0)  # 0 / NaN must not reach what is hidden
+        return _Head(q, k, v, tanh, visible, weights, z, lse)
 
     def _visible(self, length: int) -> Bool:
         """Which keys (columns) each query (row) sees: causal, window and length together."""

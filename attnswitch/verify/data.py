@@ -287,6 +287,16 @@ def _poisoned(xp: Any, case: Case, key: Array, value: Array) -> tuple[Array, Arr
     return key, value
 
 
+_LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 2.0**127 * (2 - 2.0**-7),
+    "float32": 2.0**127 * (2 - 2.0**-23),
+    "float64": 2.0**1023 * (2 - 2.0**-52),
+}
+#: Masks that hide by a large negative number, whole rows included; None is the least number of the type.
+_FLOORS = {"finite-min": None, "minus-1e4": -1e4, "minus-1e9": -1e9}
+
+
 def _mask(xp: Any, case: Case) -> Array:
     """The attn_mask with four axes, as bool or float64."""
     recipe = case.mask
@@ -305,11 +315,10 @@ def _mask(xp: Any, case: Case) -> Array:
     if recipe.dtype == "bool":
         return keep[recipe.kind]
     smooth = normal(xp, case.data_seed, _STREAMS["attn_mask"], shape)
-    least = {"float16": -65504.0, "bfloat16": -(2.0**127) * (2 - 2.0**-7), "float32": -(2.0**127) * (2 - 2.0**-23)}
-    hide = {"finite-min": least.get(recipe.dtype, -(2.0**1023) * (2 - 2.0**-52)), "minus-1e4": -10000.0}
-    if recipe.kind in hide:
-        floor = rounded(xp.zeros(shape, dtype=xp.float64) + hide[recipe.kind], recipe.dtype) if recipe.kind == "minus-1e4" else hide[recipe.kind]
-        return xp.where(keep["random"], 0.0 * u, floor + 0.0 * u)
+    if recipe.kind in _FLOORS:
+        floor = _FLOORS[recipe.kind] or -_LARGEST[recipe.dtype]
+        floors = rounded(xp.zeros(shape, dtype=xp.float64) + floor, recipe.dtype) if _FLOORS[recipe.kind] else floor
+        return xp.where((u < 0.7) & (rows < 0.5), 0.0 * u, floors + 0.0 * u)
     smooth = rounded(smooth, recipe.dtype)
     if recipe.kind == "smooth":
         return smooth

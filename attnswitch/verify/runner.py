@@ -228,7 +228,7 @@ class Run:
                     return
                 outcomes = examine(case, (self.focus[1],), target.device)
                 self._check_alive(target, outcomes)
-                fresh = [o for o in outcomes if o.verdict == "mismatch"]
+                fresh = [o for o in outcomes if o.verdict == "mismatch" and _kind(o) == self.focus]
             if fresh:
                 self.focus = self.focus or _kind(fresh[0])
                 failed.setdefault(case, time.monotonic())

@@ -105,6 +105,8 @@ def _mask(draw: Any, dtype: str) -> MaskRecipe:
     kinds = ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "none")
     other = _often(draw, 3)
     mask_dtype = _choice(draw, ("float32", "float16", "bfloat16", "float64")) if other else dtype
+    if mask_dtype != "float16":
+        kinds = (*kinds, "minus-1e9")
     return MaskRecipe(mask_dtype, axes, rank, _choice(draw, kinds))
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "mask_loses_bits",
     "needs_cuda",
     "needs_half",
+    "needs_positive_scale",
     "version",
 ]
 
@@ -132,6 +133,12 @@ def needs_half(problem: Problem) -> Iterator[str]:
         yield f"dtype {problem.dtype}: the kernel exists for float16 and bfloat16"
 
 
+def needs_positive_scale(problem: Problem) -> Iterator[str]:
+    """The kernels fold the scale into a maximum, which a factor of 0 or less turns into NaN."""
+    if problem.softmax_scale <= 0:
+        yield f"scale={problem.scale}: the output comes out NaN (fixtures/corpus/sdpa-*-scale.json)"
+
+
 def fits_grid(problem: Problem) -> Iterator[str]:
     """Batch and heads are axes of the launch grid."""
     if max(problem.batch, problem.heads_q) > 65535:
@@ -178,7 +185,9 @@ class SdpaKernel:
         out, lse = self.launch(p, inputs, hiding)
         if hiding.alive is not None:
             out = out.masked_fill(~hiding.alive[..., None], 0.0)
-            lse = None if lse is None else lse.masked_fill(~hiding.alive, -torch.inf)
+            if lse is not None:
+                lse = lse if hiding.shift is None else lse + hiding.shift
+                lse = lse.masked_fill(~hiding.alive, -torch.inf)
         return out, lse if p.lse else None
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:

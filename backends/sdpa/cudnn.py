@@ -11,7 +11,7 @@ from attnswitch.backend import Backend, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, version
+from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, needs_positive_scale, version
 from .masks import Hiding, needs_mask
 from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
 
@@ -31,6 +31,7 @@ class CudnnBackend(SdpaBackend):
         yield from needs_half(problem)
         yield from fits_grid(problem)
         yield from mask_loses_bits(problem)
+        yield from needs_positive_scale(problem)
         if "m" in problem.grads:
             yield "a gradient of attn_mask: cuDNN's operator has none"
         if problem.deterministic and problem.grads:

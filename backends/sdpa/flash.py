@@ -12,7 +12,7 @@ from attnswitch.backend import Backend, Inputs, Precision
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend, fits_grid, needs_cuda, needs_half, version
+from .base import Launch, SdpaBackend, fits_grid, needs_cuda, needs_half, needs_positive_scale, version
 from .masks import Hiding, needs_mask, plainly_causal
 from .operands import additive, dense_rows, padded, with_aligned_gradient
 
@@ -58,11 +58,6 @@ def _cpu_limits(problem: Problem, device: Device) -> Iterator[str]:
         yield f"dropout_p={problem.dropout}: torch's CPU kernel has none"
     if "m" in problem.grads:
         yield "a gradient of attn_mask: the operator has none"
-    elif problem.mask and not problem.mask.is_bool and problem.grads:
-        yield (
-            "gradients with a float attn_mask: where a row's mask is -1e9 or less throughout, its gradients come out Lk"
-            " times too large (fixtures/corpus/sdpa-flash-cpu-saturated-mask.json); a bool mask is free of it"
-        )
     if plainly_causal(problem) and problem.softmax_scale <= 0:
         yield f"causal with scale={problem.scale}: rows come out NaN (fixtures/corpus/sdpa-flash-cpu-causal-scale.json)"
     if problem.group > 1 and pytorch < (2, 11):
@@ -78,8 +73,7 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
         yield "the problem needs a mask (attn_mask, key_lengths, window or bottom-right causal), and the kernel takes none"
     elif problem.causal and problem.seq_q != problem.seq_k and not problem.bottom_right:
         yield f"causal with {problem.seq_q} queries and {problem.seq_k} keys: the kernel aligns the diagonal bottom-right"
-    if problem.softmax_scale == 0:
-        yield "scale=0.0: the output comes out NaN (fixtures/corpus/sdpa-flash-cuda-scale-zero.json)"
+    yield from needs_positive_scale(problem)
     if problem.dim_qk > 256:
         yield f"head dimension {problem.dim_qk}: at most 256"
     if problem.grads:

@@ -12,17 +12,26 @@ from attnswitch.problem import Problem
 __all__ = ["Hiding", "compose", "needs_mask"]
 
 
+#: A row whose mask is below this throughout has its maximum taken out.
+SATURATED = 1024.0
+
+
 class Hiding(NamedTuple):
     """What an operator is told about hidden positions.
 
     ``mask`` is bool (True = attend) or float and broadcasts to (B, Hq, Lq, Lk); ``causal`` is torch's top-left flag.
     ``alive`` is False for rows that see nothing, (B or 1, H or 1, Lq or 1); None says that there are none. Such rows see
     everything in ``mask``, so that no operator meets a softmax over nothing: the caller overwrites their output.
+
+    ``shift`` was taken out of each row of ``mask``, and belongs on top of the lse. It changes no output; but a row that is
+    -1e9 throughout would leave no digits in lse for log(sum), from which the operators' backward computes P: its gradients
+    would come out Lk times too large.
     """
 
     mask: torch.Tensor | None = None
     causal: bool = False
     alive: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
 
 def plainly_causal(problem: Problem) -> bool:
@@ -58,12 +67,13 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
         alive = visible.any(-1)
         return Hiding(visible | ~alive[..., None], alive=alive)
     mask = mask if dtype is None else mask.to(dtype)  # first, so that its gradient is summed before it is rounded
-    seen = mask.detach() != -torch.inf
-    alive = (seen if visible is None else seen & visible).any(-1)
-    mask = torch.where(alive[..., None], mask, 0.0)
     if visible is not None:
-        mask = mask.masked_fill(~(visible | ~alive[..., None]), -torch.inf)
-    return Hiding(mask, alive=alive)
+        mask = mask.masked_fill(~visible, -torch.inf)
+    top = mask.detach().amax(-1)
+    alive = top != -torch.inf
+    shift = torch.where(alive & (top < -SATURATED), top, 0.0)
+    mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
+    return Hiding(mask, alive=alive, shift=shift)
 
 
 def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:

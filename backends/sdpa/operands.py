@@ -35,7 +35,7 @@ def with_aligned_gradient(out: Any) -> Any:
 def padded(tensor: Any, multiple: int) -> Any:
     """``tensor`` with zeros after its head dimension up to a multiple, aligned. Zeros change no score and no output."""
     extra = -tensor.shape[-1] % multiple
-    return F.pad(tensor, (0, extra)) if extra else aligned(tensor)
+    return aligned(F.pad(tensor, (0, extra)) if extra else tensor)
 
 
 def copied_if_expanded(tensor: Any) -> Any:
