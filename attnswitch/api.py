@@ -12,7 +12,7 @@ from attnswitch.arrays import Array
 from attnswitch.backend import Gradients
 from attnswitch.call import Call, Options
 from attnswitch.device import Device
-from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.errors import InvalidProblem
 from attnswitch.planner import Plan
 from attnswitch.problem import Alignment, Problem, Window
 
@@ -70,6 +70,7 @@ def attention(
         InvalidProblem: the arguments make no sense together.
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
+
     """
     options = Options(
         dropout_p,
@@ -134,20 +135,27 @@ def attention_backward(
 
     Args:
         grad_out: upstream gradient of the output, (B, Hq, Lq, Dv).
-        query, key, value, attn_mask, key_lengths, backend: as given to ``attention``.
-        out, lse: what ``attention(..., return_lse=True)`` returned; computed again where left out.
+        query: as given to ``attention``, like key, value, attn_mask, key_lengths and backend.
+        key: see query.
+        value: see query.
+        out: what ``attention(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        lse: see out.
         grad_lse: upstream gradient of lse, (B, Hq, Lq); None means zero.
+        attn_mask: see query.
         mask_grad: also return the gradient of a float attn_mask, in its shape.
-        options: the other keywords of ``attention``; dropout needs a seed, since the mask must be the same again.
+        key_lengths: see query.
+        backend: see query.
+        **options: the other keywords of ``attention``; dropout needs a seed, since the mask must be the same again.
 
     Returns:
         Gradients of query, key, value and attn_mask (None unless ``mask_grad``), like their operands.
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
+
     """
     try:
-        read = replace(Options(**options), return_lse=lse is not None or grad_lse is not None)
+        read = replace(Options(**options), return_lse=grad_lse is not None)
     except TypeError as error:
         raise InvalidProblem(f"attention_backward: {error}; the keywords are those of attention") from None
     if read.dropout_p and read.seed is None:
@@ -188,12 +196,15 @@ def plan(
 
     Args:
         query: the array, or a ``Problem`` or its text form, which then stands alone.
-        key, value, options: as for ``attention``.
+        key: as for ``attention``, like value and the options.
+        value: see key.
+        **options: see key.
         device: for a described problem: a ``Device``, or text such as "cpu", "cuda:0", "h200" (absent or not).
         backend: as for ``attention``.
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
+
     """
     return planner.require(explain(query, key, value, device=device, backend=backend, **options), backend)
 
@@ -225,7 +236,7 @@ def explain(
 
 def backends() -> dict[str, str | None]:
     """Every backend by name, in order of preference, with why it cannot run on this machine (None if it can)."""
-    found = {}
+    found: dict[str, str | None] = {}
     for name in registry.names():
         backend = registry.load(name)
         if isinstance(backend, str):

@@ -88,7 +88,9 @@ def facts(array: Array, role: str) -> Facts:
 def _torch_facts(tensor: Array, role: str) -> Facts:
     torch: Any = _loaded("torch")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise InvalidProblem(f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first")
+        raise InvalidProblem(
+            f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
+        )
     itemsize = tensor.element_size()
     device = tensor.device
     return Facts(
@@ -111,7 +113,9 @@ def _numpy_facts(array: Array, role: str) -> Facts:
             f"{role} has the byte order of another machine ({array.dtype.str}): call"
             f" {role}.astype({role}.dtype.newbyteorder('='))"
         )
-    return Facts("numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0])
+    return Facts(
+        "numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0]
+    )
 
 
 # -- passage between libraries -----------------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ def _torch_to_dlpack(tensor: Array, like: Array) -> Array:
     if hasattr(like, "__array_namespace__"):
         return like.__array_namespace__().from_dlpack(tensor)
     library = importlib.import_module(type(like).__module__.partition(".")[0])
-    return library.from_dlpack(tensor)  # type: ignore[attr-defined]
+    return library.from_dlpack(tensor)
 
 
 _PASSAGES = {

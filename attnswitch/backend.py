@@ -1,4 +1,4 @@
-"""The contract between the dispatcher and a backend. A backend is one class in one file, and one row in the registry."""
+"""The contract between the dispatcher and a backend: one class in one file, and one row in the registry."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Inputs(NamedTuple):
 
     def map(self, change: Callable[[Array], Array]) -> Inputs:
         """The same inputs with ``change`` applied to every array."""
-        arrays = (None if array is None else change(array) for array in self[:5])
-        return Inputs(*arrays, seed=self.seed)
+        query, key, value, mask, lengths = (None if array is None else change(array) for array in self[:5])
+        return Inputs(query, key, value, mask, lengths, self.seed)
 
 
 class Gradients(NamedTuple):
@@ -66,18 +66,19 @@ class Config:
 class Precision:
     """What a backend promises about rounding; the verifier's error bound follows from it.
 
-    ``accumulator`` holds scores, softmax and sums. ``weights`` is the type the softmax weights P (and dS) are rounded
-    to before a matrix product. ``score_inputs`` other than "storage" says that query and key are rounded to it first (TF32).
-    ``group_sum`` is the type in which gradients of a shared key head, or of a broadcast mask, are rounded before summing.
+    ``accumulator`` holds scores, softmax and sums. ``weights`` is the type that the softmax weights P (and dS) are
+    rounded to before a matrix product. ``score_inputs`` other than "storage" says that query and key are rounded first
+    (TF32). ``group_sum`` is the type to which gradients of a shared key head, or of a broadcast mask, are rounded before
+    they are summed.
+    ``statistics`` "lse" says that the backward computes P from the stored lse, whose rounding grows with its size;
+    "exact" that it keeps or renews the sums. ``exp`` is the relative error of a fast exponential.
     """
 
     accumulator: Literal["float32", "float64"] = "float32"
     weights: Literal["accumulator", "storage"] = "accumulator"
     score_inputs: Literal["storage", "tf32"] = "storage"
     group_sum: Literal["accumulator", "storage"] = "accumulator"
-    #: The backward computes P from the stored lse, whose rounding grows with its size; "exact" keeps or renews the sums.
     statistics: Literal["lse", "exact"] = "exact"
-    #: Relative error of the exponential beyond a few units of the accumulator, for kernels with a fast one.
     exp: float = 0.0
 
 

@@ -15,7 +15,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.backend import Inputs
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import DTYPES, Alignment, Mask, Problem, Window
+from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem, Window
 
 __all__ = ["Call", "Options", "read"]
 
@@ -125,6 +125,7 @@ def read(
 
     Raises:
         InvalidProblem: the arguments cannot describe an attention problem; nothing has run.
+
     """
     q, k, v = (arrays.facts(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value")))
     _check_alike(q, k, v)
@@ -133,11 +134,12 @@ def read(
         q, k, v = (_swapped(facts) for facts in (q, k, v))
     _check_shapes(q, k, v, options)
 
-    mask = None
+    mask, mask_memory = None, Memory()
     if attn_mask is not None:
         m = arrays.facts(attn_mask, "attn_mask")
         _check_beside(m, "attn_mask", q)
         mask, attn_mask, m = _read_mask(m, attn_mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        mask_memory = m.memory
     lengths = None if key_lengths is None else _read_lengths(key_lengths, q, k.shape[2])
 
     if grads is None:
@@ -166,7 +168,7 @@ def read(
         query=q.memory,
         key=k.memory,
         value=v.memory,
-        **({"attn_mask": m.memory} if mask else {}),
+        attn_mask=mask_memory,
     )
     inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
     if _reads_values(q.device[0]) and _nonfinite(inputs):
@@ -178,7 +180,11 @@ def _check_alike(q: Facts, k: Facts, v: Facts) -> None:
     """Query, key and value share a library, a device and a dtype."""
     for what, values, remedy in (
         ("library", (q.library, k.library, v.library), "pass arrays of one library"),
-        ("device", tuple(f"{kind}:{index}" for kind, index in (q.device, k.device, v.device)), "move them to one device"),
+        (
+            "device",
+            tuple(f"{kind}:{index}" for kind, index in (q.device, k.device, v.device)),
+            "move them to one device",
+        ),
         ("dtype", (q.dtype, k.dtype, v.dtype), "cast them to one dtype"),
     ):
         if len(set(values)) > 1:
@@ -216,7 +222,7 @@ def _check_beside(facts: Facts, role: str, query: Facts) -> None:
     """``role`` lives in the library and on the device of query."""
     if (facts.library, facts.device) != (query.library, query.device):
         raise InvalidProblem(
-            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]} and query a {query.library} array"
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {query.library} array"
             f" on {query.device[0]}:{query.device[1]}: pass both in one library, on one device"
         )
 
@@ -259,7 +265,9 @@ def _read_lengths(lengths: Any, query: Facts, seq_k: int) -> Array:
     facts = arrays.facts(lengths, "key_lengths")
     _check_beside(facts, "key_lengths", query)
     if facts.shape != (batch,):
-        raise InvalidProblem(f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry")
+        raise InvalidProblem(
+            f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
+        )
     if batch and not facts.dtype.startswith(("int", "uint")):
         raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers")
     if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation

@@ -13,7 +13,7 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["Device", "KNOWN"]
+__all__ = ["KNOWN", "Device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Device:
 
     @staticmethod
     def cpu() -> Device:
-        """This machine's processor."""
+        """The processor of this machine."""
         return _cpu()
 
     @staticmethod
@@ -57,7 +57,7 @@ class Device:
             return Device.cpu()
         if key not in KNOWN:
             raise InvalidProblem(
-                f"device {name!r} is not known; expected cpu, cuda, cuda:N (this machine's), or one of {', '.join(KNOWN)}"
+                f"device {name!r} is not known; expected cpu, cuda, cuda:N, or one of {', '.join(KNOWN)}"
             )
         return replace(KNOWN[key], versions=_installed_versions())
 
@@ -149,7 +149,9 @@ def _through_torch(index: int) -> Device:
     torch: Any = importlib.import_module("torch")
     if torch.version.hip:
         facts = torch.cuda.get_device_properties(index)
-        return Device("rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),), present=True)
+        return Device(
+            "rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),), present=True
+        )
     facts = torch.cuda.get_device_properties(index)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if cudnn := torch.backends.cudnn.version():

@@ -119,7 +119,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "grad": {"grads": "qkv"},
     "deterministic": {"deterministic": True},
     "nonfinite": {"nonfinite": True},
-} | {short: {"dtype": long} for short, long in _LONG.items() if long != "bool"}
+    **{short: {"dtype": long} for short, long in _LONG.items() if long != "bool"},
+}
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "window": ("window", _window),
     "mask": ("mask", _mask),
@@ -127,7 +128,8 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "softcap": ("softcap", float),
     "dropout": ("dropout", float),
     "grad": ("grads", str),
-} | {letter: (name, _memory) for letter, name in _OPERANDS.items()}
+    **{letter: (name, _memory) for letter, name in _OPERANDS.items()},
+}
 
 
 def _part(part: str) -> dict[str, Any]:
@@ -146,6 +148,7 @@ def parse_problem(text: str) -> Problem:
 
     Raises:
         InvalidProblem: a part is unknown, stands twice, is missing, or the whole makes no sense.
+
     """
     fields: dict[str, Any] = {}
     for part in filter(None, _SEPARATOR.split(text.strip())):

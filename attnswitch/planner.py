@@ -100,7 +100,9 @@ def make_plan(problem: Problem, device: Device, backend: str | None = None) -> P
             return Plan(problem, device, candidates, named, f"forced by backend={backend!r}")
         return Plan(problem, device, candidates, None, f"backend={backend!r} was asked for and does not take it")
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
-    why = "first in the declared order that takes the problem; nothing was measured" if chosen else "no backend takes it"
+    why = (
+        "first in the declared order that takes the problem; nothing was measured" if chosen else "no backend takes it"
+    )
     return Plan(problem, device, candidates, chosen, why)
 
 
@@ -110,6 +112,7 @@ def require(plan: Plan, backend: str | None) -> Plan:
     Raises:
         BackendUnavailable: the backend that was named cannot run on this machine.
         Unsupported: nothing that may be used takes the problem; the message lists every reason.
+
     """
     if plan.chosen is not None:
         return plan

@@ -153,7 +153,9 @@ class Problem:
         if self.dtype not in DTYPES:
             raise InvalidProblem(f"dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
         if self.alignment not in get_args(Alignment):
-            raise InvalidProblem(f"causal_alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+            raise InvalidProblem(
+                f"causal_alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}"
+            )
         for side in self.window or ():
             if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
                 raise InvalidProblem(

@@ -16,19 +16,23 @@ __all__ = ["differentiable"]
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
-    out, lse = _Attention.apply(call.inputs.query, call.inputs.key, call.inputs.value, call.inputs.attn_mask, call, kernel, library)
+    out, lse = _Attention.apply(
+        call.inputs.query, call.inputs.key, call.inputs.value, call.inputs.attn_mask, call, kernel, library
+    )
     return out, lse if call.problem.lse else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, call: Call, kernel: Kernel, library: str) -> Any:
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, call: Call, kernel: Kernel, library: str
+    ) -> Any:
         inputs = call.to_backend(library)
         out, lse = kernel.forward(inputs)
         ctx.call, ctx.kernel, ctx.library = call, kernel, library
         out = arrays.passage(out, library, "torch")
         lse = None if lse is None else arrays.passage(lse, library, "torch")
-        # The operands are saved through autograd, so that writing to one before backward is an error and not a wrong answer.
+        # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(query, key, value, attn_mask, call.inputs.key_lengths, out, lse)
         if not call.problem.lse and lse is not None:
             ctx.mark_non_differentiable(lse)
@@ -36,7 +40,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
         query, key, value, attn_mask, lengths, out, lse = ctx.saved_tensors
         call: Call = ctx.call
@@ -48,7 +52,11 @@ class _Attention(torch.autograd.Function):
             return None if tensor is None else arrays.passage(tensor, "torch", ctx.library)
 
         grads = ctx.kernel.backward(
-            inputs.map(native), native(out), native(lse), native(grad_out), native(grad_lse if call.problem.lse else None)
+            inputs.map(native),
+            native(out),
+            native(lse),
+            native(grad_out),
+            native(grad_lse if call.problem.lse else None),
         )
         back = Gradients(*(None if grad is None else arrays.passage(grad, ctx.library, "torch") for grad in grads))
         return *back, None, None, None

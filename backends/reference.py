@@ -1,9 +1,9 @@
 """``reference``: the contract as NumPy in float64, one head at a time, written to be read beside the formula.
 
-    S = scale * Q K^T;  S = c tanh(S / c) if a softcap c is given;  S = S + float mask
-    P = softmax(S) over the visible keys;  O = (P * Z) V,  Z = keep / (1 - p) for dropout
-    dV = (P * Z)^T dO;  dP = Z * (dO V^T);  dS = P * (dP - rowsum(P * dP) + dlse)
-    d mask = dS;  dS = dS * (1 - tanh^2);  dQ = scale * dS K;  dK = scale * dS^T Q
+S = scale * Q K^T;  S = c tanh(S / c) if a softcap c is given;  S = S + float mask
+P = softmax(S) over the visible keys;  O = (P * Z) V,  Z = keep / (1 - p) for dropout
+dV = (P * Z)^T dO;  dP = Z * (dO V^T);  dS = P * (dP - rowsum(P * dP) + dlse)
+d mask = dS;  dS = dS * (1 - tanh^2);  dQ = scale * dS K;  dK = scale * dS^T Q
 """
 
 from __future__ import annotations

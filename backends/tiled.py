@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from attnswitch.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
 from attnswitch.device import Device
 from attnswitch.philox import keep_mask
 from attnswitch.problem import Problem
 
-Array = npt.NDArray[Any]
-Bool = npt.NDArray[np.bool_]
+#: NumPy arrays; their operators are typed too loosely to say more.
+Array = Any
+Bool = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class TiledKernel:
         return part.reshape(mask.shape[0], *heads, *part.shape[2:])
 
     def _kept(self, inputs: Inputs, rows: slice, columns: slice) -> Array:
-        """keep / (1 - p) for one tile."""
+        """Keep / (1 - p) for one tile."""
         p = self.problem
         if p.dropout == 1.0:
             return np.zeros((1, 1, 1, 1, 1), self._dtype)

@@ -14,7 +14,7 @@ from attnswitch.planner import Plan
 from attnswitch.verify.report import replay_command
 from attnswitch.verify.runner import Found, Report
 
-__all__ = ["console", "counts", "error", "failures", "plan", "plan_json", "table", "write_json"]
+__all__ = ["console", "counts", "error", "escape", "failures", "plan", "plan_json", "table", "write_json"]
 
 console = Console(highlight=False)
 _errors = Console(stderr=True, highlight=False)
@@ -51,7 +51,13 @@ def plan(plan: Plan) -> None:
     console.print(f"[bold]choice[/]   {choice} ({escape(plan.why)})\n", soft_wrap=True)
     rows = table("backend", "takes it", "why it was not chosen")
     for candidate in plan.candidates:
-        takes = "[green]yes[/]" if candidate.fits else "[yellow]no[/]" if candidate.unavailable is None else "[red]absent[/]"
+        takes = (
+            "[green]yes[/]"
+            if candidate.fits
+            else "[yellow]no[/]"
+            if candidate.unavailable is None
+            else "[red]absent[/]"
+        )
         reasons = [escape(reason) for reason in plan.why_not(candidate)] or ["[green]chosen[/]"]
         rows.add_row(candidate.backend, takes, "\n".join(reasons))
     console.print(rows)
@@ -105,7 +111,8 @@ def failures(found: list[Found]) -> None:
         assert failure is not None
         where = f" [dim](chose {outcome.chosen})[/]" if outcome.backend == "auto" and outcome.chosen else ""
         console.print(
-            f"\n[bold red]mismatch[/] {outcome.backend} on {outcome.device}{where}: {escape(failure.check)}", soft_wrap=True
+            f"\n[bold red]mismatch[/] {outcome.backend} on {outcome.device}{where}: {escape(failure.check)}",
+            soft_wrap=True,
         )
         console.print(f"  {escape(str(outcome.case))}", soft_wrap=True)
         console.print(f"  {escape(failure.message)}", soft_wrap=True)

@@ -32,7 +32,9 @@ def verify(
     time: Annotated[str | None, typer.Option(help="Stop after this long: 90, 90s, 10m, 1h.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same cases and the same bits.")] = 0,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
-    corpus: Annotated[Path | None, typer.Option(help="Folder of saved cases, replayed first; failures go there.")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of saved cases, replayed first; failures go there.")
+    ] = None,
     no_corpus: Annotated[bool, typer.Option("--no-corpus", help="Neither replay nor save cases.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results to FILE as JSON; - for standard output.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write the results to FILE as JUnit XML.")] = None,
@@ -45,7 +47,12 @@ def verify(
     seconds = None if time is None else _seconds(time)
     folder = None if no_corpus else corpus or default_folder()
     plan = Plan(
-        targets(device or _devices(), _backends(backend)), examples, seed, seconds, max_failures=max_failures, corpus=folder
+        targets(device or _devices(), _backends(backend)),
+        examples,
+        seed,
+        seconds,
+        max_failures=max_failures,
+        corpus=folder,
     )
     quiet = str(json) == "-"
     report = _run(plan, quiet)

@@ -43,11 +43,12 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
 
     Raises:
         InvalidProblem: the backend is not known, or transformers would read something else into the name.
+
     """
     if re.search(r"flash|flex_attention|[/|:]|^eager$", name):
         raise InvalidProblem(
-            f"name={name!r}: transformers takes 'eager' and names with 'flash', 'flex_attention', '/', ':' or '|' for its"
-            " own kinds of attention, which come with other masks; choose another name"
+            f"name={name!r}: transformers takes 'eager' and names with 'flash', 'flex_attention', '/', ':' or '|' for"
+            " its own kinds of attention, which come with other masks; choose another name"
         )
     if backend is not None:
         registry.load(backend)

@@ -1,10 +1,11 @@
 """The verifier: fuzzes every backend of a machine against float64, with an error bound for every element.
 
-    case        one problem and the recipe for its data          oracle, rows   the float64 answer, in two independent forms
-    strategies  what Hypothesis draws                            bounds         how far rounding can take a right kernel
-    provider    where its choices come from                      checks         one case on some backends: verdicts
-    data        the recipe's numbers, from a hash                runner         a whole run: corpus, fuzzing, shrinking
-    layouts     the same numbers, differently in memory          corpus, report saved cases; JSON and JUnit
+    case        one problem and the recipe for its data     oracle, rows    the float64 answer, in two independent forms
+    strategies  what Hypothesis draws                       bounds          how far rounding can take a right kernel
+    provider    where its choices come from                 checks          one case on some backends: verdicts
+    data        the recipe's numbers, from a hash           runner          a whole run: corpus, fuzzing, shrinking
+    layouts     the same numbers, differently in memory     corpus, report  saved cases; JSON and JUnit
+    unguarded   running a backend on what it refuses        environment     versions and devices of a result
 
 This is library code, used alike by the tests and by ``attnswitch verify``.
 """

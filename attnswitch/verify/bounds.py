@@ -1,13 +1,14 @@
 """How far a correct kernel may be from the exact answer: a running error bound for every element.
 
 First-order rounding error analysis, carried along the computation with exact quantities and absolute values, from the
-precision that a backend declares (``Precision``). No tolerance is chosen: u is half a unit in the last place of a type,
-sums of n terms lose n units, and every rounding the backend admits to is counted once. Background: Higham, "Accuracy and
-Stability of Numerical Algorithms" (2002), and Blanchard, Higham and Higham on log-sum-exp and softmax (2021).
+precision that a backend declares (``Precision``). No tolerance is chosen: u is half a unit in the last place of a
+type, sums of n terms lose n units, and every rounding the backend admits to is counted. Background: Higham, "Accuracy
+and Stability of Numerical Algorithms" (2002), and Blanchard, Higham and Higham on log-sum-exp and softmax (2021).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ __all__ = ["bounds"]
 #: Unit roundoff of the types, and what vanishes: torch and GPUs may flush subnormals of the wide types to 0.
 _UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53, "tf32": 2.0**-11}
 _TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-#: Roundings of exp, tanh and the like, in units of the accumulator: CUDA's own and the fast approximations are within it.
+#: Roundings of exp, tanh and the like, in units of the accumulator; CUDA's own are within it.
 _CALL = 8.0
 #: A stored lse up to this size may be used by a backend that otherwise renews the row's sums.
 _TRUSTED_LSE = 1024.0
@@ -110,7 +111,9 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
 
     up, down = np.log(np.maximum(high.sum(-1), 1.0)), -np.log(np.maximum(low.sum(-1), 1e-300))
     exact_lse = np.maximum(up, down) + n * u.acc
-    bound_lse = np.where(alive, exact_lse * (1 + u.lse) + (u.lse + 2 * u.acc) * np.abs(np.where(alive, a.lse, 0.0)), 0.0)
+    bound_lse = np.where(
+        alive, exact_lse * (1 + u.lse) + (u.lse + 2 * u.acc) * np.abs(np.where(alive, a.lse, 0.0)), 0.0
+    )
 
     # -- gradients: P is computed again from the stored lse --
     size_lse = np.abs(np.where(alive, a.lse, 0.0))
@@ -125,28 +128,34 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
     centre_size = (abs_do * out).sum(-1)
     # D = rowsum(dO * O) sees the stored output; a composite sums P * dP instead, whose error is of the same kind.
     centre_error = (abs_do * bound_out).sum(-1) + nv * u.acc * centre_size
-    centre_error = np.maximum(centre_error, (h * np.abs(a.dp * a.z) + (a.p + h) * dp_error).sum(-1) + n * u.acc * (a.p * dp_size).sum(-1))
+    centre_error = np.maximum(
+        centre_error, (h * np.abs(a.dp * a.z) + (a.p + h) * dp_error).sum(-1) + n * u.acc * (a.p * dp_size).sum(-1)
+    )
     centre_error = centre_error + (a.p * np.abs(a.dp * a.z)).sum(-1) * u.weights
     slope_ds = np.abs(a.z * a.dp - (a.grad_out * a.values["out"]).sum(-1)[..., None] + a.grad_lse[..., None])
     c = (h + u.weights * a.p + u.weights_tiny) * slope_ds + (a.p + h) * (
-        dp_error + centre_error[..., None] + 4 * u.acc * (np.abs(a.z * a.dp) + (centre_size + np.abs(a.grad_lse))[..., None])
+        dp_error
+        + centre_error[..., None]
+        + 4 * u.acc * (np.abs(a.z * a.dp) + (centre_size + np.abs(a.grad_lse))[..., None])
     )
     c_mask = c + (u.weights + 4 * u.acc) * np.abs(a.ds) + u.weights_tiny
     ds = np.abs(a.ds)
     if case.softcap:
         tanh = np.abs(a.tanh)
         raw_error = ((case.dim_qk + 4) * u.acc + 2 * u.inputs) * abs(case.softmax_scale) / case.softcap
-        size = (np.abs(a.q) @ np.abs(a.k).mT)
+        size = np.abs(a.q) @ np.abs(a.k).mT
         flat = np.minimum(2 * tanh * (raw_error * size * (1 - tanh**2) + _CALL * u.acc) + _CALL * u.acc, 1.0)
         c, ds = (c + ds * 4 * u.acc) * np.minimum(1 - tanh**2 + flat, 1.0) + ds * flat, ds * (1 - tanh**2)
-    c = np.where(a.visible, c + (u.weights + 4 * u.acc) * ds + u.weights_tiny, 0.0)
+    c = np.where(a.visible, c + (u.weights + 4 * u.acc) * ds, 0.0)
 
     abs_q, abs_k, scale = np.abs(a.q), np.abs(a.k), abs(case.softmax_scale)
     m = case.seq_q * case.group + 8
-    dq = scale * ((c + n * u.acc * ds) @ abs_k)
-    dk = scale * ((c + m * u.acc * ds).mT @ abs_q)
+    # dS may be scaled before or after it is rounded: what vanishes is not made smaller by a small scale.
+    lost = max(scale, 1.0) * u.weights_tiny * a.visible
+    dq = (scale * (c + n * u.acc * ds) + lost) @ abs_k
+    dk = (scale * (c + m * u.acc * ds) + lost).mT @ abs_q
     pz = a.p * a.z
-    dv = ((h * a.z + (u.weights + m * u.acc) * pz + u.weights_tiny * a.visible * np.max(a.z, initial=1.0)).mT @ abs_do)
+    dv = (h * a.z + (u.weights + m * u.acc) * pz + u.weights_tiny * a.visible * np.max(a.z, initial=1.0)).mT @ abs_do
     found = {"out": bound_out, "lse": bound_lse, "query": _stored(dq, np.abs(a.values["query"]), u)}
     sizes = {"key": scale * ((ds).mT @ abs_q), "value": ((pz).mT @ abs_do)}
     for name, error in (("key", dk), ("value", dv)):
@@ -154,7 +163,7 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
         found[name] = _stored(error, np.abs(a.values[name]), u)
     if "attn_mask" in a.values:
         shape = a.values["attn_mask"].shape
-        terms = int(np.prod(case.scores) // max(1, np.prod(shape)))
+        terms = math.prod(case.scores) // max(1, math.prod(shape))
         error = np.where(a.visible, c_mask, 0.0) + (u.group + (terms + 8) * u.acc) * np.abs(a.ds)
         mask_units = _units(case.mask.dtype, Precision()) if case.mask else u
         found["attn_mask"] = _stored(unbroadcast(error, shape), np.abs(a.values["attn_mask"]), mask_units)
@@ -164,4 +173,3 @@ def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
 def _stored(error: Float, size: Float, u: _Units) -> Float:
     """The error after rounding to the storage type; one more unit for a scale or a sum in it."""
     return error * (1 + 2 * u.store) + 2 * u.store * size + u.store_tiny
-

@@ -35,7 +35,9 @@ _FINITE = "ATTNSWITCH_CHECK_FINITE"
 class Failure:
     """The first property that a result broke."""
 
-    check: str  # "out", "lse", a gradient ("grad query"), "shape", "dtype", "library", "nonfinite ...", "inputs", "crash"
+    check: (
+        str  # "out", "lse", a gradient ("grad query"), "shape", "dtype", "library", "nonfinite ...", "inputs", "crash"
+    )
     message: str
     index: tuple[int, ...] | None = None
     got: float | None = None
@@ -165,7 +167,9 @@ def _place(case: Case, data: dict[str, Any], device: str) -> _Placed:
         placed = layouts.place(data[role], dtype, placing, case.library, device)
         return placed
 
-    made = {role: place(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
+    made = {
+        role: place(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")
+    }
     if case.layout == "BLHD":
         made = {role: array.swapaxes(1, 2) for role, array in made.items()}
     mask = None
@@ -225,7 +229,7 @@ def _run_autograd(case: Case, placed: _Placed, backend: str | None) -> tuple[dic
     torch.manual_seed(case.data_seed)  # for dropout by torch's own generator
     named = {"query": placed.query, "key": placed.key, "value": placed.value, "attn_mask": placed.attn_mask}
     wanted = [name for letter, name in zip("qkvm", named, strict=True) if letter in case.grads]
-    leaves = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}
+    leaves: dict[str, Any] = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}
     for name in wanted:
         leaves[name].requires_grad_()
     options = _options(case, placed) | {"attn_mask": leaves["attn_mask"]}
@@ -339,8 +343,8 @@ def _kept(case: Case, results: dict[str, Any] | None) -> Any:
     if case.dropout_seed is None:
         assert results is not None
         return _host(results["out"])[..., :lk] != 0.0
-    index = np.ogrid[:b, :h, :lq]
-    return keep_mask(case.dropout_seed, case.dropout, *index, 0, lk)
+    batch, head, row = np.ogrid[:b, :h, :lq]
+    return keep_mask(case.dropout_seed, case.dropout, batch, head, row, 0, lk)
 
 
 def _plausible(answer: Answer) -> Failure | None:
@@ -354,7 +358,9 @@ def _plausible(answer: Answer) -> Failure | None:
     return None
 
 
-def _compare(answer: Answer, results: dict[str, Any], limits: dict[str, Any]) -> tuple[Failure | None, dict[str, float]]:
+def _compare(
+    answer: Answer, results: dict[str, Any], limits: dict[str, Any]
+) -> tuple[Failure | None, dict[str, float]]:
     """Every element against its bound; the first failing result, and the worst error / bound of each."""
     ratios: dict[str, float] = {}
     failure = None

@@ -1,8 +1,8 @@
 """The data of a case from an integer hash: the same bits in NumPy, CuPy and torch, on every machine.
 
-Element i of a stream is splitmix64(i, seed, stream): integer operations that wrap alike everywhere. Values are made from
-it by float64 operations that IEEE 754 rounds in one way only, then rounded to the storage type's precision before the
-cast, so that the cast is exact and cannot differ between libraries.
+Element i of a stream is splitmix64(i, seed, stream): integer operations that wrap alike everywhere. Values are made
+from it by float64 operations that IEEE 754 rounds in one way only, then rounded to the storage type's precision before
+the cast, so that the cast is exact and cannot differ between libraries.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
     """float64, close to N(0, 1): the sum of twelve 16-bit uniforms (Irwin-Hall), multiples of 2**-16 within +-6."""
     count = math.prod(shape)
     words = hashed(xp, seed, stream, 3 * count).reshape(3, count)
-    total = sum(_right(words, shift) & 0xFFFF for shift in (0, 16, 32, 48)).sum(0)  # type: ignore[attr-defined]
+    total = sum(_right(words, shift) & 0xFFFF for shift in (0, 16, 32, 48)).sum(0)
     return (_float64(xp, total - 6 * 0xFFFF) * 2.0**-16).reshape(shape)
 
 
@@ -101,7 +101,7 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
     Values are exact in the storage types. ``grad_lse`` is zero unless the case asks for lse.
     """
     b, h, lq, lk = case.scores
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "query": (b, h, lq, case.dim_qk),
         "key": (b, case.heads_kv, lk, case.dim_qk),
         "value": (b, case.heads_kv, lk, case.dim_v),
@@ -130,7 +130,7 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
 
 
 def _plain(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
-    return tuple(normal(xp, case.data_seed, _STREAMS[role], shape) for role, shape in shapes.items())  # type: ignore[return-value]
+    return tuple(normal(xp, case.data_seed, _STREAMS[role], shape) for role, shape in shapes.items())
 
 
 def _integers(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
@@ -140,12 +140,12 @@ def _integers(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[
         bits = hashed(xp, case.data_seed, _STREAMS[role], math.prod(shape))
         value = (_right(bits, 8) % 5 - 2) * ((_right(bits, 40) & 3) == 0)
         made.append(_float64(xp, value).reshape(shape))
-    return tuple(made)  # type: ignore[return-value]
+    return tuple(made)
 
 
 def _uniform(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
     """U[0, 1), as PyTorch's own tests draw: for comparison, a weak distribution."""
-    return tuple(uniform(xp, case.data_seed, _STREAMS[role], shape) for role, shape in shapes.items())  # type: ignore[return-value]
+    return tuple(uniform(xp, case.data_seed, _STREAMS[role], shape) for role, shape in shapes.items())
 
 
 def _equal(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
@@ -172,7 +172,7 @@ def _outlier(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[A
     for (role, shape), x in zip(shapes.items(), _plain(xp, case, shapes), strict=True):
         rare = hashed(xp, case.data_seed + _STREAMS[role], _STREAMS["rare"], math.prod(shape)).reshape(shape)
         made.append(x * (1.0 + 9.0 * _float64(xp, (rare & 63) == 0)))
-    return tuple(made)  # type: ignore[return-value]
+    return tuple(made)
 
 
 def _onehot(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
@@ -239,7 +239,7 @@ def _activations(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tup
         ]
         x = np.broadcast_to(stored[np.ix_(*index)], shape)
         made.append(xp.asarray(np.ascontiguousarray(x)))
-    return tuple(made)  # type: ignore[return-value]
+    return tuple(made)
 
 
 _MAKERS = {

@@ -119,7 +119,11 @@ def place(values: Array, dtype: str, placing: str, library: str, device: str) ->
 def _moved(tensor: Any, device: str) -> Any:
     """The tensor on another device with its strides and offset, which ``.to`` would tidy away."""
     torch: Any = importlib.import_module("torch")
-    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    size = (
+        1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
     offset = tensor.storage_offset()
     if tensor.data_ptr() % 16 and not offset:  # made at an odd address by NumPy, which torch sees as offset 0
         offset = tensor.data_ptr() % 16 // tensor.element_size()

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from attnswitch.verify.case import Case
 
 __all__ = ["Answer", "answer"]
 
-Float = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
+#: NumPy arrays of float64 and bool. NumPy types its operators as unions that no expression below could use.
+Float = Any
+Bool = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,7 @@ def _answer(case: Case, data: dict[str, Any], keep: Bool | None) -> Answer:
     p = weights / np.where(alive[..., None], total, 1.0)
     lse = np.where(alive, top[..., 0] + np.log(np.where(alive[..., None], total, 1.0))[..., 0], -np.inf)
 
-    if case.dropout == 1.0:
-        z = np.zeros_like(p)
-    else:
-        z = np.ones_like(p) if keep is None else keep / (1.0 - case.dropout)
+    z = np.ones_like(p) if keep is None else keep / max(1.0 - case.dropout, 1e-300)  # p = 1 keeps none
     out = (p * z) @ v
     do, dlse = data["grad_out"], data["grad_lse"]
     dp = do @ v.mT
@@ -113,7 +110,9 @@ def _answer(case: Case, data: dict[str, Any], keep: Bool | None) -> Answer:
     values = {"out": out, "lse": lse, "query": dq, "key": grouped(case, dk), "value": grouped(case, dv)}
     if mask is not None and mask.dtype != np.bool_:
         values["attn_mask"] = unbroadcast(ds, mask.shape)
-    poisoned = _poisoned(case, visible, bad_k, bad_v, ~np.isfinite(np.repeat(data["value"], case.group, axis=1)), values)
+    poisoned = _poisoned(
+        case, visible, bad_k, bad_v, ~np.isfinite(np.repeat(data["value"], case.group, axis=1)), values
+    )
     return Answer(case, q, k, v, do, dlse, added, visible, tanh, s, p, z, lse, dp, ds, values, poisoned)
 
 

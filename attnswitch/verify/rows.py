@@ -1,6 +1,6 @@
 """The float64 answer again, independently: one row at a time, over the list of the keys that it sees.
 
-Written from the contract with plain loops and none of ``oracle``'s code; the two are held against each other on every case.
+Written from the contract with plain loops and none of ``oracle``'s code; the two are compared on every case.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from attnswitch.errors import VerificationError
 from attnswitch.verify.case import Case
-from attnswitch.verify.oracle import Answer
+from attnswitch.verify.oracle import Answer, Float
 
 __all__ = ["cross_check"]
 
-Float = npt.NDArray[np.float64]
 
 #: Rows looked at in one case; all of them if there are no more.
 SAMPLE = 6

@@ -118,8 +118,8 @@ class Report:
 Progress = Callable[[Report, str], None]
 
 
-class _Mismatch(Exception):  # noqa: N818 - it is a finding, not an error of ours
-    """Carries an outcome through Hypothesis; one subclass for each kind of failure keeps kinds apart while shrinking."""
+class _Mismatch(Exception):
+    """Carries an outcome through Hypothesis; a subclass for each kind of failure keeps them apart while shrinking."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.failure.message if outcome.failure else "")
@@ -182,7 +182,7 @@ class Run:
 
     def _draw(self) -> None:
         """Rounds of one chunk for each target, so that a time limit does not starve the last one."""
-        left = {target: self.plan.examples for target in self.plan.targets}
+        left = dict.fromkeys(self.plan.targets, self.plan.examples)
         while any(left.values()) and not self._enough():
             for target in self.plan.targets:
                 chunk = min(CHUNK, left[target])
@@ -250,7 +250,9 @@ class Run:
         except _Mismatch as found:
             self._record(found.outcome, None)
         except _DeviceLost as lost:
-            self.report.stopped = f"{target.device} was lost: a kernel broke its context, and nothing more can run on it"
+            self.report.stopped = (
+                f"{target.device} was lost: a kernel broke its context, and nothing more can run on it"
+            )
             self._record(lost.outcome, None)
         except errors.Flaky as flaky:
             self._record(self._flaky(target, flaky), None)
@@ -302,6 +304,7 @@ def run(plan: Plan, progress: Progress = lambda report, doing: None) -> Report:
     Raises:
         InvalidProblem: a corpus file is damaged, or there is nothing to run.
         VerificationError: the references disagree.
+
     """
     if not plan.targets or not any(target.backends for target in plan.targets):
         raise InvalidProblem("nothing to verify: no backend was named that this machine has")

@@ -1,4 +1,4 @@
-"""What Hypothesis draws: whole cases over everything the contract allows, plainest choice first so that they shrink well.
+"""What Hypothesis draws: whole cases over all that the contract allows, plainest choice first so that they shrink.
 
 Lengths are drawn as tile * multiple + delta, so that a fault at "one past a tile" shrinks to the smallest such length.
 Operations are bounded by construction: no draw is thrown away.
@@ -51,7 +51,7 @@ def _length(draw: Any, longest: int) -> int:
         tile = _choice(draw, [tile for tile in _TILES if tile <= longest] or [1])
         multiple = draw(st.integers(1, max(1, min(longest // tile, 8))))
         delta = draw(st.integers(-1, 1))
-        return max(0, min(tile * multiple + delta, longest))
+        return int(max(0, min(tile * multiple + delta, longest)))
     return int(draw(st.integers(1, max(1, min(longest, 40)))))
 
 
@@ -59,10 +59,7 @@ def _sizes(draw: Any, space: Space) -> dict[str, int]:
     d = _choice(draw, _DIMS)
     dv = d if not _often(draw, 5) else _choice(draw, _DIMS)
     room = space.work // max(d, dv)
-    if _often(draw, 25):
-        lk = draw(st.integers(0, 3))
-    else:
-        lk = _length(draw, min(space.longest, room))
+    lk = draw(st.integers(0, 3)) if _often(draw, 25) else _length(draw, min(space.longest, room))
     if _often(draw, 5):
         lq = lk
     elif _often(draw, 6):
@@ -89,9 +86,7 @@ def _hiding(draw: Any, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
     if (found["causal"] or "window" in found) and draw(st.booleans()):
         found["alignment"] = "bottom_right"
     if _often(draw, 4):
-        found["lengths"] = tuple(
-            draw(st.one_of(st.just(lk), st.integers(0, lk))) for _ in range(sizes["batch"])
-        )
+        found["lengths"] = tuple(draw(st.one_of(st.just(lk), st.integers(0, lk))) for _ in range(sizes["batch"]))
     if _often(draw, 3):
         found["mask"] = _mask(draw, dtype)
     return found
@@ -102,7 +97,7 @@ def _mask(draw: Any, dtype: str) -> MaskRecipe:
     axes = "".join(axis for axis in "bhqk"[4 - rank :] if not _often(draw, 4))
     if draw(st.booleans()):
         return MaskRecipe("bool", axes, rank, _choice(draw, ("random", "all", "dead-rows", "blocks", "none")))
-    kinds = ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "none")
+    kinds: tuple[str, ...] = ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "none")
     other = _often(draw, 3)
     mask_dtype = _choice(draw, ("float32", "float16", "bfloat16", "float64")) if other else dtype
     if mask_dtype != "float16":
@@ -116,9 +111,8 @@ def _placing(draw: Any, library: str) -> Placing:
         same = _choice(draw, kinds)
         return Placing(same, same, same, grad_out=same)
     plain = [kind for kind in kinds if not kind.startswith("expanded")]
-    return Placing(
-        *(_choice(draw, kinds) for _ in range(3)), attn_mask=_choice(draw, plain), grad_out=_choice(draw, kinds)
-    )
+    query, key, value, grad_out = (_choice(draw, kinds) for _ in range(4))
+    return Placing(query, key, value, _choice(draw, plain), grad_out)
 
 
 def _grads(draw: Any, mask: MaskRecipe | None) -> str:
@@ -132,7 +126,7 @@ def _grads(draw: Any, mask: MaskRecipe | None) -> str:
 
 
 @st.composite
-def cases(draw: Any, space: Space = Space()) -> Case:  # noqa: B008 - frozen
+def cases(draw: Any, space: Space = Space()) -> Case:
     """A case from ``space``."""
     library = _choice(draw, space.libraries)
     dtypes = [dtype for dtype in space.dtypes if not (library == "cupy" and dtype == "bfloat16")]

@@ -15,6 +15,7 @@ from attnswitch.problem import DTYPES, Problem
 from . import masks
 
 __all__ = [
+    "ATOMIC",
     "SdpaBackend",
     "SdpaKernel",
     "fits_grid",
@@ -27,6 +28,8 @@ __all__ = [
 
 #: Stands for a version that is not known: nothing that was fixed is held against it.
 NEWEST = (9999,)
+#: Why a backward with atomic additions is not deterministic.
+ATOMIC = "deterministic=True: the backward adds to dQ atomically, unless torch.use_deterministic_algorithms is on"
 
 #: How an operator is launched: the inputs, the hiding (see ``masks``), the scale; out and lse, or None for its lse.
 Launch = Callable[[Problem, Inputs, Any], tuple[Any, Any]]
@@ -66,8 +69,8 @@ class SdpaBackend:
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Scores in the accumulator, weights rounded to the storage type, shared heads and masks summed in it."""
-        accumulator = "float64" if problem.dtype == "float64" else "float32"
-        return Precision(accumulator=accumulator, weights="storage", group_sum="storage", statistics="lse")
+        wide = problem.dtype == "float64"
+        return Precision("float64" if wide else "float32", weights="storage", group_sum="storage", statistics="lse")
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
         """The kernel for ``problem``."""
@@ -86,7 +89,7 @@ class SdpaBackend:
         if problem.softcap:
             yield f"softcap={problem.softcap}: torch's attention has none"
         if problem.dropout and problem.seeded:
-            yield "a dropout seed was given: torch draws from its own generator, which knows nothing of it; leave seed out"
+            yield "a dropout seed was given: torch draws from its own generator only; leave seed out"
         if problem.lse and not self.has_lse:
             yield "return_lse: this operator returns none"
         if problem.lse and problem.grads and self.has_lse:
@@ -99,12 +102,12 @@ class SdpaBackend:
                 yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
         if problem.nonfinite:
             yield (
-                "query, key or value holds NaN or inf: torch multiplies hidden ones by a weight of 0, which leaks NaN, and"
-                " loses visible ones on the CPU (fixtures/corpus/sdpa-nonfinite-*.json)"
+                "query, key or value holds NaN or inf: torch multiplies hidden ones by a weight of 0, which leaks NaN,"
+                " and loses visible ones on the CPU (fixtures/corpus/sdpa-nonfinite-*.json)"
             )
 
 
-# -- reasons that several operators share -------------------------------------------------------------------------------
+# -- reasons that several operators share ------------------------------------------------------------------------------
 
 
 def no_gpu() -> str | None:
@@ -151,8 +154,8 @@ def mask_loses_bits(problem: Problem) -> Iterator[str]:
         exact = problem.mask.dtype in ("float16", "bfloat16") and problem.dtype == "float32"
         if not exact:
             yield (
-                f"attn_mask is {problem.mask.dtype} and the operands {problem.dtype}: the kernel's bias has their type, and"
-                " rounding the mask to it would change the problem"
+                f"attn_mask is {problem.mask.dtype} and the operands {problem.dtype}: the kernel's bias has their type,"
+                " and rounding the mask to it would change the problem"
             )
 
 
@@ -196,7 +199,8 @@ class SdpaKernel:
         leaves = {letter: operands[letter].detach().requires_grad_() for letter in self.problem.grads}
         operands.update(leaves)
         with torch.enable_grad():
-            again = Inputs(*operands.values(), key_lengths=inputs.key_lengths, seed=inputs.seed)
+            q, k, v, mask = operands.values()
+            again = Inputs(q, k, v, mask, inputs.key_lengths, inputs.seed)
             result, _ = self.forward(again)
             grads = torch.autograd.grad(result, list(leaves.values()), grad_out, materialize_grads=True)
         found = dict(zip(leaves, grads, strict=True))

@@ -12,7 +12,7 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, needs_positive_scale, version
-from .masks import Hiding, needs_mask
+from .masks import Hiding
 from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
 
 __all__ = ["CudnnBackend"]
@@ -52,9 +52,7 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
     limit = 256 if (hopper and cudnn >= (9, 10)) or (blackwell and cudnn > (9, 22) and pytorch >= (2, 15)) else 128
     if largest > limit:
         yield f"head dimension {largest}: at most {limit} on {device.name} with cuDNN {'.'.join(map(str, cudnn))}"
-    if problem.grads and largest > 128 and pytorch < (2, 15):
-        yield f"gradients with head dimension {largest}: at most 128 before torch 2.15"
-    elif problem.grads and largest > 128 and (problem.dim_qk, problem.dim_v) not in ((192, 128), (256, 256)):
+    if problem.grads and largest > 128 and (problem.dim_qk, problem.dim_v) not in ((192, 128), (256, 256)):
         yield f"gradients with head dimensions {problem.dim_qk} and {problem.dim_v}: above 128 only 192/128 and 256/256"
     if problem.seq_k == 1:
         yield "one key: torch does not give it to cuDNN"

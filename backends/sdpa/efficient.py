@@ -11,7 +11,7 @@ from attnswitch.backend import Backend, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, version
+from .base import ATOMIC, Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, version
 from .masks import Hiding, needs_mask
 from .operands import bias, padded, with_aligned_gradient
 
@@ -28,7 +28,9 @@ class EfficientBackend(SdpaBackend):
         if elsewhere := needs_cuda(device, (5, 0)):
             yield elsewhere
             return
-        allowed = ("float16", "bfloat16", "float32") if (device.capability or (0, 0)) >= (8, 0) else ("float16", "float32")
+        allowed = (
+            ("float16", "bfloat16", "float32") if (device.capability or (0, 0)) >= (8, 0) else ("float16", "float32")
+        )
         if problem.dtype not in allowed:
             yield f"dtype {problem.dtype}: the kernel exists for {', '.join(allowed)} on {device.name}"
         yield from fits_grid(problem)
@@ -40,13 +42,13 @@ class EfficientBackend(SdpaBackend):
             )
         if needs_mask(problem):
             if version(device, "torch") < (2, 15) and problem.seq_q * problem.seq_k >= 2**32:
-                yield "a mask of 2**32 elements a head or more: its row offset overflows (pytorch#187227, fixed in 2.15)"
+                yield "a mask of 2**32 elements a head or more: its row offset overflows before 2.15 (pytorch#187227)"
             elif problem.grads and problem.seq_q * problem.seq_k >= 2**31:
                 yield "gradients with a mask of 2**31 elements a head or more: its strides overflow (pytorch#147585)"
         if problem.dropout and problem.seq_q * problem.seq_k >= 2**32 and version(device, "torch") < (2, 15):
             yield "dropout over 2**32 scores a head or more: the generator's offset overflows before torch 2.15"
         if problem.grads and problem.deterministic:
-            yield "deterministic=True: the backward adds to dQ atomically unless torch.use_deterministic_algorithms is on"
+            yield ATOMIC
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""

@@ -20,12 +20,12 @@ class Hiding(NamedTuple):
     """What an operator is told about hidden positions.
 
     ``mask`` is bool (True = attend) or float and broadcasts to (B, Hq, Lq, Lk); ``causal`` is torch's top-left flag.
-    ``alive`` is False for rows that see nothing, (B or 1, H or 1, Lq or 1); None says that there are none. Such rows see
-    everything in ``mask``, so that no operator meets a softmax over nothing: the caller overwrites their output.
+    ``alive`` is False for rows that see nothing, (B or 1, H or 1, Lq or 1); None says that there are none. Such rows
+    see everything in ``mask``, so that no operator meets a softmax over nothing: the caller overwrites their output.
 
-    ``shift`` was taken out of each row of ``mask``, and belongs on top of the lse. It changes no output; but a row that is
-    -1e9 throughout would leave no digits in lse for log(sum), from which the operators' backward computes P: its gradients
-    would come out Lk times too large.
+    ``shift`` was taken out of each row of ``mask``, and belongs on top of the lse. It changes no output; but a row that
+    is -1e9 throughout would leave no digits in lse for log(sum), from which the operators' backward computes P: its
+    gradients would come out Lk times too large.
     """
 
     mask: torch.Tensor | None = None
@@ -60,6 +60,7 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
     visible = _positions(problem, inputs)
     mask = inputs.attn_mask
     if mask is None:
+        assert visible is not None  # or there would be nothing to compose
         alive = visible.any(-1)
         return Hiding(visible | ~alive[..., None], alive=alive)
     if mask.dtype == torch.bool:

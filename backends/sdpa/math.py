@@ -28,7 +28,7 @@ class MathBackend(SdpaBackend):
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
         """It computes by large library calls, whatever the sizes."""
         if problem.deterministic and device.kind == "cuda":
-            yield "deterministic=True: cuBLAS repeats its bits only under CUBLAS_WORKSPACE_CONFIG, which torch reads at start"
+            yield "deterministic=True: cuBLAS repeats its bits only under CUBLAS_WORKSPACE_CONFIG, read at start"
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """16-bit operands are raised to float32 first and the result rounded once."""
@@ -44,8 +44,8 @@ class MathBackend(SdpaBackend):
 
 
 def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, None]:
-    # Everything is raised to the accumulator here: the operator does so too, unless a process-wide switch says otherwise;
-    # and it would add a bool mask as 0 and 1.
+    # Everything is raised to the accumulator here: the operator does so too, unless a process-wide switch says
+    # otherwise; and it would add a bool mask as 0 and 1.
     kind = torch.float64 if problem.dtype == "float64" else torch.float32
     q, k, v = (x.to(kind) for x in inputs[:3])
     out, _ = torch.ops.aten._scaled_dot_product_attention_math(

@@ -20,15 +20,20 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     Gemma2Config,
+    Gemma2ForCausalLM,
     GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     SplinterConfig,
+    SplinterModel,
     T5Config,
+    T5ForConditionalGeneration,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 
 import attnswitch
 from attnswitch import registry
@@ -107,7 +112,7 @@ def test_sentences_are_64_of_mixed_length() -> None:
     assert words[-1] > 50
 
 
-# -- the model as a whole -----------------------------------------------------------------------------------------------
+# -- the model as a whole ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [*NAMED, None])
@@ -123,7 +128,7 @@ def test_embeddings_and_gradients_are_those_of_eager(
 def test_the_mask_arrives(model: Any, tokens: Any, eager: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     """The control: attention alone, registered without its mask function, attends to the padding."""
     register()
-    AttentionInterface.register("maskless", AttentionInterface()["attnswitch"])
+    AttentionInterface.register("maskless", ATTENTIONS["attnswitch"])
     model.set_attn_implementation("maskless")
     with torch.no_grad():
         same = cosine(embed(model, tokens), eager[0])
@@ -144,7 +149,7 @@ def test_padding_changes_nothing(backend: str | None, model: Any, tokenizer: Any
     torch.testing.assert_close(tight, loose, rtol=0, atol=1e-6)
 
 
-# -- each attention on its own -------------------------------------------------------------------------------------------
+# -- each attention on its own -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +169,11 @@ def layers(loaded: Any, tokenizer: Any) -> list[tuple[dict[str, torch.Tensor], A
         data = {role: x.numpy() if x.dtype == torch.bool else x.double().numpy() for role, x in tensors.items()}
         data["grad_lse"] = np.zeros(query.shape[:3])
         found.append((tensors, answer(case, data)))
-        return AttentionInterface()["attnswitch"](module, query, key, value, mask, **options)
+        return ATTENTIONS["attnswitch"](module, query, key, value, mask, **options)
 
     register()
     AttentionInterface.register("record", record)
-    AttentionMaskInterface.register("record", AttentionMaskInterface()["attnswitch"])
+    AttentionMaskInterface.register("record", MASKS["attnswitch"])
     loaded.eval().set_attn_implementation("record")
     with torch.no_grad():
         loaded(**tokenizer(SENTENCES[6::8], padding=True, return_tensors="pt"))
@@ -190,18 +195,18 @@ def test_every_layer_is_within_the_running_error_bound(
         bound = bounds(exact, implementation.precision(plan.problem, plan.device))
         for role, got in zip(("out", "query", "key", "value"), (out.detach(), *gradients), strict=True):
             error = np.abs(got.double().numpy() - exact.values[role])
-            assert np.all(error <= bound[role]), f"layer {number}, {role}: {np.max(error / bound[role])} times the bound"
+            assert np.all(error <= bound[role]), f"layer {number}, {role}: {np.max(error / bound[role])} of the bound"
             # A bound as wide as the values themselves would prove nothing.
             assert bound[role].max() < 0.1 * np.abs(exact.values[role]).max()
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 #: What a model may ask for, and the reason of every named backend that refuses it; the others take it.
 REFUSALS: dict[str, dict[str, str]] = {
     "inference": {},
     "dropout": {"reference": "seed", "tiled": "seed", "sdpa-flash": "torch's CPU kernel has none"},
-    "a float mask and gradients": {"sdpa-flash": "gradients with a float attn_mask"},
+    "a learned mask": {"sdpa-flash": "a gradient of attn_mask"},
 }
 
 
@@ -213,10 +218,10 @@ def test_who_takes_what(what: str, backend: str | None, model: Any, tokenizer: A
     inputs = dict(tokens)
     if what == "dropout":
         model.train()
-    if what == "a float mask and gradients":
+    if what == "a learned mask":
         hidden = tokens["attention_mask"][:, None, None, :] == 0
-        inputs["attention_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-    with torch.set_grad_enabled(what == "a float mask and gradients"):
+        inputs["attention_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).requires_grad_()
+    with torch.set_grad_enabled(what == "a learned mask"):
         if reason := REFUSALS[what].get(backend or ""):
             with pytest.raises(attnswitch.Unsupported, match=reason):
                 model(**inputs)
@@ -231,20 +236,22 @@ def test_a_backend_for_gpus_refuses_the_cpu(backend: str, model: Any, tokens: An
 
 
 def test_weights_are_refused(model: Any, tokens: Any) -> None:
-    with pytest.raises(attnswitch.Unsupported, match="output_attentions.*eager"):
+    with pytest.raises(attnswitch.Unsupported, match=r"output_attentions.*eager"):
         serve(model, None)(**tokens, output_attentions=True)
 
 
-# -- what other models ask for: random weights, against eager -----------------------------------------------------------
+# -- what other models ask for: random weights, against eager ----------------------------------------------------------
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-DECODERS = {
-    "llama": LlamaConfig(**SMALL),
-    "gemma2": Gemma2Config(**SMALL, sliding_window=4, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
-    "gpt_oss": GptOssConfig(**SMALL, sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
+GEMMA: dict[str, Any] = {"sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+GPT_OSS: dict[str, Any] = {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+DECODERS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SMALL, **GEMMA)),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**SMALL, **GPT_OSS)),
 }
 
 
@@ -271,7 +278,8 @@ def both(model: Any, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders(name: str, cache: str | None, padding: int) -> None:
     """Grouped heads, softcap, sinks and windows, over a whole prompt and over both kinds of cache."""
-    model = randomised(AutoModelForCausalLM.from_config(DECODERS[name], attn_implementation="eager"))
+    kind, config = DECODERS[name]
+    model = randomised(kind(config))
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -295,8 +303,8 @@ def test_decoders(name: str, cache: str | None, padding: int) -> None:
 
 
 def test_a_position_bias_and_its_gradient() -> None:
-    config = T5Config(vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1)
-    model = randomised(AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager"))
+    config = T5Config(vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = randomised(T5ForConditionalGeneration(config))
     bias = model.get_parameter("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -305,7 +313,8 @@ def test_a_position_bias_and_its_gradient() -> None:
     def run(model: Any) -> torch.Tensor:
         with torch.enable_grad():
             logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :5]).logits
-            return torch.cat([logits.flatten(), *(g.flatten() for g in torch.autograd.grad(logits.square().mean(), bias))])
+            (gradient,) = torch.autograd.grad(logits.square().mean(), bias)
+            return torch.cat([logits.flatten(), gradient.flatten()])
 
     torch.testing.assert_close(*both(model, run), rtol=1e-4, atol=1e-5)
 
@@ -314,22 +323,23 @@ def test_a_model_made_for_eager_is_refused() -> None:
     """Splinter is not causal and does not say so; transformers checks its marks for sdpa only."""
     small = {key: size for key, size in SMALL.items() if key not in ("num_key_value_heads", "head_dim")}
     register()
-    model = AutoModel.from_config(SplinterConfig(**small), attn_implementation="attnswitch")
-    with pytest.raises(attnswitch.Unsupported, match="SplinterSelfAttention.*_supports_"):
+    model = SplinterModel(SplinterConfig(**small))
+    model.set_attn_implementation("attnswitch")
+    with pytest.raises(attnswitch.Unsupported, match=r"SplinterSelfAttention.*_supports_"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
 
 
-# -- the function itself -------------------------------------------------------------------------------------------------
+# -- the function itself -----------------------------------------------------------------------------------------------
 
 
-def call(length_q: int, length_k: int, *, module_is_causal: bool = True, mask: Any = None, **options: Any) -> Any:
+def call(length_q: int, length_k: int, *, module_is_causal: Any = True, mask: Any = None, **options: Any) -> Any:
     """The registered function, and the same by the formula with all positions visible, on (1, 2, length, 4)."""
     register()
     rng = np.random.default_rng(0)
     q, k, v = (torch.from_numpy(rng.standard_normal((1, 2, n, 4))) for n in (length_q, length_k, length_k))
     module = torch.nn.Module()
-    module.is_causal = module_is_causal  # type: ignore[assignment]
-    out, weights = AttentionInterface()["attnswitch"](module, q, k, v, mask, **options)
+    module.is_causal = module_is_causal
+    out, weights = ATTENTIONS["attnswitch"](module, q, k, v, mask, **options)
     assert weights is None
     i, j = torch.arange(length_q)[:, None] + (length_k - length_q), torch.arange(length_k)
 
@@ -380,7 +390,7 @@ def test_is_causal_when_asked_outranks_the_module(asked: bool) -> None:
 )
 def test_what_is_not_honoured_is_refused(name: str, reason: str) -> None:
     with pytest.raises(attnswitch.Unsupported, match=f"{name} to attention: .*{reason}"):
-        call(4, 4, **{name: True})
+        call(4, 4, **{name: "anything"})
     call(4, 4, **{name: None})
 
 
@@ -392,13 +402,13 @@ def test_more_queries_than_keys_need_a_mask_to_be_causal() -> None:
 
 
 def test_an_empty_static_cache_has_a_mask() -> None:
-    """sdpa's own mask function leaves it out, and gemma4 then slices the queries: no layer could tell where they were."""
+    """sdpa's mask function leaves it out, and gemma4 then slices the queries: no layer could tell where they were."""
     register()
     options: dict[str, Any] = {"batch_size": 1, "q_length": 3, "kv_length": 7}
-    assert AttentionMaskInterface()["sdpa"](**options) is None
-    mask = AttentionMaskInterface()["attnswitch"](**options)
+    assert MASKS["sdpa"](**options) is None
+    mask = MASKS["attnswitch"](**options)
     assert torch.equal(mask[0, 0], torch.arange(7) <= torch.arange(3)[:, None])
-    assert AttentionMaskInterface()["attnswitch"](**options | {"kv_length": 3}) is None
+    assert MASKS["attnswitch"](**options | {"kv_length": 3}) is None
 
 
 @pytest.mark.parametrize("name", ["my-flash", "flex_attention", "org/attnswitch", "paged|attnswitch", "eager"])
