@@ -68,10 +68,9 @@ class Precision:
 
     ``accumulator`` holds scores, softmax and sums. ``weights`` is the type that the softmax weights P (and dS) are
     rounded to before a matrix product. ``score_inputs`` other than "storage" says that query and key are rounded first
-    (TF32). ``group_sum`` is the type to which gradients of a shared key head, or of a broadcast mask, are rounded before
-    they are summed.
-    ``statistics`` "lse" says that the backward computes P from the stored lse, whose rounding grows with its size;
-    "exact" that it keeps or renews the sums. ``exp`` is the relative error of a fast exponential.
+    (TF32). ``group_sum`` is the type to which gradients of a shared key head, or of a broadcast mask, are rounded
+    before they are summed. ``statistics`` "lse" says that the backward computes P from the stored lse, whose rounding
+    grows with its size; "exact" that it keeps or renews the sums. ``exp`` is the relative error of a fast exponential.
     """
 
     accumulator: Literal["float32", "float64"] = "float32"

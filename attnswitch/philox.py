@@ -38,7 +38,7 @@ def philox4x32(
 def keep_mask(
     seed: int, p: float, batch: npt.ArrayLike, head: npt.ArrayLike, rows: npt.ArrayLike, first_key: int, keys: int
 ) -> npt.NDArray[np.bool_]:
-    """Which weights are kept: indices broadcast together, and the ``keys`` keys from ``first_key`` are the last axis."""
+    """Which weights are kept: indices broadcast together, and ``keys`` keys from ``first_key`` are the last axis."""
     block = np.arange(first_key // 4, -(-(first_key + keys) // 4) if keys else first_key // 4, dtype=np.uint64)
     b, h, i = (np.asarray(index, dtype=np.uint64)[..., None] for index in (batch, head, rows))
     words = np.stack(np.broadcast_arrays(*philox4x32((block, i, h, b), (seed & 0xFFFFFFFF, seed >> 32))), axis=-1)

@@ -63,10 +63,29 @@ def _units(dtype: str, precision: Precision, dropout: bool = False) -> _Units:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """Error bounds of the forward that the backward goes on with."""
+
+    score: Float  # absolute error of the scores, (B, Hq, Lq, Lk)
+    log_p: Float
+    alive: Float
+    out: Float
+    lse: Float
+    sums: Float  # of the row's sums, before the lse is stored
+
+
 def bounds(a: Answer, precision: Precision) -> dict[str, Float]:
-    """Largest error of each element of ``a.values`` that rounding under ``precision`` explains."""
+    """Largest error of each element of ``a.values`` that rounding under ``precision`` explains.
+
+    Gradients are left out where the case asks for none.
+    """
+    u = _units(a.case.dtype, precision, a.case.dropout > 0)
     with np.errstate(all="ignore"):
-        found = _bounds(a, _units(a.case.dtype, precision, a.case.dropout > 0))
+        forward = _forward(a, u)
+        found = {"out": forward.out, "lse": forward.lse}
+        if a.case.grads:
+            found |= _gradients(a, u, forward)
         return {name: np.where(np.isnan(bound), np.inf, bound) for name, bound in found.items()}
 
 
@@ -80,93 +99,100 @@ def _score_error(a: Answer, u: _Units) -> Float:
         t = np.maximum(np.arctanh(np.minimum(np.abs(a.tanh), 1 - 1e-16)) - e / case.softcap, 0.0)
         e = e * (1.0 / np.cosh(np.minimum(t, 300.0)) ** 2) + _CALL * u.acc * np.abs(case.softcap * a.tanh)
         e = e + _CALL * u.acc * case.softcap * 2.0**-10
-    e = e + 2 * u.acc * np.abs(a.mask)
-    top = np.max(np.where(a.visible, np.abs(a.s), 0.0), axis=-1, initial=0.0, keepdims=True)
-    return e + 4 * u.acc * (np.abs(a.s) + top) + _CALL * u.acc + u.exp
+    size_s = np.abs(a.s)
+    top = np.max(size_s, axis=-1, initial=0.0, keepdims=True, where=a.visible)
+    return e + 2 * u.acc * np.abs(a.mask) + 4 * u.acc * (size_s + top) + _CALL * u.acc + u.exp
 
 
-def _bounds(a: Answer, u: _Units) -> dict[str, Float]:
+def _forward(a: Answer, u: _Units) -> _Forward:
     case = a.case
     n = case.seq_k + 8
     e = np.where(a.visible, _score_error(a, u), 0.0)
-    log_p = np.where(a.visible, a.s - np.where(np.isfinite(a.lse), a.lse, 0.0)[..., None], -np.inf)
-    high, low = (np.where(a.visible, np.exp(log_p + sign * e), 0.0) for sign in (1.0, -1.0))
     alive = a.visible.any(-1)
-    least = np.where(alive, low.sum(-1), 1.0)  # the denominator cannot be smaller, in units of the true one
-
-    # -- output and lse --
-    abs_v, out = np.abs(a.v), np.abs(a.values["out"])
-    moved = (high - a.p) * a.z
-    spread = ((moved) @ abs_v) + (high - a.p).sum(-1)[..., None] * out
-    spread = spread / np.maximum(least, 1e-300)[..., None]
-    rounding = ((a.p * a.z) @ abs_v) * (u.weights + n * u.acc)
-    flushed = n * u.weights_tiny * np.max(abs_v * 1.0, axis=-2, initial=0.0, keepdims=True) * np.max(a.z, initial=1.0)
-    exact_out = spread + rounding + flushed
-    # Whatever the weights, an undropped output stays within the values it averages.
-    if not case.dropout:
-        reach = np.max(abs_v, axis=-2, initial=0.0, keepdims=True)
-        exact_out = np.minimum(exact_out, (reach + out) * (1 + 2 * u.weights + n * u.acc))
-    bound_out = exact_out * (1 + u.store) + u.store * out + u.store_tiny
-    bound_out = np.where(alive[..., None], bound_out, 0.0)
-
-    up, down = np.log(np.maximum(high.sum(-1), 1.0)), -np.log(np.maximum(low.sum(-1), 1e-300))
-    exact_lse = np.maximum(up, down) + n * u.acc
-    bound_lse = np.where(
-        alive, exact_lse * (1 + u.lse) + (u.lse + 2 * u.acc) * np.abs(np.where(alive, a.lse, 0.0)), 0.0
-    )
-
-    # -- gradients: P is computed again from the stored lse --
     size_lse = np.abs(np.where(alive, a.lse, 0.0))
-    if u.renewed:
-        size_lse = np.minimum(size_lse, _TRUSTED_LSE)
-    again = exact_lse + 4 * u.lse * size_lse + 4 * u.acc
-    h = np.where(a.visible, np.exp(log_p + e + again[..., None]), 0.0) - a.p
-    abs_do = np.abs(a.grad_out)
-    nv = case.dim_v + 8
-    dp_size = (abs_do @ abs_v.mT) * a.z
-    dp_error = nv * u.acc * dp_size
-    centre_size = (abs_do * out).sum(-1)
-    # D = rowsum(dO * O) sees the stored output; a composite sums P * dP instead, whose error is of the same kind.
-    centre_error = (abs_do * bound_out).sum(-1) + nv * u.acc * centre_size
-    centre_error = np.maximum(
-        centre_error, (h * np.abs(a.dp * a.z) + (a.p + h) * dp_error).sum(-1) + n * u.acc * (a.p * dp_size).sum(-1)
-    )
-    centre_error = centre_error + (a.p * np.abs(a.dp * a.z)).sum(-1) * u.weights
-    slope_ds = np.abs(a.z * a.dp - (a.grad_out * a.values["out"]).sum(-1)[..., None] + a.grad_lse[..., None])
-    c = (h + u.weights * a.p + u.weights_tiny) * slope_ds + (a.p + h) * (
-        dp_error
-        + centre_error[..., None]
-        + 4 * u.acc * (np.abs(a.z * a.dp) + (centre_size + np.abs(a.grad_lse))[..., None])
-    )
-    c_mask = c + (u.weights + 4 * u.acc) * np.abs(a.ds) + u.weights_tiny
-    ds = np.abs(a.ds)
+    log_p = np.where(a.visible, a.s - np.where(alive, a.lse, 0.0)[..., None], -np.inf)
+    high, low = np.exp(log_p + e), np.exp(log_p - e).sum(-1)
+
+    # A weight is off by at most high - p, and the denominator can shrink to low; z is the dropout factor.
+    abs_v, out = np.abs(a.v), np.abs(a.values["out"])
+    moved = high - a.p
+    spread = (moved * a.z) @ abs_v + moved.sum(-1)[..., None] * out
+    spread = spread / np.maximum(np.where(alive, low, 1.0), 1e-300)[..., None]
+    rounding = ((a.p * a.z) @ abs_v) * (u.weights + n * u.acc)
+    reach = np.max(abs_v, axis=-2, initial=0.0, keepdims=True)
+    exact = spread + rounding + n * u.weights_tiny * reach * np.max(a.z, initial=1.0)
+    if not case.dropout:  # whatever the weights, the output stays within the values that it averages
+        exact = np.minimum(exact, (reach + out) * (1 + 2 * u.weights + n * u.acc))
+    bound_out = exact * (1 + u.store) + u.store * out + u.store_tiny
+
+    up, down = np.log(np.maximum(high.sum(-1), 1.0)), -np.log(np.maximum(low, 1e-300))
+    sums = np.maximum(up, down) + n * u.acc
+    bound_lse = sums * (1 + u.lse) + (u.lse + 2 * u.acc) * size_lse
+    return _Forward(e, log_p, alive, np.where(alive[..., None], bound_out, 0.0), np.where(alive, bound_lse, 0.0), sums)
+
+
+def _gradients(a: Answer, u: _Units, forward: _Forward) -> dict[str, Float]:
+    case = a.case
+    n, m = case.seq_k + 8, case.seq_q * case.group + 8
+    abs_q, abs_k, abs_do = (np.abs(x) for x in (a.q, a.k, a.grad_out))
+    pz, scale = a.p * a.z, abs(case.softmax_scale)
+    ds, c = np.abs(a.ds), _score_gradient_error(a, u, forward)
+    c_mask = c + (u.weights + 4 * u.acc) * ds + u.weights_tiny
     if case.softcap:
         tanh = np.abs(a.tanh)
-        raw_error = ((case.dim_qk + 4) * u.acc + 2 * u.inputs) * abs(case.softmax_scale) / case.softcap
-        size = np.abs(a.q) @ np.abs(a.k).mT
-        flat = np.minimum(2 * tanh * (raw_error * size * (1 - tanh**2) + _CALL * u.acc) + _CALL * u.acc, 1.0)
+        off = ((case.dim_qk + 4) * u.acc + 2 * u.inputs) * scale / case.softcap * (abs_q @ abs_k.mT)
+        flat = np.minimum(2 * tanh * (off * (1 - tanh**2) + _CALL * u.acc) + _CALL * u.acc, 1.0)
         c, ds = (c + ds * 4 * u.acc) * np.minimum(1 - tanh**2 + flat, 1.0) + ds * flat, ds * (1 - tanh**2)
     c = np.where(a.visible, c + (u.weights + 4 * u.acc) * ds, 0.0)
 
-    abs_q, abs_k, scale = np.abs(a.q), np.abs(a.k), abs(case.softmax_scale)
-    m = case.seq_q * case.group + 8
     # dS may be scaled before or after it is rounded: what vanishes is not made smaller by a small scale.
     lost = max(scale, 1.0) * u.weights_tiny * a.visible
-    dq = (scale * (c + n * u.acc * ds) + lost) @ abs_k
-    dk = (scale * (c + m * u.acc * ds) + lost).mT @ abs_q
-    pz = a.p * a.z
-    dv = (h * a.z + (u.weights + m * u.acc) * pz + u.weights_tiny * a.visible * np.max(a.z, initial=1.0)).mT @ abs_do
-    found = {"out": bound_out, "lse": bound_lse, "query": _stored(dq, np.abs(a.values["query"]), u)}
-    sizes = {"key": scale * ((ds).mT @ abs_q), "value": ((pz).mT @ abs_do)}
-    for name, error in (("key", dk), ("value", dv)):
-        error = grouped(case, error + (u.group * sizes[name] if case.group > 1 else 0.0))
-        found[name] = _stored(error, np.abs(a.values[name]), u)
-    if "attn_mask" in a.values:
+    found = {"query": _stored((scale * (c + n * u.acc * ds) + lost) @ abs_k, np.abs(a.values["query"]), u)}
+    h = _again(a, u, forward)
+    dv = h * a.z + (u.weights + m * u.acc) * pz + u.weights_tiny * a.visible * np.max(a.z, initial=1.0)
+    for name, error, terms in (
+        ("key", (scale * (c + m * u.acc * ds) + lost).mT @ abs_q, scale * ds.mT @ abs_q),
+        ("value", dv.mT @ abs_do, pz.mT @ abs_do),
+    ):
+        rounded_heads = u.group * terms if case.group > 1 else 0.0
+        found[name] = _stored(grouped(case, error + rounded_heads), np.abs(a.values[name]), u)
+    if "attn_mask" in a.values and case.mask is not None:
         shape = a.values["attn_mask"].shape
-        terms = math.prod(case.scores) // max(1, math.prod(shape))
-        error = np.where(a.visible, c_mask, 0.0) + (u.group + (terms + 8) * u.acc) * np.abs(a.ds)
-        mask_units = _units(case.mask.dtype, Precision()) if case.mask else u
+        terms = math.prod(case.scores) // max(1, math.prod(shape)) + 8
+        error = np.where(a.visible, c_mask, 0.0) + (u.group + terms * u.acc) * np.abs(a.ds)
+        mask_units = _units(case.mask.dtype, Precision())
         found["attn_mask"] = _stored(unbroadcast(error, shape), np.abs(a.values["attn_mask"]), mask_units)
+    return found
+
+
+def _again(a: Answer, u: _Units, forward: _Forward) -> Float:
+    """Error of P as the backward computes it again, from the stored lse or from renewed sums."""
+    size_lse = np.abs(np.where(forward.alive, a.lse, 0.0))
+    if u.renewed:
+        size_lse = np.minimum(size_lse, _TRUSTED_LSE)
+    again = forward.sums + 4 * u.lse * size_lse + 4 * u.acc
+    found: Float = np.exp(forward.log_p + forward.score + again[..., None]) - a.p
+    return found
+
+
+def _score_gradient_error(a: Answer, u: _Units, forward: _Forward) -> Float:
+    """Error of dS = P (Z dP - D + dlse) before it is rounded, where D = rowsum(dO O)."""
+    case = a.case
+    n, nv = case.seq_k + 8, case.dim_v + 8
+    h = _again(a, u, forward)
+    abs_do, out = np.abs(a.grad_out), np.abs(a.values["out"])
+    dp, dp_size = np.abs(a.z * a.dp), (abs_do @ np.abs(a.v).mT) * a.z
+    dp_error = nv * u.acc * dp_size
+    d_size = (abs_do * out).sum(-1)
+    # D sees the stored output; a composite sums P * dP instead. Either is allowed.
+    stored = (abs_do * forward.out).sum(-1) + nv * u.acc * d_size
+    summed = (h * dp + (a.p + h) * dp_error).sum(-1) + n * u.acc * (a.p * dp_size).sum(-1)
+    d_error = np.maximum(stored, summed) + u.weights * (a.p * dp).sum(-1)
+    d = (a.grad_out * a.values["out"]).sum(-1) - a.grad_lse
+    slope = np.abs(a.z * a.dp - d[..., None])
+    arithmetic = 4 * u.acc * (dp + (d_size + np.abs(a.grad_lse))[..., None])
+    moved = (h + u.weights * a.p + u.weights_tiny) * slope
+    found: Float = moved + (a.p + h) * (dp_error + d_error[..., None] + arithmetic)
     return found
 
 

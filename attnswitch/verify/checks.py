@@ -226,7 +226,8 @@ def _run(case: Case, placed: _Placed, backend: str | None) -> tuple[dict[str, An
 
 def _run_autograd(case: Case, placed: _Placed, backend: str | None) -> tuple[dict[str, Any], str]:
     torch: Any = importlib.import_module("torch")
-    torch.manual_seed(case.data_seed)  # for dropout by torch's own generator
+    if case.dropout and case.dropout_seed is None:  # torch's own generator draws
+        torch.manual_seed(case.data_seed)
     named = {"query": placed.query, "key": placed.key, "value": placed.value, "attn_mask": placed.attn_mask}
     wanted = [name for letter, name in zip("qkvm", named, strict=True) if letter in case.grads]
     leaves: dict[str, Any] = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}

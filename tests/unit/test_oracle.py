@@ -61,7 +61,7 @@ def answered(case: Case, data: dict[str, Any]) -> Answer:
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(cases(Space(work=2**11, longest=40)))
+@given(cases(Space(work=2**13, longest=70)))
 def test_the_two_forms_agree_on_every_row(case: Case) -> None:
     case = case.replace(poison=False)
     data = operands(case)
@@ -149,7 +149,8 @@ def precisely(case: Case, data: dict[str, Any], mp: Any) -> tuple[dict[tuple[int
     found: dict[tuple[int, ...], Any] = {}
     total = mp.mpf(0)
     for b, h, i in np.ndindex(case.scores[:3]):
-        seen = [j for j in range(case.seq_k) if rows.sees(case, None, b, h, i, j)]
+        left, right = case.window or (None, None)
+        seen = [j for j in range(case.seq_k) if i - (left or 0) <= j <= i + (right or 0) or case.window is None]
         weights = []
         for j in seen:
             dot = sum(
