@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
@@ -85,9 +86,26 @@ def attention(
         deterministic,
         seed,
     )
-    call = calls.read(query, key, value, attn_mask, key_lengths, options)
-    out, lse = _run(call, _plan(call, backend))
+    attend = _untraced() if "torch._dynamo" in sys.modules else _attend
+    out, lse = attend(query, key, value, attn_mask, key_lengths, options, backend)
     return (out, lse) if return_lse else out
+
+
+def _attend(
+    query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, options: Options, backend: str | None
+) -> tuple[Array, Array | None]:
+    call = calls.read(query, key, value, attn_mask, key_lengths, options)
+    return _run(call, _plan(call, backend))
+
+
+def _untraced() -> Any:
+    """``_attend`` as torch.compile leaves it alone: one break in the graph, and what runs is what runs without."""
+    if "attend" not in _UNTRACED:
+        _UNTRACED["attend"] = sys.modules["torch"].compiler.disable(_attend)
+    return _UNTRACED["attend"]
+
+
+_UNTRACED: dict[str, Any] = {}  # a cache decorator would be traced
 
 
 def scaled_dot_product_attention(
@@ -263,3 +281,4 @@ def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
         return (calls.swap_heads(out) if call.layout == "BLHD" else out), lse
     out, lse = kernel.forward(call.to_backend(backend.library))
     return call.to_caller(out, backend.library), call.to_caller(lse, backend.library, heads=False)
+

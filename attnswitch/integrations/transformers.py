@@ -22,8 +22,17 @@ __all__ = ["register"]
 
 #: Handed down to every layer, without a part in attention: what query, key and mask already carry, the model's outputs,
 #: and packing as state-space layers want it.
-_NO_EFFECT = frozenset({"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits"}) | {
-    *("past_key_values", "position_embeddings", "position_ids", "return_dict", "seq_idx", "use_cache")
+_NO_EFFECT = {
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
 }
 _PACKED = "packed sequences are taken as a mask, which transformers makes from position_ids; leave the lengths out"
 _REASONS = {
