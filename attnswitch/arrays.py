@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -128,7 +128,8 @@ def passage(array: Array, source: str, target: str, like: Array = None) -> Array
     """
     if source == target:
         return array
-    return _PASSAGES[source, target](array, like)
+    change: Callable[[Array, Array], Array] = _PASSAGES[source, target]
+    return change(array, like)
 
 
 def _numpy_to_torch(array: Array, _: Array) -> Array:

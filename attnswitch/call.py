@@ -75,6 +75,8 @@ def _real(name: str, value: Any) -> float | None:
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
+    if getattr(value, "requires_grad", False):
+        raise InvalidProblem(f"{name} is a tensor that requires a gradient, which would be lost: multiply query by it")
     if getattr(value, "shape", None) == () and hasattr(value, "__float__"):
         return float(value)
     raise InvalidProblem(f"{name}={value!r}: expected a number")

@@ -154,7 +154,7 @@ def _gradients(a: Answer, u: _Units, forward: _Forward) -> dict[str, Float]:
         ("key", (scale * (c + m * u.acc * ds) + lost).mT @ abs_q, scale * ds.mT @ abs_q),
         ("value", dv.mT @ abs_do, pz.mT @ abs_do),
     ):
-        rounded_heads = u.group * terms if case.group > 1 else 0.0
+        rounded_heads = u.group * terms + u.store_tiny if u.group and case.group > 1 else 0.0
         found[name] = _stored(grouped(case, error + rounded_heads), np.abs(a.values[name]), u)
     if "attn_mask" in a.values and case.mask is not None:
         shape = a.values["attn_mask"].shape

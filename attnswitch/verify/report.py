@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from dataclasses import asdict
 from typing import Any
@@ -62,6 +63,7 @@ def to_json(report: Report) -> dict[str, Any]:
         )
     return {
         "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": report.seed,
         "cases": report.cases,
         "replayed": report.replayed,

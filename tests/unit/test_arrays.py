@@ -38,7 +38,7 @@ class Duck:
 
     @classmethod
     def from_dlpack(cls, array: Any, **_: Any) -> Duck:
-        return cls(torch.from_dlpack(array))
+        return cls(torch.utils.dlpack.from_dlpack(array))
 
     @classmethod
     def permute_dims(cls, array: Duck, axes: tuple[int, ...]) -> Duck:
@@ -59,7 +59,8 @@ class Library(NamedTuple):
 
 
 def tensor(x: Any) -> torch.Tensor:
-    return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if x.dtype == ml_dtypes.bfloat16 else torch.from_numpy(x)
+    half = x.dtype == ml_dtypes.bfloat16
+    return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if half else torch.from_numpy(x)
 
 
 def address(x: Any) -> int:
@@ -70,10 +71,14 @@ def numbers(x: torch.Tensor) -> Any:
     return x.detach().to(torch.float64).numpy()
 
 
+def doubles(x: Any) -> Any:
+    return np.asarray(x, np.float64)
+
+
 LIBRARIES = {
-    "numpy": Library(np.ndarray, lambda x: x, lambda x: np.asarray(x, np.float64), address),
+    "numpy": Library(np.ndarray, lambda x: x, doubles, address),
     "torch": Library(torch.Tensor, tensor, numbers, address),
-    "jax": Library(jax.Array, jnp.asarray, lambda x: np.asarray(x, np.float64), lambda x: int(x.unsafe_buffer_pointer())),
+    "jax": Library(jax.Array, jnp.asarray, doubles, lambda x: int(x.unsafe_buffer_pointer())),
     "duck": Library(Duck, lambda x: Duck(tensor(x)), lambda x: numbers(x._tensor), lambda x: address(x._tensor)),
 }
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -212,7 +217,7 @@ def test_gradients_of_masks_of_every_rank(name: str, rank: int) -> None:
     mask = rng.standard_normal((2, 1, 3, 5)[4 - rank :]).astype(np.float32)
     operands = [library.make(x.astype(np.float32)) for x in (G, Q, K, V)]
     grads = attnswitch.attention_backward(*operands, attn_mask=library.make(mask), mask_grad=True)
-    exact = attnswitch.attention_backward(G, Q, K, V, attn_mask=mask, mask_grad=True, backend="reference")
+    exact: Any = attnswitch.attention_backward(G, Q, K, V, attn_mask=mask, mask_grad=True, backend="reference")
     np.testing.assert_allclose(library.read(grads.attn_mask), exact.attn_mask, rtol=0, atol=1e-5)
     assert library.read(grads.attn_mask).shape == mask.shape
 
@@ -272,7 +277,7 @@ def test_blhd_in_blhd_out(name: str, backend: str) -> None:
     out = attnswitch.attention(q, k, v, layout="BLHD", backend=backend)
     np.testing.assert_allclose(library.read(out).swapaxes(1, 2), EXACT, rtol=0, atol=1e-6)
     grads = attnswitch.attention_backward(g, q, k, v, layout="BLHD", backend=backend)
-    exact = attnswitch.attention_backward(G, Q, K, V, backend="reference")
+    exact: Any = attnswitch.attention_backward(G, Q, K, V, backend="reference")
     for grad, wanted in zip(grads[:3], exact[:3], strict=True):
         np.testing.assert_allclose(library.read(grad).swapaxes(1, 2), wanted, rtol=0, atol=1e-5)
 

@@ -146,7 +146,7 @@ def problems(draw: st.DrawFn) -> Problem:
         draw(positive),
         draw(dtypes),
         causal=draw(st.booleans()),
-        alignment=draw(st.sampled_from(["top_left", "bottom_right"])),  # type: ignore[arg-type]
+        alignment=draw(st.sampled_from(["top_left", "bottom_right"])),
         window=draw(st.none() | st.tuples(sides, sides)),
         mask=mask,
         key_lengths=draw(st.booleans()),
@@ -188,9 +188,37 @@ SHAPE = "b1.h4.s8.d16.fp32"
 
 @pytest.mark.parametrize(
     "part",
-    ["b", "bx", "h4/", "h/4", "s4x", "s4x5x6", "d64/", "x3", "foo", "causal-tl", "Causal", "fp8", "=", "=3", "lse=1"]
-    + ["window=1", "window=1,2,3", "window=a,b", "window=-,*", "mask=int8", "mask=", "q=backwards", "q=", "m=alignx"]
-    + ["scale=fast", "scale=", "softcap=x", "dropout=half", "z=expanded"],
+    [
+        *(
+            "b",
+            "bx",
+            "h4/",
+            "h/4",
+            "s4x",
+            "s4x5x6",
+            "d64/",
+            "x3",
+            "foo",
+            "causal-tl",
+            "Causal",
+            "fp8",
+            "=",
+            "=3",
+            "lse=1",
+        ),
+        *(
+            "window=1",
+            "window=1,2,3",
+            "window=a,b",
+            "window=-,*",
+            "mask=int8",
+            "mask=",
+            "q=backwards",
+            "q=",
+            "m=alignx",
+        ),
+        *("scale=fast", "scale=", "softcap=x", "dropout=half", "z=expanded"),
+    ],
 )
 def test_an_unknown_part_is_named(part: str) -> None:
     rest = " ".join(other for other in SHAPE.split(".") if other[0] != part[0])

@@ -21,7 +21,7 @@ Register = Callable[[str, str], None]
 #: What is wrong with a case: the property that it breaks, "refused", or None.
 Judge = Callable[[Case], str | None]
 
-SMALL = Space(libraries=("numpy",), dtypes=("float32",), work=2**12, longest=40)
+SMALL = Space(libraries=("numpy",), dtypes=("float32",), work=2**12, longest=70)
 
 
 class Examiner:
@@ -227,8 +227,9 @@ def test_a_backend_that_fails_every_second_call(register: Register, monkeypatch:
 
 def test_a_crash_is_a_finding(register: Register) -> None:
     register("saboteur", "saboteurs:Raises")
-    report = run(Plan((Target("cpu", ("saboteur",), Space(work=2**14)),), 40, 0, shrink_seconds=0.2))
-    assert report.cases == 40
+    space = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=130)
+    report = run(Plan((Target("cpu", ("saboteur",), space),), 60, 0, shrink_seconds=0.2))
+    assert report.cases == 60
     (found,) = report.failures
     assert found.outcome.case.seq_k % 64 == 63
     assert found.outcome.failure is not None
