@@ -5,8 +5,6 @@
 Importing this package imports no array library: arrays are recognised by the libraries that are already loaded.
 """
 
-from importlib import metadata
-
 from attnswitch.api import attention, attention_backward, backends, explain, plan, scaled_dot_product_attention
 from attnswitch.backend import Gradients
 from attnswitch.device import Device
@@ -46,5 +44,7 @@ __all__ = [
 
 def __getattr__(name: str) -> str:
     if name == "__version__":
+        from importlib import metadata  # slow to import, and seldom needed
+
         return metadata.version("attnswitch")
     raise AttributeError(f"module 'attnswitch' has no attribute {name!r}")

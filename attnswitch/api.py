@@ -184,16 +184,20 @@ def attention_backward(
     shape = (call.problem.batch, call.problem.heads_q, call.problem.seq_q)
     gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), chosen.library)
     lse_gradient = calls.beside(grad_lse, "grad_lse", call, shape, chosen.library)
-    if out is None or lse is None:
+    saved_out, saved_lse = None, None
+    if chosen.autograd:  # torch keeps what it needs while the backward runs the forward again
+        pass
+    elif out is None or lse is None:
         saved_out, saved_lse = kernel.forward(inputs)
     else:
         saved_out = calls.beside(out, "out", call, (*shape, call.problem.dim_v), chosen.library)
         saved_lse = calls.beside(lse, "lse", call, shape, chosen.library)
     grads = kernel.backward(inputs, saved_out, saved_lse, gradient, lse_gradient)
     q, k, v = (call.to_caller(grad, chosen.library) for grad in grads[:3])
-    mask = call.to_caller(grads.attn_mask, chosen.library, heads=False)
-    if mask is not None and attn_mask is not None:
-        mask = mask.reshape(attn_mask.shape)
+    mask = grads.attn_mask
+    if mask is not None:  # four axes here, and as many as the caller gave there
+        mask = mask[(0,) * (4 - calls.rank(attn_mask))]
+    mask = call.to_caller(mask, chosen.library, heads=False)
     return Gradients(q, k, v, mask)
 
 
@@ -281,4 +285,3 @@ def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
         return (calls.swap_heads(out) if call.layout == "BLHD" else out), lse
     out, lse = kernel.forward(call.to_backend(backend.library))
     return call.to_caller(out, backend.library), call.to_caller(lse, backend.library, heads=False)
-

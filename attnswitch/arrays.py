@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Memory
 
-__all__ = ["Array", "Facts", "facts", "library_of", "passage"]
+__all__ = ["Array", "Facts", "facts", "library_of", "passage", "take"]
 
 #: An array of some library. Only this module and the backends look inside.
 Array = Any
@@ -64,11 +64,21 @@ def library_of(array: Array) -> str:
     return "dlpack" if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") else ""
 
 
-def facts(array: Array, role: str) -> Facts:
-    """Facts of ``array``, whose part in the call is ``role``.
+def take(array: Array, role: str) -> tuple[Array, Facts]:
+    """``array``, whose part in the call is ``role``, with its facts.
 
-    Raises ``InvalidProblem`` for what is not a dense array.
+    An array of a library that is known by DLPack alone is taken as a torch tensor over the same memory: torch has every
+    dtype and device. Its facts still name the library. Raises ``InvalidProblem`` for what is not a dense array.
     """
+    library = library_of(array)
+    if library == "dlpack":
+        tensor = passage(array, "dlpack", "torch")
+        return tensor, _torch_facts(tensor, role)._replace(library=type(array).__module__.partition(".")[0])
+    return array, facts(array, role)
+
+
+def facts(array: Array, role: str) -> Facts:
+    """Facts of an array of NumPy, CuPy or torch. Raises ``InvalidProblem`` for what is not a dense array."""
     library = library_of(array)
     if library == "torch":
         return _torch_facts(array, role)
@@ -77,9 +87,6 @@ def facts(array: Array, role: str) -> Facts:
     if library == "cupy":
         where, memory = ("cuda", array.device.id), array.data.ptr
         return Facts(library, where, array.dtype.name, array.shape, array.strides, memory)
-    if library == "dlpack":
-        # Seen through torch, which takes bfloat16 and every device; the view is what the backends get as well.
-        return _torch_facts(passage(array, "dlpack", "torch"), role)._replace(library="dlpack")
     raise InvalidProblem(
         f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with DLPack"
     )
@@ -135,6 +142,11 @@ def passage(array: Array, source: str, target: str, like: Array = None) -> Array
 def _numpy_to_torch(array: Array, _: Array) -> Array:
     numpy: Any = importlib.import_module("numpy")
     torch: Any = importlib.import_module("torch")
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        # On axes of length 1 such strides mean nothing, and elsewhere the backend has refused them; torch takes none.
+        plain = numpy.empty(array.shape, array.dtype).strides
+        strides = (s if n > 1 else p for n, s, p in zip(array.shape, array.strides, plain, strict=True))
+        array = numpy.lib.stride_tricks.as_strided(array, array.shape, tuple(strides), writeable=False)
     if not array.flags.writeable:  # torch has no read-only tensors and would warn; inputs are never written here
         array = numpy.asarray(_Writable(array)).view(array.dtype)
     if array.dtype.name == "bfloat16":
@@ -195,19 +207,17 @@ _PASSAGES = {
     ("torch", "cupy"): _torch_to_cupy,
     ("dlpack", "torch"): _dlpack_to_torch,
     ("torch", "dlpack"): _torch_to_dlpack,
-    ("dlpack", "numpy"): lambda array, like: _torch_to_numpy(_dlpack_to_torch(array, like), like),
-    ("numpy", "dlpack"): lambda array, like: _torch_to_dlpack(_numpy_to_torch(array, None), like),
 }
 
 
-def lengths_as_array(lengths: Sequence[int], like: Facts) -> Array:
-    """A plain sequence of key lengths as an int64 array beside an array with the facts ``like``."""
+def lengths_as_array(lengths: Sequence[int], library: str, device: tuple[str, int]) -> Array:
+    """A plain sequence of key lengths as an int64 array of ``library`` on ``device``."""
     numpy: Any = importlib.import_module("numpy")
     host = numpy.asarray(lengths, dtype=numpy.int64)
-    if like.library == "cupy":
+    if library == "cupy":
         return importlib.import_module("cupy").asarray(host)
-    if like.library in ("torch", "dlpack"):
+    if library == "torch":
         torch: Any = importlib.import_module("torch")
-        kind, index = like.device
+        kind, index = device
         return torch.from_numpy(host).to(f"{kind}:{index}" if kind == "cuda" else kind)
     return host

@@ -42,7 +42,7 @@ class Options:
         for name in ("is_causal", "return_lse", "deterministic"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidProblem(f"{name}={value!r}: expected True or False")
-        if self.enable_gqa not in (None, True, False):
+        if self.enable_gqa is not None and not isinstance(self.enable_gqa, bool):
             raise InvalidProblem(f"enable_gqa={self.enable_gqa!r}: expected True, False or None")
         for name in ("dropout_p", "scale", "softcap"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
@@ -74,10 +74,14 @@ def _real(name: str, value: Any) -> float | None:
     if isinstance(value, float):
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise InvalidProblem(f"{name}={value}: expected a number that a float can hold") from None
+    kind = getattr(getattr(value, "dtype", None), "name", str(getattr(value, "dtype", "")))
     if getattr(value, "requires_grad", False):
-        raise InvalidProblem(f"{name} is a tensor that requires a gradient, which would be lost: multiply query by it")
-    if getattr(value, "shape", None) == () and hasattr(value, "__float__"):
+        raise InvalidProblem(f"{name}={value!r} requires_grad, and its gradient would be lost: multiply query by it")
+    if getattr(value, "shape", None) == () and kind.removeprefix("torch.").startswith(("float", "bfloat", "int")):
         return float(value)
     raise InvalidProblem(f"{name}={value!r}: expected a number")
 
@@ -87,11 +91,12 @@ class Call:
     """One call, ready to run: its problem, where it lives, and its arrays in (B, H, L, D) order."""
 
     problem: Problem
-    library: str
+    library: str  # of the inputs here: "numpy", "cupy" or "torch"
+    home: str  # of the caller's arrays: the same, or one known by DLPack
     device: tuple[str, int]
     inputs: Inputs
     layout: str
-    like: Array
+    like: Array  # the caller's query
 
     def to_backend(self, library: str) -> Inputs:
         """The inputs as arrays of ``library``, over the same memory."""
@@ -103,15 +108,14 @@ class Call:
         """A result as an array of the caller's library, in the caller's layout."""
         if array is None:
             return None
-        array = arrays.passage(array, library, self.library, self.like)
-        return swap_heads(array) if heads and self.layout == "BLHD" else array
+        array = arrays.passage(array, library, self.library)
+        array = swap_heads(array) if heads and self.layout == "BLHD" else array
+        return array if self.home == self.library else arrays.passage(array, "torch", "dlpack", self.like)
 
 
 def swap_heads(array: Array) -> Array:
     """(B, L, H, D) as (B, H, L, D) or back: a view."""
-    if hasattr(array, "swapaxes"):
-        return array.swapaxes(1, 2)
-    return array.__array_namespace__().permute_dims(array, (0, 2, 1, 3))
+    return array.swapaxes(1, 2)
 
 
 def read(
@@ -129,7 +133,11 @@ def read(
         InvalidProblem: the arguments cannot describe an attention problem; nothing has run.
 
     """
-    q, k, v = (arrays.facts(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value")))
+    caller = query
+    (query, q), (key, k), (value, v) = (
+        arrays.take(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value"))
+    )
+    library = arrays.library_of(query)
     _check_alike(q, k, v)
     if options.layout == "BLHD":
         query, key, value = (swap_heads(array) for array in (query, key, value))
@@ -138,11 +146,11 @@ def read(
 
     mask, mask_memory = None, Memory()
     if attn_mask is not None:
-        m = arrays.facts(attn_mask, "attn_mask")
+        attn_mask, m = arrays.take(attn_mask, "attn_mask")
         _check_beside(m, "attn_mask", q)
         mask, attn_mask, m = _read_mask(m, attn_mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
         mask_memory = m.memory
-    lengths = None if key_lengths is None else _read_lengths(key_lengths, q, k.shape[2])
+    lengths = None if key_lengths is None else _read_lengths(key_lengths, q, k.shape[2], library)
 
     if grads is None:
         grads = _autograd(q.library, query, key, value, attn_mask)
@@ -175,7 +183,7 @@ def read(
     inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
     if _reads_values(q.device[0]) and _nonfinite(inputs):
         problem = problem.replace(nonfinite=True)
-    return Call(problem, q.library, q.device, inputs, options.layout, query)
+    return Call(problem, library, q.library, q.device, inputs, options.layout, caller)
 
 
 def _check_alike(q: Facts, k: Facts, v: Facts) -> None:
@@ -257,15 +265,18 @@ def _read_mask(m: Facts, array: Array, scores: tuple[int, int, int, int]) -> tup
     return Mask(m.dtype, axes), array[(None,) * (4 - rank)] if rank < 4 else array, m
 
 
-def _read_lengths(lengths: Any, query: Facts, seq_k: int) -> Array:
+def _read_lengths(lengths: Any, query: Facts, seq_k: int, library: str) -> Array:
     """``key_lengths`` as an integer array (B,) beside query; host values are checked against 0..Lk."""
     batch = query.shape[0]
     if not arrays.library_of(lengths):
         if not isinstance(lengths, Sequence) or not all(isinstance(n, numbers.Integral) for n in lengths):
             raise InvalidProblem(f"key_lengths={lengths!r}: expected {batch} integers, one for each batch entry")
-        lengths = arrays.lengths_as_array([int(n) for n in lengths], query)
-    facts = arrays.facts(lengths, "key_lengths")
-    _check_beside(facts, "key_lengths", query)
+        _check_lengths([int(n) for n in lengths], seq_k)
+        lengths = arrays.lengths_as_array([int(n) for n in lengths], library, query.device)
+        facts = arrays.facts(lengths, "key_lengths")
+    else:
+        lengths, facts = arrays.take(lengths, "key_lengths")
+        _check_beside(facts, "key_lengths", query)
     if facts.shape != (batch,):
         raise InvalidProblem(
             f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
@@ -273,10 +284,14 @@ def _read_lengths(lengths: Any, query: Facts, seq_k: int) -> Array:
     if batch and not facts.dtype.startswith(("int", "uint")):
         raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers")
     if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation
-        outside = [n for n in (int(lengths[b]) for b in range(batch)) if not 0 <= n <= seq_k]
-        if outside:
-            raise InvalidProblem(f"key_lengths holds {outside[0]}: expected 0 to Lk = {seq_k}")
-    return lengths
+        _check_lengths([int(lengths[b]) for b in range(batch)], seq_k)
+    return lengths.copy() if facts.memory.negative else lengths  # a handful of integers
+
+
+def _check_lengths(lengths: list[int], seq_k: int) -> None:
+    for length in lengths:
+        if not 0 <= length <= seq_k:
+            raise InvalidProblem(f"key_lengths holds {length}: expected 0 to Lk = {seq_k}")
 
 
 def _autograd(library: str, query: Array, key: Array, value: Array, attn_mask: Array | None) -> str:
@@ -284,6 +299,11 @@ def _autograd(library: str, query: Array, key: Array, value: Array, attn_mask: A
         return ""
     operands = zip("qkvm", (query, key, value, attn_mask), strict=True)
     return "".join(letter for letter, array in operands if array is not None and array.requires_grad)
+
+
+def rank(array: Array) -> int:
+    """Number of axes of a caller's array."""
+    return len(arrays.take(array, "attn_mask")[1].shape)
 
 
 def _reads_values(device: str) -> bool:
@@ -316,10 +336,10 @@ def beside(array: Array | None, role: str, call: Call, shape: tuple[int, ...], l
     """``array`` checked against the call, in (B, H, L, D) order, as an array of ``library``; None stays None."""
     if array is None:
         return None
-    facts = arrays.facts(array, role)
-    if facts.library != call.library or facts.device != call.device:
+    array, facts = arrays.take(array, role)
+    if facts.library != call.home or facts.device != call.device:
         raise InvalidProblem(
-            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {call.library} array on"
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {call.home} array on"
             f" {call.device[0]}:{call.device[1]}: pass both in one library, on one device"
         )
     if call.layout == "BLHD" and len(shape) == 4:

@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
@@ -115,6 +114,8 @@ def release(version: str) -> tuple[int, ...]:
 @functools.cache
 def _installed_versions() -> tuple[tuple[str, str], ...]:
     """Versions read from package metadata: importing nothing, and so free of what a broken install would do."""
+    from importlib import metadata  # slow to import
+
     found = {}
     for software, packages in (("torch", ("torch",)), ("cudnn", ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"))):
         for package in packages:

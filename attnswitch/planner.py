@@ -9,7 +9,7 @@ from typing import Any
 from attnswitch import registry
 from attnswitch.backend import Backend, Config, Kernel
 from attnswitch.device import Device
-from attnswitch.errors import BackendUnavailable, Unsupported
+from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
 from attnswitch.problem import Problem
 
 __all__ = ["Candidate", "Plan", "make_plan"]
@@ -85,12 +85,19 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
     return Candidate(name, reasons, unavailable, config)
 
 
-@functools.lru_cache(maxsize=4096)
 def make_plan(problem: Problem, device: Device, backend: str | None = None) -> Plan:
     """Plan ``problem`` on ``device``; never raises for want of a fitting backend.
 
     Raises ``InvalidProblem`` for an unknown ``backend``.
     """
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidProblem(f"backend={backend!r}: expected a name, one of {', '.join(registry.names())}")
+    return remembered(problem, device, backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def remembered(problem: Problem, device: Device, backend: str | None) -> Plan:
+    """The plan, made once for the same facts."""
     if backend is not None:
         registry.load(backend)
     candidates = tuple(_candidate(name, problem, device) for name in registry.names())

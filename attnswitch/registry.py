@@ -7,7 +7,7 @@ by an entry point in the group ``attnswitch.backends``: ``name = "package.module
 from __future__ import annotations
 
 import functools
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import NamedTuple
 
 from attnswitch.backend import Backend
@@ -40,6 +40,8 @@ TABLE = (
 @functools.cache
 def table() -> tuple[Row, ...]:
     """Every row: plug-ins stand behind the built-in backends; one whose name is taken is listed as ``name@package``."""
+    from importlib import metadata  # slow to import
+
     rows = {row.name: row for row in TABLE}
     for entry in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         origin = entry.dist.name if entry.dist else "a plug-in"

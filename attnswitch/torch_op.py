@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from attnswitch import arrays
 from attnswitch.backend import Gradients, Kernel
 from attnswitch.call import Call
+from attnswitch.errors import Unsupported
 
 __all__ = ["differentiable"]
 
@@ -40,9 +40,9 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
         query, key, value, attn_mask, lengths, out, lse = ctx.saved_tensors
+        graph = torch.is_grad_enabled()  # create_graph=True
         call: Call = ctx.call
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -59,4 +59,21 @@ class _Attention(torch.autograd.Function):
             native(grad_lse if call.problem.lse else None),
         )
         back = Gradients(*(None if grad is None else arrays.passage(grad, ctx.library, "torch") for grad in grads))
+        if graph:
+            operands = (query, key, value, attn_mask, grad_out, grad_lse)
+            back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))
         return *back, None, None, None
+
+
+class _OnceOnly(torch.autograd.Function):
+    """A gradient that remembers what it depends on, to say that it cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, *operands: Any) -> Any:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise Unsupported(
+            "double backward of attention: this backend computes first derivatives only; use backend='sdpa-math'"
+        )

@@ -194,12 +194,12 @@ class TiledKernel:
     def _queries(self, array: Any, rows: slice) -> Array:
         """Rows of a (B, Hq, Lq, ...) array as (B, Hkv, group, rows, ...), in the accumulator's type."""
         p = self.problem
-        part = array[:, :, rows].astype(self._dtype)
+        part = array[:, :, rows].astype(self._dtype, order="C")
         return part.reshape(p.batch, p.heads_kv, p.group, *part.shape[2:])
 
     def _keys(self, array: Any, columns: slice) -> Array:
         """Columns of key or value as (B, Hkv, 1, columns, D), in the accumulator's type."""
-        return array[:, :, None, columns].astype(self._dtype)
+        return array[:, :, None, columns].astype(self._dtype, order="C")
 
     def _centre(self, inputs: Inputs) -> Array:
         """Offset of the diagonal for each batch entry: query i stands at key i + offset."""

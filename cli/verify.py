@@ -12,14 +12,11 @@ import attnswitch
 from attnswitch import registry
 from attnswitch.device import Device
 from attnswitch.errors import AttnswitchError, InvalidProblem
-from attnswitch.verify import AUTO, Plan, Report, default_folder, run, targets, to_json, to_junit
+from attnswitch.verify import AUTO, EXAMPLES, Plan, Report, default_folder, run, targets, to_json, to_junit
 
 from . import render
 
 __all__ = ["verify"]
-
-#: Cases drawn by default: about a minute on two cores.
-EXAMPLES = 1000
 
 
 def verify(

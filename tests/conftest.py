@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
 
 def forget_plans() -> None:
     """Drop everything remembered about backends."""
-    for remembered in (registry.table, registry.load, planner.make_plan, planner.compiled):
+    for remembered in (registry.table, registry.load, planner.remembered, planner.compiled):
         remembered.cache_clear()
 
 

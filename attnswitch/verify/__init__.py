@@ -14,11 +14,12 @@ from attnswitch.verify.case import Case, MaskRecipe, Placing
 from attnswitch.verify.checks import AUTO, Failure, Outcome, check, examine
 from attnswitch.verify.corpus import Saved, default_folder, load
 from attnswitch.verify.report import to_json, to_junit
-from attnswitch.verify.runner import Found, Plan, Report, Target, run, targets
+from attnswitch.verify.runner import EXAMPLES, Found, Plan, Report, Target, run, targets
 from attnswitch.verify.strategies import Space, cases
 
 __all__ = [
     "AUTO",
+    "EXAMPLES",
     "Case",
     "Failure",
     "Found",

@@ -208,7 +208,7 @@ def _run(case: Case, placed: _Placed, backend: str | None) -> tuple[dict[str, An
         return _run_autograd(case, placed, backend)
     options = _options(case, placed)
     operands = (placed.query, placed.key, placed.value)
-    plan = attnswitch.plan(*operands, **options, return_lse=case.lse, backend=backend)
+    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
     out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
     results: dict[str, Any] = {"out": out[0], "lse": out[1]} if case.lse else {"out": out}
     if case.grads:
@@ -221,7 +221,7 @@ def _run(case: Case, placed: _Placed, backend: str | None) -> tuple[dict[str, An
             backend=backend,
         )
         results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
-    return _heads_first(case, results), str(plan.backend)
+    return _heads_first(case, results), chosen
 
 
 def _run_autograd(case: Case, placed: _Placed, backend: str | None) -> tuple[dict[str, Any], str]:
@@ -235,7 +235,7 @@ def _run_autograd(case: Case, placed: _Placed, backend: str | None) -> tuple[dic
         leaves[name].requires_grad_()
     options = _options(case, placed) | {"attn_mask": leaves["attn_mask"]}
     operands = (leaves["query"], leaves["key"], leaves["value"])
-    plan = attnswitch.plan(*operands, **options, return_lse=case.lse, backend=backend)
+    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
     out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
     outputs = list(out) if case.lse else [out]
     results: dict[str, Any] = dict(zip(("out", "lse"), outputs, strict=False))
@@ -248,7 +248,7 @@ def _run_autograd(case: Case, placed: _Placed, backend: str | None) -> tuple[dic
         results |= {f"grad {name}": grad for name, grad in zip(wanted, grads, strict=True)}
     if device_of(placed.query) != "cpu":
         torch.cuda.synchronize()
-    return _heads_first(case, {name: r.detach() for name, r in results.items()}), str(plan.backend)
+    return _heads_first(case, {name: r.detach() for name, r in results.items()}), chosen
 
 
 def device_of(array: Any) -> str:

@@ -90,34 +90,38 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
     chosen = places if every else [places[n * (len(places) - 1) // (SAMPLE - 1)] for n in range(SAMPLE)]
     sums = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
     size = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
+    agree = _Agreement(answer)
     with np.errstate(all="ignore"):
         for b, h, i in chosen:
             found = row(case, data, answer.z, b, h, i)
             for name in ("out", "lse", "query"):
-                _agree(answer, name, (b, h, i), answer.values[name][b, h, i], found[name])
+                agree(name, (b, h, i), answer.values[name][b, h, i], found[name])
             for name in ("key", "value") if found["keys"] else ():
                 sums[name][b, h // case.group, found["keys"]] += found[name]
                 size[name][b, h // case.group, found["keys"]] += np.abs(found[name])
     if every:
         for name in ("key", "value"):
-            _agree(answer, name, (), answer.values[name], sums[name], size[name])
+            agree(name, (), answer.values[name], sums[name], float(np.max(size[name], initial=0.0)))
 
 
-def _agree(answer: Answer, name: str, where: tuple[int, ...], dense: Any, loops: Any, size: Any = None) -> None:
-    dense, loops = np.asarray(dense), np.asarray(loops)
-    # Cancellation in a gradient loses digits against the terms, not against the sum; scores lose them as they grow.
-    growth = 1.0 + float(np.max(np.abs(np.where(answer.visible, answer.s, 0.0)), initial=0.0))
-    terms = np.max(np.abs(loops), initial=0.0) if size is None else np.max(size, initial=0.0)
-    scale = max(float(terms), float(np.max(np.abs(answer.grad_out), initial=0.0)) * _largest(answer), 1.0)
-    same = (dense == loops) | (np.abs(dense - loops) <= AGREEMENT * growth * scale)
-    if not same.all():
-        raise VerificationError(
-            f"the two float64 references disagree on {name} at {where} of case {answer.case}:"
-            f" {dense[~same][:3]} and {loops[~same][:3]}; no verdict can be given"
-        )
+class _Agreement:
+    """Whether two float64 results are as close as rounding leaves them, at the sizes of one answer."""
 
+    def __init__(self, answer: Answer) -> None:
+        self.case = answer.case
+        scores = float(np.max(np.abs(answer.s), initial=0.0, where=answer.visible))
+        operands = max(float(np.max(np.abs(x), initial=0.0)) for x in (answer.q, answer.k, answer.v))
+        upstream = float(np.max(np.abs(answer.grad_out), initial=0.0))
+        # Scores lose digits as they grow; a gradient loses them against its terms, not against their sum.
+        self.growth = 1.0 + scores
+        self.terms = max(upstream * operands * max(abs(self.case.softmax_scale), 1.0), 1.0)
 
-def _largest(answer: Answer) -> float:
-    """The largest operand, which bounds the terms of every gradient up to sizes."""
-    sizes = (np.max(np.abs(x), initial=0.0) for x in (answer.q, answer.k, answer.v))
-    return float(max(sizes)) * max(abs(answer.case.softmax_scale), 1.0)
+    def __call__(self, name: str, where: tuple[int, ...], dense: Any, loops: Any, terms: float = 0.0) -> None:
+        dense, loops = np.asarray(dense), np.asarray(loops)
+        terms = max(terms, self.terms, float(np.max(np.abs(loops), initial=0.0, where=np.isfinite(loops))))
+        same = (dense == loops) | (np.abs(dense - loops) <= AGREEMENT * self.growth * terms)
+        if not same.all():
+            raise VerificationError(
+                f"the two float64 references disagree on {name} at {where} of case {self.case}:"
+                f" {dense[~same][:3]} and {loops[~same][:3]}; no verdict can be given"
+            )

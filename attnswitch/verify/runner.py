@@ -15,10 +15,12 @@ from attnswitch.verify.case import Case
 from attnswitch.verify.checks import Failure, Outcome, examine
 from attnswitch.verify.strategies import Space, cases
 
-__all__ = ["Found", "Plan", "Report", "Run", "run"]
+__all__ = ["EXAMPLES", "Found", "Plan", "Report", "Run", "run"]
 
 #: Cases drawn by one call of Hypothesis; between two the clock is read and progress is reported.
 CHUNK = 50
+#: Cases drawn for each device by default: about a minute on two cores.
+EXAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,5 +49,5 @@ def unguarded(name: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    planner.make_plan.cache_clear()
+    planner.remembered.cache_clear()
     planner.compiled.cache_clear()

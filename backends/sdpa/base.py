@@ -177,7 +177,9 @@ class SdpaKernel:
         """Output, differentiable by torch, and lse where the problem asks for it."""
         p = self.problem
         kind = inputs.query.device.type
-        if torch.is_autocast_enabled(kind):  # it would cast the operands, and with them the dtype of the result
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(
+            kind
+        ):  # it would cast the operands, and with them the dtype of the result
             with torch.autocast(kind, enabled=False):
                 return self.forward(inputs)
         if p.is_empty or p.seq_k == 0:
@@ -196,8 +198,8 @@ class SdpaKernel:
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients through torch's autograd, for callers without it; the forward runs again."""
         operands = dict(zip("qkvm", inputs[:4], strict=True))
-        leaves = {letter: operands[letter].detach().requires_grad_() for letter in self.problem.grads}
-        operands.update(leaves)
+        operands = {letter: None if x is None else x.detach() for letter, x in operands.items()}
+        leaves = {letter: operands[letter].requires_grad_() for letter in self.problem.grads}
         with torch.enable_grad():
             q, k, v, mask = operands.values()
             again = Inputs(q, k, v, mask, inputs.key_lengths, inputs.seed)

@@ -104,25 +104,15 @@ def test_the_result_is_of_the_callers_library_and_dtype(name: str, dtype: str, b
     assert isinstance(out, library.kind)
     assert dtype_of(out) == dtype
     np.testing.assert_allclose(library.read(out), EXACT, rtol=0, atol=digits)
+    if backend != "sdpa-math":  # which refuses
+        _, lse = attnswitch.attention(q, k, v, return_lse=True, backend=backend)
+        assert isinstance(lse, library.kind)
+        assert dtype_of(lse) == ("float64" if dtype == "float64" else "float32")
     grads = attnswitch.attention_backward(g, q, k, v, backend=backend)
     for grad, operand in zip(grads[:3], (q, k, v), strict=True):
         assert isinstance(grad, library.kind)
         assert dtype_of(grad) == dtype
         assert library.read(grad).shape == library.read(operand).shape
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_lse_is_of_the_callers_library_in_at_least_float32(name: str, dtype: str) -> None:
-    if (name, dtype) == ("jax", "float64"):
-        dtype = "float32"
-    library = LIBRARIES[name]
-    for backend in ("sdpa-flash", "tiled", "reference"):
-        operands = (library.make(x.astype(DTYPES[dtype])) for x in (Q, K, V))
-        _, lse = attnswitch.attention(*operands, return_lse=True, backend=backend)
-        assert isinstance(lse, library.kind)
-        assert dtype_of(lse) == ("float64" if dtype == "float64" else "float32")
-        assert library.read(lse).shape == (2, 4, 3)
 
 
 def test_a_device_without_numbers() -> None:

@@ -16,7 +16,9 @@ from attnswitch.verify.bounds import bounds
 from attnswitch.verify.data import operands, rounded
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-PLAIN = Case(batch=2, heads_kv=2, group=2, seq_q=20, seq_k=40, dim_qk=32, dim_v=24, lse=True, grads="qkv", library="numpy")
+PLAIN = Case(
+    batch=2, heads_kv=2, group=2, seq_q=20, seq_k=40, dim_qk=32, dim_v=24, lse=True, grads="qkv", library="numpy"
+)
 BIAS = MaskRecipe("float32", "hqk", 4, "smooth")
 ORDINARY = {
     "plain": PLAIN,

@@ -20,6 +20,7 @@ from attnswitch.verify import Case, Failure, Outcome, corpus
 Register = Callable[[str, str], None]
 #: Beside the interpreter, as installers put it.
 SCRIPT = Path(sys.executable).with_name("attnswitch")
+KNOWN = Path(__file__).parents[2] / "fixtures" / "corpus" / "sdpa-flash-cpu-causal-scale.json"
 FAULTY = ("verify", "--backend", "saboteur", "--device", "cpu", "--examples", "60", "--max-failures", "1")
 
 
@@ -141,7 +142,10 @@ def test_verify_stops_in_time(cli: Cli) -> None:
     ("arguments", "message"),
     [
         (("verify", "--backend", "fastest"), "backend 'fastest' is not known; expected one of auto, sdpa-cudnn,"),
-        *((("verify", "--time", text), f"--time '{text}': expected a duration") for text in ("bad", "", "-1", "0", "inf")),
+        *(
+            (("verify", "--time", text), f"--time '{text}': expected a duration")
+            for text in ("bad", "", "-1", "0", "inf")
+        ),
         (("verify", "--device", "toaster", "--examples", "1"), "device 'toaster' is not known; expected cpu, cuda"),
         (("verify", "--device", "cuda:63", "--examples", "1"), "device cuda:63 cannot be read on this machine"),
         (("verify", "--examples", "0"), "Invalid value for '--examples'"),
@@ -149,6 +153,8 @@ def test_verify_stops_in_time(cli: Cli) -> None:
         (("verify", "--exmaples", "3"), "No such option: --exmaples"),
         (("replay",), "Missing argument"),
         (("replay", "absent.json"), "'absent.json' does not exist"),
+        (("replay", str(KNOWN), "--backend", "nobody"), "backend 'nobody' is not known; expected one of"),
+        (("replay", str(KNOWN), "--device", "nowhere"), "device 'nowhere' is not known; expected cpu, cuda"),
         (("explain", "b1.h1.s8"), "missing d, a dtype such as bf16"),
         (("explain", "b1.h1.s8.d8.bf17"), "part 'bf17' is not understood"),
         (("explain", "b1.h3/2.s8.d8.bf16"), "the query heads must be a multiple of the key heads"),
@@ -162,6 +168,18 @@ def test_a_mistake_is_explained_and_exits_with_two(arguments: tuple[str, ...], m
     assert ran.code == 2
     assert message in ran.err
     assert ran.out == ""
+
+
+@pytest.mark.parametrize("option", ["--json", "--junit", "--corpus"])
+def test_a_file_that_cannot_be_written_is_not_a_mismatch(
+    option: str, cli: Cli, register: Register, tmp_path: Path
+) -> None:
+    register("saboteur", "saboteurs:ScaledOutput")
+    (tmp_path / "taken").touch()
+    target = {"--json": str(tmp_path), "--junit": "taken/run.xml", "--corpus": "taken"}[option]
+    ran = cli(*FAULTY, option, target)
+    assert ran.code == 2
+    assert Path(target).name.split(".")[0] in ran.err
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -312,6 +330,17 @@ def test_the_script_is_installed(tmp_path: Path) -> None:
     wrong = subprocess.run([SCRIPT, "explain", "b1"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (wrong.returncode, wrong.stdout, "Traceback" in wrong.stderr) == (2, "", False)
     assert "error problem 'b1': missing" in wrong.stderr
+
+
+def test_a_reader_that_leaves_is_not_a_mismatch(tmp_path: Path) -> None:
+    """As with ``attnswitch explain ... | head``: exit code 1 would say that a kernel is wrong."""
+    command = [str(SCRIPT), "explain", "b1.h1.s8.d8.fp32"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 2
 
 
 def test_help_and_version(cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""The recipe's numbers: the same bits in every library and on every machine, exact in the storage type, and as described."""
+"""The recipe's numbers: the same bits in every library and on every machine, and exact in the storage type."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def kept(case: Case) -> Any:
     if not case.dropout:
         return None
     b, h, lq, lk = case.scores
-    return keep_mask(case.dropout_seed or 0, case.dropout, *np.ogrid[:b, :h, :lq], 0, lk)  # type: ignore[arg-type, call-arg, unused-ignore]
+    batches, heads, queries = np.ogrid[:b, :h, :lq]
+    return keep_mask(case.dropout_seed or 0, case.dropout, batches, heads, queries, 0, lk)
 
 
 def answered(case: Case, data: dict[str, Any]) -> Answer:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import saboteurs
-from attnswitch.verify import Plan, Space, Target, run
-
-from attnswitch.cli.verify import EXAMPLES
+from attnswitch.verify import EXAMPLES, Plan, Space, Target, run
 
 
 @pytest.mark.parametrize("fault", saboteurs.FAULTS)

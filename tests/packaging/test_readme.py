@@ -1,0 +1,132 @@
+"""README.md does what it says: every Python block runs as written, and so does every ``attnswitch`` command line.
+
+A block that cannot run here says why, in a comment just before it: ``<!-- not run: needs a GPU -->``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+COMMANDS = ("verify", "replay", "backends", "explain")
+_BLOCK = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+_LEFT_OUT = re.compile(r"<!-- not run: (\S[^\n]*) -->\s*\Z")
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    text: str
+    left_out: bool
+
+
+def blocks(document: str) -> Iterator[Block]:
+    """The fenced blocks of a Markdown document."""
+    for found in _BLOCK.finditer(document):
+        before = document[: found.start()]
+        text = textwrap.dedent(found["text"])
+        yield Block(before.count("\n") + 2, found["language"], text, bool(_LEFT_OUT.search(before)))
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Arguments of each ``attnswitch`` command of a shell block: what stands before a pipe or a redirection."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if any(line.startswith("$ ") for line in lines):  # then the others are what is printed
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["uv", "run"]:
+            words = words[2:]
+        if words[:1] == ["attnswitch"]:
+            ends = [n for n, word in enumerate(words) if word in ("|", ">", ">>", "&&", "||", ";", "2>")]
+            yield words[1 : min(ends, default=len(words))]
+
+
+BLOCKS = list(blocks(README.read_text(encoding="utf-8")))
+PYTHON = [block for block in BLOCKS if block.language == "python" and not block.left_out]
+SHELL = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell") and not block.left_out]
+LINES = [
+    pytest.param(words, id=f"line-{block.line}-{'-'.join(words[:2])}") for block in SHELL for words in commands(block)
+]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that looks like a clone, in which what a block writes does no harm."""
+    shutil.copytree(ROOT / "fixtures" / "corpus", tmp_path / "fixtures" / "corpus")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ATTNSWITCH_CORPUS", raising=False)
+
+
+def test_the_readme_shows_the_library_and_every_command() -> None:
+    assert PYTHON
+    shown = {words[0] for block in BLOCKS if block.language != "python" for words in commands(block) if words}
+    assert shown >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line-{block.line}")
+def test_a_python_block_runs(block: Block, elsewhere: None) -> None:
+    exec(compile("\n" * (block.line - 1) + block.text, str(README), "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_a_command_line_runs(
+    words: list[str], elsewhere: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
+    quick = ["--examples", "5"] if words[0] == "verify" else []
+    monkeypatch.setattr(sys, "argv", ["attnswitch", *words, *quick])
+    try:
+        main()
+        code: object = 0
+    except SystemExit as end:
+        code = end.code or 0
+    # A saved case may be of a fault that its backend refuses by now, which is "nothing was verified".
+    assert code in ((0, 3) if words[0] == "replay" else (0,)), capsys.readouterr()
+
+
+def test_blocks_are_found_and_left_out() -> None:
+    """The reader of the document itself."""
+    document = """Text.
+
+```python
+import attnswitch
+```
+
+<!-- not run: needs a GPU -->
+
+```console
+$ attnswitch verify --device cuda
+```
+
+- An item:
+
+  ```console
+  $ attnswitch verify --json - --time \\
+      10m | jq .  # a remark
+  20 cases
+  $ pip install attnswitch
+  $ uv run attnswitch explain "b1.h1.s8.d8.fp32 causal"
+  ```
+"""
+    python, gpu, item = blocks(document)
+    assert python == (4, "python", "import attnswitch\n", False)
+    assert (gpu.line, gpu.left_out, item.left_out) == (10, True, False)
+    assert list(commands(item)) == [
+        ["verify", "--json", "-", "--time", "10m"],
+        ["explain", "b1.h1.s8.d8.fp32 causal"],
+    ]

@@ -1,0 +1,92 @@
+"""``import attnswitch`` is cheap and shows what it should; each question is asked in a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+
+def ask(program: str) -> Any:
+    """What ``program`` prints, as JSON."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_heavy_library_is_loaded() -> None:
+    loaded = ask("import attnswitch, json, sys; print(json.dumps(sorted(sys.modules)))")
+    assert "attnswitch.api" in loaded
+    heavy = {
+        "numpy",
+        "torch",
+        "cupy",
+        "jax",
+        "hypothesis",
+        "rich",
+        "typer",
+        "ml_dtypes",
+        "platformdirs",
+        "transformers",
+    }
+    assert not heavy & set(loaded)
+    assert not [
+        name for name in loaded if name.startswith(("attnswitch.backends", "attnswitch.cli", "attnswitch.verify"))
+    ]
+
+
+def test_it_takes_less_than_60_milliseconds() -> None:
+    program = "import time; start = time.perf_counter(); import attnswitch; print(time.perf_counter() - start)"
+    assert min(ask(program) for _ in range(7)) < 0.060
+
+
+def test_all_is_sorted_and_whole() -> None:
+    program = """
+import json, types, attnswitch
+public = [
+    name
+    for name, value in vars(attnswitch).items()
+    if not name.startswith("_") and not (isinstance(value, types.ModuleType) and value.__name__ == f"attnswitch.{name}")
+]
+print(json.dumps([attnswitch.__all__, sorted(public)]))
+"""
+    declared, public = ask(program)
+    assert declared == sorted(declared)
+    assert public == declared
+
+
+def test_a_name_stays_what_it_is_once_backends_are_loaded() -> None:
+    program = """
+import json, numpy, attnswitch
+before = {name: getattr(attnswitch, name) for name in attnswitch.__all__}
+named = attnswitch.backends()
+query = numpy.zeros((1, 1, 2, 4))
+for name, why in named.items():
+    if why is None:
+        attnswitch.attention(query, query, query, backend=name)
+changed = [name for name, value in before.items() if getattr(attnswitch, name) is not value]
+print(json.dumps([changed, list(named)]))
+"""
+    changed, named = ask(program)
+    assert {"tiled", "reference"} <= set(named)
+    assert changed == []
+
+
+def test_the_version() -> None:
+    installed, found = ask(
+        "import attnswitch, json; from importlib import metadata;"
+        " print(json.dumps([metadata.version('attnswitch'), attnswitch.__version__]))"
+    )
+    assert found == installed
+
+
+def test_a_name_that_is_not_there() -> None:
+    program = """
+import json, attnswitch
+try:
+    attnswitch.attend
+except AttributeError as error:
+    print(json.dumps(str(error)))
+"""
+    assert ask(program) == "module 'attnswitch' has no attribute 'attend'"
