@@ -210,7 +210,7 @@ def plan(
     key: Array = None,
     value: Array = None,
     *,
-    device: Device | str = "cpu",
+    device: Device | str | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> Plan:
@@ -221,7 +221,8 @@ def plan(
         key: as for ``attention``, like value and the options.
         value: see key.
         **options: see key.
-        device: for a described problem: a ``Device``, or text such as "cpu", "cuda:0", "h200" (absent or not).
+        device: for a described problem: a ``Device``, or text such as "cpu" (the default), "cuda:0" or "h200", here or
+            not. Arrays bring their own.
         backend: as for ``attention``.
 
     Raises:
@@ -236,7 +237,7 @@ def explain(
     key: Array = None,
     value: Array = None,
     *,
-    device: Device | str = "cpu",
+    device: Device | str | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> Plan:
@@ -245,8 +246,11 @@ def explain(
         if key is not None or value is not None or options:
             raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
         problem = Problem.parse(query) if isinstance(query, str) else query
-        target = Device.parse(device) if isinstance(device, str) else device
-        return planner.make_plan(problem, target, backend)
+        return planner.make_plan(problem, _device(device), backend)
+    if device is not None:
+        raise InvalidProblem(
+            f"device={device!r} with arrays: they are planned for where they are; describe the problem"
+        )
     masks = {name: options.pop(name, None) for name in ("attn_mask", "key_lengths")}
     try:
         read = Options(**options)
@@ -254,6 +258,14 @@ def explain(
         raise InvalidProblem(f"plan: {error}; the keywords are those of attention") from None
     call = calls.read(query, key, value, masks["attn_mask"], masks["key_lengths"], read)
     return planner.make_plan(call.problem, Device.of(*call.device), backend)
+
+
+def _device(device: Device | str | None) -> Device:
+    if isinstance(device, Device):
+        return device
+    if device is not None and not isinstance(device, str):
+        raise InvalidProblem(f"device={device!r}: expected a Device or text such as cpu, cuda:0 or h200")
+    return Device.parse(device or "cpu")
 
 
 def backends() -> dict[str, str | None]:

@@ -51,7 +51,7 @@ class Options:
         if self.window is not None:
             try:
                 left, right = self.window
-                sides = tuple(None if side is None else operator.index(side) for side in (left, right))
+                sides = tuple(None if side is None else _index(side) for side in (left, right))
             except (TypeError, ValueError):
                 raise InvalidProblem(
                     f"window={self.window!r}: expected (left, right), each a number of keys or None"
@@ -59,12 +59,19 @@ class Options:
             object.__setattr__(self, "window", sides)
         if self.seed is not None:
             try:
-                seed = operator.index(self.seed)
+                seed = _index(self.seed)
             except TypeError:
                 raise InvalidProblem(f"seed={self.seed!r}: expected an integer") from None
             if not 0 <= seed < 2**64:
                 raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
             object.__setattr__(self, "seed", seed)
+
+
+def _index(value: Any) -> int:
+    """``value`` as an integer. Raises ``TypeError`` for what is none, bools included."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is not a count")
+    return operator.index(value)
 
 
 def _real(name: str, value: Any) -> float | None:
@@ -269,7 +276,9 @@ def _read_lengths(lengths: Any, query: Facts, seq_k: int, library: str) -> Array
     """``key_lengths`` as an integer array (B,) beside query; host values are checked against 0..Lk."""
     batch = query.shape[0]
     if not arrays.library_of(lengths):
-        if not isinstance(lengths, Sequence) or not all(isinstance(n, numbers.Integral) for n in lengths):
+        if not isinstance(lengths, Sequence) or not all(
+            isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in lengths
+        ):
             raise InvalidProblem(f"key_lengths={lengths!r}: expected {batch} integers, one for each batch entry")
         _check_lengths([int(n) for n in lengths], seq_k)
         lengths = arrays.lengths_as_array([int(n) for n in lengths], library, query.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnswitch import registry
-from attnswitch.backend import Backend, Config, Kernel
+from attnswitch.backend import Backend, Kernel
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
 from attnswitch.problem import Problem
@@ -23,7 +23,6 @@ class Candidate:
     reasons: tuple[str, ...] = ()
     #: Why this machine cannot run it; not asked where the plan is for absent hardware.
     unavailable: str | None = None
-    config: Config | None = None
 
     @property
     def fits(self) -> bool:
@@ -78,11 +77,11 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         return Candidate(name, unavailable=backend)
     try:
         unavailable = backend.unavailable() if device.present else None
-        reasons = backend.supports(problem, device)
-        config = next(iter(backend.configs(problem, device))) if not reasons else None
+        answer = backend.supports(problem, device)
+        reasons = (answer,) if isinstance(answer, str) else tuple(str(reason) for reason in answer)
     except Exception as error:  # a broken plug-in is a reason, not a crash
         return Candidate(name, unavailable=f"it failed while planning: {type(error).__name__}: {error}")
-    return Candidate(name, reasons, unavailable, config)
+    return Candidate(name, reasons, unavailable)
 
 
 def make_plan(problem: Problem, device: Device, backend: str | None = None) -> Plan:
@@ -135,9 +134,14 @@ def require(plan: Plan, backend: str | None) -> Plan:
     raise Unsupported(f"{what} and does not take {plan.problem}:{reasons}\n{remedy}", plan)
 
 
-@functools.lru_cache(maxsize=1024)
 def compiled(plan: Plan) -> tuple[Backend, Kernel]:
     """The chosen backend and its kernel for the plan's problem. Raises ``CompileError``."""
     assert plan.chosen is not None
-    backend: Any = registry.load(plan.chosen.backend)
-    return backend, backend.compile(plan.problem, plan.device, plan.chosen.config)
+    return kernel(plan.chosen.backend, plan.problem, plan.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(name: str, problem: Problem, device: Device) -> tuple[Backend, Kernel]:
+    """The kernel of backend ``name`` with its heuristic config, built once for the same facts."""
+    backend: Any = registry.load(name)
+    return backend, backend.compile(problem, device, next(iter(backend.configs(problem, device))))

@@ -113,6 +113,10 @@ class Problem:
 
     def _normalise(self) -> None:
         """One spelling for each meaning, so that equal problems compare equal."""
+        if self.window is not None:  # no query is further from a key than all of both
+            reach = self.seq_q + self.seq_k
+            left, right = (None if side is None or side >= reach else side for side in self.window)
+            object.__setattr__(self, "window", (left, right))
         if self.window == (None, None):
             object.__setattr__(self, "window", None)
         if not self.positional:
@@ -142,6 +146,10 @@ class Problem:
             )
 
     def _check_numbers(self) -> None:
+        for name in ("scale", "softcap", "dropout"):
+            number = getattr(self, name)
+            if not (number is None and name == "scale") and type(number) not in (float, int):
+                raise InvalidProblem(f"{name}={number!r}: expected a number")
         if self.scale is not None and not math.isfinite(self.scale):
             raise InvalidProblem(f"scale={self.scale}: expected a finite number, or None for 1/sqrt(D)")
         if not (math.isfinite(self.softcap) and self.softcap >= 0.0):
@@ -156,6 +164,8 @@ class Problem:
             raise InvalidProblem(
                 f"causal_alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}"
             )
+        if self.window is not None and (not isinstance(self.window, tuple) or len(self.window) != 2):
+            raise InvalidProblem(f"window={self.window!r}: expected (left, right), each a number of keys or None")
         for side in self.window or ():
             if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
                 raise InvalidProblem(

@@ -48,6 +48,8 @@ class TiledBackend:
             reasons.append(f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()")
         if problem.dropout and not problem.seeded:
             reasons.append(f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed")
+        if problem.softcap > 1e30 and problem.dtype != "float64":
+            reasons.append(f"softcap={problem.softcap}: too large for its float32 arithmetic; 0 means none")
         return tuple(reasons)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TiledConfig]:
@@ -86,6 +88,11 @@ class TiledKernel:
     def _dtype(self) -> type[np.float32] | type[np.float64]:
         return np.float64 if self.problem.dtype == "float64" else np.float32
 
+    @property
+    def _range(self) -> tuple[float, float]:
+        info = np.finfo(self._dtype)
+        return float(info.min), float(info.max)
+
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""
         p = self.problem
@@ -100,21 +107,23 @@ class TiledKernel:
 
     def _row_tile(self, inputs: Inputs, rows: slice) -> tuple[Array, Array]:
         """Output and lse of one query tile."""
-        m, total, acc = self._online(inputs, self._queries(inputs.query, rows), rows, inputs.value)
-        alive = total != 0
+        q = self._queries(inputs.query, rows)
+        m, total, acc, alive = self._online(inputs, q, rows, inputs.value)
         return acc / np.where(alive, total, 1)[..., None], np.where(alive, m + np.log(total), -np.inf)
 
-    def _online(self, inputs: Inputs, q: Array, rows: slice, value: Any) -> tuple[Array, Array, Array]:
-        """Online softmax of one query tile over its key tiles: maximum, denominator, and numerator of the output.
+    def _online(self, inputs: Inputs, q: Array, rows: slice, value: Any) -> tuple[Array, Array, Array, Bool]:
+        """Online softmax of one query tile over its key tiles.
 
-        Without ``value`` the numerator stays 0: the statistics alone.
+        Returns the maximum, the denominator, the numerator of the output, and which rows see any key. Without ``value`` the numerator stays 0: the statistics alone.
         """
         p = self.problem
         m = np.full(q.shape[:-1], -np.inf, q.dtype)
         total = np.zeros_like(m)
         acc = np.zeros((*q.shape[:-1], p.dim_v), q.dtype)
+        alive = np.zeros(m.shape, np.bool_)
         for columns in self._key_tiles(inputs, rows):
             tile = self._scores(inputs, q, rows, columns)
+            alive |= True if tile.visible is None else tile.visible.any(axis=-1)
             top = np.maximum(m, tile.s.max(axis=-1))
             # A row that has seen no key yet keeps -inf; subtracting 0 instead leaves its weights at exp(-inf) = 0.
             base = np.where(top == -np.inf, 0, top)
@@ -128,7 +137,7 @@ class TiledKernel:
                     weights = weights * self._kept(inputs, rows, columns)
                 acc = acc * rescale[..., None] + _product(weights, self._keys(value, columns), tile.visible)
             m = top
-        return m, total, acc
+        return m, total, acc, alive
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients from P = exp(S - lse), tile by tile; nothing of size Lq x Lk is kept."""
@@ -186,7 +195,7 @@ class TiledKernel:
         base = np.where(lse == -np.inf, 0, lse)
         if not np.any(np.abs(base) > 1024):
             return base, np.zeros_like(base)
-        m, total, _ = self._online(inputs, q, rows, None)
+        m, total, _, _ = self._online(inputs, q, rows, None)
         return np.where(m == -np.inf, 0, m), np.log(np.where(total == 0, 1, total))
 
     # -- what a tile is made of ----------------------------------------------------------------------------------------
@@ -248,7 +257,8 @@ class TiledKernel:
                 seen = mask
             else:
                 seen = mask != -np.inf
-                s = s + mask.astype(self._dtype)
+                # A finite number beyond the accumulator's range must not turn into the infinity that hides.
+                s = s + np.where(np.isfinite(mask), np.clip(mask, *self._range), mask).astype(self._dtype)
             visible = seen if visible is None else visible & seen
         if visible is None:
             return _Tile(s, None, tanh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -49,10 +50,16 @@ def root(
 def main() -> None:
     """Run the command line. Exit codes: 0 good, 1 a mismatch, 2 the tool could not do its work, 3 nothing verified."""
     try:
-        app()
-    except AttnswitchError as problem:
-        error(problem)
-        sys.exit(2)
+        code = app(standalone_mode=False)
     except BrokenPipeError:  # the reader of a pipe left, as head does
-        sys.stderr.close()
-        sys.exit(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 2
+    except (AttnswitchError, OSError) as problem:
+        error(problem)
+        code = 2
+    except Exception as usage:
+        if not hasattr(usage, "show"):
+            raise
+        usage.show()  # a mistake in the options, which typer explains
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from attnswitch.verify import check, load
+from attnswitch.errors import InvalidProblem
+from attnswitch.verify import Outcome, check, load
 
 from . import render
+from .verify import present
 
 __all__ = ["replay"]
 
@@ -28,7 +30,15 @@ def replay(
     documents, verdicts = [], []
     for path in files:
         saved = load(path)
-        outcome = check(saved.case, backend or saved.backend, device or saved.device)
+        where = device or saved.device
+        try:
+            where = present(where)
+        except InvalidProblem as absence:
+            if device is not None or not where.startswith("cuda"):
+                raise
+            outcome = Outcome(saved.case, backend or saved.backend, where, "unavailable", reasons=(str(absence),))
+        else:
+            outcome = check(saved.case, backend or saved.backend, where)
         word = words[outcome.verdict]
         verdicts.append(outcome.verdict)
         documents.append(

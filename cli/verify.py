@@ -16,7 +16,7 @@ from attnswitch.verify import AUTO, EXAMPLES, Plan, Report, default_folder, run,
 
 from . import render
 
-__all__ = ["verify"]
+__all__ = ["present", "verify"]
 
 
 def verify(
@@ -44,7 +44,7 @@ def verify(
     seconds = None if time is None else _seconds(time)
     folder = None if no_corpus else corpus or default_folder()
     plan = Plan(
-        targets(device or _devices(), _backends(backend)),
+        targets([present(name) for name in device] if device else _devices(), _backends(backend)),
         examples,
         seed,
         seconds,
@@ -52,6 +52,7 @@ def verify(
         corpus=folder,
     )
     quiet = str(json) == "-"
+    _check_targets(folder, *(path for path in (json, junit) if path is not None and not quiet))
     report = _run(plan, quiet)
     if json is not None:
         render.write_json(to_json(report), json)
@@ -111,6 +112,26 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise InvalidProblem(f"--time {text!r}: expected a duration such as 90, 90s, 10m or 1h")
     return seconds
+
+
+def _check_targets(folder: Path | None, *files: Path) -> None:
+    """Find out before a long run, not after it, that a result could not be written."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InvalidProblem(f"--corpus {folder} is a file: expected a folder")
+    for path in files:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise InvalidProblem(f"{path} cannot be written: {error}") from None
+
+
+def present(name: str) -> str:
+    """``name`` as torch spells it, if it is a device of this machine. Raises ``InvalidProblem`` if not."""
+    device = Device.parse(name)
+    if not device.present:
+        raise InvalidProblem(f"device {name!r} is not in this machine: kernels can be planned for it, not run")
+    return "cuda:0" if name == "cuda" else name
 
 
 def _devices() -> list[str]:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
 
 def forget_plans() -> None:
     """Drop everything remembered about backends."""
-    for remembered in (registry.table, registry.load, planner.remembered, planner.compiled):
+    for remembered in (registry.table, registry.load, planner.remembered, planner.kernel):
         remembered.cache_clear()
 
 

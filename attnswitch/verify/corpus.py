@@ -12,7 +12,9 @@ from typing import Any
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify.case import Case
 from attnswitch.verify.checks import Outcome
+from attnswitch.verify.data import DISTRIBUTIONS, MASK_KINDS
 from attnswitch.verify.environment import environment
+from attnswitch.verify.layouts import PLACINGS
 
 __all__ = ["Saved", "default_folder", "load", "read_all", "save"]
 
@@ -83,16 +85,38 @@ def load(path: Path) -> Saved:
         record = json.loads(path.read_text())
         if record["schema"] != SCHEMA:
             raise InvalidProblem(f"{path} has schema {record['schema']}, and this version reads schema {SCHEMA}")
+        case = Case.from_json(record["case"])
+        _check(case)
         return Saved(
             path,
-            Case.from_json(record["case"]),
-            record["backend"],
-            record["device"],
+            case,
+            str(record["backend"]),
+            str(record["device"]),
             (record.get("failure") or {}).get("check", ""),
             record.get("note", ""),
         )
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise InvalidProblem(f"{path} is not a saved case: {type(error).__name__}: {error}") from None
+
+
+def _check(case: Case) -> None:
+    """Raise ``InvalidProblem`` for a recipe that names what there is not."""
+    placings = asdict(case.placing).values()
+    kinds = MASK_KINDS if case.mask is not None else ()
+    for what, value, known in (
+        ("library", case.library, ("numpy", "torch", "cupy")),
+        ("layout", case.layout, ("BHLD", "BLHD")),
+        ("data", case.data, DISTRIBUTIONS),
+        *(("placing", placing, tuple(PLACINGS)) for placing in placings),
+        *(("mask kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
+    ):
+        if value not in known:
+            raise InvalidProblem(f"{what} {value!r} of the case is not known; expected one of {', '.join(known)}")
+    for what, number in (("data_seed", case.data_seed), ("dropout_seed", case.dropout_seed or 0)):
+        if not isinstance(number, int) or not 0 <= number < 2**64:
+            raise InvalidProblem(f"{what} {number!r} of the case is not an integer from 0 to 2**64 - 1")
+    if case.lengths is not None and len(case.lengths) != case.batch:
+        raise InvalidProblem(f"the case has {len(case.lengths)} key lengths and batch {case.batch}")
 
 
 def read_all(folder: Path) -> Iterator[Saved]:

@@ -17,7 +17,7 @@ import numpy as np
 from attnswitch.arrays import Array
 from attnswitch.verify.case import Case
 
-__all__ = ["DISTRIBUTIONS", "hashed", "normal", "operands", "rounded", "uniform"]
+__all__ = ["DISTRIBUTIONS", "MASK_KINDS", "hashed", "normal", "operands", "rounded", "uniform"]
 
 #: Distributions of query, key and value, plainest first.
 DISTRIBUTIONS = (
@@ -82,7 +82,7 @@ def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """float64 values rounded to the nearest with the precision of ``dtype`` (Dekker's splitting)."""
+    """float64 values rounded to the precision of ``dtype`` (Dekker's splitting), so that the cast to it is exact."""
     bits = _PRECISION[dtype]
     if bits == 53:
         return x
@@ -238,7 +238,7 @@ def _activations(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tup
             (np.arange(size) + case.data_seed) % extent for size, extent in zip(shape[1:], stored.shape, strict=True)
         ]
         x = np.broadcast_to(stored[np.ix_(*index)], shape)
-        made.append(xp.asarray(np.ascontiguousarray(x)))
+        made.append(xp.asarray(np.array(x)))
     return tuple(made)
 
 
@@ -295,6 +295,8 @@ _LARGEST = {
 }
 #: Masks that hide by a large negative number, whole rows included; None is the least number of the type.
 _FLOORS = {"finite-min": None, "minus-1e4": -1e4, "minus-1e9": -1e9}
+#: What a mask may hold.
+MASK_KINDS = ("random", "all", "none", "dead-rows", "blocks", "smooth", *_FLOORS)
 
 
 def _mask(xp: Any, case: Case) -> Array:

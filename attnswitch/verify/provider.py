@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
 
-__all__ = ["NAME", "CounterProvider", "start"]
+__all__ = ["NAME", "CounterProvider", "position", "start"]
 
 NAME = "attnswitch"
 
@@ -29,6 +29,11 @@ class _Counter:
 def start(seed: int, number: int) -> None:
     """Let the next case drawn be ``number`` of ``seed``."""
     _Counter.seed, _Counter.number = seed, number
+
+
+def position() -> int:
+    """Number of the case that will be drawn next."""
+    return _Counter.number
 
 
 class CounterProvider(PrimitiveProvider):

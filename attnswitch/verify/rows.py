@@ -73,6 +73,7 @@ def row(case: Case, data: dict[str, Any], z: Float, b: int, h: int, i: int) -> d
         "query": case.softmax_scale * ((ds * slope) @ k),
         "key": case.softmax_scale * np.outer(ds * slope, q),
         "value": np.outer(p * z[b, h, i][keys], do),
+        "scores": ds,
         "keys": keys,
     }
 
@@ -90,6 +91,7 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
     chosen = places if every else [places[n * (len(places) - 1) // (SAMPLE - 1)] for n in range(SAMPLE)]
     sums = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
     size = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
+    scores = np.zeros(case.scores)
     agree = _Agreement(answer)
     with np.errstate(all="ignore"):
         for b, h, i in chosen:
@@ -99,9 +101,16 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
             for name in ("key", "value") if found["keys"] else ():
                 sums[name][b, h // case.group, found["keys"]] += found[name]
                 size[name][b, h // case.group, found["keys"]] += np.abs(found[name])
+            if found["keys"]:
+                scores[b, h, i, found["keys"]] = found["scores"]
     if every:
         for name in ("key", "value"):
             agree(name, (), answer.values[name], sums[name], float(np.max(size[name], initial=0.0)))
+        if "attn_mask" in answer.values:
+            mask = answer.values["attn_mask"]
+            axes = tuple(axis for axis, length in enumerate(mask.shape) if length == 1)
+            terms = float(np.max(np.abs(scores).sum(axes), initial=0.0))
+            agree("attn_mask", (), mask, scores.sum(axes, keepdims=True), terms)
 
 
 class _Agreement:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, Verbosity, errors, given, settings
+from hypothesis import HealthCheck, Phase, Verbosity, errors, given, seed, settings
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify import corpus, provider
 from attnswitch.verify.case import Case
-from attnswitch.verify.checks import Failure, Outcome, examine
+from attnswitch.verify.checks import Outcome, examine
+from attnswitch.verify.compare import Failure
 from attnswitch.verify.strategies import Space, cases
 
 __all__ = ["EXAMPLES", "Found", "Plan", "Report", "Run", "run"]
@@ -42,8 +43,8 @@ class Plan:
     seconds: float | None = None
     max_failures: int = 10
     corpus: Path | None = None
-    #: How long one failure may be shrunk.
-    shrink_seconds: float = 10.0
+    #: Cases that may be tried to shrink one failure; a count, so that the same seed ends at the same case.
+    shrink_tries: int = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Run:
         self.known: set[tuple[str, str, str]] = set()
         self.kinds: dict[tuple[str, str, str], type[_Mismatch]] = {}
         self.focus: tuple[str, str, str] | None = None
+        self.smallest: Outcome | None = None  # of the failure that is being shrunk
 
     def __call__(self) -> Report:
         """Corpus, then drawn cases. Ctrl-C ends it with what was found."""
@@ -160,6 +162,8 @@ class Run:
             self._draw()
         except KeyboardInterrupt:
             self.report.stopped = "interrupted"
+            if self.smallest is not None:
+                self._record(self.smallest, None)
         self.report.seconds = time.monotonic() - self.started
         return self.report
 
@@ -211,33 +215,37 @@ class Run:
 
     def _explore(self, target: Target, count: int) -> int:
         """Let Hypothesis draw up to ``count`` cases; how many it drew before it turned to shrinking a failure."""
-        drawn = 0
-        failed: dict[Case, float] = {}  # cases seen to fail, by when
+        failed: set[Case] = set()
+        tries = 0
+        first = last = provider.position()
 
         def execute(case: Case) -> None:
-            nonlocal drawn
+            nonlocal last, tries
             if self.focus is None:
-                drawn += 1
+                if provider.position() == last:
+                    return  # Hypothesis begins with the plainest case of all, which is none of the seed's
+                last = provider.position()
                 self.report.cases += 1
                 outcomes = examine(case, target.backends, target.device)
                 for outcome in outcomes:
                     self.report.add(outcome)
                 self._check_alive(target, outcomes)
                 fresh = [o for o in outcomes if o.verdict == "mismatch" and _kind(o) not in self.known]
-            else:  # shrinking: only the backend that failed, and past its time only what is known to fail
-                first = min(failed.values())
-                if case not in failed and time.monotonic() > first + self.plan.shrink_seconds:
+            else:  # shrinking: only the backend that failed, and past its tries only what is known to fail
+                tries += 1
+                if case not in failed and tries > self.plan.shrink_tries:
                     return
                 outcomes = examine(case, (self.focus[1],), target.device)
                 self._check_alive(target, outcomes)
                 fresh = [o for o in outcomes if o.verdict == "mismatch" and _kind(o) == self.focus]
             if fresh:
                 self.focus = self.focus or _kind(fresh[0])
-                failed.setdefault(case, time.monotonic())
+                failed.add(case)
+                self.smallest = fresh[0]
                 raise self._carrier(_kind(fresh[0]))(fresh[0])
 
         profile = settings(
-            max_examples=count,
+            max_examples=count + 1,
             backend=provider.NAME,
             database=None,
             deadline=None,
@@ -248,7 +256,7 @@ class Run:
             verbosity=Verbosity.quiet,
         )
         try:
-            profile(given(cases(target.space))(execute))()
+            seed(self.plan.seed)(profile(given(cases(target.space))(execute)))()
         except _Mismatch as found:
             self._record(found.outcome, None)
         except _DeviceLost as lost:
@@ -258,7 +266,7 @@ class Run:
             self._record(lost.outcome, None)
         except errors.Flaky as flaky:
             self._record(self._flaky(target, flaky), None)
-        return max(drawn, 1)
+        return max(last - first, 1)
 
     def _check_alive(self, target: Target, outcomes: list[Outcome]) -> None:
         """After a crash, find out whether the GPU can go on: an illegal access ends every context of the process."""
@@ -289,7 +297,7 @@ class Run:
         if path is None and self.plan.corpus is not None:
             path = corpus.save(outcome, self.plan.corpus)
         self.report.failures.append(Found(outcome, path, from_corpus))
-        self.focus = None
+        self.focus, self.smallest = None, None
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

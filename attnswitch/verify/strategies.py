@@ -1,6 +1,7 @@
 """What Hypothesis draws: whole cases over all that the contract allows, plainest choice first so that they shrink.
 
 Lengths are drawn as tile * multiple + delta, so that a fault at "one past a tile" shrinks to the smallest such length.
+Every case makes the same number of choices, used or not, so that shrinking one does not change what the others mean.
 Operations are bounded by construction: no draw is thrown away.
 """
 
@@ -47,29 +48,26 @@ def _often(draw: Any, one_in: int) -> bool:
 
 def _length(draw: Any, longest: int) -> int:
     """A sequence length up to ``longest``, close to a multiple of a tile more often than not."""
-    if draw(st.booleans()):
-        tile = _choice(draw, [tile for tile in _TILES if tile <= longest] or [1])
-        multiple = draw(st.integers(1, max(1, min(longest // tile, 8))))
-        delta = draw(st.integers(-1, 1))
-        return int(max(0, min(tile * multiple + delta, longest)))
-    return int(draw(st.integers(1, max(1, min(longest, 40)))))
+    tiled, delta = draw(st.booleans()), draw(st.integers(-1, 1))
+    tile, multiple = _choice(draw, _TILES), draw(st.integers(1, 8))
+    small = draw(st.integers(1, 40))
+    length = tile * multiple + delta if tiled else small
+    return int(max(0, min(length, max(1, longest))))
 
 
 def _sizes(draw: Any, space: Space) -> dict[str, int]:
-    d = _choice(draw, _DIMS)
-    dv = d if not _often(draw, 5) else _choice(draw, _DIMS)
+    d, other, unequal = _choice(draw, _DIMS), _choice(draw, _DIMS), _often(draw, 5)
+    dv = other if unequal else d
     room = space.work // max(d, dv, 32)  # the reference holds the scores several times over
-    lk = draw(st.integers(0, 3)) if _often(draw, 25) else _length(draw, min(space.longest, room))
-    if _often(draw, 5):
-        lq = lk
-    elif _often(draw, 6):
-        lq = draw(st.integers(0, 1))
-    else:
-        lq = _length(draw, min(space.longest, max(1, room // max(lk, 1))))
+    lk, few, is_few = _length(draw, min(space.longest, room)), draw(st.integers(0, 3)), _often(draw, 25)
+    lk = few if is_few else lk
+    lq = _length(draw, min(space.longest, max(1, room // max(lk, 1))))
+    square, is_one, one = _often(draw, 5), _often(draw, 6), draw(st.integers(0, 1))
+    lq = lk if square and lk * lk <= room else one if is_one else lq
     room //= max(1, lq * lk)
-    kv = _choice(draw, [n for n in (1, 2, 3, 4) if n <= max(1, room)])
-    group = _choice(draw, [n for n in (1, 2, 3, 4, 8) if n * kv <= max(1, room)] or [1])
-    batch = _choice(draw, [n for n in (1, 2, 3) if n * kv * group <= max(1, room)] or [1])
+    kv = min(_choice(draw, (1, 2, 3, 4)), max(1, room))
+    group = min(_choice(draw, (1, 2, 3, 4, 8)), max(1, room // kv))
+    batch = min(_choice(draw, (1, 2, 3)), max(1, room // (kv * group)))
     if _often(draw, 60):
         batch = 0
     return {"batch": batch, "heads_kv": kv, "group": group, "seq_q": lq, "seq_k": lk, "dim_qk": d, "dim_v": dv}
@@ -78,51 +76,53 @@ def _sizes(draw: Any, space: Space) -> dict[str, int]:
 def _hiding(draw: Any, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
     """Causal, window, lengths and mask, alone and together."""
     lk = sizes["seq_k"]
-    found: dict[str, Any] = {"causal": draw(st.booleans())}
-    if _often(draw, 4):
-        found["window"] = tuple(
-            None if _often(draw, 3) else draw(st.integers(0, max(1, min(lk, 70)))) for _ in ("left", "right")
-        )
-    if (found["causal"] or "window" in found) and draw(st.booleans()):
+    causal, has_window, bottom_right = draw(st.booleans()), _often(draw, 4), draw(st.booleans())
+    sides = [(draw(st.integers(0, 70)), _often(draw, 3)) for _ in ("left", "right")]
+    has_lengths, lengths = _often(draw, 4), [(draw(st.booleans()), draw(st.integers(0, 2**12))) for _ in range(3)]
+    has_mask, mask = _often(draw, 3), _mask(draw, dtype)
+    found: dict[str, Any] = {"causal": causal}
+    if has_window:
+        found["window"] = tuple(None if unlimited else side for side, unlimited in sides)
+    if (causal or has_window) and bottom_right:
         found["alignment"] = "bottom_right"
-    if _often(draw, 4):
-        found["lengths"] = tuple(draw(st.one_of(st.just(lk), st.integers(0, lk))) for _ in range(sizes["batch"]))
-    if _often(draw, 3):
-        found["mask"] = _mask(draw, dtype)
+    if has_lengths:
+        cut = [min(n, lk) if small else max(0, lk - n % 64) for small, n in lengths]
+        found["lengths"] = tuple(cut[: sizes["batch"]])
+    if has_mask:
+        found["mask"] = mask
     return found
 
 
 def _mask(draw: Any, dtype: str) -> MaskRecipe:
-    rank = _choice(draw, (4, 2, 3, 1))
-    axes = "".join(axis for axis in "bhqk"[4 - rank :] if not _often(draw, 4))
-    if draw(st.booleans()):
-        return MaskRecipe("bool", axes, rank, _choice(draw, ("random", "all", "dead-rows", "blocks", "none")))
-    kinds: tuple[str, ...] = ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "none")
-    other = _often(draw, 3)
-    mask_dtype = _choice(draw, ("float32", "float16", "bfloat16", "float64")) if other else dtype
-    if mask_dtype != "float16":
-        kinds = (*kinds, "minus-1e9")
-    return MaskRecipe(mask_dtype, axes, rank, _choice(draw, kinds))
+    rank, whole = _choice(draw, (4, 2, 3, 1)), [not _often(draw, 4) for _ in "bhqk"]
+    as_bool, other = draw(st.booleans()), _often(draw, 3)
+    bool_kind = _choice(draw, ("random", "all", "dead-rows", "blocks", "none"))
+    float_kind = _choice(draw, ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "minus-1e9", "none"))
+    other_dtype = _choice(draw, ("float32", "float16", "bfloat16", "float64"))
+    axes = "".join(axis for axis, on in zip("bhqk", whole, strict=True) if on and axis in "bhqk"[4 - rank :])
+    if as_bool:
+        return MaskRecipe("bool", axes, rank, bool_kind)
+    mask_dtype = other_dtype if other else dtype
+    if mask_dtype == "float16" and float_kind == "minus-1e9":
+        float_kind = "minus-1e4"
+    return MaskRecipe(mask_dtype, axes, rank, float_kind)
 
 
 def _placing(draw: Any, library: str) -> Placing:
     kinds = [kind for kind in PLACINGS if library == "numpy" or kind != "backwards"]
-    if draw(st.booleans()):
-        same = _choice(draw, kinds)
-        return Placing(same, same, same, grad_out=same)
     plain = [kind for kind in kinds if not kind.startswith("expanded")]
     query, key, value, grad_out = (_choice(draw, kinds) for _ in range(4))
-    return Placing(query, key, value, _choice(draw, plain), grad_out)
+    mask, alike = _choice(draw, plain), draw(st.booleans())
+    return Placing(query, query, query, mask, query) if alike else Placing(query, key, value, mask, grad_out)
 
 
 def _grads(draw: Any, mask: MaskRecipe | None) -> str:
     """None, all, or any subset of the operands that can have a gradient."""
     letters = "qkv" + ("m" if mask is not None and mask.dtype != "bool" else "")
-    if draw(st.booleans()):
+    wanted, every, each = draw(st.booleans()), draw(st.booleans()), [draw(st.booleans()) for _ in "qkvm"]
+    if not wanted:
         return ""
-    if draw(st.booleans()):
-        return letters
-    return "".join(letter for letter in letters if draw(st.booleans()))
+    return letters if every else "".join(x for x, on in zip("qkvm", each, strict=True) if on and x in letters)
 
 
 @st.composite
@@ -143,25 +143,26 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         "layout": _choice(draw, ("BHLD", "BLHD")),
         "data": _choice(draw, DISTRIBUTIONS),
         "data_seed": draw(st.integers(0, 255)),
-        "scale": _choice(draw, _SCALES) if _often(draw, 3) else None,
-        "softcap": _choice(draw, (30.0, 1.0, 5.0)) if _often(draw, 6) else 0.0,
+        "scale": _choice(draw, (*(None,) * 18, *_SCALES)),
+        "softcap": _choice(draw, (*(0.0,) * 15, 30.0, 1.0, 5.0)),
         "lse": _often(draw, 3),
         "grads": _grads(draw, hiding.get("mask")),
     }
     if library != "torch" and found["grads"]:  # attention_backward gives the three, and the mask's where asked
         found["grads"] = "qkvm" if "m" in found["grads"] else "qkv"
-    if _often(draw, 8):
-        found |= _dropout(draw, found)
-    elif _often(draw, 12):
+    drops, dropout, poison = _often(draw, 8), _dropout(draw, found), _often(draw, 12)
+    if drops:
+        found |= dropout
+    elif poison:
         found["poison"] = True
     return Case(**found)
 
 
 def _dropout(draw: Any, found: dict[str, Any]) -> dict[str, Any]:
     """Dropout by seed anywhere; without one only where V = I can show the mask: torch, Dv = Lk, finite scores."""
-    p = _choice(draw, (0.5, 0.1, 0.25, 0.9))
-    if found["library"] != "torch" or draw(st.booleans()):
-        return {"dropout": p, "dropout_seed": draw(st.integers(0, 2**64 - 1))}
+    p, own, dropout_seed = _choice(draw, (0.5, 0.1, 0.25, 0.9)), draw(st.booleans()), draw(st.integers(0, 2**64 - 1))
+    if found["library"] != "torch" or not own:
+        return {"dropout": p, "dropout_seed": dropout_seed}
     length = max(1, min(found["seq_k"], 64))
     lengths = found.get("lengths")
     return {

@@ -50,4 +50,4 @@ def unguarded(name: str) -> Iterator[None]:
 
 def _forget() -> None:
     planner.remembered.cache_clear()
-    planner.compiled.cache_clear()
+    planner.kernel.cache_clear()

@@ -175,13 +175,11 @@ class SdpaKernel:
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, differentiable by torch, and lse where the problem asks for it."""
-        p = self.problem
         kind = inputs.query.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(
-            kind
-        ):  # it would cast the operands, and with them the dtype of the result
+        if _autocasts(kind):  # it would cast the operands, and with them the dtype of the result
             with torch.autocast(kind, enabled=False):
                 return self.forward(inputs)
+        p = self.problem
         if p.is_empty or p.seq_k == 0:
             return _empty(p, inputs)
         if p.key_lengths and kind != "cpu":
@@ -197,6 +195,10 @@ class SdpaKernel:
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients through torch's autograd, for callers without it; the forward runs again."""
+        kind = grad_out.device.type
+        if _autocasts(kind):
+            with torch.autocast(kind, enabled=False):
+                return self.backward(inputs, out, lse, grad_out, grad_lse)
         operands = dict(zip("qkvm", inputs[:4], strict=True))
         operands = {letter: None if x is None else x.detach() for letter, x in operands.items()}
         leaves = {letter: operands[letter].requires_grad_() for letter in self.problem.grads}
@@ -207,6 +209,10 @@ class SdpaKernel:
             grads = torch.autograd.grad(result, list(leaves.values()), grad_out, materialize_grads=True)
         found = dict(zip(leaves, grads, strict=True))
         return Gradients(*(found.get(letter) for letter in "qkvm"))
+
+
+def _autocasts(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:

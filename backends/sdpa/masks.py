@@ -12,7 +12,7 @@ from attnswitch.problem import Problem
 __all__ = ["Hiding", "compose", "needs_mask"]
 
 
-#: A row whose mask is below this throughout has its maximum taken out.
+#: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
 SATURATED = 1024.0
 
 
@@ -67,14 +67,15 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
         visible = mask if visible is None else mask & visible
         alive = visible.any(-1)
         return Hiding(visible | ~alive[..., None], alive=alive)
-    mask = mask if dtype is None else mask.to(dtype)  # first, so that its gradient is summed before it is rounded
+    if dtype is not None and dtype.itemsize > mask.dtype.itemsize:
+        mask = mask.to(dtype)  # first, so that its gradient is summed before it is rounded
     if visible is not None:
         mask = mask.masked_fill(~visible, -torch.inf)
     top = mask.detach().amax(-1)
     alive = top != -torch.inf
-    shift = torch.where(alive & (top < -SATURATED), top, 0.0)
+    shift = torch.where(alive & (top.abs() > SATURATED), top, 0.0)
     mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
-    return Hiding(mask, alive=alive, shift=shift)
+    return Hiding(mask if dtype is None else mask.to(dtype), alive=alive, shift=shift)
 
 
 def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:

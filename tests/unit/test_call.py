@@ -128,7 +128,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": "1"}, r"seed='1'"),
     ({"backend": "fastest"}, r"backend 'fastest' is not known; expected one of spy, .*tiled, reference"),
     ({"backend": ""}, r"backend '' is not known"),
-    ({"backend": ["tiled"]}, r"backend \['tiled'\] is not known"),
+    ({"backend": ["tiled"]}, r"backend.*\['tiled'\]"),
     ({"key_lengths": 5}, r"key_lengths=5: expected 2 integers"),
     ({"key_lengths": "35"}, r"key_lengths='35': expected 2 integers"),
     ({"key_lengths": [3.0, 5.0]}, r"key_lengths=\[3\.0, 5\.0\]: expected 2 integers"),

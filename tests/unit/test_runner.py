@@ -106,7 +106,7 @@ print(hashlib.sha256("\\n".join(drawn).encode()).hexdigest())
 
 def test_a_draw_does_not_depend_on_failures_before_it(examined: Examined) -> None:
     healthy, _ = examined(examples=60)
-    failing, report = examined(past_a_tile, examples=60, shrink_seconds=0.0)
+    failing, report = examined(past_a_tile, examples=60, shrink_tries=50)
     assert len(report.failures) == 2
     assert failing.drawn == healthy.drawn
 
@@ -234,7 +234,7 @@ def test_a_backend_that_fails_every_second_call(register: Register, monkeypatch:
 def test_a_crash_is_a_finding(register: Register) -> None:
     register("saboteur", "saboteurs:Raises")
     space = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=130)
-    report = run(Plan((Target("cpu", ("saboteur",), space),), 60, 0, shrink_seconds=0.2))
+    report = run(Plan((Target("cpu", ("saboteur",), space),), 60, 0, shrink_tries=50))
     assert report.cases == 60
     (found,) = report.failures
     assert found.outcome.case.seq_k % 64 == 63
@@ -249,7 +249,7 @@ def test_a_crash_is_a_finding(register: Register) -> None:
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_enough_distinct_failures_end_it(most: int, examined: Examined) -> None:
-    _, report = examined(lambda case: f"out {case.dim_qk}", max_failures=most, shrink_seconds=0.0)
+    _, report = examined(lambda case: f"out {case.dim_qk}", max_failures=most, shrink_tries=50)
     assert len(report.failures) == most
     assert report.stopped == f"{most} distinct failures"
 

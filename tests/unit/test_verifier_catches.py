@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import saboteurs
+
 from attnswitch.verify import EXAMPLES, Plan, Space, Target, run
 
 
 @pytest.mark.parametrize("fault", saboteurs.FAULTS)
 def test_a_wrong_backend_is_caught(fault: str, register: Callable[[str, str], None]) -> None:
     register("saboteur", f"saboteurs:{fault}")
-    report = run(Plan((Target("cpu", ("saboteur",), Space()),), EXAMPLES, seed=0, max_failures=1, shrink_seconds=0.5))
+    report = run(Plan((Target("cpu", ("saboteur",), Space()),), EXAMPLES, seed=0, max_failures=1, shrink_tries=20))
     assert report.exit_code == 1
     assert report.failures[0].outcome.backend == "saboteur"
     assert report.cases < EXAMPLES
