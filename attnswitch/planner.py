@@ -79,6 +79,8 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         unavailable = backend.unavailable() if device.present else None
         answer = backend.supports(problem, device)
         reasons = (answer,) if isinstance(answer, str) else tuple(str(reason) for reason in answer)
+        if not reasons:
+            next(iter(backend.configs(problem, device)))
     except Exception as error:  # a broken plug-in is a reason, not a crash
         return Candidate(name, unavailable=f"it failed while planning: {type(error).__name__}: {error}")
     return Candidate(name, reasons, unavailable)

@@ -149,7 +149,7 @@ class Problem:
         for name in ("scale", "softcap", "dropout"):
             number = getattr(self, name)
             if not (number is None and name == "scale") and type(number) not in (float, int):
-                raise InvalidProblem(f"{name}={number!r}: expected a number")
+                raise InvalidProblem(f"{'dropout_p' if name == 'dropout' else name}={number!r}: expected a number")
         if self.scale is not None and not math.isfinite(self.scale):
             raise InvalidProblem(f"scale={self.scale}: expected a finite number, or None for 1/sqrt(D)")
         if not (math.isfinite(self.softcap) and self.softcap >= 0.0):

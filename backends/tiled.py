@@ -22,6 +22,10 @@ Array = Any
 Bool = Any
 
 
+#: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
+_NO_CAP = 1e30
+
+
 @dataclass(frozen=True, slots=True)
 class TiledConfig(Config):
     """Rows of queries and of keys in a tile."""
@@ -48,8 +52,6 @@ class TiledBackend:
             reasons.append(f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()")
         if problem.dropout and not problem.seeded:
             reasons.append(f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed")
-        if problem.softcap > 1e30 and problem.dtype != "float64":
-            reasons.append(f"softcap={problem.softcap}: too large for its float32 arithmetic; 0 means none")
         return tuple(reasons)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TiledConfig]:
@@ -114,7 +116,8 @@ class TiledKernel:
     def _online(self, inputs: Inputs, q: Array, rows: slice, value: Any) -> tuple[Array, Array, Array, Bool]:
         """Online softmax of one query tile over its key tiles.
 
-        Returns the maximum, the denominator, the numerator of the output, and which rows see any key. Without ``value`` the numerator stays 0: the statistics alone.
+        Returns the maximum, the denominator, the numerator of the output, and which rows see any key. Without
+        ``value`` the numerator stays 0: the statistics alone.
         """
         p = self.problem
         m = np.full(q.shape[:-1], -np.inf, q.dtype)
@@ -247,7 +250,7 @@ class TiledKernel:
         p = self.problem
         s = (q @ self._keys(inputs.key, columns).swapaxes(-1, -2)) * self._dtype(p.softmax_scale)
         tanh = None
-        if p.softcap:
+        if 0 < p.softcap < _NO_CAP:
             tanh = np.tanh(s / self._dtype(p.softcap))
             s = self._dtype(p.softcap) * tanh
         visible = self._visible(inputs, rows, columns)

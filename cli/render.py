@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ from attnswitch.verify.runner import Found, Report
 
 __all__ = ["console", "counts", "error", "escape", "failures", "plan", "plan_json", "table", "write_json"]
 
-console = Console(highlight=False)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader of a pipe left, as head does: that is no mismatch, whose exit code rich would use."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(2)
+
+
+console = _Console(highlight=False)
 _errors = Console(stderr=True, highlight=False)
 
 

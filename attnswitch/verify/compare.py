@@ -43,6 +43,7 @@ class Placed:
 
 
 def first_of(*failures: Failure | None) -> Failure | None:
+    """The first that is one."""
     return next((failure for failure in failures if failure is not None), None)
 
 

@@ -271,7 +271,7 @@ def test_a_softmax_over_nothing_but_minus_infinity_is_nan(backend: str) -> None:
         assert np.isnan(out).all()  # the keys are visible, so this is not a row that sees nothing
 
 
-@every_backend
+@pytest.mark.parametrize("backend", ["tiled", "reference"])  # torch's own backward promises no such thing
 def test_nan_of_an_upstream_gradient_does_not_reach_hidden_keys(backend: str) -> None:
     g = G.copy()
     g[:, :, 1] = np.nan
