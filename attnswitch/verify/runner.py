@@ -21,7 +21,7 @@ __all__ = ["EXAMPLES", "Found", "Plan", "Report", "Run", "run"]
 #: Cases drawn by one call of Hypothesis; between two the clock is read and progress is reported.
 CHUNK = 50
 #: Cases drawn for each device by default: about a minute on two cores.
-EXAMPLES = 1000
+EXAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)

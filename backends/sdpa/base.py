@@ -189,7 +189,7 @@ class SdpaKernel:
         if hiding.alive is not None:
             out = out.masked_fill(~hiding.alive[..., None], 0.0)
             if lse is not None:
-                lse = lse if hiding.shift is None else lse + hiding.shift
+                lse = lse if hiding.shift is None else lse + hiding.shift.to(lse.dtype)
                 lse = lse.masked_fill(~hiding.alive, -torch.inf)
         return out, lse if p.lse else None
 

@@ -12,7 +12,7 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, needs_positive_scale, version
-from .masks import Hiding
+from .masks import Hiding, plainly_causal
 from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
 
 __all__ = ["CudnnBackend"]
@@ -70,8 +70,12 @@ def _faults(problem: Problem, device: Device) -> Iterator[str]:
         yield "lengths not multiples of 128: cuDNN before 9.15.1 reads out of bounds (pytorch#169849)"
     if problem.dropout and (9, 11) < cudnn < (9, 14):
         yield "dropout: wrong in cuDNN 9.11 to 9.13"
-    if problem.grads and capability[0] == 9 and not problem.causal and problem.seq_k % 128 == 64 and cudnn < (9, 26):
-        yield "gradients with keys % 128 == 64, not causal: NaN in dQ on Hopper before cuDNN 9.26 (pytorch#196678)"
+    flagged = plainly_causal(problem)  # hidden by a mask instead, causal is no help
+    if problem.grads and capability[0] == 9 and not flagged and problem.seq_k % 128 == 64 and cudnn < (9, 26):
+        yield (
+            "gradients with keys % 128 == 64, not top-left causal: NaN in dQ on Hopper before cuDNN 9.26"
+            " (pytorch#196678, fixtures/corpus/sdpa-cudnn-cuda-grad-query.json)"
+        )
     if problem.seq_q == 1 and capability[0] in (10, 11) and (9, 19) <= cudnn <= (9, 25) and cudnn[:3] != (9, 24, 1):
         yield "one query on Blackwell: wrong in cuDNN 9.19 to 9.25 (pytorch#193893)"
     if problem.seq_q == 1 and problem.grads and cudnn[:2] == (9, 26):
