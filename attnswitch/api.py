@@ -11,9 +11,10 @@ from attnswitch import call as calls
 from attnswitch import planner, registry
 from attnswitch.arrays import Array
 from attnswitch.backend import Gradients
-from attnswitch.call import Call, Options
+from attnswitch.call import Call
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.options import Options
 from attnswitch.planner import Plan
 from attnswitch.problem import Alignment, Problem, Window
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 import os
 import sys
 from collections.abc import Sequence
@@ -15,82 +14,10 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.backend import Inputs
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem, Window
+from attnswitch.options import Options
+from attnswitch.problem import DTYPES, Mask, Memory, Problem
 
-__all__ = ["Call", "Options", "read"]
-
-_LAYOUTS = ("BHLD", "BLHD")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Everything about a call that is not an array; the names and defaults are ``attention``'s."""
-
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool | None = None
-    causal_alignment: Alignment = "top_left"
-    window: Window | None = None
-    softcap: float = 0.0
-    return_lse: bool = False
-    layout: str = "BHLD"
-    deterministic: bool = False
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("is_causal", "return_lse", "deterministic"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise InvalidProblem(f"{name}={value!r}: expected True or False")
-        if self.enable_gqa is not None and not isinstance(self.enable_gqa, bool):
-            raise InvalidProblem(f"enable_gqa={self.enable_gqa!r}: expected True, False or None")
-        for name in ("dropout_p", "scale", "softcap"):
-            object.__setattr__(self, name, _real(name, getattr(self, name)))
-        if self.layout not in _LAYOUTS:
-            raise InvalidProblem(f"layout={self.layout!r}: expected one of {', '.join(_LAYOUTS)}")
-        if self.window is not None:
-            try:
-                left, right = self.window
-                sides = tuple(None if side is None else _index(side) for side in (left, right))
-            except (TypeError, ValueError):
-                raise InvalidProblem(
-                    f"window={self.window!r}: expected (left, right), each a number of keys or None"
-                ) from None
-            object.__setattr__(self, "window", sides)
-        if self.seed is not None:
-            try:
-                seed = _index(self.seed)
-            except TypeError:
-                raise InvalidProblem(f"seed={self.seed!r}: expected an integer") from None
-            if not 0 <= seed < 2**64:
-                raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
-            object.__setattr__(self, "seed", seed)
-
-
-def _index(value: Any) -> int:
-    """``value`` as an integer. Raises ``TypeError`` for what is none, bools included."""
-    if isinstance(value, bool):
-        raise TypeError("a bool is not a count")
-    return operator.index(value)
-
-
-def _real(name: str, value: Any) -> float | None:
-    """``value`` as a float; 0-d arrays and NumPy scalars count as numbers, bools and strings do not."""
-    if value is None and name == "scale":
-        return None
-    if isinstance(value, float):
-        return value
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise InvalidProblem(f"{name}={value}: expected a number that a float can hold") from None
-    kind = getattr(getattr(value, "dtype", None), "name", str(getattr(value, "dtype", "")))
-    if getattr(value, "requires_grad", False):
-        raise InvalidProblem(f"{name}={value!r} requires_grad, and its gradient would be lost: multiply query by it")
-    if getattr(value, "shape", None) == () and kind.removeprefix("torch.").startswith(("float", "bfloat", "int")):
-        return float(value)
-    raise InvalidProblem(f"{name}={value!r}: expected a number")
+__all__ = ["Call", "beside", "rank", "read", "swap_heads"]
 
 
 @dataclass(frozen=True, slots=True)

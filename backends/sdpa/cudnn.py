@@ -11,9 +11,10 @@ from attnswitch.backend import Backend, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, needs_half, needs_positive_scale, version
+from .base import Launch, SdpaBackend
 from .masks import Hiding, plainly_causal
 from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
+from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, needs_positive_scale, version
 
 __all__ = ["CudnnBackend"]
 

@@ -11,9 +11,10 @@ from attnswitch.backend import Backend, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import ATOMIC, Launch, SdpaBackend, fits_grid, mask_loses_bits, needs_cuda, version
+from .base import Launch, SdpaBackend
 from .masks import Hiding, needs_mask
 from .operands import bias, padded, with_aligned_gradient
+from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
 
 __all__ = ["EfficientBackend"]
 

@@ -12,9 +12,10 @@ from attnswitch.backend import Backend, Inputs, Precision
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import ATOMIC, Launch, SdpaBackend, fits_grid, needs_cuda, needs_half, needs_positive_scale, version
+from .base import Launch, SdpaBackend
 from .masks import Hiding, needs_mask, plainly_causal
 from .operands import additive, dense_rows, padded, with_aligned_gradient
+from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, needs_positive_scale, version
 
 __all__ = ["FlashBackend"]
 

@@ -1,0 +1,80 @@
+"""Reasons to refuse that several of torch's operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+__all__ = [
+    "ATOMIC",
+    "fits_grid",
+    "mask_loses_bits",
+    "needs_cuda",
+    "needs_half",
+    "needs_positive_scale",
+    "no_gpu",
+    "version",
+]
+
+#: Stands for a version that is not known: nothing that was fixed is held against it.
+NEWEST = (9999,)
+#: Why a backward with atomic additions is not deterministic.
+ATOMIC = "deterministic=True: the backward adds to dQ atomically, unless torch.use_deterministic_algorithms is on"
+
+
+def version(device: Device, software: str) -> tuple[int, ...]:
+    """Version of ``software`` on ``device``, the newest where it is not known."""
+    return device.version(software) or NEWEST
+
+
+def no_gpu() -> str | None:
+    """Why torch cannot use an NVIDIA GPU on this machine."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build"
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU; it needs one, with a driver for CUDA " + torch.version.cuda
+    return None
+
+
+def needs_cuda(device: Device, least: tuple[int, int]) -> str | None:
+    """It runs on NVIDIA GPUs from a compute capability on, with a torch built for CUDA."""
+    if device.kind != "cuda":
+        return f"it runs on NVIDIA GPUs, and the arrays are on {device.kind}"
+    if device.capability is not None and device.capability < least:
+        return f"{device}: needs compute capability {least[0]}.{least[1]} or later"
+    if "+cpu" in (pytorch := dict(device.versions).get("torch", "")):
+        return f"torch {pytorch} was built without CUDA; install a CUDA build"
+    return None
+
+
+def needs_half(problem: Problem) -> Iterator[str]:
+    """It exists for the 16-bit types only."""
+    if problem.dtype not in ("float16", "bfloat16"):
+        yield f"dtype {problem.dtype}: the kernel exists for float16 and bfloat16"
+
+
+def needs_positive_scale(problem: Problem) -> Iterator[str]:
+    """The kernels fold the scale into a maximum, which a factor of 0 or less turns into NaN."""
+    if problem.softmax_scale <= 0:
+        yield f"scale={problem.scale}: the output comes out NaN (fixtures/corpus/sdpa-*-scale.json)"
+
+
+def fits_grid(problem: Problem) -> Iterator[str]:
+    """Batch and heads are axes of the launch grid."""
+    if max(problem.batch, problem.heads_q) > 65535:
+        yield f"batch {problem.batch}, heads {problem.heads_q}: each at most 65535, the limit of a CUDA launch grid"
+
+
+def mask_loses_bits(problem: Problem) -> Iterator[str]:
+    """The bias must have the operands' type, and rounding a finer mask to it would change the problem."""
+    if problem.mask and not problem.mask.is_bool and problem.mask.dtype != problem.dtype:
+        exact = problem.mask.dtype in ("float16", "bfloat16") and problem.dtype == "float32"
+        if not exact:
+            yield (
+                f"attn_mask is {problem.mask.dtype} and the operands {problem.dtype}: the kernel's bias has their type,"
+                " and rounding the mask to it would change the problem"
+            )
