@@ -72,7 +72,6 @@ def attention(
         InvalidProblem: the arguments make no sense together.
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
-
     """
     options = Options(
         dropout_p,
@@ -171,7 +170,6 @@ def attention_backward(
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
-
     """
     try:
         read = replace(Options(**options), return_lse=grad_lse is not None)
@@ -228,7 +226,6 @@ def plan(
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
-
     """
     return planner.require(explain(query, key, value, device=device, backend=backend, **options), backend)
 

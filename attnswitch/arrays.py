@@ -5,6 +5,7 @@ No array library is imported here: an array of a library can only exist once tha
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -33,17 +34,22 @@ class Facts(NamedTuple):
     @property
     def memory(self) -> Memory:
         """How it lies in memory, with what has no effect (strides of axes of length 1) left out."""
-        live = [stride for size, stride in zip(self.shape, self.strides, strict=True) if size > 1]
-        unit = bool(self.shape) and self.shape[-1] > 1 and abs(self.strides[-1]) == _ITEMSIZE.get(self.dtype)
-        bits = self.address
-        for stride in live[:-1] if unit else live:
-            bits |= abs(stride)
-        return Memory(
-            align=min(16, bits & -bits) if bits else 16,
-            strided=bool(self.shape) and self.shape[-1] > 1 and not unit,
-            expanded=0 in live,
-            negative=any(stride < 0 for stride in live),
-        )
+        return _memory(self.shape, self.strides, self.dtype, self.address % 16)
+
+
+@functools.lru_cache(maxsize=4096)
+def _memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, address: int) -> Memory:
+    live = [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+    unit = bool(shape) and shape[-1] > 1 and abs(strides[-1]) == _ITEMSIZE.get(dtype)
+    bits = address
+    for stride in live[:-1] if unit else live:
+        bits |= abs(stride)
+    return Memory(
+        align=min(16, bits & -bits) if bits else 16,
+        strided=bool(shape) and shape[-1] > 1 and not unit,
+        expanded=0 in live,
+        negative=any(stride < 0 for stride in live),
+    )
 
 
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

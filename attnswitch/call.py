@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
@@ -65,7 +66,6 @@ def read(
 
     Raises:
         InvalidProblem: the arguments cannot describe an attention problem; nothing has run.
-
     """
     caller = query
     (query, q), (key, k), (value, v) = (
@@ -88,7 +88,7 @@ def read(
 
     if grads is None:
         grads = _autograd(q.library, query, key, value, attn_mask)
-    problem = Problem(
+    problem = _described(
         batch=q.shape[0],
         heads_q=q.shape[1],
         heads_kv=k.shape[1],
@@ -118,6 +118,10 @@ def read(
     if _reads_values(q.device[0]) and _nonfinite(inputs):
         problem = problem.replace(nonfinite=True)
     return Call(problem, library, q.library, q.device, inputs, options.layout, caller)
+
+
+#: Equal facts make the same problem, validated once.
+_described = functools.lru_cache(maxsize=4096)(Problem)
 
 
 def _check_alike(q: Facts, k: Facts, v: Facts) -> None:

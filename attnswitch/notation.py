@@ -148,7 +148,6 @@ def parse_problem(text: str) -> Problem:
 
     Raises:
         InvalidProblem: a part is unknown, stands twice, is missing, or the whole makes no sense.
-
     """
     fields: dict[str, Any] = {}
     for part in filter(None, _SEPARATOR.split(text.strip())):

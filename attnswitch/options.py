@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Window
@@ -39,8 +39,9 @@ class Options:
             raise InvalidProblem(f"enable_gqa={self.enable_gqa!r}: expected True, False or None")
         for name in ("dropout_p", "scale", "softcap"):
             object.__setattr__(self, name, _real(name, getattr(self, name)))
-        if self.layout not in _LAYOUTS:
-            raise InvalidProblem(f"layout={self.layout!r}: expected one of {', '.join(_LAYOUTS)}")
+        for name, known in (("layout", _LAYOUTS), ("causal_alignment", get_args(Alignment))):
+            if (value := getattr(self, name)) not in known:
+                raise InvalidProblem(f"{name}={value!r}: expected one of {', '.join(known)}")
         if self.window is not None:
             try:
                 left, right = self.window

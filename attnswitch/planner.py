@@ -120,7 +120,6 @@ def require(plan: Plan, backend: str | None) -> Plan:
     Raises:
         BackendUnavailable: the backend that was named cannot run on this machine.
         Unsupported: nothing that may be used takes the problem; the message lists every reason.
-
     """
     if plan.chosen is not None:
         return plan

@@ -52,7 +52,6 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
 
     Raises:
         InvalidProblem: the backend is not known, or transformers would read something else into the name.
-
     """
     if re.search(r"flash|flex_attention|[/|:]|^eager$", name):
         raise InvalidProblem(

@@ -79,7 +79,6 @@ def load(path: Path) -> Saved:
     Raises:
         InvalidProblem: the file is not a saved case, or of a schema this version does not know.
         OSError: it cannot be read.
-
     """
     try:
         record = json.loads(path.read_text())

@@ -314,7 +314,6 @@ def run(plan: Plan, progress: Progress = lambda report, doing: None) -> Report:
     Raises:
         InvalidProblem: a corpus file is damaged, or there is nothing to run.
         VerificationError: the references disagree.
-
     """
     if not plan.targets or not any(target.backends for target in plan.targets):
         raise InvalidProblem("nothing to verify: no backend was named that this machine has")
