@@ -101,7 +101,9 @@ def _attend(
 def _untraced() -> Any:
     """``_attend`` as torch.compile leaves it alone: one break in the graph, and what runs is what runs without."""
     if "attend" not in _UNTRACED:
-        _UNTRACED["attend"] = sys.modules["torch"].compiler.disable(_attend)
+        _UNTRACED["attend"] = sys.modules["torch"].compiler.disable(
+            _attend, reason="attnswitch chooses a backend in Python"
+        )
     return _UNTRACED["attend"]
 
 
@@ -175,6 +177,8 @@ def attention_backward(
         read = replace(Options(**options), return_lse=grad_lse is not None)
     except TypeError as error:
         raise InvalidProblem(f"attention_backward: {error}; the keywords are those of attention") from None
+    if "return_lse" in options:
+        raise InvalidProblem("attention_backward returns gradients only: leave return_lse out")
     if read.dropout_p and read.seed is None:
         raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
     call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
@@ -249,11 +253,15 @@ def explain(
         raise InvalidProblem(
             f"device={device!r} with arrays: they are planned for where they are; describe the problem"
         )
+    if key is None or value is None:
+        raise InvalidProblem("query stands without key and value; a problem without arrays is a Problem or its text")
     masks = {name: options.pop(name, None) for name in ("attn_mask", "key_lengths")}
     try:
         read = Options(**options)
     except TypeError as error:
-        raise InvalidProblem(f"plan: {error}; the keywords are those of attention") from None
+        raise InvalidProblem(
+            f"{error}; the keywords are those of attention".replace("Options.__init__()", "the call")
+        ) from None
     call = calls.read(query, key, value, masks["attn_mask"], masks["key_lengths"], read)
     return planner.make_plan(call.problem, Device.of(*call.device), backend)
 

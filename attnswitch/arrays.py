@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Memory
 
-__all__ = ["Array", "Facts", "facts", "library_of", "passage", "take"]
+__all__ = ["Array", "Facts", "facts", "lengths_as_array", "library_of", "passage", "take"]
 
 #: An array of some library. Only this module and the backends look inside.
 Array = Any
@@ -79,7 +79,8 @@ def take(array: Array, role: str) -> tuple[Array, Facts]:
     library = library_of(array)
     if library == "dlpack":
         tensor = passage(array, "dlpack", "torch")
-        return tensor, _torch_facts(tensor, role)._replace(library=type(array).__module__.partition(".")[0])
+        name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
+        return tensor, _torch_facts(tensor, role)._replace(library=name)
     return array, facts(array, role)
 
 
@@ -94,7 +95,8 @@ def facts(array: Array, role: str) -> Facts:
         where, memory = ("cuda", array.device.id), array.data.ptr
         return Facts(library, where, array.dtype.name, array.shape, array.strides, memory)
     raise InvalidProblem(
-        f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with DLPack"
+        f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with"
+        " DLPack, holding numbers (a list becomes one by numpy.asarray; a tracer of jax.jit or jax.grad never does)"
     )
 
 
@@ -104,6 +106,10 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
         )
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InvalidProblem(f"{role} is inside torch.func (vmap, grad, jvp), which cannot see through the dispatcher")
+    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        raise InvalidProblem(f"{role} carries a forward-mode tangent, which would be lost: use reverse mode")
     itemsize = tensor.element_size()
     device = tensor.device
     return Facts(

@@ -28,6 +28,7 @@ __all__ = ["format_problem", "parse_problem"]
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "bool"}
 _LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
+_LONG |= {"f16": "float16", "f32": "float32", "f64": "float64"}
 _OPERANDS = {"q": "query", "k": "key", "v": "value", "m": "attn_mask"}
 _SEPARATOR = re.compile(r"\.(?=[A-Za-z])|\s+")
 
@@ -158,7 +159,8 @@ def parse_problem(text: str) -> Problem:
         except (KeyError, ValueError):
             raise InvalidProblem(
                 f"problem {text!r}: part {part!r} is not understood; a problem looks like"
-                " b2.h16/4.s1024x4096.d128.bf16.causal (the parts are listed in attnswitch.notation)"
+                " b2.h16/4.s1024x4096.d128.bf16.causal: batch, heads, lengths, head dimension, dtype (fp16, bf16, fp32,"
+                " fp64), then options such as causal-br, window=128,0, mask=bool, lengths, lse, grad"
             ) from None
         if twice := fields.keys() & read.keys():
             raise InvalidProblem(f"problem {text!r}: part {part!r} sets {', '.join(sorted(twice))} a second time")

@@ -12,7 +12,7 @@ from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
 from attnswitch.problem import Problem
 
-__all__ = ["Candidate", "Plan", "make_plan"]
+__all__ = ["Candidate", "Plan", "compiled", "make_plan", "require"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Plan:
         """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
         if candidate is self.chosen:
             return ()
-        reasons = ((candidate.unavailable,) if candidate.unavailable else ()) + candidate.reasons
+        # What the problem is comes before what this machine lacks: no driver makes a GPU kernel take CPU arrays.
+        reasons = candidate.reasons or ((candidate.unavailable,) if candidate.unavailable else ())
         if reasons:
             return reasons
         if self.chosen is None:

@@ -205,11 +205,6 @@ class Problem:
         return self.alignment == "bottom_right"
 
     @property
-    def excludes(self) -> bool:
-        """Whether some position may be hidden from some query."""
-        return self.positional or self.mask is not None or self.key_lengths
-
-    @property
     def mask_shape(self) -> tuple[int, int, int, int] | None:
         """Shape of ``attn_mask`` as four axes, 1 where it broadcasts."""
         if self.mask is None:

@@ -50,7 +50,8 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table in the house style."""
     made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        whole = column in right or column in ("device", "backend", "dtype")
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=whole)
     return made
 
 
@@ -94,8 +95,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def counts(report: Report) -> Table:
-    """The table at the end of a run: device and backend by dtype."""
-    columns = ("device", "backend", "dtype", "verified", "with gradients", "worst error/bound", "refused", "mismatches")
+    """The table at the end of a run: device and backend by dtype.
+
+    "grads" counts the verified ones with gradients; "error/bound" is the worst, 1 the most that is right.
+    """
+    columns = ("device", "backend", "dtype", "verified", "grads", "error/bound", "refused", "wrong")
     rows = table(*columns, right=columns[3:])
     previous = None
     for (device, backend, dtype), tally in sorted(report.tallies.items()):

@@ -85,6 +85,11 @@ def _run(plan: Plan, quiet: bool) -> Report:
 
 def _print(report: Report) -> None:
     render.console.print(render.counts(report))
+    render.console.print(
+        "[dim]grads: verified with gradients; error/bound: the worst element, right up to 1; refused: not run, with a"
+        " reason[/]",
+        soft_wrap=True,
+    )
     render.failures(report.failures)
     rate = report.cases / report.seconds if report.seconds else 0.0
     stopped = f", stopped: {report.stopped}" if report.stopped else ""
@@ -96,6 +101,7 @@ def _print(report: Report) -> None:
     )
     verdict = {
         0: "[bold green]every result is within its error bound[/]",
+        2: "[bold yellow]interrupted; what ran is within its error bound[/]",
         1: f"[bold red]{len(report.failures)} distinct mismatches[/]",
         3: "[bold yellow]nothing was verified[/]",
     }

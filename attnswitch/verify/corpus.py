@@ -82,6 +82,8 @@ def load(path: Path) -> Saved:
     """
     try:
         record = json.loads(path.read_text())
+        if not isinstance(record, dict) or "case" not in record:
+            raise InvalidProblem(f"{path} is not a saved case: it has no field 'case'")
         if record["schema"] != SCHEMA:
             raise InvalidProblem(f"{path} has schema {record['schema']}, and this version reads schema {SCHEMA}")
         case = Case.from_json(record["case"])

@@ -111,12 +111,15 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 good, 1 a mismatch was found, 3 nothing was verified."""
+        """0 good, 1 a mismatch was found, 2 it was interrupted, 3 nothing was verified."""
         if self.failures:
             return 1
+        if self.stopped == INTERRUPTED:
+            return 2
         return 0 if self.verified else 3
 
 
+INTERRUPTED = "interrupted"
 #: Called with the report so far and a word on what is being done.
 Progress = Callable[[Report, str], None]
 
@@ -161,7 +164,7 @@ class Run:
             self._replay()
             self._draw()
         except KeyboardInterrupt:
-            self.report.stopped = "interrupted"
+            self.report.stopped = INTERRUPTED
             if self.smallest is not None:
                 self._record(self.smallest, None)
         self.report.seconds = time.monotonic() - self.started

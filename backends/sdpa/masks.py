@@ -9,7 +9,7 @@ import torch
 from attnswitch.backend import Inputs
 from attnswitch.problem import Problem
 
-__all__ = ["Hiding", "compose", "needs_mask"]
+__all__ = ["Hiding", "compose", "needs_mask", "plainly_causal"]
 
 
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.

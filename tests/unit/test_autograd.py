@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
 import attnswitch
-from attnswitch import Unsupported
+from attnswitch import InvalidProblem, Unsupported
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
 every_backend = pytest.mark.parametrize("backend", CPU)
@@ -294,3 +294,15 @@ def test_scaled_dot_product_attention_is_torchs(options: dict[str, Any], dtype: 
 def test_scaled_dot_product_attention_needs_the_flag_for_shared_heads() -> None:
     with pytest.raises(attnswitch.InvalidProblem, match="enable_gqa=False forbids"):
         attnswitch.scaled_dot_product_attention(*leaves())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch's own, by make_dual
+def test_what_the_dispatcher_cannot_see_through_is_refused() -> None:
+    q, k, v = (operand.detach() for operand in leaves())
+    make_dual: Any = torch.autograd.forward_ad.make_dual
+    with torch.autograd.forward_ad.dual_level():
+        dual = make_dual(q, q)
+        with pytest.raises(InvalidProblem, match="query carries a forward-mode tangent, which would be lost"):
+            attnswitch.attention(dual, k, v)
+    with pytest.raises(InvalidProblem, match=r"query is inside torch.func"):
+        torch.func.grad(lambda x: attnswitch.attention(x, k, v).sum())(q)

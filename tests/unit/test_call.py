@@ -166,7 +166,7 @@ def test_an_option_that_makes_no_sense(options: dict[str, Any], message: str, sp
 
 ARRAYS: list[tuple[str, tuple[Any, Any, Any], str]] = [
     ("lists", (Q.tolist(), K.tolist(), V.tolist()), r"query is a list: expected an array"),
-    ("none", (Q, None, V), r"key is a NoneType"),
+    ("none", (Q, None, V), r"key is a NoneType|query stands without key and value"),
     ("scalars", (np.float32(1), K, V), r"query is a float32"),
     ("rank 3", (Q[0], K[0], V[0]), r"query has shape \(4, 3, 8\): expected four axes, B, H, L, D"),
     ("rank 5", (Q, K[None], V), r"key has shape \(1, 2, 2, 5, 8\): expected four axes"),
@@ -226,7 +226,7 @@ def test_companions_of_tensors(options: dict[str, Any], message: str, spied: lis
 def test_a_keyword_that_is_not_known(spied: list[str]) -> None:
     with pytest.raises(TypeError, match="is_casual"):
         attnswitch.attention(Q, K, V, is_casual=True)  # type: ignore[call-arg]
-    with pytest.raises(InvalidProblem, match=r"plan: .*'is_casual'; the keywords are those of attention"):
+    with pytest.raises(InvalidProblem, match=r"the call .*'is_casual'; the keywords are those of attention"):
         attnswitch.plan(Q, K, V, is_casual=True)
     with pytest.raises(InvalidProblem, match=r"attention_backward: .*'is_casual'; the keywords are those of attention"):
         attnswitch.attention_backward(G, Q, K, V, is_casual=True)
