@@ -81,7 +81,7 @@ def read(
     mask, mask_memory = None, Memory()
     if attn_mask is not None:
         attn_mask, m = arrays.take(attn_mask, "attn_mask")
-        _check_beside(m, "attn_mask", q)
+        _check_beside(m, "attn_mask", q.library, q.device)
         mask, attn_mask, m = _read_mask(m, attn_mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
         mask_memory = m.memory
     lengths = None if key_lengths is None else _read_lengths(key_lengths, q, k.shape[2], library)
@@ -166,12 +166,12 @@ def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
         )
 
 
-def _check_beside(facts: Facts, role: str, query: Facts) -> None:
+def _check_beside(facts: Facts, role: str, library: str, device: tuple[str, int]) -> None:
     """``role`` lives in the library and on the device of query."""
-    if (facts.library, facts.device) != (query.library, query.device):
+    if (facts.library, facts.device) != (library, device):
         raise InvalidProblem(
-            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {query.library} array"
-            f" on {query.device[0]}:{query.device[1]}: pass both in one library, on one device"
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {library} array"
+            f" on {device[0]}:{device[1]}: pass both in one library, on one device"
         )
 
 
@@ -216,7 +216,7 @@ def _read_lengths(lengths: Any, query: Facts, seq_k: int, library: str) -> Array
         facts = arrays.facts(lengths, "key_lengths")
     else:
         lengths, facts = arrays.take(lengths, "key_lengths")
-        _check_beside(facts, "key_lengths", query)
+        _check_beside(facts, "key_lengths", query.library, query.device)
     if facts.shape != (batch,):
         raise InvalidProblem(
             f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
@@ -277,11 +277,7 @@ def beside(array: Array | None, role: str, call: Call, shape: tuple[int, ...], l
     if array is None:
         return None
     array, facts = arrays.take(array, role)
-    if facts.library != call.home or facts.device != call.device:
-        raise InvalidProblem(
-            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {call.home} array on"
-            f" {call.device[0]}:{call.device[1]}: pass both in one library, on one device"
-        )
+    _check_beside(facts, role, call.home, call.device)
     if call.layout == "BLHD" and len(shape) == 4:
         array, facts = swap_heads(array), _swapped(facts)
     if facts.shape != shape:

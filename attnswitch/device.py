@@ -71,6 +71,17 @@ class Device:
         return Device.named(text)
 
     @staticmethod
+    def all() -> list[Device]:
+        """The processor and every GPU of this machine, in the order of their indices."""
+        found = [Device.cpu()]
+        for index in range(64):
+            try:
+                found.append(Device.of("cuda", index))
+            except InvalidProblem:
+                break
+        return found
+
+    @staticmethod
     def of(kind: str, index: int = 0) -> Device:
         """The device of this machine that arrays of ``kind`` and ``index`` live on."""
         if kind == "cpu":

@@ -9,7 +9,6 @@ import typer
 
 import attnswitch
 from attnswitch.device import Device
-from attnswitch.errors import AttnswitchError
 
 from . import render
 
@@ -22,7 +21,7 @@ LIBRARIES = {"numpy": "pip install numpy", "torch": "pip install torch", "cupy":
 def backends(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List backends, array libraries and devices with their state. Never fails for what is missing."""
     libraries = {name: _library(name, remedy) for name, remedy in LIBRARIES.items()}
-    devices = _devices()
+    devices = Device.all()
     states = attnswitch.backends()
     if json:
         document = {"backends": states, "libraries": libraries, "devices": [str(device) for device in devices]}
@@ -59,13 +58,3 @@ def _library(name: str, remedy: str) -> str:
     except Exception as error:  # CUDARuntimeError without a driver or a GPU
         return f"installed ({version}), but it finds no GPU: {error}"
     return f"{version}, {count} GPU" + ("s" if count != 1 else "")
-
-
-def _devices() -> list[Device]:
-    found = [Device.cpu()]
-    for index in range(64):
-        try:
-            found.append(Device.of("cuda", index))
-        except AttnswitchError:
-            break
-    return found

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import attnswitch
 from attnswitch import registry
 from attnswitch.device import Device
-from attnswitch.errors import AttnswitchError, InvalidProblem
+from attnswitch.errors import InvalidProblem
 from attnswitch.verify import AUTO, EXAMPLES, Plan, Report, default_folder, run, targets, to_json, to_junit
 
 from . import render
@@ -142,14 +142,7 @@ def present(name: str) -> str:
 
 def _devices() -> list[str]:
     """The CPU and every GPU that torch sees."""
-    found = ["cpu"]
-    for index in range(64):
-        try:
-            Device.of("cuda", index)
-        except AttnswitchError:
-            break
-        found.append(f"cuda:{index}")
-    return found
+    return ["cpu", *(f"cuda:{index}" for index in range(len(Device.all()) - 1))]
 
 
 def _backends(named: list[str] | None) -> list[str]:
