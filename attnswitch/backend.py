@@ -86,7 +86,9 @@ class Backend(Protocol):
     """One way to compute attention.
 
     ``library`` names the arrays its kernels take ("numpy", "torch" or "cupy"). ``autograd`` says that its output is
-    differentiable by torch itself, so that nothing needs to be saved for it.
+    differentiable by torch itself, so that nothing needs to be saved for it. A class may also have ``divergences``, the
+    file of what it is known to get wrong (``attnswitch.divergences``), and ``builds_per_shape = True`` if it compiles
+    a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     """
 
     name: ClassVar[str]

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from attnswitch import registry
+from attnswitch import divergences, registry
 from attnswitch.backend import Backend, Kernel
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
@@ -80,6 +80,7 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         unavailable = backend.unavailable() if device.present else None
         answer = backend.supports(problem, device)
         reasons = (answer,) if isinstance(answer, str) else tuple(str(reason) for reason in answer)
+        reasons += divergences.refusals(backend, problem, device)
         if not reasons:
             next(iter(backend.configs(problem, device)))
     except Exception as error:  # a broken plug-in is a reason, not a crash
@@ -102,7 +103,10 @@ def remembered(problem: Problem, device: Device, backend: str | None) -> Plan:
     """The plan, made once for the same facts."""
     if backend is not None:
         registry.load(backend)
-    candidates = tuple(_candidate(name, problem, device) for name in registry.names())
+    names = registry.names()
+    if backend is not None and backend not in names:  # a target, which is in no table
+        names = (*names, backend)
+    candidates = tuple(_candidate(name, problem, device) for name in names)
     if backend is not None:
         named = next(candidate for candidate in candidates if candidate.backend == backend)
         if named.fits:

@@ -205,6 +205,25 @@ class Problem:
         return self.alignment == "bottom_right"
 
     @property
+    def plainly_causal(self) -> bool:
+        """Whether causal alone hides by position, and as seen from the first query and key."""
+        aligned = not self.bottom_right or (self.seq_q == self.seq_k and not self.key_lengths)
+        return self.causal and self.window is None and aligned
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether causal has no effect: one query, aligned with the last key."""
+        decode = self.seq_q == 1 and self.bottom_right and not self.key_lengths
+        return self.causal and self.window is None and decode
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a kernel that knows plain causal only needs a mask for it, of up to Lq x Lk elements."""
+        if self.mask is not None or self.key_lengths or self.window is not None:
+            return True
+        return self.causal and not self.plainly_causal and not self.sees_all
+
+    @property
     def mask_shape(self) -> tuple[int, int, int, int] | None:
         """Shape of ``attn_mask`` as four axes, 1 where it broadcasts."""
         if self.mask is None:

@@ -1,7 +1,8 @@
 """The table of backends: the built-in rows, and those of other packages through entry points.
 
 To add a built-in backend, write its file and add its row here. Another package adds one without touching this file,
-by an entry point in the group ``attnswitch.backends``: ``name = "package.module:Class"``.
+by an entry point in the group ``attnswitch.backends``: ``name = "package.module:Class"``. A backend that is in no table
+is reached by that target itself: ``backend="package.module:Class"``.
 """
 
 from __future__ import annotations
@@ -57,11 +58,13 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def load(name: str) -> Backend | str:
-    """The backend called ``name``, or the sentence that says why it could not be loaded.
+    """The backend called ``name``, or at the target ``name``, or the sentence that says why it could not be loaded.
 
-    Raises ``InvalidProblem`` for a name that is not in the table.
+    Raises ``InvalidProblem`` for a name that is neither in the table nor a target.
     """
     row = next((row for row in table() if row.name == name), None)
+    if row is None and ":" in name:
+        row = Row(name, name, "its name")
     if row is None:
         raise InvalidProblem(f"backend {name!r} is not known; expected one of {', '.join(names())}")
     module, _, attribute = row.target.partition(":")

@@ -196,10 +196,13 @@ class TiledKernel:
         """
         # Rows that see nothing have lse = -inf; 0 keeps their weights at exp(-inf) = 0.
         base = np.where(lse == -np.inf, 0, lse)
-        if not np.any(np.abs(base) > 1024):
+        lost = np.abs(base) > 1024
+        if not lost.any():
             return base, np.zeros_like(base)
         m, total, _, _ = self._online(inputs, q, rows, None)
-        return np.where(m == -np.inf, 0, m), np.log(np.where(total == 0, 1, total))
+        log_total = np.log(np.where(total == 0, 1, total))
+        # Row by row: the bits of one must not depend on whether another, of another batch entry, needs it.
+        return np.where(lost, np.where(m == -np.inf, 0, m), base), np.where(lost, log_total, 0)
 
     # -- what a tile is made of ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ from .render import error
 
 __all__ = ["app", "main"]
 
+#: What typer makes of Ctrl-C, in most of its versions.
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="attnswitch",
     help="Exact attention over every kernel this machine has: chosen with reasons, verified here.",
@@ -54,6 +57,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of a pipe left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 2
+    except (KeyboardInterrupt, typer.Abort):  # outside a run, which ends with what it found
+        code = _INTERRUPTED
     except (AttnswitchError, OSError) as problem:
         error(problem)
         code = 2
@@ -61,5 +66,8 @@ def main() -> None:
         if not hasattr(usage, "show"):
             raise
         usage.show()  # a mistake in the options, which typer explains
+        code = 2
+    if code == _INTERRUPTED:
+        error("interrupted")
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

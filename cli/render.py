@@ -13,10 +13,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnswitch.planner import Plan
-from attnswitch.verify.report import replay_command
-from attnswitch.verify.runner import Found, Report
+from attnswitch.verify.report import facts
+from attnswitch.verify.session.tally import Found, Report, Tally
 
-__all__ = ["console", "counts", "error", "escape", "failures", "plan", "plan_json", "table", "write_json"]
+__all__ = [
+    "console",
+    "counts",
+    "error",
+    "escape",
+    "failures",
+    "matrix",
+    "plan",
+    "plan_json",
+    "table",
+    "verdict",
+    "write_json",
+]
+
+
+#: Characters that the matrix of checks may take: a wider one is for the HTML page.
+MATRIX = 100
 
 
 class _Console(Console):
@@ -31,7 +47,7 @@ console = _Console(highlight=False)
 _errors = Console(stderr=True, highlight=False)
 
 
-def error(problem: Exception) -> None:
+def error(problem: Exception | str) -> None:
     """One error, on standard error."""
     _errors.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
 
@@ -119,19 +135,43 @@ def counts(report: Report) -> Table:
     return rows
 
 
+def matrix(report: Report) -> None:
+    """How often each check held on each backend, where that fits; the HTML page has it for any number of them."""
+    backends = facts.by_backend(report)
+    devices = {device for device, _ in backends}
+    heads = [backend if len(devices) == 1 else f"{device} {backend}" for device, backend in backends]
+    rows = table("check", *heads, right=tuple(heads))
+    for check in facts.checks(backends.values(), report.failures):
+        if all(facts.state(tally, check) == "never" for tally in backends.values()):
+            continue  # such as the checks of a GPU on a CPU
+        rows.add_row(check, *(_state(tally, check) for tally in backends.values()))
+    if rows.row_count and console.measure(rows).maximum <= min(MATRIX, console.width):
+        console.print()
+        console.print(rows)
+        console.print("[dim]cases on which each check held; ✗: cases that broke it[/]", soft_wrap=True)
+
+
+def _state(tally: Tally, check: str) -> str:
+    broken = f"[bold red]✗ {tally.broken[check]}[/]" if tally.broken[check] else ""
+    return broken or (str(tally.held[check]) if tally.held[check] else "[dim]·[/]")
+
+
 def failures(found: list[Found]) -> None:
-    """Each failure: the smallest case, the first bad element, and the line that runs it again."""
+    """Each failure: the smallest case, the first bad element, the line that runs it again, and when it was found."""
     for item in found:
         outcome, failure = item.outcome, item.outcome.failure
         assert failure is not None
         where = f" [dim](chose {outcome.chosen})[/]" if outcome.backend == "auto" and outcome.chosen else ""
-        console.print(
-            f"\n[bold red]mismatch[/] {outcome.backend} on {outcome.device}{where}: {escape(failure.check)}",
-            soft_wrap=True,
-        )
-        console.print(f"  {escape(str(outcome.case))}", soft_wrap=True)
-        console.print(f"  {escape(failure.message)}", soft_wrap=True)
-        if failure.index is not None and failure.got is not None:
-            expected = "" if failure.expected is None else f", expected {failure.expected!r} within {failure.bound:.3g}"
-            console.print(f"  element {list(failure.index)} is {failure.got!r}{expected}", soft_wrap=True)
-        console.print(f"  [bold]{escape(replay_command(item))}[/]", soft_wrap=True)
+        place = escape(f"{outcome.backend} on {outcome.device}")
+        console.print(f"\n[bold red]mismatch[/] {place}{where}: {escape(failure.title)}", soft_wrap=True)
+        for line in (str(outcome.case), failure.message, facts.element(failure)):
+            if line:
+                console.print(f"  {escape(line)}", soft_wrap=True)
+        console.print(f"  [dim]{facts.when(item)}[/]", soft_wrap=True)
+        console.print(f"  [bold]{escape(facts.replay_command(item))}[/]", soft_wrap=True)
+
+
+def verdict(report: Report) -> None:
+    """The last line of a run."""
+    colour = {0: "bold green", 1: "bold red"}.get(report.exit_code, "bold yellow")
+    console.print(f"[{colour}]{facts.verdict(report)}[/]")

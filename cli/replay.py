@@ -2,74 +2,165 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from attnswitch.errors import InvalidProblem
-from attnswitch.verify import Outcome, check, load
+from attnswitch.errors import InvalidProblem, VerificationError
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.strategies import Space
+from attnswitch.verify.judge import check
+from attnswitch.verify.outcome import Failure, Outcome
+from attnswitch.verify.report import to_pytest
+from attnswitch.verify.report.facts import element
+from attnswitch.verify.session.corpus import Saved, load
+from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.plan import Plan, Target
+from attnswitch.verify.session.pool import Isolated
 
 from . import render
-from .verify import present
+from .named import named, present, reach
 
 __all__ = ["replay"]
 
+WORDS = {"verified": "FIXED", "mismatch": "FAILED", "refused": "REFUSED", "unavailable": "ABSENT"}
+COLOURS = {"FIXED": "green", "FAILED": "bold red", "ERROR": "bold red"}
+
 
 def replay(
-    files: Annotated[list[Path], typer.Argument(help="Saved cases.", exists=True, dir_okay=False)],
+    files: Annotated[list[Path], typer.Argument(help="Saved cases, or folders of them.", exists=True)],
     backend: Annotated[str | None, typer.Option(help="Run with this backend instead of the one that failed.")] = None,
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the one it failed on.")] = None,
+    isolate: Annotated[
+        bool, typer.Option(help="Run in a process of its own: a crash is an answer. Without it, a debugger can look.")
+    ] = True,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that one launch may take; longer has failed. Needs --isolate.")
+    ] = 120.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    emit_pytest: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the case, which must be one, to FILE as a test without Hypothesis."),
+    ] = None,
 ) -> None:
-    """Run saved cases: FIXED, FAILED, REFUSED (the backend does not take it now) or ABSENT.
+    """Run saved cases: FIXED, FAILED, REFUSED (the backend does not take it now), ABSENT or ERROR (not judged).
 
-    Exit code 1 if one failed; 3 if none could be judged.
+    Exit code 1 if one failed; else 2 if one could not be judged for an error; else 3 if none was verified.
     """
-    words = {"verified": "FIXED", "mismatch": "FAILED", "refused": "REFUSED", "unavailable": "ABSENT"}
-    documents, verdicts = [], []
-    for path in files:
-        saved = load(path)
-        where = device or saved.device
+    backend = None if backend is None else named(backend)
+    device = None if device is None else present(device)
+    paths = _paths(files)
+    if emit_pytest is not None and len(paths) > 1:
+        raise InvalidProblem(f"--emit-pytest takes one case, and {len(paths)} were named")
+    words, documents = [], []
+    with _Again(isolate, timeout) as again:
+        for path in paths:
+            outcome, error = None, ""
+            try:
+                saved = load(path)
+                outcome = _run(again, saved, backend, device)
+            except (InvalidProblem, VerificationError, OSError) as problem:
+                error = str(problem)
+            except Exception as mistake:  # the verifier's own: the other cases can still be judged
+                error = f"{type(mistake).__name__}: {mistake}"
+            words.append("ERROR" if outcome is None else WORDS[outcome.verdict])
+            if json:
+                documents.append(_document(path, words[-1], outcome, error))
+            else:
+                _print(path, words[-1], outcome, error)
+            if emit_pytest is not None and outcome is not None:
+                _write_test(emit_pytest, saved, outcome)
+    if json:
+        render.write_json(documents, None)
+    raise typer.Exit(1 if "FAILED" in words else 2 if "ERROR" in words else 0 if "FIXED" in words else 3)
+
+
+def _paths(named: list[Path]) -> list[Path]:
+    """The files, with those of each folder in its place."""
+    paths = []
+    for path in named:
+        inside = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not inside:
+            raise InvalidProblem(f"{path} holds no saved cases: expected files that end in .json")
+        paths += inside
+    return paths
+
+
+def _run(again: _Again, saved: Saved, backend: str | None, device: str | None) -> Outcome:
+    name, where = backend or saved.backend, device or saved.device
+    if ":" in name:
+        reach(name)  # one that cannot be loaded is absent
+    else:
+        named(name)
+    if device is None:
         try:
             where = present(where)
         except InvalidProblem as absence:
-            if device is not None or not where.startswith("cuda"):
+            if not where.startswith("cuda"):
                 raise
-            outcome = Outcome(saved.case, backend or saved.backend, where, "unavailable", reasons=(str(absence),))
-        else:
-            outcome = check(saved.case, backend or saved.backend, where)
-        word = words[outcome.verdict]
-        verdicts.append(outcome.verdict)
-        documents.append(
-            {
-                "file": str(path),
-                "result": word,
-                "backend": outcome.backend,
-                "device": outcome.device,
-                "case": str(saved.case),
-                "failure": None if outcome.failure is None else f"{outcome.failure.check}: {outcome.failure.message}",
-                "reasons": list(outcome.reasons),
-                "worst_error_over_bound": max(outcome.ratios.values(), default=0.0),
-            }
-        )
-        if json:
-            continue
-        colour = {"FIXED": "green", "FAILED": "bold red"}.get(word, "yellow")
-        render.console.print(f"[{colour}]{word}[/] {path.name}: {outcome.backend} on {outcome.device}", soft_wrap=True)
-        render.console.print(f"  {render.escape(str(saved.case))}", soft_wrap=True)
+            return Outcome(saved.case, name, where, "unavailable", reasons=(str(absence),))
+    return again(saved.case, name, where)
+
+
+@dataclass(slots=True)
+class _Again:
+    """Runs saved cases; a process for each device is kept from one to the next, while it lives."""
+
+    isolate: bool
+    timeout: float
+    _pools: dict[str, Isolated] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __call__(self, case: Case, backend: str, device: str) -> Outcome:
+        if not self.isolate:
+            return check(case, backend, device)
+        if device not in self._pools:
+            plan = Plan((Target(device, (), Space()),), 0, 0, isolate=True, workers=1, timeout=self.timeout)
+            self._pools[device] = Isolated(plan)
+            self._stack.push(self._pools[device])  # not entered: that would start workers for many cases
+        return self._pools[device].attempt(case, backend, device)
+
+    def __enter__(self) -> _Again:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _document(path: Path, word: str, outcome: Outcome | None, error: str) -> dict[str, Any]:
+    if outcome is None:
+        return {"file": str(path), "result": word, "error": error}
+    return {
+        "file": str(path),
+        "result": word,
+        "backend": outcome.backend,
+        "device": outcome.device,
+        "case": str(outcome.case),
+        "failure": None if outcome.failure is None else f"{outcome.failure.title}: {outcome.failure.message}",
+        "reasons": list(outcome.reasons),
+        "worst_error_over_bound": max(outcome.ratios.values(), default=0.0),
+    }
+
+
+def _print(path: Path, word: str, outcome: Outcome | None, error: str) -> None:
+    where = f": {outcome.backend} on {outcome.device}" if outcome is not None else ""
+    head = f"[{COLOURS.get(word, 'yellow')}]{word}[/] {render.escape(path.name + where)}"
+    render.console.print(head, soft_wrap=True)
+    lines = [error]
+    if outcome is not None:
         failure = outcome.failure
-        for line in (*outcome.reasons, *([f"{failure.check}: {failure.message}"] if failure else [])):
-            render.console.print(f"  {render.escape(line)}", soft_wrap=True)
-        if failure and failure.expected is not None:
-            render.console.print(
-                f"  element {list(failure.index or ())} is {failure.got!r}, expected {failure.expected!r}"
-                f" within {failure.bound:.3g}",
-                soft_wrap=True,
-            )
-    if json:
-        render.write_json(documents, None)
-    if "mismatch" in verdicts:
-        raise typer.Exit(1)
-    if "verified" not in verdicts:
-        raise typer.Exit(3)
+        wrong = [f"{failure.title}: {failure.message}", element(failure)] if failure is not None else []
+        lines = [str(outcome.case), *outcome.reasons, *wrong]
+    for line in filter(None, lines):
+        render.console.print(f"  {render.escape(line)}", soft_wrap=True)
+
+
+def _write_test(path: Path, saved: Saved, outcome: Outcome) -> None:
+    """The failure as it is now, or as it was saved where it is fixed."""
+    failure = outcome.failure or Failure(saved.check or "reference", "it failed when it was saved")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, environment())
+    path.write_text(test, encoding="utf-8", errors="replace")

@@ -2,39 +2,88 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import attnswitch
-from attnswitch import registry
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
-from attnswitch.verify import AUTO, EXAMPLES, Plan, Report, default_folder, run, targets, to_json, to_junit
+from attnswitch.verify.outcome import AUTO, Outcome
+from attnswitch.verify.report import EventLog, file_name, to_html, to_json, to_junit, to_markdown, to_pytest
+from attnswitch.verify.report.facts import environment_of
+from attnswitch.verify.session.conduct import run
+from attnswitch.verify.session.corpus import default_folder
+from attnswitch.verify.session.plan import EXAMPLES, Plan, targets
+from attnswitch.verify.session.tally import Report
 
 from . import render
+from .named import named, present
 
-__all__ = ["present", "verify"]
+if TYPE_CHECKING:
+    from attnswitch.verify.mutants.matrix import Matrix
+
+__all__ = ["Outputs", "verify"]
 
 
 def verify(
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="Verify this backend (repeatable); auto is the dispatcher's own choice. Default: all."),
+        typer.Option(
+            help="Verify this backend (repeatable): a name, a target such as package.module:Class, or auto, the"
+            " dispatcher's own choice. Default: all."
+        ),
     ] = None,
     device: Annotated[list[str] | None, typer.Option(help="cpu, cuda:0, ... (repeatable). Default: all here.")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Cases to draw for each device.")] = EXAMPLES,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Cases to draw for each device. Default: {EXAMPLES}; with --time, as many as there is time for.",
+        ),
+    ] = None,
     time: Annotated[str | None, typer.Option(help="Stop after this long: 90, 90s, 10m, 1h.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same cases and the same bits.")] = 0,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Drawn cases only: no fixed ones at tile edges and great lengths, no search."),
+    ] = False,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes for each device. Default: 1 a GPU, 1 for 2 CPU cores.")
+    ] = None,
+    isolate: Annotated[
+        bool, typer.Option(help="Run kernels in processes of their own: a crash is a finding, and not the end.")
+    ] = True,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that one launch may take; longer is a finding. Needs --isolate.")
+    ] = 120.0,
     corpus: Annotated[
-        Path | None, typer.Option(help="Folder of saved cases, replayed first; failures go there.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of saved cases, replayed first; failures go there.")
     ] = None,
     no_corpus: Annotated[bool, typer.Option("--no-corpus", help="Neither replay nor save cases.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the results to FILE as JSON; - for standard output.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write the results to FILE as JUnit XML.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the results to FILE as JSON; - for standard output.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results to FILE as JUnit XML.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the results to FILE as a page that needs no other.")
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append the results to FILE as Markdown.", envvar="GITHUB_STEP_SUMMARY"),
+    ] = None,
+    ndjson: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append every outcome to FILE as it comes, a line of JSON each.")
+    ] = None,
+    emit_pytest: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write a test for each failure to FOLDER, which needs no Hypothesis."),
+    ] = None,
 ) -> None:
     """Fuzz every attention kernel of this machine against float64, outputs and gradients, and report.
 
@@ -42,30 +91,83 @@ def verify(
     verified.
     """
     seconds = None if time is None else _seconds(time)
-    folder = None if no_corpus else corpus or default_folder()
     plan = Plan(
-        targets([present(name) for name in device] if device else _devices(), _backends(backend)),
-        examples,
+        targets(_devices(device), _backends(backend)),
+        examples if examples is not None or seconds is not None else EXAMPLES,
         seed,
         seconds,
         max_failures=max_failures,
-        corpus=folder,
+        corpus=None if no_corpus else corpus or default_folder(),
+        isolate=isolate,
+        workers=workers,
+        timeout=timeout,
+        lattice=not quick,
+        targeted=not quick,
     )
-    quiet = str(json) == "-"
-    _check_targets(folder, *(path for path in (json, junit) if path is not None and not quiet))
-    report = _run(plan, quiet)
-    if json is not None:
-        render.write_json(to_json(report), json)
-    if junit is not None:
-        junit.parent.mkdir(parents=True, exist_ok=True)
-        junit.write_text(to_junit(report))
-    if not quiet:
+    outputs = Outputs(json, junit, html, summary, emit_pytest)
+    outputs.check(plan.corpus, ndjson)
+    report = _run(plan, outputs.quiet, ndjson)
+    outputs.write(report)
+    if not outputs.quiet:
         _print(report)
     raise typer.Exit(report.exit_code)
 
 
-def _run(plan: Plan, quiet: bool) -> Report:
-    total = plan.examples * len(plan.targets)
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where to write a finished run, None where not."""
+
+    json: Path | None
+    junit: Path | None
+    html: Path | None
+    summary: Path | None
+    tests: Path | None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether standard output is for the JSON document alone."""
+        return str(self.json) == "-"
+
+    def check(self, corpus: Path | None, *others: Path | None) -> None:
+        """Find out before a long run, not after it, that a result could not be written."""
+        for option, folder in (("--corpus", corpus), ("--emit-pytest", self.tests)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise InvalidProblem(f"{option} {folder} is a file: expected a folder")
+        for path in (None if self.quiet else self.json, self.junit, self.html, self.summary, *others):
+            if path is None:
+                continue
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
+            except OSError as error:
+                raise InvalidProblem(f"{path} cannot be written: {error}") from None
+
+    def write(self, report: Report, mutants: Matrix | None = None) -> None:
+        """Write what was asked for."""
+        if self.json is not None:
+            render.write_json(to_json(report), self.json)
+        if self.junit is not None:
+            self.junit.write_text(to_junit(report), encoding="utf-8", errors="replace")
+        if self.html is not None:
+            self.html.write_text(to_html(report, mutants), encoding="utf-8", errors="replace")
+        if self.summary is not None:
+            with self.summary.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(to_markdown(report))
+        if self.tests is not None:
+            self._write_tests(report, self.tests)
+
+    @staticmethod
+    def _write_tests(report: Report, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for outcome in (found.outcome for found in report.failures):
+            assert outcome.failure is not None
+            test = to_pytest(outcome.case, outcome.backend, outcome.device, outcome.failure, environment_of(report))
+            name = file_name(outcome.backend, outcome.device, outcome.failure)
+            (folder / name).write_text(test, encoding="utf-8", errors="replace")
+
+
+def _run(plan: Plan, quiet: bool, ndjson: Path | None) -> Report:
+    """Carry the plan out with a bar that moves, and the log if there is one."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -73,14 +175,30 @@ def _run(plan: Plan, quiet: bool) -> Report:
         TextColumn("cases, [green]{task.fields[verified]} verified[/]{task.fields[bad]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=render.console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("starting", total=total, verified=0, bad="")
+    with ExitStack() as stack:
+        log = None if ndjson is None else stack.enter_context(EventLog(ndjson))
+        bar = stack.enter_context(Progress(*columns, console=render.console, transient=True, disable=quiet))
+        task = bar.add_task("starting", total=None, verified=0, bad="")
+        phase, before = "", 0
 
-        def progress(report: Report, doing: str) -> None:
+        def progress(report: Report, doing: str, outcomes: tuple[Outcome, ...]) -> None:
+            nonlocal phase, before
+            if log is not None:
+                log.progress(report, doing, outcomes)
+            if doing.partition(" on ")[0] != phase:  # only of what is drawn is it known how many there will be
+                phase, before = doing.partition(" on ")[0], report.cases
+                known = phase == "fuzzing" and plan.examples is not None
+                bar.tasks[0].total = (plan.examples or 0) * len(plan.targets) if known else None
             bad = f", [red]{len(report.failures)} mismatches[/]" if report.failures else ""
-            bar.update(task, completed=report.cases, description=doing, verified=report.verified, bad=bad)
+            done = report.cases - before
+            bar.update(task, completed=done, description=doing, verified=report.verified, bad=bad)
 
-        return run(plan, progress)
+        if log is not None:
+            log.start(plan)
+        report = run(plan, progress)
+        if log is not None:
+            log.end(report)
+        return report
 
 
 def _print(report: Report) -> None:
@@ -90,6 +208,7 @@ def _print(report: Report) -> None:
         " reason[/]",
         soft_wrap=True,
     )
+    render.matrix(report)
     render.failures(report.failures)
     rate = report.cases / report.seconds if report.seconds else 0.0
     stopped = f", stopped: {report.stopped}" if report.stopped else ""
@@ -99,13 +218,7 @@ def _print(report: Report) -> None:
         f" ({rate:.0f} cases/s), seed {report.seed}{stopped}",
         soft_wrap=True,
     )
-    verdict = {
-        0: "[bold green]every result is within its error bound[/]",
-        2: "[bold yellow]interrupted; what ran is within its error bound[/]",
-        1: f"[bold red]{len(report.failures)} distinct mismatches[/]",
-        3: "[bold yellow]nothing was verified[/]",
-    }
-    render.console.print(verdict[report.exit_code])
+    render.verdict(report)
 
 
 def _seconds(text: str) -> float:
@@ -120,37 +233,17 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _check_targets(folder: Path | None, *files: Path) -> None:
-    """Find out before a long run, not after it, that a result could not be written."""
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise InvalidProblem(f"--corpus {folder} is a file: expected a folder")
-    for path in files:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-        except OSError as error:
-            raise InvalidProblem(f"{path} cannot be written: {error}") from None
-
-
-def present(name: str) -> str:
-    """``name`` as torch spells it, if it is a device of this machine. Raises ``InvalidProblem`` if not."""
-    device = Device.parse(name)
-    if not device.present:
-        raise InvalidProblem(f"device {name!r} is not in this machine: kernels can be planned for it, not run")
-    return "cuda:0" if name == "cuda" else name
-
-
-def _devices() -> list[str]:
-    """The CPU and every GPU that torch sees."""
+def _devices(names: list[str] | None) -> list[str]:
+    """The devices named, checked; or the CPU and every GPU that torch sees."""
+    if names is not None:
+        return list(dict.fromkeys(present(name) for name in names))
     return ["cpu", *(f"cuda:{index}" for index in range(len(Device.all()) - 1))]
 
 
-def _backends(named: list[str] | None) -> list[str]:
-    """The names given, checked; or the dispatcher's choice and every backend that can run here."""
-    if named is None:
+def _backends(names: list[str] | None) -> list[str]:
+    """The backends named, checked; or the dispatcher's choice and every backend that can run here."""
+    if names is None:
         return [AUTO, *(name for name, why in attnswitch.backends().items() if why is None)]
-    known = (AUTO, *registry.names())
-    for name in named:
-        if name not in known:
-            raise InvalidProblem(f"backend {name!r} is not known; expected one of {', '.join(known)}")
-    return named
+    for name in dict.fromkeys(names):
+        named(name)
+    return list(dict.fromkeys(names))

@@ -1,28 +1,39 @@
-"""The verifier: fuzzes every backend of a machine against float64, with an error bound for every element.
+"""The verifier: tries every backend of a machine on drawn cases, and holds what comes back to properties.
 
-    case        one problem and the recipe for its data     oracle, rows    the float64 answer, in two independent forms
-    strategies  what Hypothesis draws                       bounds          how far rounding can take a right kernel
-    provider    where its choices come from                 checks          one case on some backends: verdicts
-    data        the recipe's numbers, from a hash           runner          a whole run: corpus, fuzzing, shrinking
-    layouts     the same numbers, differently in memory     corpus, report  saved cases; JSON and JUnit
-    compare     results against bounds, element by element  environment     versions and devices of a result
-    unguarded   running a backend on what it refuses
+    drawing  cases, what Hypothesis draws, and their data      checks   the properties, one of which is the reference
+    launch   a case through the public calls                   trial    one case on one backend, and running it again
+    truth    the float64 answer, and how far rounding goes     judge    one case on some backends: verdicts
+    session  a whole run: workers, shrinking, saved cases      outcome  what a verdict is
+    report   a run as JSON, JUnit, HTML and others             mutants  faulty backends, by which the verifier is tested
 
-This is library code, used alike by the tests and by ``attnswitch verify``.
+This is library code, used alike by the tests and by ``attnswitch verify``. Names are loaded when they are first used:
+judging a case needs nothing of a run, Hypothesis least of all.
 """
 
-from attnswitch.verify.case import Case, MaskRecipe, Placing
-from attnswitch.verify.checks import AUTO, Outcome, check, examine
-from attnswitch.verify.compare import Failure
-from attnswitch.verify.corpus import Saved, default_folder, load
-from attnswitch.verify.report import to_json, to_junit
-from attnswitch.verify.runner import EXAMPLES, Found, Plan, Report, Target, run, targets
-from attnswitch.verify.strategies import Space, cases
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
+    from attnswitch.verify.drawing.strategies import Space, cases
+    from attnswitch.verify.judge import check, examine
+    from attnswitch.verify.outcome import AUTO, Failure, Outcome
+    from attnswitch.verify.report.document import to_json
+    from attnswitch.verify.report.html import to_html
+    from attnswitch.verify.report.junit import to_junit
+    from attnswitch.verify.report.ndjson import EventLog
+    from attnswitch.verify.report.pytest_file import to_pytest
+    from attnswitch.verify.report.summary import to_markdown
+    from attnswitch.verify.session.conduct import run
+    from attnswitch.verify.session.corpus import Saved, default_folder, load
+    from attnswitch.verify.session.plan import EXAMPLES, Plan, Target, targets
+    from attnswitch.verify.session.tally import Found, Report
 
 __all__ = [
     "AUTO",
     "EXAMPLES",
     "Case",
+    "EventLog",
     "Failure",
     "Found",
     "MaskRecipe",
@@ -40,6 +51,40 @@ __all__ = [
     "load",
     "run",
     "targets",
+    "to_html",
     "to_json",
     "to_junit",
+    "to_markdown",
+    "to_pytest",
 ]
+
+_PLACES = {
+    "drawing.case": ("Case", "MaskRecipe", "Placing"),
+    "drawing.strategies": ("Space", "cases"),
+    "judge": ("check", "examine"),
+    "outcome": ("AUTO", "Failure", "Outcome"),
+    "report.document": ("to_json",),
+    "report.html": ("to_html",),
+    "report.junit": ("to_junit",),
+    "report.ndjson": ("EventLog",),
+    "report.pytest_file": ("to_pytest",),
+    "report.summary": ("to_markdown",),
+    "session.conduct": ("run",),
+    "session.corpus": ("Saved", "default_folder", "load"),
+    "session.plan": ("EXAMPLES", "Plan", "Target", "targets"),
+    "session.tally": ("Found", "Report"),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """The public name, from the module that has it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

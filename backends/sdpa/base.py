@@ -12,7 +12,7 @@ from attnswitch.backend import Config, Gradients, Inputs, Kernel, Precision
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-from . import masks
+from . import autocast, masks
 from .reasons import no_gpu
 
 __all__ = ["Launch", "SdpaBackend", "SdpaKernel"]
@@ -31,6 +31,7 @@ class SdpaBackend:
     on_cpu: ClassVar[bool] = False
     #: Whether the operator returns its lse.
     has_lse: ClassVar[bool] = True
+    divergences: ClassVar[str] = "attnswitch.backends.sdpa:divergences.toml"
 
     def unavailable(self) -> str | None:
         """Only for want of a GPU, where it has no CPU form."""
@@ -81,11 +82,6 @@ class SdpaBackend:
                 yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
             elif memory.align < 8 and memory.align < _itemsize(problem, role):
                 yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
-        if problem.nonfinite:
-            yield (
-                "query, key or value holds NaN or inf: torch multiplies hidden ones by a weight of 0, which leaks NaN,"
-                " and loses visible ones on the CPU (fixtures/corpus/sdpa-nonfinite-*.json)"
-            )
 
 
 def _itemsize(problem: Problem, role: str) -> int:
@@ -105,9 +101,8 @@ class SdpaKernel:
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, differentiable by torch, and lse where the problem asks for it."""
         kind = inputs.query.device.type
-        if _autocasts(kind):  # it would cast the operands, and with them the dtype of the result
-            with torch.autocast(kind, enabled=False):
-                return self.forward(inputs)
+        if autocast.is_on(kind):  # it would cast the operands, and with them the dtype of the result
+            return autocast.shielded(kind, self.forward, inputs)
         p = self.problem
         if p.is_empty or p.seq_k == 0:
             return _empty(p, inputs)
@@ -125,7 +120,7 @@ class SdpaKernel:
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients through torch's autograd, for callers without it; the forward runs again."""
         kind = grad_out.device.type
-        if _autocasts(kind):
+        if autocast.is_on(kind):
             with torch.autocast(kind, enabled=False):
                 return self.backward(inputs, out, lse, grad_out, grad_lse)
         operands = dict(zip("qkvm", inputs[:4], strict=True))
@@ -138,10 +133,6 @@ class SdpaKernel:
             grads = torch.autograd.grad(result, list(leaves.values()), grad_out, materialize_grads=True)
         found = dict(zip(leaves, grads, strict=True))
         return Gradients(*(found.get(letter) for letter in "qkvm"))
-
-
-def _autocasts(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:

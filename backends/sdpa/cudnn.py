@@ -12,9 +12,9 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend
-from .masks import Hiding, plainly_causal
+from .masks import Hiding
 from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
-from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, needs_positive_scale, version
+from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, version
 
 __all__ = ["CudnnBackend"]
 
@@ -23,22 +23,21 @@ class CudnnBackend(SdpaBackend):
     """cuDNN through torch; a plan is built for each new shape, which takes tenths of a second."""
 
     name: ClassVar[str] = "sdpa-cudnn"
+    builds_per_shape: ClassVar[bool] = True
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
-        """What cuDNN in torch does not do, and the versions in which it is wrong."""
+        """What cuDNN in torch does not do."""
         if elsewhere := needs_cuda(device, (8, 0)):
             yield elsewhere
             return
         yield from needs_half(problem)
         yield from fits_grid(problem)
         yield from mask_loses_bits(problem)
-        yield from needs_positive_scale(problem)
         if "m" in problem.grads:
             yield "a gradient of attn_mask: cuDNN's operator has none"
         if problem.deterministic and problem.grads:
             yield "deterministic=True: its backward does not repeat its bits"
         yield from _size_limits(problem, device)
-        yield from _faults(problem, device)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""
@@ -61,26 +60,6 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
         yield "one query: torch does not give it to cuDNN with dropout, nor at all before 2.9"
     if problem.dropout and not (problem.dropout * 16).is_integer():
         yield f"dropout_p={problem.dropout}: cuDNN rounds it to a multiple of 1/16"
-
-
-def _faults(problem: Problem, device: Device) -> Iterator[str]:
-    """Versions of cuDNN that answer wrongly, each with the report."""
-    cudnn = version(device, "cudnn")
-    capability = device.capability or (0, 0)
-    if cudnn < (9, 15, 1) and (problem.seq_q % 128 or problem.seq_k % 128):
-        yield "lengths not multiples of 128: cuDNN before 9.15.1 reads out of bounds (pytorch#169849)"
-    if problem.dropout and (9, 11) < cudnn < (9, 14):
-        yield "dropout: wrong in cuDNN 9.11 to 9.13"
-    flagged = plainly_causal(problem)  # hidden by a mask instead, causal is no help
-    if problem.grads and capability[0] == 9 and not flagged and problem.seq_k % 128 == 64 and cudnn < (9, 26):
-        yield (
-            "gradients with keys % 128 == 64, not top-left causal: NaN in dQ on Hopper before cuDNN 9.26"
-            " (pytorch#196678, fixtures/corpus/sdpa-cudnn-cuda-grad-query.json)"
-        )
-    if problem.seq_q == 1 and capability[0] in (10, 11) and (9, 19) <= cudnn <= (9, 25) and cudnn[:3] != (9, 24, 1):
-        yield "one query on Blackwell: wrong in cuDNN 9.19 to 9.25 (pytorch#193893)"
-    if problem.seq_q == 1 and problem.grads and cudnn[:2] == (9, 26):
-        yield "gradients with one query: NaN in cuDNN 9.26 (NVIDIA/cudnn-frontend#1072)"
 
 
 def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:

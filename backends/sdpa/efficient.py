@@ -12,7 +12,7 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend
-from .masks import Hiding, needs_mask
+from .masks import Hiding
 from .operands import bias, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
 
@@ -25,7 +25,7 @@ class EfficientBackend(SdpaBackend):
     name: ClassVar[str] = "sdpa-efficient"
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
-        """What the CUTLASS kernel in torch does not do, and where it is wrong."""
+        """What the CUTLASS kernel in torch does not do."""
         if elsewhere := needs_cuda(device, (5, 0)):
             yield elsewhere
             return
@@ -41,13 +41,6 @@ class EfficientBackend(SdpaBackend):
                 f"{problem.heads_q} query heads share {problem.heads_kv} key heads: before torch 2.15 the kernel has no"
                 " grouped heads; repeat key and value"
             )
-        if needs_mask(problem):
-            if version(device, "torch") < (2, 15) and problem.seq_q * problem.seq_k >= 2**32:
-                yield "a mask of 2**32 elements a head or more: its row offset overflows before 2.15 (pytorch#187227)"
-            elif problem.grads and problem.seq_q * problem.seq_k >= 2**31:
-                yield "gradients with a mask of 2**31 elements a head or more: its strides overflow (pytorch#147585)"
-        if problem.dropout and problem.seq_q * problem.seq_k >= 2**32 and version(device, "torch") < (2, 15):
-            yield "dropout over 2**32 scores a head or more: the generator's offset overflows before torch 2.15"
         if problem.grads and problem.deterministic:
             yield ATOMIC
 

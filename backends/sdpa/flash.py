@@ -13,9 +13,9 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from .base import Launch, SdpaBackend
-from .masks import Hiding, needs_mask, plainly_causal
+from .masks import Hiding
 from .operands import additive, dense_rows, padded, with_aligned_gradient
-from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, needs_positive_scale, version
+from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half
 
 __all__ = ["FlashBackend"]
 
@@ -31,7 +31,7 @@ class FlashBackend(SdpaBackend):
         if problem.dim_qk != problem.dim_v:
             yield f"head dimensions {problem.dim_qk} and {problem.dim_v} differ: the kernel has one for both"
         if device.kind == "cpu":
-            yield from _cpu_limits(problem, device)
+            yield from _cpu_limits(problem)
         elif elsewhere := needs_cuda(device, (8, 0)):
             yield elsewhere
         else:
@@ -53,28 +53,20 @@ class FlashBackend(SdpaBackend):
         return _launch_cpu if device.kind == "cpu" else _launch_cuda
 
 
-def _cpu_limits(problem: Problem, device: Device) -> Iterator[str]:
-    pytorch = version(device, "torch")
+def _cpu_limits(problem: Problem) -> Iterator[str]:
     if problem.dropout:
         yield f"dropout_p={problem.dropout}: torch's CPU kernel has none"
     if "m" in problem.grads:
         yield "a gradient of attn_mask: the operator has none"
-    if plainly_causal(problem) and problem.softmax_scale <= 0:
-        yield f"causal with scale={problem.scale}: rows come out NaN (fixtures/corpus/sdpa-flash-cpu-causal-scale.json)"
-    if problem.group > 1 and pytorch < (2, 11):
-        yield f"{problem.heads_q} query heads share {problem.heads_kv} key heads: reads out of bounds before torch 2.11"
-    if problem.grads and problem.dim_qk == 1 and problem.dtype in ("float16", "bfloat16") and pytorch < (2, 11):
-        yield "gradients with head dimension 1 in a 16-bit type: wrong before torch 2.11"
 
 
 def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
     yield from needs_half(problem)
     yield from fits_grid(problem)
-    if needs_mask(problem):
+    if problem.needs_mask:
         yield "attn_mask, key_lengths, window or bottom-right causal needs a mask, and the kernel takes none"
     elif problem.causal and problem.seq_q != problem.seq_k and not problem.bottom_right:
         yield f"causal with {problem.seq_q} queries, {problem.seq_k} keys: the kernel aligns the diagonal bottom-right"
-    yield from needs_positive_scale(problem)
     if problem.dim_qk > 256:
         yield f"head dimension {problem.dim_qk}: at most 256"
     if problem.grads:

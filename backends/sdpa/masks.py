@@ -9,7 +9,7 @@ import torch
 from attnswitch.backend import Inputs
 from attnswitch.problem import Problem
 
-__all__ = ["Hiding", "compose", "needs_mask", "plainly_causal"]
+__all__ = ["Hiding", "compose"]
 
 
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
@@ -34,29 +34,10 @@ class Hiding(NamedTuple):
     shift: torch.Tensor | None = None
 
 
-def plainly_causal(problem: Problem) -> bool:
-    """Whether causal hiding is what torch's ``is_causal`` flag means."""
-    aligned = not problem.bottom_right or (problem.seq_q == problem.seq_k and not problem.key_lengths)
-    return problem.causal and problem.window is None and aligned
-
-
-def sees_all(problem: Problem) -> bool:
-    """Whether causal hiding has no effect: one query, aligned with the last key."""
-    decode = problem.seq_q == 1 and problem.bottom_right and not problem.key_lengths
-    return problem.causal and problem.window is None and decode
-
-
-def needs_mask(problem: Problem) -> bool:
-    """Whether ``compose`` returns a mask for ``problem``, of up to Lq x Lk elements."""
-    if problem.mask is not None or problem.key_lengths or problem.window is not None:
-        return True
-    return problem.causal and not plainly_causal(problem) and not sees_all(problem)
-
-
 def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) -> Hiding:
     """The mask, the causal flag and the dead rows of one call; a float mask in ``dtype``, or as it came."""
-    if not needs_mask(problem):
-        return Hiding(causal=plainly_causal(problem) and not sees_all(problem))
+    if not problem.needs_mask:
+        return Hiding(causal=problem.plainly_causal and not problem.sees_all)
     visible = _positions(problem, inputs)
     mask = inputs.attn_mask
     if mask is None:
@@ -87,7 +68,7 @@ def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     if lengths is not None:
         lengths = lengths.to(torch.int64)[:, None, None, None]
         visible = j < lengths
-    if not problem.positional or sees_all(problem):
+    if not problem.positional or problem.sees_all:
         return visible
     centre = torch.arange(problem.seq_q, device=device)[:, None]
     if problem.bottom_right:

@@ -15,7 +15,6 @@ __all__ = [
     "mask_loses_bits",
     "needs_cuda",
     "needs_half",
-    "needs_positive_scale",
     "no_gpu",
     "version",
 ]
@@ -55,12 +54,6 @@ def needs_half(problem: Problem) -> Iterator[str]:
     """It exists for the 16-bit types only."""
     if problem.dtype not in ("float16", "bfloat16"):
         yield f"dtype {problem.dtype}: the kernel exists for float16 and bfloat16"
-
-
-def needs_positive_scale(problem: Problem) -> Iterator[str]:
-    """The kernels fold the scale into a maximum, which a factor of 0 or less turns into NaN."""
-    if problem.softmax_scale <= 0:
-        yield f"scale={problem.scale}: the output comes out NaN (fixtures/corpus/sdpa-*-scale.json)"
 
 
 def fits_grid(problem: Problem) -> Iterator[str]:

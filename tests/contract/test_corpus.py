@@ -11,7 +11,7 @@ import pytest
 
 from attnswitch import InvalidProblem, registry
 from attnswitch.verify import AUTO, Outcome, Saved, check, default_folder, load
-from attnswitch.verify.unguarded import unguarded
+from attnswitch.verify.launch.unguarded import unguarded
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "corpus"
 FILES = sorted(FOLDER.glob("*.json"))

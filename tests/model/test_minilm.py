@@ -38,9 +38,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 import attnswitch
 from attnswitch import registry
 from attnswitch.integrations.transformers import register
-from attnswitch.verify.bounds import bounds
-from attnswitch.verify.case import Case, MaskRecipe
-from attnswitch.verify.oracle import Answer, answer
+from attnswitch.verify.drawing.case import Case, MaskRecipe
+from attnswitch.verify.truth.bounds import bounds
+from attnswitch.verify.truth.oracle import Answer, answer
 
 SENTENCES = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
 NAMED = ("reference", "tiled", "sdpa-flash", "sdpa-math")

@@ -59,7 +59,10 @@ def test_every_folder_with_modules_is_a_package() -> None:
         assert (path.parent / "__init__.py").is_file(), f"{path.parent} has no __init__.py"
 
 
-@pytest.mark.parametrize("pattern", ["py.typed", "verify/activations.npz"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["py.typed", "verify/drawing/activations.npz", "verify/mutants/mutants.toml", "verify/report/page.html.j2"],
+)
 def test_data_files_are_listed(pattern: str) -> None:
     """setuptools takes what pyproject.toml lists, for the package that it is listed under."""
     path = PurePosixPath("attnswitch") / pattern

@@ -15,7 +15,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"attnswitch": "attnswitch", "backends": "attnswitch/backends", "cli": "attnswitch/cli"}
-DATA = {"attnswitch/py.typed", "attnswitch/verify/activations.npz"}
+DATA = {
+    "attnswitch/py.typed",
+    "attnswitch/backends/sdpa/divergences.toml",
+    "attnswitch/verify/drawing/activations.npz",
+    "attnswitch/verify/mutants/mutants.toml",
+    "attnswitch/verify/report/page.html.j2",
+}
 
 
 def python(script: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:

@@ -5,6 +5,8 @@ Each is the tiled backend with one small fault of a kind that real kernels have 
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +17,8 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 FAULTS: list[str] = []
+#: These end or stop the process that runs them, or show in the lattice only: tests/unit/test_isolation.py.
+DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193")
 
 
 def _tiled() -> Any:
@@ -31,7 +35,8 @@ class Saboteur:
     autograd: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        FAULTS.append(cls.__name__)
+        if cls.__name__ not in DANGEROUS:
+            FAULTS.append(cls.__name__)
 
     def unavailable(self) -> str | None:
         return None
@@ -214,6 +219,70 @@ class Raises(Saboteur):
         if inputs.key.shape[2] % 64 == 63:
             raise RuntimeError("unspecified launch failure")
         return inputs
+
+
+# -- what takes another process, great lengths or patience to notice: tests/unit/test_isolation.py ----------------------
+
+
+class Segfaults(Saboteur):
+    """It reads address 0 where there is a window."""
+
+    def problem(self, problem: Problem) -> Problem:
+        self.windowed = problem.window is not None
+        return problem
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if self.windowed:
+            ctypes.string_at(0)
+        return inputs
+
+
+class Hangs(Saboteur):
+    """It waits for ever where the last tile of keys has one key or two."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.key.shape[2] % 16 in (1, 2):
+            threading.Event().wait()
+        return inputs
+
+
+class ReadsPastTile(Saboteur):
+    """It loads one element past the last row of the keys, and lets it take part with a weight of 0."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        key = inputs.key
+        if not key.size or any(stride < 0 for stride in key.strides):
+            return inputs
+        past = np.lib.stride_tricks.as_strided(key[-1, -1, -1, -1:], (2,), (key.strides[3] or key.itemsize,))
+        key = np.array(key)
+        key[-1, -1, -1, -1] += past[1] * key.dtype.type(0)
+        return inputs._replace(key=key)
+
+
+class OneKeyOf8193(Saboteur):
+    """With that many keys, it leaves one of them out."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.key.shape[2] != 8193:
+            return inputs
+        keep = np.arange(8193) != 5000
+        keep[5000] = False
+        value = np.where(keep[:, None], inputs.value, 0)
+        return inputs._replace(value=value.astype(inputs.value.dtype))
+
+
+class Races(Saboteur):
+    """Now and then a tile is read before it was written: one call in seven gives another output."""
+
+    calls = 0
+
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        Races.calls += 1
+        if Races.calls % 7 or out.shape[2] < 17:
+            return out, lse
+        out = out.copy()
+        out[:, :, 16:] = out[:, :, 15:16]
+        return out, lse
 
 
 _: type[Backend] = Saboteur

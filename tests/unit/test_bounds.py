@@ -12,8 +12,8 @@ import pytest
 from attnswitch import registry
 from attnswitch.backend import Gradients, Inputs, Precision
 from attnswitch.verify import Case, MaskRecipe, Outcome, Placing, check, oracle
-from attnswitch.verify.bounds import bounds
-from attnswitch.verify.data import operands, rounded
+from attnswitch.verify.drawing.data import operands, rounded
+from attnswitch.verify.truth.bounds import bounds
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PLAIN = Case(

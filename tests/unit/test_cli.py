@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,13 +16,30 @@ from xml.etree import ElementTree
 import pytest
 
 from attnswitch import api, registry
-from attnswitch.verify import Case, Failure, Outcome, corpus
+from attnswitch.verify import Case, Failure, Outcome
+from attnswitch.verify.checks import CHECKS
+from attnswitch.verify.session import corpus
+from attnswitch.verify.session.plan import EXAMPLES, Plan
+from attnswitch.verify.session.tally import Report
 
 Register = Callable[[str, str], None]
 #: Beside the interpreter, as installers put it.
 SCRIPT = Path(sys.executable).with_name("attnswitch")
 KNOWN = Path(__file__).parents[2] / "fixtures" / "corpus" / "sdpa-flash-cpu-causal-scale.json"
-FAULTY = ("verify", "--backend", "saboteur", "--device", "cpu", "--examples", "60", "--max-failures", "1")
+#: A short run in this process, which sees the backends that a test registers.
+HERE = ("verify", "--quick", "--no-isolate", "--device", "cpu")
+FAULTY = (*HERE, "--backend", "saboteur", "--examples", "60", "--max-failures", "1")
+#: A backend of which nothing is left after its first call, as the author of one has it in the folder that he is in.
+KILLS = """
+import os, signal
+from attnswitch.backends.tiled import TiledBackend
+
+class Kills(TiledBackend):
+    name = "kills"
+
+    def compile(self, *arguments):
+        os.kill(os.getpid(), signal.SIGSEGV)
+"""
 
 
 class Ran(NamedTuple):
@@ -40,6 +58,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setenv("ATTNSWITCH_CORPUS", str(tmp_path / "corpus"))
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
     def call(*arguments: str) -> Ran:
         monkeypatch.setattr(sys, "argv", ["attnswitch", *arguments])
@@ -58,7 +78,9 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 def saved(folder: Path, backend: str, **case: Any) -> Path:
     """A file as a failing run would leave it."""
-    outcome = Outcome(Case(**case), backend, "cpu", "mismatch", backend, failure=Failure("out", "it was wrong once"))
+    outcome = Outcome(
+        Case(**case), backend, "cpu", "mismatch", backend, failure=Failure("reference", "it was wrong once", "out")
+    )
     return corpus.save(outcome, folder)
 
 
@@ -66,42 +88,95 @@ def saved(folder: Path, backend: str, **case: Any) -> Path:
 
 
 def test_verify_prints_what_it_verified(cli: Cli) -> None:
-    ran = cli("verify", "--examples", "20", "--backend", "tiled", "--backend", "auto", "--device", "cpu", "--seed", "4")
+    ran = cli(*HERE, "--examples", "20", "--backend", "tiled", "--backend", "auto", "--seed", "4")
     assert ran.code == 0
     assert "every result is within its error bound" in ran.out
     assert "20 cases; " in ran.out
     assert "seed 4" in ran.out
     assert {line.split()[1] for line in ran.out.splitlines() if line.startswith("cpu")} == {"auto", "tiled"}
+    assert re.search(r"^check +auto +tiled$", ran.out, re.MULTILINE)
+    assert re.search(r"^reference +\d+ +\d+$", ran.out, re.MULTILINE)
 
 
 def test_verify_without_a_backend_takes_all_that_can_run(cli: Cli) -> None:
-    ran = cli("verify", "--examples", "3", "--json", "-")
+    ran = cli("verify", "--quick", "--no-isolate", "--examples", "3", "--json", "-")
     able = {name for name, why in api.backends().items() if why is None}
     assert {row["backend"] for row in json.loads(ran.out)["results"]} == {"auto", *able}
 
 
 def test_verify_writes_json_to_standard_output_alone(cli: Cli) -> None:
-    ran = cli("verify", "--examples", "10", "--backend", "reference", "--device", "cpu", "--json", "-")
+    ran = cli(*HERE, "--examples", "10", "--backend", "reference", "--json", "-")
     document = json.loads(ran.out)
     assert (ran.code, document["exit_code"], document["cases"], document["failures"]) == (0, 0, 10, [])
 
 
 def test_verify_writes_files(cli: Cli, tmp_path: Path) -> None:
-    to_json, to_junit = tmp_path / "new" / "run.json", tmp_path / "newer" / "run.xml"
-    ran = cli(
-        *("verify", "--examples", "10", "--backend", "reference", "--device", "cpu"),
-        *("--json", str(to_json), "--junit", str(to_junit)),
-    )
+    names = {"--json": "a/run.json", "--junit": "b/run.xml", "--html": "c/run.html", "--ndjson": "d/run.ndjson"}
+    files = {option: tmp_path / name for option, name in names.items()}
+    given = [text for option, path in files.items() for text in (option, str(path))]
+    ran = cli(*HERE, "--examples", "10", "--backend", "reference", *given)
     assert ran.code == 0
     assert "every result is within its error bound" in ran.out
-    document = json.loads(to_json.read_text())
-    (suite,) = ElementTree.parse(to_junit).getroot()
-    assert suite.get("tests") == str(len(document["results"]))
-    assert (suite.get("failures"), document["verified"] > 0) == ("0", True)
+    document = json.loads(files["--json"].read_text())
+    assert (document["schema"], document["verified"] > 0) == (2, True)
+    (suite,) = ElementTree.parse(files["--junit"]).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == (str(len(CHECKS)), "0")
+    assert "every result is within its error bound" in files["--html"].read_text()
+    events = [json.loads(line) for line in files["--ndjson"].read_text().splitlines()]
+    assert (events[0]["event"], events[-1]["event"]) == ("start", "end")
+    assert [event["event"] for event in events].count("outcome") == 10
+    assert events[0]["plan"]["isolate"] is False
+
+
+def test_the_summary_is_appended_where_github_asks(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, other = tmp_path / "step.md", tmp_path / "other.md"
+    path.write_text("# before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+    assert cli(*HERE, "--examples", "2", "--backend", "reference").code == 0
+    assert path.read_text().startswith("# before\n## attnswitch verify\n")
+    assert cli(*HERE, "--examples", "2", "--backend", "reference", "--summary", str(other)).code == 0
+    assert (path.read_text().count("## attnswitch"), other.read_text().count("## attnswitch")) == (1, 1)
+
+
+def test_tests_are_written_for_failures(cli: Cli, register: Register, tmp_path: Path) -> None:
+    register("saboteur", "saboteurs:ScaledOutput")
+    assert cli(*FAULTY, "--emit-pytest", "tests").code == 1
+    (path,) = (tmp_path / "tests").iterdir()
+    assert path.name == "test_saboteur_cpu_reference_out.py"
+    compile(path.read_text(), str(path), "exec")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), {"examples": EXAMPLES, "seconds": None, "isolate": True, "lattice": True, "targeted": True}),
+        (("--time", "1h"), {"examples": None, "seconds": 3600.0}),
+        (("--time", "2m", "--examples", "50"), {"examples": 50, "seconds": 120.0}),
+        (("--quick",), {"isolate": True, "lattice": False, "targeted": False}),
+        (("--no-isolate",), {"isolate": False, "lattice": True}),
+        (("--workers", "3", "--timeout", "7.5"), {"workers": 3, "timeout": 7.5}),
+        (("--no-corpus",), {"corpus": None}),
+        (("--corpus", "here", "--seed", "5", "--max-failures", "2"), {"corpus": Path("here"), "seed": 5}),
+    ],
+)
+def test_options_make_the_plan(
+    arguments: tuple[str, ...], expected: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def planned(plan: Plan, _: Any) -> Report:
+        plans.append(plan)
+        return Report(plan.seed)
+
+    monkeypatch.setattr("attnswitch.cli.verify.run", planned)
+    assert cli("verify", "--backend", "tiled", "--backend", "tiled", "--device", "cpu", *arguments).code == 3
+    (plan,) = plans
+    assert {name: getattr(plan, name) for name in expected} == expected
+    assert [target.backends for target in plan.targets] == [("tiled",)]
 
 
 def test_verify_of_what_only_refuses_is_not_a_success(cli: Cli) -> None:
-    ran = cli("verify", "--examples", "5", "--backend", "sdpa-cudnn", "--device", "cpu")
+    ran = cli(*HERE, "--examples", "5", "--backend", "sdpa-cudnn")
     assert ran.code == 3
     assert "nothing was verified" in ran.out
     assert "within its error bound" not in ran.out
@@ -112,11 +187,13 @@ def test_verify_catches_and_says_how_to_replay(cli: Cli, register: Register, tmp
     ran = cli(*FAULTY)
     assert ran.code == 1
     (path,) = (tmp_path / "corpus").iterdir()
-    assert "mismatch saboteur on cpu: out" in ran.out
-    assert "1 distinct mismatches" in ran.out
+    assert "mismatch saboteur on cpu: reference: out" in ran.out
+    assert re.search(r"found after \d+ cases?, \d+\.\d s", ran.out)
+    assert re.search(r"^reference +✗ \d+$", ran.out, re.MULTILINE)
+    assert "1 distinct mismatch" in ran.out
     assert f"attnswitch replay {path}" in ran.out.replace("\n", "")
 
-    again = cli("replay", str(path))
+    again = cli("replay", "--no-isolate", str(path))
     assert (again.code, again.out.split()[0]) == (1, "FAILED")
     junit = tmp_path / "run.xml"
     replayed = cli(*FAULTY, "--junit", str(junit))
@@ -127,21 +204,61 @@ def test_verify_catches_and_says_how_to_replay(cli: Cli, register: Register, tmp
 def test_verify_without_a_corpus_leaves_none(cli: Cli, register: Register, tmp_path: Path) -> None:
     register("saboteur", "saboteurs:Raises")
     saved(tmp_path / "corpus", "saboteur", seq_k=63)
-    assert cli("verify", "--backend", "saboteur", "--device", "cpu", "--examples", "1", "--no-corpus").code == 0
+    assert cli(*HERE, "--backend", "saboteur", "--examples", "1", "--no-corpus").code == 0
     elsewhere = cli(*FAULTY, "--corpus", str(tmp_path / "other"))
     assert elsewhere.code == 1
     assert len(list((tmp_path / "other").iterdir())) == len(list((tmp_path / "corpus").iterdir())) == 1
 
 
 def test_verify_stops_in_time(cli: Cli) -> None:
-    ran = cli("verify", "--backend", "reference", "--device", "cpu", "--time", "0.2s", "--examples", "1000000")
-    assert (ran.code, "stopped: time limit of 0.2 s" in ran.out) == (0, True)
+    ran = cli(*HERE, "--backend", "reference", "--time", "0.5s")
+    assert (ran.code, "stopped: time limit of 0.5 s" in ran.out) == (0, True)
+
+
+def test_a_target_is_found_in_the_current_folder_and_may_crash(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "own_kernels.py").write_text(KILLS)
+    path = saved(tmp_path / "corpus", "own_kernels:Kills", seq_k=3)
+    target = ("--backend", "own_kernels:Kills", "--device", "cpu")
+    ran = cli("verify", "--quick", *target, "--examples", "1", "--workers", "1", "--max-failures", "1")
+    assert ran.code == 1
+    assert "mismatch own_kernels:Kills on cpu: crash" in ran.out
+    assert "the process died of SIGSEGV" in ran.out
+    assert "a saved case" in ran.out
+    replayed = cli("replay", str(tmp_path / "corpus"), "--emit-pytest", "new/test_crash.py")
+    assert (replayed.code, replayed.out.split()[0], "SIGSEGV" in replayed.out) == (1, "FAILED", True)
+    assert "run it alone" in (tmp_path / "new" / "test_crash.py").read_text()
+    assert cli("replay", str(path), "--backend", "tiled").out.split()[0] == "FIXED"
+
+
+def test_an_interrupted_run_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnswitch.verify.judge.Subject", interrupted)
+    ran = cli(*HERE, "--backend", "reference", "--json", "run.json", "--ndjson", "run.ndjson")
+    assert (ran.code, "interrupted" in ran.out) == (2, True)
+    assert json.loads(Path("run.json").read_text())["stopped"] == "interrupted"
+    assert json.loads(Path("run.ndjson").read_text().splitlines()[-1])["event"] == "end"
+
+
+def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnswitch.cli.verify.run", interrupted)
+    ran = cli(*HERE, "--backend", "reference", "--ndjson", "run.ndjson")
+    assert (ran.code, ran.err.strip()) == (2, "error interrupted")
+    assert json.loads(Path("run.ndjson").read_text().splitlines()[-1])["error"].startswith("KeyboardInterrupt")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("verify", "--backend", "fastest"), "backend 'fastest' is not known; expected one of auto, sdpa-cudnn,"),
+        (("verify", "--backend", "absent_module:Backend"), "ModuleNotFoundError: No module named 'absent_module'"),
+        (("verify", "--backend", "json:JSONDecoder"), "is not a backend: see the protocol in attnswitch.backend"),
+        (("verify", "--workers", "0"), "Invalid value for '--workers'"),
+        (("verify", "--timeout", "0"), "Invalid value for '--timeout'"),
         *(
             (("verify", "--time", text), f"--time '{text}': expected a duration")
             for text in ("bad", "", "-1", "0", "inf")
@@ -154,6 +271,8 @@ def test_verify_stops_in_time(cli: Cli) -> None:
         (("replay",), "Missing argument"),
         (("replay", "absent.json"), "'absent.json' does not exist"),
         (("replay", str(KNOWN), "--backend", "nobody"), "backend 'nobody' is not known; expected one of"),
+        (("replay", "."), ". holds no saved cases: expected files that end in .json"),
+        (("replay", str(KNOWN), str(KNOWN), "--emit-pytest", "x.py"), "--emit-pytest takes one case, and 2 were named"),
         (("replay", str(KNOWN), "--device", "nowhere"), "device 'nowhere' is not known; expected cpu, cuda"),
         (("explain", "b1.h1.s8"), "missing d, a dtype such as bf16"),
         (("explain", "b1.h1.s8.d8.bf17"), "part 'bf17' is not understood"),
@@ -170,13 +289,15 @@ def test_a_mistake_is_explained_and_exits_with_two(arguments: tuple[str, ...], m
     assert ran.out == ""
 
 
-@pytest.mark.parametrize("option", ["--json", "--junit", "--corpus"])
+@pytest.mark.parametrize(
+    "option", ["--json", "--junit", "--html", "--ndjson", "--summary", "--corpus", "--emit-pytest"]
+)
 def test_a_file_that_cannot_be_written_is_not_a_mismatch(
     option: str, cli: Cli, register: Register, tmp_path: Path
 ) -> None:
     register("saboteur", "saboteurs:ScaledOutput")
     (tmp_path / "taken").touch()
-    target = {"--json": str(tmp_path), "--junit": "taken/run.xml", "--corpus": "taken"}[option]
+    target = {"--json": str(tmp_path), "--corpus": "taken", "--emit-pytest": "taken"}.get(option, "taken/run.xml")
     ran = cli(*FAULTY, option, target)
     assert ran.code == 2
     assert Path(target).name.split(".")[0] in ran.err
@@ -185,27 +306,38 @@ def test_a_file_that_cannot_be_written_is_not_a_mismatch(
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def test_replay_tells_the_four_endings_apart(cli: Cli, register: Register, tmp_path: Path) -> None:
+def test_replay_tells_the_endings_apart(cli: Cli, register: Register, tmp_path: Path) -> None:
     register("saboteur", "saboteurs:Raises")
+    folder = tmp_path / "cases"
     files = {
-        "FIXED": saved(tmp_path, "reference", seq_k=63),
-        "FAILED": saved(tmp_path, "saboteur", seq_k=63),
-        "REFUSED": saved(tmp_path, "sdpa-math", softcap=3.0),
-        "ABSENT": saved(tmp_path, "sdpa-cudnn"),
+        "FIXED": saved(folder, "reference", seq_k=63),
+        "FAILED": saved(folder, "saboteur", seq_k=63),
+        "REFUSED": saved(folder, "sdpa-math", softcap=3.0),
+        "ABSENT": saved(folder, "sdpa-cudnn"),
+        "ERROR": folder / "damaged.json",
     }
-    codes = {"FIXED": 0, "FAILED": 1, "REFUSED": 3, "ABSENT": 3}
-    for word, path in files.items():
-        ran = cli("replay", str(path))
-        assert (ran.code, ran.out.split()[0]) == (codes[word], word)
-    assert "RuntimeError: unspecified launch failure" in cli("replay", str(files["FAILED"])).out
-    assert "softcap=3.0: torch's attention has none" in cli("replay", str(files["REFUSED"])).out
-    assert cli("replay", *(str(path) for path in files.values())).code == 1
-    assert cli("replay", str(files["FIXED"]), str(files["REFUSED"])).code == 0
-    assert cli("replay", str(files["REFUSED"]), str(files["ABSENT"])).code == 3
-    assert cli("replay", str(files["FAILED"]), "--backend", "tiled").code == 0
-    documents = json.loads(cli("replay", "--json", *(str(path) for path in files.values())).out)
+    files["ERROR"].write_text("[]")
+
+    def replay(*words: str) -> Ran:
+        return cli("replay", "--no-isolate", *(str(files.get(word, word)) for word in words))
+
+    for word, code in {"FIXED": 0, "FAILED": 1, "REFUSED": 3, "ABSENT": 3, "ERROR": 2}.items():
+        ran = replay(word)
+        assert (ran.code, ran.out.split()[0]) == (code, word)
+    assert "RuntimeError: unspecified launch failure" in replay("FAILED").out
+    assert "softcap=3.0: torch's attention has none" in replay("REFUSED").out
+    assert "damaged.json is not a saved case" in replay("ERROR").out
+    assert replay(*files).code == 1
+    assert replay("FIXED", "REFUSED").code == 0
+    assert replay("REFUSED", "ABSENT").code == 3
+    assert replay("FIXED", "ERROR").code == 2
+    assert replay("FAILED", "--backend", "tiled").code == 0
+    documents = json.loads(replay("--json", *files).out)
     assert [document["result"] for document in documents] == list(files)
-    assert [bool(document["reasons"]) for document in documents] == [False, False, True, True]
+    assert [bool(document.get("reasons")) for document in documents] == [False, False, True, True, False]
+    assert "is not a saved case" in documents[-1]["error"]
+    whole = replay(str(folder))
+    assert sorted(re.findall("^[A-Z]+(?= )", whole.out, re.MULTILINE)) == sorted(files)
 
 
 DAMAGED = {
@@ -238,21 +370,21 @@ DAMAGED = {
 def test_a_damaged_file_is_explained(name: str, cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "damaged.json"
     path.write_text(DAMAGED[name])
-    ran = cli("replay", str(path))
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("error ")
+    ran = cli("replay", "--no-isolate", str(path))
+    assert (ran.code, ran.out.split()[:2]) == (2, ["ERROR", "damaged.json"])
+    assert len(ran.out.splitlines()) > 1
 
 
 def test_a_damaged_file_in_the_corpus_stops_a_run(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "damaged.json").write_text("[]")
-    ran = cli("verify", "--corpus", str(tmp_path), "--backend", "tiled", "--device", "cpu", "--examples", "1")
+    ran = cli(*HERE, "--corpus", str(tmp_path), "--backend", "tiled", "--examples", "1")
     assert (ran.code, "damaged.json is not a saved case" in ran.err) == (2, True)
 
 
 def test_a_file_that_is_not_text_is_explained(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
     ran = cli("replay", str(tmp_path / "binary.json"))
-    assert (ran.code, "binary.json is not a saved case" in ran.err) == (2, True)
+    assert (ran.code, "binary.json is not a saved case" in ran.out) == (2, True)
 
 
 @pytest.mark.parametrize("library", ["torch", "cupy"])
@@ -298,7 +430,7 @@ def test_a_broken_plug_in_is_a_line_and_no_more(target: str, message: str, cli: 
     explained = json.loads(cli("explain", "b1.h1.s8.d8.fp32", "--json").out)
     assert message in explained["candidates"][0]["unavailable"]
     assert explained["backend"] is not None
-    assert cli("verify", "--backend", "broken", "--examples", "2", "--device", "cpu").code == 3
+    assert cli(*HERE, "--backend", "broken", "--examples", "2").code == 3
 
 
 def test_explain_gives_every_backend_its_line(cli: Cli) -> None:

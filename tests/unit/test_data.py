@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from attnswitch.verify import oracle
-from attnswitch.verify.case import Case, MaskRecipe, Placing
-from attnswitch.verify.data import DISTRIBUTIONS, hashed, normal, operands, rounded, uniform
+from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
+from attnswitch.verify.drawing.data import DISTRIBUTIONS, hashed, normal, operands, rounded, uniform
 
 NUMPY_DTYPES: dict[str, Any] = {
     "float16": np.float16,
@@ -95,7 +95,7 @@ def test_operands_are_pinned(data: str) -> None:
 def test_another_process_makes_the_same_bits() -> None:
     script = (
         "import hashlib, numpy as np\n"
-        "from attnswitch.verify.data import normal\n"
+        "from attnswitch.verify.drawing.data import normal\n"
         "print(hashlib.sha256(normal(np, 0, 1, (10, 100)).tobytes()).hexdigest()[:16])\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

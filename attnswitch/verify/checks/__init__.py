@@ -1,0 +1,43 @@
+"""The properties that ``attnswitch verify`` holds every backend to. To add one, write it and add it to ``CHECKS``.
+
+form, reference, identities   looked at on every case, from the one run that there is anyway
+probes                        operands whose right answer is known to the last bit
+symmetry, hiding, composition laws that hold without a reference, at any length
+repetition, machine           running again, and what surrounds a call
+"""
+
+from attnswitch.verify.checks import (
+    composition,
+    form,
+    hiding,
+    identities,
+    machine,
+    probes,
+    reference,
+    repetition,
+    symmetry,
+)
+from attnswitch.verify.checks.check import Check
+
+__all__ = ["ALWAYS", "CHECKS", "DRAWN", "Check", "named"]
+
+#: Every check, in the order they are looked at and shown.
+CHECKS: tuple[Check, ...] = (
+    *form.CHECKS,
+    *reference.CHECKS,
+    *identities.CHECKS,
+    *probes.CHECKS,
+    *hiding.CHECKS,
+    *symmetry.CHECKS,
+    *composition.CHECKS,
+    *repetition.CHECKS,
+    *machine.CHECKS,
+)
+ALWAYS = tuple(check for check in CHECKS if check.always)
+DRAWN = tuple(check for check in CHECKS if not check.always)
+_BY_NAME = {check.name: check for check in CHECKS}
+
+
+def named(name: str) -> Check:
+    """The check called ``name``."""
+    return _BY_NAME[name]

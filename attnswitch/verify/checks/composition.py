@@ -1,0 +1,244 @@
+"""A problem put together from its parts: key ranges merged by lse, a prefix, the last row alone, heads written out."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attnswitch.verify.checks.check import Check
+from attnswitch.verify.checks.compare import alike
+from attnswitch.verify.checks.symmetry import within
+from attnswitch.verify.drawing.case import Case, MaskRecipe
+from attnswitch.verify.outcome import Failure
+from attnswitch.verify.trial import Subject, Trial, plainly_placed
+from attnswitch.verify.truth.oracle import visible_positions
+
+__all__ = ["CHECKS"]
+
+
+def _plain(case: Case) -> bool:
+    return not case.dropout and not case.poison and case.work > 0
+
+
+# -- keys in two parts, merged by lse ----------------------------------------------------------------------------------
+
+
+def _splits(case: Case) -> bool:
+    hides = case.causal or case.window is not None or case.lengths is not None or case.mask is not None
+    written_out = not hides or math.prod(case.scores) <= 2**22
+    float_mask = case.mask is not None and case.mask.dtype != "bool"
+    return _plain(case) and written_out and not float_mask
+
+
+def _cut(case: Case) -> int:
+    """Where to split: anywhere, both ends included."""
+    return case.data_seed % (case.seq_k + 1)
+
+
+def _part(subject: Subject, keys: slice) -> tuple[Case, dict[str, Any]]:
+    """The keys of one part alone, with everything that hides as an explicit mask."""
+    case = subject.case
+    changes = {role: subject.data[role][:, :, keys] for role in ("key", "value")}
+    plain = case.replace(
+        seq_k=keys.stop - keys.start, causal=False, window=None, alignment="top_left", lengths=None, grads="", lse=True
+    )
+    plain = plainly_placed(plain, {"key", "value"})
+    if case.causal or case.window is not None or case.lengths is not None or case.mask is not None:
+        changes["attn_mask"] = np.array(visible_positions(case, subject.data.get("attn_mask"))[..., keys])
+        plain = plain.replace(mask=MaskRecipe("bool", "bhqk", 4, "random"))
+    return plain, {**subject.data, **changes}
+
+
+def _split(trial: Trial) -> Failure | None:
+    case, subject = trial.case, trial.subject
+    cut = _cut(case)
+    parts = [
+        subject.derive(f"part {n}", partial(_part, subject, keys))
+        for n, keys in enumerate((slice(0, cut), slice(cut, case.seq_k)))
+    ]
+    exact = subject.exact
+    got = [trial.run(part) for part in parts]
+    limits = [_limits_at(trial, part) for part in parts]
+    outs, lses = ([exact.part(g[name]) for g in got] for name in ("out", "lse"))
+    with np.errstate(all="ignore"):
+        top = np.maximum(*lses)
+        top = np.where(np.isfinite(top), top, 0.0)
+        weights = [np.exp(lse - top) for lse in lses]
+        total = weights[0] + weights[1]
+        shares = [(w / np.where(total > 0, total, 1.0))[..., None] for w in weights]
+        merged = shares[0] * outs[0] + shares[1] * outs[1]
+        lse = np.where(total > 0, top + np.log(np.where(total > 0, total, 1.0)), -np.inf)
+        moved = np.minimum(shares[0], shares[1]) * np.abs(outs[0] - outs[1])
+        drift = sum(np.expm1(np.minimum(limit["lse"], 50.0)) for limit in limits)[..., None]
+        reach = sum(share * limit["out"] for share, limit in zip(shares, limits, strict=True))
+        bound = trial.limits()["out"] + reach + moved * drift
+    message = f"keys up to {cut} and from there on, merged by their lse, give another"
+    found = alike("split", "out", exact.part(trial.results["out"]), merged, bound, message)
+    if found is None and "lse" in trial.results:
+        limit = trial.limits()["lse"] + limits[0]["lse"] + limits[1]["lse"]
+        found = alike("split", "lse", exact.part(trial.results["lse"]), lse, limit, message)
+    return found
+
+
+def _limits_at(trial: Trial, part: Subject) -> dict[str, Any]:
+    """Error bounds of a part, for the rows that the whole is known at."""
+    limits, rows = trial.limits(part), trial.subject.exact.rows
+    if rows is None or part.exact.rows is not None:  # the rows that are sampled depend on the queries alone
+        return limits
+    return {name: limits[name][rows] for name in ("out", "lse")}
+
+
+# -- a prefix, and the last row ----------------------------------------------------------------------------------------
+
+
+def _prefixed(case: Case) -> bool:
+    return _plain(case) and case.causal and case.alignment == "top_left" and case.mask is None and case.seq_q > 1
+
+
+def _prefix(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    """The first rows, with the keys that they may see."""
+    case = subject.case
+    n = _prefix_rows(case)
+    keys = min(case.seq_k, n)
+    changes = {role: subject.data[role][:, :, :n] for role in ("query", "grad_out", "grad_lse")}
+    changes |= {role: subject.data[role][:, :, :keys] for role in ("key", "value")}
+    lengths = None if case.lengths is None else tuple(min(length, keys) for length in case.lengths)
+    return case.replace(seq_q=n, seq_k=keys, lengths=lengths, grads=""), {**subject.data, **changes}
+
+
+def _prefix_rows(case: Case) -> int:
+    return 1 + case.data_seed % (case.seq_q - 1)
+
+
+def _prefix_consistency(trial: Trial) -> Failure | None:
+    shorter = trial.subject.derive("prefix", lambda: _prefix(trial.subject))
+    got, n = trial.run(shorter), _prefix_rows(trial.case)
+    message = f"the first {n} rows of a causal problem differ from the same rows alone"
+    whole = {name: trial.results[name][:, :, :n] for name in got if name in trial.results}
+    return _against(trial, shorter, "prefix", got, whole, message)
+
+
+def _decodes(case: Case) -> bool:
+    aligned = not (case.causal or case.window is not None) or case.alignment == "bottom_right"
+    rows = case.mask is not None and "q" in case.mask.axes
+    return _plain(case) and aligned and not rows and case.seq_q > 1
+
+
+def _last_row(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    changes = {role: subject.data[role][:, :, -1:] for role in ("query", "grad_out", "grad_lse")}
+    return subject.case.replace(seq_q=1, grads=""), {**subject.data, **changes}
+
+
+def _decode(trial: Trial) -> Failure | None:
+    step = trial.subject.derive("last row", lambda: _last_row(trial.subject))
+    got = trial.run(step)
+    whole = {name: trial.results[name][:, :, -1:] for name in got if name in trial.results}
+    return _against(trial, step, "decode", got, whole, "the last row differs from the same row alone, a decoding step")
+
+
+def _against(
+    trial: Trial, part: Subject, check: str, got: dict[str, Any], whole: dict[str, Any], message: str
+) -> Failure | None:
+    """Results of ``part`` against the same rows of the whole: each may be off by the bound, which is the same."""
+    limits, exact = trial.limits(part), part.exact
+    for name in ("out", "lse"):
+        if name in got and name in whole:
+            mine, other = exact.part(got[name]), exact.part(whole[name])
+            found = alike(check, name, other, mine, 2 * limits[name], message)
+            if found is not None:
+                return found
+    return None
+
+
+# -- one batch entry alone ---------------------------------------------------------------------------------------------
+
+
+def _batched(case: Case) -> bool:
+    return _plain(case) and case.batch > 1 and case.lengths is None and (case.mask is None or "b" not in case.mask.axes)
+
+
+def _alone(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    case, b = subject.case, subject.case.data_seed % subject.case.batch
+    roles = ("query", "key", "value", "grad_out", "grad_lse")
+    return case.replace(batch=1, grads=""), {**subject.data, **{role: subject.data[role][b : b + 1] for role in roles}}
+
+
+def _batch_invariance(trial: Trial) -> Failure | None:
+    alone = trial.subject.derive("alone", lambda: _alone(trial.subject))
+    got, b = trial.run(alone), trial.case.data_seed % trial.case.batch
+    whole = {name: trial.results[name][b : b + 1] for name in got if name in trial.results}
+    return _against(trial, alone, "batch", got, whole, "a batch entry differs from the same entry alone")
+
+
+# -- shared heads written out ------------------------------------------------------------------------------------------
+
+
+def _grouped(case: Case) -> bool:
+    return _plain(case) and case.group > 1
+
+
+def _expanded(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    case = subject.case
+    changes = {role: np.repeat(subject.data[role], case.group, axis=1) for role in ("key", "value")}
+    return case.replace(heads_kv=case.heads_q, group=1), {**subject.data, **changes}
+
+
+def _heads_written_out(trial: Trial) -> Failure | None:
+    case, exact = trial.case, trial.subject.exact
+    expanded = trial.subject.derive("expanded", lambda: _expanded(trial.subject))
+    got = trial.run(expanded)
+    limits = {name: 2 * limit for name, limit in trial.limits().items()}
+    for name in ("key", "value"):
+        if f"grad {name}" in got:
+            got[f"grad {name}"] = _summed(case, got[f"grad {name}"])
+            if name in exact.values:  # the written-out gradients are each rounded before they are summed here
+                limits[name] = trial.limits()[name] + _summed(case, trial.limits(expanded)[name])
+    message = "key heads repeated for each query head give another"
+    return within(trial, "grouped-heads", got, trial.results, message, limits, factor=1.0)
+
+
+def _summed(case: Case, x: Any) -> Any:
+    """Over the query heads that share a key head: (B, Hq, ...) to (B, Hkv, ...)."""
+    return x.reshape(x.shape[0], case.heads_kv, case.group, *x.shape[2:]).sum(2)
+
+
+CHECKS = (
+    Check(
+        "split",
+        "attention over two parts of the keys, merged by lse, is attention over all",
+        "The law of every split-KV kernel: it needs no reference, and sees keys lost or counted twice at any length.",
+        _splits,
+        _split,
+    ),
+    Check(
+        "prefix",
+        "the first rows of a causal problem do not depend on how many follow",
+        "It needs no reference, and compares two launches of different size.",
+        _prefixed,
+        _prefix_consistency,
+    ),
+    Check(
+        "decode",
+        "the last row computed alone, as in decoding, is the last row of the whole",
+        "It holds the path for one query against the one for many, with no reference.",
+        _decodes,
+        _decode,
+    ),
+    Check(
+        "batch",
+        "a batch entry computed alone is the same as in its batch",
+        "It needs no reference, and compares two launches of different size.",
+        _batched,
+        _batch_invariance,
+    ),
+    Check(
+        "grouped-heads",
+        "shared key heads give what key heads repeated for each query head give",
+        "It needs no reference, and sees heads matched in the wrong order at any length.",
+        _grouped,
+        _heads_written_out,
+    ),
+)

@@ -1,0 +1,62 @@
+"""What a call may not do whatever its numbers are: other shapes or types, writing to inputs, writing beside results."""
+
+from __future__ import annotations
+
+from attnswitch import arrays
+from attnswitch.verify.checks.check import Check
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.launch.call import expected
+from attnswitch.verify.launch.layouts import host
+from attnswitch.verify.outcome import Failure
+from attnswitch.verify.trial import Trial
+
+__all__ = ["CHECKS"]
+
+
+def _every(case: Case) -> bool:
+    return True
+
+
+def _form(trial: Trial) -> Failure | None:
+    """Library, device, shape and dtype of every result."""
+    where = arrays.facts(trial.placed.query, "query")
+    wanted, results = expected(trial.case), trial.returned.results
+    if missing := wanted.keys() ^ results.keys():
+        return Failure("form", f"results {sorted(missing)} are missing or were not asked for")
+    for name, (shape, dtype) in wanted.items():
+        facts = arrays.facts(results[name], name)
+        for what, got, right in (
+            ("library", facts.library, where.library),
+            ("device", facts.device, where.device),
+            ("shape", facts.shape, shape),
+            ("dtype", facts.dtype, dtype),
+        ):
+            if got != right:
+                return Failure("form", f"{what} is {got}, expected {right}", name)
+    return None
+
+
+def _inputs(trial: Trial) -> Failure | None:
+    """Every byte of the inputs, and of the junk around and between their elements, is what it was."""
+    for role, storage in trial.placed.storage.items():
+        if storage.changed():
+            return Failure("inputs", "it, or the memory around it, was written to", role)
+    lengths = trial.placed.key_lengths
+    if lengths is not None and tuple(host(lengths)) != trial.case.lengths:
+        return Failure("inputs", "it was written to", "key_lengths")
+    return None
+
+
+CHECKS = (
+    Check(
+        "form",
+        "results have the caller's library and device, and the shapes and dtypes of the contract",
+        "",
+        _every,
+        _form,
+        always=True,
+    ),
+    Check(
+        "inputs", "no byte of an input, nor of the memory around it, is written to", "", _every, _inputs, always=True
+    ),
+)

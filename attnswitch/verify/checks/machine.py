@@ -1,0 +1,148 @@
+"""What surrounds a call in an application: autocast, streams under load, CUDA graphs, another current device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from attnswitch.verify.checks.check import Check
+from attnswitch.verify.checks.compare import elements
+from attnswitch.verify.checks.symmetry import within
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.launch.call import hosted, place_operands
+from attnswitch.verify.launch.graph import captured
+from attnswitch.verify.outcome import Failure
+from attnswitch.verify.trial import NotApplicable, Subject, Trial
+
+__all__ = ["CHECKS"]
+
+
+def _torch_case(case: Case) -> bool:
+    drawn = case.dropout and case.dropout_seed is None
+    return case.library == "torch" and not drawn and not case.poison and case.work > 0
+
+
+def _same(trial: Trial, check: str, around: Callable[[Callable[[], Any]], Any], message: str) -> Failure | None:
+    return within(trial, check, trial.run(trial.subject, around), trial.results, message)
+
+
+def _autocast(trial: Trial) -> Failure | None:
+    """Forward and backward in an autocast region: the caller's dtype stays, and so do the numbers."""
+    torch: Any = importlib.import_module("torch")
+    lower = torch.bfloat16
+
+    def around(run: Callable[[], Any]) -> Any:
+        with torch.autocast(trial.device.partition(":")[0], dtype=lower):
+            returned = run()
+        for name, result in returned.results.items():
+            if result.dtype != trial.returned.results[name].dtype:
+                raise _Cast(name, str(result.dtype))
+        return returned
+
+    try:
+        return _same(trial, "autocast", around, "it differs in an autocast region")
+    except _Cast as cast:
+        return Failure("autocast", f"autocast changed its dtype to {cast.args[1]}", cast.args[0])
+
+
+class _Cast(Exception):
+    pass
+
+
+def _stream(trial: Trial) -> Failure | None:
+    """On a side stream, while the default stream and another one are busy."""
+    torch: Any = importlib.import_module("torch")
+
+    def around(run: Callable[[], Any]) -> Any:
+        busy = torch.randn(2048, 2048, device=trial.device)
+        side, other = torch.cuda.Stream(trial.device), torch.cuda.Stream(trial.device)
+        side.wait_stream(torch.cuda.current_stream(trial.device))
+        other.wait_stream(torch.cuda.current_stream(trial.device))
+        for stream in (torch.cuda.current_stream(trial.device), other):
+            with torch.cuda.stream(stream):
+                for _ in range(4):
+                    busy @ busy
+        with torch.cuda.stream(side):
+            returned = run()
+        torch.cuda.current_stream(trial.device).wait_stream(side)
+        torch.cuda.synchronize(trial.device)
+        return returned
+
+    return _same(trial, "stream", around, "it differs on a side stream under load")
+
+
+def _graph_applies(case: Case) -> bool:
+    return _torch_case(case) and not case.dropout and case.lengths is None
+
+
+def _other_numbers(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    other = subject.case.replace(data_seed=(subject.case.data_seed + 1) % 2**64, grads="", lse=False)
+    return other, Subject(other).data
+
+
+def _graph(trial: Trial) -> Failure | None:
+    """Captured in a CUDA graph, then replayed with other numbers in the same memory."""
+    case, subject = trial.case, trial.subject
+    first = subject.derive("graph", lambda: (case.replace(grads="", lse=False), subject.data))
+    other = subject.derive("graph with other numbers", lambda: _other_numbers(subject))
+    placed, fresh = (place_operands(s.case, s.data, trial.device) for s in (first, other))
+    try:
+        returned = captured(first.case, placed, fresh, trial.chosen)
+    except NotApplicable:
+        raise
+    found, _ = elements(other.exact, hosted(returned.results), trial.limits(other))
+    if found is not None:
+        message = f"a CUDA graph replayed with other numbers: {found.message}"
+        return Failure("graph", message, found.result, found.index, found.got, found.expected, found.bound)
+    return None
+
+
+def _elsewhere(trial: Trial) -> Failure | None:
+    """While another GPU is the current device."""
+    torch: Any = importlib.import_module("torch")
+    if torch.cuda.device_count() < 2:
+        raise NotApplicable("one GPU")
+    mine = int(trial.device.partition(":")[2] or 0)
+    other = (mine + 1) % torch.cuda.device_count()
+
+    def around(run: Callable[[], Any]) -> Any:
+        with torch.cuda.device(other):
+            return run()
+
+    return _same(trial, "elsewhere", around, f"it differs while cuda:{other} is the current device")
+
+
+CHECKS = (
+    Check(
+        "autocast",
+        "an autocast region changes neither dtype nor numbers",
+        "Its faults are in the glue around a kernel: no mutant of a NumPy kernel can have them.",
+        _torch_case,
+        _autocast,
+    ),
+    Check(
+        "stream",
+        "a side stream under load gives the same",
+        "Streams exist on GPUs only: no mutant of a NumPy kernel can have its faults.",
+        _torch_case,
+        _stream,
+        gpu=True,
+    ),
+    Check(
+        "graph",
+        "a CUDA graph replayed with other numbers gives the answer to those",
+        "Graphs exist on GPUs only: no mutant of a NumPy kernel can have its faults.",
+        _graph_applies,
+        _graph,
+        gpu=True,
+    ),
+    Check(
+        "elsewhere",
+        "it does not depend on which GPU is the current one",
+        "It takes two GPUs: no mutant of a NumPy kernel can have its faults.",
+        _torch_case,
+        _elsewhere,
+        gpu=True,
+    ),
+)

@@ -1,0 +1,51 @@
+"""Every element of every result against the float64 answer, within the running error bound."""
+
+from __future__ import annotations
+
+from attnswitch.verify.checks.check import Check
+from attnswitch.verify.checks.compare import elements
+from attnswitch.verify.outcome import Failure
+from attnswitch.verify.trial import Trial
+from attnswitch.verify.truth.exact import Exact
+
+__all__ = ["CHECKS", "exact_of"]
+
+
+def exact_of(trial: Trial) -> Exact:
+    """The exact answer to a trial; where the backend drew the dropout mask, with the mask that its output shows."""
+    case = trial.case
+    if not case.dropout or case.dropout_seed is not None:
+        return trial.subject.exact
+    # V = I: the output is the dropped softmax itself.
+    return Exact(case, trial.data, trial.results["out"][..., : case.seq_k] != 0.0)
+
+
+def _reference(trial: Trial) -> Failure | None:
+    exact = exact_of(trial)
+    failure, trial.ratios = elements(exact, trial.results, exact.limits(trial.precision(trial.case)))
+    if failure is None and exact is not trial.subject.exact:
+        return _plausible(exact)
+    return failure
+
+
+def _plausible(exact: Exact) -> Failure | None:
+    """The share of kept weights, among those too large to vanish by rounding, is what dropout_p says (6 sigma)."""
+    (answer,) = exact.answers
+    heavy = answer.visible & (answer.p > 1e-4)
+    n, p = int(heavy.sum()), exact.case.dropout
+    kept = int((heavy & (answer.z > 0)).sum())
+    if abs(kept - n * (1 - p)) > 6 * (n * p * (1 - p)) ** 0.5 + 1:
+        return Failure("reference", f"{kept} of {n} weights were kept with dropout_p={p}", "dropout")
+    return None
+
+
+CHECKS = (
+    Check(
+        "reference",
+        "every element is as close to the float64 answer as its rounding error bound",
+        "",
+        lambda case: True,
+        _reference,
+        always=True,
+    ),
+)

@@ -1,0 +1,158 @@
+"""Running again: the same call, the same values lying otherwise in memory, another problem of the shape in between.
+
+Kernels are compiled and cached by some key; a fact that the key lacks shows when two problems differ in it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from attnswitch.verify.checks.check import Check
+from attnswitch.verify.checks.compare import elements, identical
+from attnswitch.verify.checks.symmetry import within
+from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
+from attnswitch.verify.launch.call import hosted
+from attnswitch.verify.outcome import Failure, first_of
+from attnswitch.verify.trial import NotApplicable, Subject, Trial
+from attnswitch.verify.truth.exact import Exact
+
+__all__ = ["CHECKS"]
+
+#: How often the same call is made.
+REPEATS = 4
+
+
+def _repeatable(case: Case) -> bool:
+    return (not case.dropout or case.dropout_seed is not None) and case.scores[2] > 0
+
+
+def _repeat(trial: Trial) -> Failure | None:
+    """To the bit where the backend promises it (it takes ``deterministic=True``), else within rounding."""
+    case, subject = trial.case, trial.subject
+    if not trial.repeats:
+        got = trial.run(subject)
+        return within(trial, "repeat", got, trial.results, "it differs when the same call is made again")
+    same = subject.derive("deterministic", lambda: (case.replace(deterministic=True), subject.data))
+    first = trial.run(same)
+    for n in range(2, REPEATS + 1):
+        again = trial.run(same)
+        message = f"it is promised to repeat its bits, and call {n} of the same differs from the first"
+        found = first_of(*(identical("repeat", name, again[name], first[name], message) for name in first))
+        if found is not None:
+            return found
+    return None
+
+
+def _placed_otherwise(case: Case) -> bool:
+    moved = case.placing != Placing() or case.layout != "BHLD"
+    return moved and _repeatable(case) and not case.poison and case.work > 0
+
+
+def _layouts(trial: Trial) -> Failure | None:
+    """Plainly placed, then as before again: two orders of the same pair of layouts."""
+    case, subject = trial.case, trial.subject
+    plain = subject.derive("plain", lambda: (case.replace(placing=Placing(), layout="BHLD"), subject.data))
+    got = trial.run(plain)
+    found = within(trial, "layouts", got, trial.results, "the same values lying plainly in memory give another")
+    if found is None:
+        again = trial.run(subject)
+        found = within(trial, "layouts", again, trial.results, "it differs after a call with another memory layout")
+    return found
+
+
+def _varied(case: Case) -> bool:
+    drawn = case.dropout and case.dropout_seed is None
+    return not case.poison and not drawn and case.work > 0 and case.work <= 2**22
+
+
+def _variant(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    """The same shapes with one fact changed that a cache of compiled kernels might leave out of its key."""
+    case, data = subject.case, subject.data
+    choice = case.data_seed % 4
+    if choice == 0:
+        return case.replace(scale=case.softmax_scale * 0.5 + 0.0625), data
+    if choice == 1:
+        return case.replace(causal=not case.causal, grads=case.grads), data
+    if choice == 2 and case.mask is None:
+        mask = MaskRecipe("bool", "bhqk", 4, "random")
+        other = case.replace(mask=mask)
+        return other, {**data, **_fresh(other, "attn_mask")}
+    other = case.replace(data_seed=(case.data_seed + 1) % 2**64)
+    return other, _fresh(other, "query", "key", "value", "grad_out", "grad_lse", "attn_mask")
+
+
+def _fresh(case: Case, *roles: str) -> dict[str, Any]:
+    made = Subject(case).data
+    return {role: made[role] for role in roles if role in made}
+
+
+def _variants(trial: Trial) -> Failure | None:
+    other = trial.subject.derive("variant", lambda: _variant(trial.subject))
+    trial.results  # noqa: B018 - read before the next call
+    try:
+        got = trial.run(other)
+        wrong, _ = elements(other.exact, got, trial.limits(other))
+    except NotApplicable:
+        return None
+    if wrong is not None:
+        message = f"after a call of the same shape: {wrong.message} (this call: {other.case})"
+        return Failure("variants", message, wrong.result, wrong.index, wrong.got, wrong.expected, wrong.bound)
+    kept = hosted(trial.returned.results)
+    message = "a later call of the same shape wrote to a result that was already returned"
+    overwritten = first_of(*(identical("variants", name, kept[name], trial.results[name], message) for name in kept))
+    if overwritten is not None:
+        return overwritten
+    again = trial.run(trial.subject)
+    return within(trial, "variants", again, trial.results, "it differs after a call of the same shape with other facts")
+
+
+def _drawn(case: Case) -> bool:
+    return bool(case.dropout) and case.dropout_seed is None and case.dropout < 1.0 and case.work > 0
+
+
+def _fresh_masks(trial: Trial) -> Failure | None:
+    """Two calls without a seed, from different states of torch's generator: equal masks would be chance."""
+    case = trial.case
+    exact = Exact(case, trial.data, trial.results["out"][..., : case.seq_k] != 0.0)
+    (answer,) = exact.answers
+    undecided = int((answer.visible & (answer.p > 1e-4)).sum())
+    if undecided * -math.log2(case.dropout**2 + (1 - case.dropout) ** 2) < 60:
+        raise NotApplicable("two masks of so few weights may be equal by chance")
+    other = trial.subject.derive("redrawn", lambda: (case.replace(data_seed=case.data_seed + 1), trial.data))
+    got = trial.run(other)["out"] != 0.0
+    if (got == (trial.results["out"] != 0.0)).all():
+        return Failure("fresh-dropout", "two calls without a seed drop the same weights", "out")
+    return None
+
+
+CHECKS = (
+    Check(
+        "repeat",
+        "the same call gives the same, to the bit where the backend promises it",
+        "",
+        _repeatable,
+        _repeat,
+    ),
+    Check(
+        "layouts",
+        "the same values lying otherwise in memory give the same, whichever was first",
+        "It needs no reference, and calls pairs of layouts of one shape in both orders.",
+        _placed_otherwise,
+        _layouts,
+    ),
+    Check(
+        "variants",
+        "a call of the same shape with other facts between two equal calls changes neither",
+        "It finds what a cache of kernels or buffers leaves out of its key.",
+        _varied,
+        _variants,
+    ),
+    Check(
+        "fresh-dropout",
+        "two calls without a seed draw different dropout masks",
+        "",
+        _drawn,
+        _fresh_masks,
+    ),
+)

@@ -1,0 +1,6 @@
+"""What to try: cases, where their choices come from, and the recipe's numbers.
+
+case        one problem and the recipe for its data     strategies  what Hypothesis draws
+data        the recipe's numbers, from a hash           provider    where its choices come from
+placings    ways to lie in memory, by name              lattice     fixed cases: tile edges, great lengths
+"""

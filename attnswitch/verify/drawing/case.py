@@ -1,0 +1,163 @@
+"""``Case``: one problem with a recipe for its data. Small, frozen, and the whole of what a replay needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Alignment, Mask, Problem, Window
+
+__all__ = ["Case", "MaskRecipe", "Placing"]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRecipe:
+    """An ``attn_mask``: dtype, the axes of (b, h, q, k) it spans, the rank it is passed with, and what it holds."""
+
+    dtype: str = "bool"
+    axes: str = "qk"
+    rank: int = 4
+    kind: str = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How each operand lies in memory; the kinds are in ``attnswitch.verify.launch.layouts``."""
+
+    query: str = "contiguous"
+    key: str = "contiguous"
+    value: str = "contiguous"
+    attn_mask: str = "contiguous"
+    grad_out: str = "contiguous"
+
+    def replace(self, **changes: str) -> Placing:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention call with its data recipe. Sizes are ``Problem``'s, with heads_q = heads_kv * group."""
+
+    batch: int = 1
+    heads_kv: int = 1
+    group: int = 1
+    seq_q: int = 1
+    seq_k: int = 1
+    dim_qk: int = 8
+    dim_v: int = 8
+    dtype: str = "float32"
+    causal: bool = False
+    alignment: Alignment = "top_left"
+    window: Window | None = None
+    lengths: tuple[int, ...] | None = None
+    mask: MaskRecipe | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    dropout_seed: int | None = None
+    lse: bool = False
+    grads: str = ""
+    library: str = "torch"
+    layout: str = "BHLD"
+    placing: Placing = Placing()
+    #: Distribution of query, key and value; the kinds are in ``attnswitch.verify.drawing.data``.
+    data: str = "normal"
+    data_seed: int = 0
+    #: NaN and inf among the keys and values, visible to some queries and hidden from others.
+    poison: bool = False
+    deterministic: bool = False
+    #: The property tried on it beside those that every case is held to; the names are in ``attnswitch.verify.checks``.
+    check: str = "reference"
+
+    @property
+    def heads_q(self) -> int:
+        """Query heads."""
+        return self.heads_kv * self.group
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the scores."""
+        return self.dim_qk**-0.5 if self.scale is None else self.scale
+
+    @property
+    def work(self) -> int:
+        """Batch * heads * Lq * Lk * the larger head dimension: what one matrix product costs."""
+        return self.batch * self.heads_q * self.seq_q * self.seq_k * max(self.dim_qk, self.dim_v, 32)
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """(B, Hq, Lq, Lk)."""
+        return self.batch, self.heads_q, self.seq_q, self.seq_k
+
+    def replace(self, **changes: Any) -> Case:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def problem(self) -> Problem:
+        """The problem without its memory facts: what a reader needs to know the case by."""
+        return Problem(
+            batch=self.batch,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            seq_q=self.seq_q,
+            seq_k=self.seq_k,
+            dim_qk=self.dim_qk,
+            dim_v=self.dim_v,
+            dtype=self.dtype,
+            causal=self.causal,
+            alignment=self.alignment,
+            window=self.window,
+            mask=None if self.mask is None else Mask(self.mask.dtype, self.mask.axes),
+            key_lengths=self.lengths is not None,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=self.dropout,
+            seeded=self.dropout_seed is not None,
+            lse=self.lse,
+            grads=self.grads,
+            deterministic=self.deterministic,
+        )
+
+    def __str__(self) -> str:
+        """Problem, data, and whatever differs from the plainest placing."""
+        parts = [str(self.problem()), f"{self.library} arrays", f"{self.data} data (seed {self.data_seed})"]
+        if self.lengths is not None:
+            parts.append(f"key_lengths {list(self.lengths)}")
+        if self.mask is not None:
+            parts.append(f"mask {self.mask.kind}, rank {self.mask.rank}")
+        if self.poison:
+            parts.append("poisoned")
+        if self.check != "reference":
+            parts.append(f"checked for {self.check}")
+        if self.layout != "BHLD":
+            parts.append(self.layout)
+        placed = {role: kind for role, kind in asdict(self.placing).items() if kind != "contiguous"}
+        parts += [f"{role} {kind}" for role, kind in placed.items()]
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, in which every field is written: a saved case must not change with a default."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Case:
+        """The case that ``to_json`` wrote. Raises ``InvalidProblem`` for what is not one."""
+        known = {field.name for field in fields(Case)}
+        if not isinstance(data, dict) or (unknown := data.keys() - known):
+            raise InvalidProblem(f"not a case: unknown fields {sorted(unknown) if isinstance(data, dict) else data!r}")
+        values = dict(data)
+        try:
+            for name in ("window", "lengths"):
+                if values.get(name) is not None:
+                    values[name] = tuple(values[name])
+            if values.get("mask") is not None:
+                values["mask"] = MaskRecipe(**values["mask"])
+            values["placing"] = Placing(**values.get("placing", {}))
+            case = Case(**values)
+            case.problem()
+        except TypeError as error:
+            raise InvalidProblem(f"not a case: {error}") from None
+        return case

@@ -1,0 +1,327 @@
+"""The data of a case from an integer hash: the same bits in NumPy, CuPy and torch, on every machine.
+
+Element i of a stream is splitmix64(i, seed, stream): integer operations that wrap alike everywhere. Values are made
+from it by float64 operations that IEEE 754 rounds in one way only, then rounded to the storage type's precision before
+the cast, so that the cast is exact and cannot differ between libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from attnswitch.arrays import Array
+from attnswitch.verify.drawing.case import Case
+
+__all__ = ["DISTRIBUTIONS", "MASK_KINDS", "hashed", "normal", "operands", "rounded", "uniform"]
+
+#: Distributions of query, key and value, plainest first.
+DISTRIBUTIONS = (
+    "normal",
+    "integers",
+    "uniform",
+    "equal",
+    "negative",
+    "large",
+    "outlier",
+    "onehot",
+    "needle",
+    "rising",
+    "falling",
+    "activations",
+)
+
+#: Bits of precision of the storage types.
+_PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+_STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+_GOLDEN, _MIX1, _MIX2 = (_signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def hashed(xp: Any, seed: int, stream: int, count: int) -> Array:
+    """``count`` 64-bit hashes as int64, in the array library ``xp`` (numpy, cupy or torch)."""
+    start = _signed((seed * 0xD1342543DE82EF95 + stream * 0xA0761D6478BD642F) % 2**64)
+    x = xp.arange(1, count + 1, dtype=xp.int64) * _GOLDEN + start
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        x = (x ^ _right(x, shift)) * factor
+    return x ^ _right(x, 31)
+
+
+def _right(x: Array, shift: int) -> Array:
+    """Logical shift right of int64."""
+    if shift == 0:
+        return x
+    return (x >> shift) & (2 ** (64 - shift) - 1)
+
+
+def _float64(xp: Any, x: Array) -> Array:
+    return x.to(xp.float64) if hasattr(x, "to") and xp.__name__ == "torch" else x.astype(xp.float64)
+
+
+def uniform(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
+    """float64 in [0, 1), multiples of 2**-53."""
+    bits = _right(hashed(xp, seed, stream, math.prod(shape)), 11)
+    return (_float64(xp, bits) * 2.0**-53).reshape(shape)
+
+
+def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
+    """float64, close to N(0, 1): the sum of twelve 16-bit uniforms (Irwin-Hall), multiples of 2**-16 within +-6."""
+    count = math.prod(shape)
+    words = hashed(xp, seed, stream, 3 * count).reshape(3, count)
+    total = sum(_right(words, shift) & 0xFFFF for shift in (0, 16, 32, 48)).sum(0)
+    return (_float64(xp, total - 6 * 0xFFFF) * 2.0**-16).reshape(shape)
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """float64 values rounded to the precision of ``dtype`` (Dekker's splitting), so that the cast to it is exact."""
+    bits = _PRECISION[dtype]
+    if bits == 53:
+        return x
+    if dtype == "float16":  # its subnormals are multiples of 2**-24, which adding and subtracting 1.5 * 2**28 leaves
+        x = (x + 1.5 * 2.0**28) - 1.5 * 2.0**28
+    c = x * (2.0 ** (53 - bits) + 1.0)
+    return c - (c - x)
+
+
+# -- the operands of a case --------------------------------------------------------------------------------------------
+
+
+def operands(case: Case, xp: Any = np) -> dict[str, Array]:
+    """query, key, value, attn_mask (if any), grad_out and grad_lse as float64 (bool masks as bool).
+
+    Values are exact in the storage types. ``grad_lse`` is zero unless the case asks for lse.
+    """
+    b, h, lq, lk = case.scores
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (b, h, lq, case.dim_qk),
+        "key": (b, case.heads_kv, lk, case.dim_qk),
+        "value": (b, case.heads_kv, lk, case.dim_v),
+    }
+    q, k, v = _MAKERS[case.data](xp, case, shapes)
+    made = {
+        "query": rounded(q, case.dtype),
+        "key": rounded(k, case.dtype),
+        "value": rounded(v, case.dtype),
+        "grad_out": rounded(normal(xp, case.data_seed, _STREAMS["grad_out"], (b, h, lq, case.dim_v)), case.dtype),
+        "grad_lse": rounded(
+            normal(xp, case.data_seed, _STREAMS["grad_lse"], (b, h, lq)) * float(case.lse),
+            "float64" if case.dtype == "float64" else "float32",
+        ),
+    }
+    if case.dropout and case.dropout_seed is None:
+        # With V = I the output is the dropped softmax itself, which shows the mask that was drawn.
+        made["value"] = made["value"] * 0.0 + _identity(xp, lk, case.dim_v)
+    if case.poison:
+        made["key"], made["value"] = _poisoned(xp, case, made["key"], made["value"])
+    for role in ("query", "key", "value", "grad_out"):
+        made[role] = _repeated(xp, made[role], getattr(case.placing, role))
+    if case.mask is not None:
+        made["attn_mask"] = _mask(xp, case)
+    return made
+
+
+def _plain(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    return tuple(normal(xp, case.data_seed, _STREAMS[role], shape) for role, shape in shapes.items())
+
+
+def _integers(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """Sparse integers from -2 to 2: sums are exact, so that any deviation is a bug and not rounding."""
+    made = []
+    for role, shape in shapes.items():
+        bits = hashed(xp, case.data_seed, _STREAMS[role], math.prod(shape))
+        value = (_right(bits, 8) % 5 - 2) * ((_right(bits, 40) & 3) == 0)
+        made.append(_float64(xp, value).reshape(shape))
+    return tuple(made)
+
+
+def _uniform(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """U[0, 1), as PyTorch's own tests draw: for comparison, a weak distribution."""
+    return tuple(uniform(xp, case.data_seed, _STREAMS[role], shape) for role, shape in shapes.items())
+
+
+def _equal(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """All logits equal, and not 0: every key is the same."""
+    q, k, v = _plain(xp, case, shapes)
+    return q, k[:, :, :1] + 0.0 * k, v
+
+
+def _negative(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """All logits far below 0: a running maximum that starts at 0, or a finite stand-in for -inf, shows."""
+    q, k, v = _plain(xp, case, shapes)
+    return 16.0 * (abs(q) + 0.25), -16.0 * (abs(k) + 0.25), v
+
+
+def _large(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """Logits of standard deviation 16: a peaked softmax."""
+    q, k, v = _plain(xp, case, shapes)
+    return 16.0 * q, k, v
+
+
+def _outlier(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """N(0, 1) with one element in 64 ten times wider: FlashAttention-3's N(0, 1) + N(0, 100) at small sizes."""
+    made = []
+    for (role, shape), x in zip(shapes.items(), _plain(xp, case, shapes), strict=True):
+        rare = hashed(xp, case.data_seed + _STREAMS[role], _STREAMS["rare"], math.prod(shape)).reshape(shape)
+        made.append(x * (1.0 + 9.0 * _float64(xp, (rare & 63) == 0)))
+    return tuple(made)
+
+
+def _onehot(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """Each query selects one key, whose logit is 0; all others are far below. Values are the key's number.
+
+    Key j carries the bits of j as +-1 and their negated count; query i the same bits of its target and 1, times a gain.
+    """
+    lq, lk, d = case.seq_q, case.seq_k, case.dim_qk
+    bits = max(1, (lk - 1).bit_length())
+    if d < bits + 1:
+        return _needle(xp, case, shapes)
+    j = xp.arange(lk, dtype=xp.int64)
+    target = (xp.arange(lq, dtype=xp.int64) * 7 + case.data_seed % 64 + lk - 1) % max(lk, 1)
+    gain = min(2.0**11, 2.0 ** math.ceil(math.log2(64.0 / max(abs(case.softmax_scale), 2.0**-5))))
+    key = xp.zeros((lk, d), dtype=xp.float64)
+    query = xp.zeros((lq, d), dtype=xp.float64)
+    for bit in range(bits):
+        key[:, bit] = _float64(xp, (j >> bit & 1) * 2 - 1)
+        query[:, bit] = _float64(xp, (target >> bit & 1) * 2 - 1) * gain
+    key[:, bits] = -float(bits)
+    query[:, bits] = gain
+    number = _float64(xp, j % 251) * 1.0 - 125.0
+    zeros = {role: xp.zeros(shape, dtype=xp.float64) for role, shape in shapes.items()}
+    return zeros["query"] + query, zeros["key"] + key, zeros["value"] + number[:, None]
+
+
+def _needle(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """The last key outweighs all others: dropping it, or reading one too few, changes everything."""
+    q, k, v = _plain(xp, case, shapes)
+    last = _float64(xp, xp.arange(case.seq_k, dtype=xp.int64) == case.seq_k - 1)[:, None]
+    return 0.25 * q + 2.0, k * (1.0 - last) + 4.0 * last, v
+
+
+def _ramp(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]], sign: float) -> tuple[Array, Array, Array]:
+    q, k, v = _plain(xp, case, shapes)
+    height = _float64(xp, xp.arange(case.seq_k, dtype=xp.int64))[:, None] * (sign * 8.0 / max(case.seq_k, 1))
+    return 0.25 * q + 1.0, 0.25 * k + rounded(height, "bfloat16"), v
+
+
+def _rising(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """The running maximum rises in every tile."""
+    return _ramp(xp, case, shapes, 1.0)
+
+
+def _falling(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """The running maximum is met in the first tile."""
+    return _ramp(xp, case, shapes, -1.0)
+
+
+@functools.cache
+def _recorded() -> dict[str, Any]:
+    path = resources.files("attnswitch.verify.drawing") / "activations.npz"
+    with resources.as_file(path) as file, np.load(file) as stored:
+        return {role: stored[role].astype(np.float64) for role in ("query", "key", "value")}
+
+
+def _activations(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of a trained sentence encoder, tiled cyclically over the shape."""
+    made = []
+    for role, shape in shapes.items():
+        stored = _recorded()[role]  # (heads, length, dim)
+        index = [
+            (np.arange(size) + case.data_seed) % extent for size, extent in zip(shape[1:], stored.shape, strict=True)
+        ]
+        x = np.broadcast_to(stored[np.ix_(*index)], shape)
+        made.append(xp.asarray(np.array(x)))
+    return tuple(made)
+
+
+_MAKERS = {
+    "normal": _plain,
+    "integers": _integers,
+    "uniform": _uniform,
+    "equal": _equal,
+    "negative": _negative,
+    "large": _large,
+    "outlier": _outlier,
+    "onehot": _onehot,
+    "needle": _needle,
+    "rising": _rising,
+    "falling": _falling,
+    "activations": _activations,
+}
+
+
+def _identity(xp: Any, rows: int, columns: int) -> Array:
+    return _float64(xp, xp.arange(rows)[:, None] == xp.arange(columns)[None, :])
+
+
+def _repeated(xp: Any, x: Array, placing: str) -> Array:
+    """Values made equal along the axis that an expanded operand repeats."""
+    axis = {"expanded-batch": 0, "expanded-heads": 1, "expanded-rows": 2}.get(placing)
+    if axis is None or x.shape[axis] == 0:
+        return x
+    first = tuple(slice(0, 1) if a == axis else slice(None) for a in range(4))
+    return x[first] + xp.zeros(x.shape, dtype=xp.float64)
+
+
+def _poisoned(xp: Any, case: Case, key: Array, value: Array) -> tuple[Array, Array]:
+    """NaN in one key, NaN and inf in one value, in one head; past the lengths everything is NaN."""
+    key, value = (x + xp.zeros(x.shape, dtype=xp.float64) for x in (key, value))  # maybe a view of shared values
+    word = int(hashed(np, case.data_seed, _STREAMS["poison"], 1)[0]) & (2**63 - 1)
+    if case.seq_k and case.batch:
+        b, h, j = word % case.batch, (word >> 8) % case.heads_kv, (word >> 16) % case.seq_k
+        if word >> 40 & 1:
+            key[b, h, j, 0] = math.nan
+        value[b, h, -1 - j, 0] = math.nan
+        value[b, h, -1 - j, -1] = math.inf
+    for b, length in enumerate(case.lengths or ()):
+        key[b, :, length:] = math.nan
+        value[b, :, length:] = math.nan
+    return key, value
+
+
+_LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 2.0**127 * (2 - 2.0**-7),
+    "float32": 2.0**127 * (2 - 2.0**-23),
+    "float64": 2.0**1023 * (2 - 2.0**-52),
+}
+#: Masks that hide by a large negative number, whole rows included; None is the least number of the type.
+_FLOORS = {"finite-min": None, "minus-1e4": -1e4, "minus-1e9": -1e9}
+#: What a mask may hold.
+MASK_KINDS = ("random", "all", "none", "dead-rows", "blocks", "smooth", *_FLOORS)
+
+
+def _mask(xp: Any, case: Case) -> Array:
+    """The attn_mask with four axes, as bool or float64."""
+    recipe = case.mask
+    assert recipe is not None
+    shape = tuple(size if axis in recipe.axes else 1 for axis, size in zip("bhqk", case.scores, strict=True))
+    u = uniform(xp, case.data_seed, _STREAMS["attn_mask"], shape)
+    rows = uniform(xp, case.data_seed, _STREAMS["rare"], (*shape[:3], 1))
+    blocks = (xp.arange(shape[3]) // 64 % 2 == 1) & (u > -1.0)
+    keep = {
+        "all": u >= 0.0,
+        "none": u < 0.0,
+        "random": u < 0.7,
+        "dead-rows": (u < 0.7) & (rows < 0.5),
+        "blocks": blocks,
+    }
+    if recipe.dtype == "bool":
+        return keep[recipe.kind]
+    smooth = normal(xp, case.data_seed, _STREAMS["attn_mask"], shape)
+    if recipe.kind in _FLOORS:
+        floor = _FLOORS[recipe.kind] or -_LARGEST[recipe.dtype]
+        floors = rounded(xp.zeros(shape, dtype=xp.float64) + floor, recipe.dtype) if _FLOORS[recipe.kind] else floor
+        return xp.where((u < 0.7) & (rows < 0.5), 0.0 * u, floors + 0.0 * u)
+    smooth = rounded(smooth, recipe.dtype)
+    if recipe.kind == "smooth":
+        return smooth
+    return xp.where(keep[recipe.kind], smooth, -math.inf + 0.0 * u)

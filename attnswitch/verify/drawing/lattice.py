@@ -1,0 +1,82 @@
+"""Fixed cases, small to large: lengths at the edges of tiles, and lengths that no dense reference has.
+
+They come before the drawn ones in every run. The exact probes see there what random data hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+
+from attnswitch.verify.drawing.case import Case, Placing
+from attnswitch.verify.drawing.placings import FAR
+from attnswitch.verify.drawing.strategies import Space
+
+__all__ = ["extremes", "long", "probes"]
+
+#: Checks for the long cases in turn; those that hold a kernel against itself.
+_LAWS = ("split", "causality", "decode", "hull", "permutation", "shift", "linearity", "repeat")
+
+
+def probes(space: Space, on_gpu: bool) -> Iterator[Case]:
+    """Cases for the one-hot probe alone; every dtype of the space in turn."""
+    dtypes = cycle(space.dtypes)
+    plain = Case(library=_library(space), dim_qk=32, dim_v=8, check="one-hot")
+    for length in _edges(8193):
+        # In four heads, as many rows as keys, so that every key is some row's target.
+        if length <= 1025:
+            rows, grads = -(-length // 4), "qkv"
+            yield plain.replace(heads_kv=2, group=2, seq_q=rows, seq_k=length, dtype=next(dtypes), grads=grads)
+        yield plain.replace(group=4, seq_k=length, dtype=next(dtypes), causal=True, alignment="bottom_right")
+    for length in (2049, 4097, 8193):
+        for first in range(0, length, 2049):
+            yield plain.replace(seq_q=2049, seq_k=length, dtype=next(dtypes), data_seed=first)
+    for length in _long(on_gpu):
+        yield plain.replace(group=8, seq_q=8, seq_k=length, dim_qk=40, dtype=next(dtypes))
+        if on_gpu:
+            yield plain.replace(seq_q=length, seq_k=length, dim_qk=64, dtype=next(dtypes), causal=True)
+
+
+def long(space: Space, on_gpu: bool) -> Iterator[Case]:
+    """Cases beyond a dense reference, each with a law; judged on sampled rows as well."""
+    dtypes, laws = cycle(space.dtypes), cycle(_LAWS)
+    plain = Case(library=_library(space), group=2, dim_qk=64 if on_gpu else 32, dim_v=64 if on_gpu else 32)
+    for number, length in enumerate(_long(on_gpu)):
+        causal = number % 2 == 1
+        for _ in range(2 if on_gpu else 1):
+            yield plain.replace(
+                seq_q=length if on_gpu else 24,
+                seq_k=length,
+                dtype=next(dtypes),
+                causal=causal,
+                alignment="bottom_right" if causal and not on_gpu else "top_left",
+                lse=not on_gpu,
+                grads="qkv" if on_gpu else "",
+                check=next(laws),
+                data_seed=length % 251,
+            )
+
+
+def extremes(space: Space) -> Iterator[Case]:
+    """More batch entries than a launch grid has places for, and offsets beyond 31 bits."""
+    plain = Case(library=_library(space), dtype="float16" if "float16" in space.dtypes else space.dtypes[0])
+    yield plain.replace(batch=65537, seq_k=2, dim_qk=2, dim_v=2)
+    yield plain.replace(seq_q=2, seq_k=65, placing=Placing(key=FAR))
+    yield plain.replace(seq_q=2, seq_k=65, placing=Placing(value=FAR), grads="qkv")
+
+
+def _library(space: Space) -> str:
+    return "torch" if "torch" in space.libraries else space.libraries[0]
+
+
+def _edges(longest: int) -> Iterator[int]:
+    """Powers of two up to ``longest`` and their neighbours."""
+    lengths = {n for power in range(longest.bit_length()) for n in (2**power - 1, 2**power, 2**power + 1)}
+    yield from sorted(n for n in lengths if 0 < n <= longest)
+
+
+def _long(on_gpu: bool) -> Iterator[int]:
+    """Lengths beyond a dense reference."""
+    yield from (16384, 32769, 65535, 131072)
+    if on_gpu:
+        yield 131072 - 63

@@ -1,0 +1,195 @@
+"""What Hypothesis draws: whole cases over all that the contract allows, plainest choice first so that they shrink.
+
+Lengths are drawn as tile * multiple + delta, so that a fault at "one past a tile" shrinks to the smallest such length.
+Every case makes the same number of choices, used or not, so that shrinking one does not change what the others mean.
+Operations are bounded by construction: no draw is thrown away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
+from attnswitch.verify.drawing.data import DISTRIBUTIONS
+from attnswitch.verify.drawing.placings import PLACINGS
+
+__all__ = ["Space", "cases", "recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What to draw from: the array libraries and dtypes of a device, and how large a case may be.
+
+    ``work`` bounds batch * heads * Lq * Lk * max(D, Dv, 32). ``checks`` are the properties of which each case is given
+    one to be tried on it; half of the cases, and all where there are none, are given none beside the usual.
+    """
+
+    libraries: tuple[str, ...] = ("torch", "numpy")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+    work: int = 2**20
+    longest: int = 1100
+    checks: tuple[str, ...] = ()
+
+
+_TILES = (16, 32, 64, 128)
+_DIMS = (8, 16, 32, 64, 1, 2, 5, 24, 40, 72, 80, 96, 128, 160, 192, 256)
+_SCALES = (None, 0.125, 1.0, 0.0, -0.25, -1.0, 2.0, 1e-3, 1e-30)
+
+
+def _choice(draw: Any, options: tuple[Any, ...] | list[Any]) -> Any:
+    return draw(st.sampled_from(options))
+
+
+def _often(draw: Any, one_in: int) -> bool:
+    """True once in ``one_in`` draws, and shrinking to False."""
+    return bool(draw(st.integers(0, one_in - 1)) == one_in - 1)
+
+
+def _length(draw: Any, longest: int) -> int:
+    """A sequence length up to ``longest``, close to a multiple of a tile more often than not."""
+    tiled, delta = draw(st.booleans()), draw(st.integers(-1, 1))
+    tile, multiple = _choice(draw, _TILES), draw(st.integers(1, 8))
+    small = draw(st.integers(1, 40))
+    length = tile * multiple + delta if tiled else small
+    return int(max(0, min(length, max(1, longest))))
+
+
+def _sizes(draw: Any, space: Space) -> dict[str, int]:
+    d, other, unequal = _choice(draw, _DIMS), _choice(draw, _DIMS), _often(draw, 5)
+    dv = other if unequal else d
+    room = space.work // max(d, dv, 32)  # the reference holds the scores several times over
+    lk, few, is_few = _length(draw, min(space.longest, room)), draw(st.integers(0, 3)), _often(draw, 25)
+    lk = few if is_few else lk
+    lq = _length(draw, min(space.longest, max(1, room // max(lk, 1))))
+    square, is_one, one = _often(draw, 5), _often(draw, 6), draw(st.integers(0, 1))
+    lq = lk if square and lk * lk <= room else one if is_one else lq
+    room //= max(1, lq * lk)
+    kv = min(_choice(draw, (1, 2, 3, 4)), max(1, room))
+    group = min(_choice(draw, (1, 2, 3, 4, 8)), max(1, room // kv))
+    batch = min(_choice(draw, (1, 2, 3)), max(1, room // (kv * group)))
+    if _often(draw, 60):
+        batch = 0
+    return {"batch": batch, "heads_kv": kv, "group": group, "seq_q": lq, "seq_k": lk, "dim_qk": d, "dim_v": dv}
+
+
+def _hiding(draw: Any, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
+    """Causal, window, lengths and mask, alone and together."""
+    lk = sizes["seq_k"]
+    causal, has_window, bottom_right = draw(st.booleans()), _often(draw, 4), draw(st.booleans())
+    sides = [(draw(st.integers(0, 70)), _often(draw, 3)) for _ in ("left", "right")]
+    has_lengths, lengths = _often(draw, 4), [(draw(st.booleans()), draw(st.integers(0, 2**12))) for _ in range(3)]
+    has_mask, mask = _often(draw, 3), _mask(draw, dtype)
+    found: dict[str, Any] = {"causal": causal}
+    if has_window:
+        found["window"] = tuple(None if unlimited else side for side, unlimited in sides)
+    if (causal or has_window) and bottom_right:
+        found["alignment"] = "bottom_right"
+    if has_lengths:
+        cut = [min(n, lk) if small else max(0, lk - n % 64) for small, n in lengths]
+        found["lengths"] = tuple(cut[: sizes["batch"]])
+    if has_mask:
+        found["mask"] = mask
+    return found
+
+
+def _mask(draw: Any, dtype: str) -> MaskRecipe:
+    rank, whole = _choice(draw, (4, 2, 3, 1)), [not _often(draw, 4) for _ in "bhqk"]
+    as_bool, other = draw(st.booleans()), _often(draw, 3)
+    bool_kind = _choice(draw, ("random", "all", "dead-rows", "blocks", "none"))
+    float_kind = _choice(draw, ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "minus-1e9", "none"))
+    other_dtype = _choice(draw, ("float32", "float16", "bfloat16", "float64"))
+    axes = "".join(axis for axis, on in zip("bhqk", whole, strict=True) if on and axis in "bhqk"[4 - rank :])
+    if as_bool:
+        return MaskRecipe("bool", axes, rank, bool_kind)
+    mask_dtype = other_dtype if other else dtype
+    if mask_dtype == "float16" and float_kind == "minus-1e9":
+        float_kind = "minus-1e4"
+    return MaskRecipe(mask_dtype, axes, rank, float_kind)
+
+
+def _placing(draw: Any, library: str) -> Placing:
+    kinds = [kind for kind in PLACINGS if library == "numpy" or kind != "backwards"]
+    plain = [kind for kind in kinds if not kind.startswith("expanded")]
+    query, key, value, grad_out = (_choice(draw, kinds) for _ in range(4))
+    mask, alike = _choice(draw, plain), draw(st.booleans())
+    return Placing(query, query, query, mask, query) if alike else Placing(query, key, value, mask, grad_out)
+
+
+def _grads(draw: Any, mask: MaskRecipe | None) -> str:
+    """None, all, or any subset of the operands that can have a gradient."""
+    letters = "qkv" + ("m" if mask is not None and mask.dtype != "bool" else "")
+    wanted, every, each = draw(st.booleans()), draw(st.booleans()), [draw(st.booleans()) for _ in "qkvm"]
+    if not wanted:
+        return ""
+    return letters if every else "".join(x for x, on in zip("qkvm", each, strict=True) if on and x in letters)
+
+
+@st.composite
+def cases(draw: Any, space: Space = Space()) -> Case:
+    """A case from ``space``."""
+    library = _choice(draw, space.libraries)
+    dtypes = [dtype for dtype in space.dtypes if not (library == "cupy" and dtype == "bfloat16")]
+    dtype = _choice(draw, dtypes)
+    sizes = _sizes(draw, space)
+    hiding = _hiding(draw, sizes, dtype)
+    placing = _placing(draw, library)
+    found = {
+        **sizes,
+        **hiding,
+        "library": library,
+        "dtype": dtype,
+        "placing": placing,
+        "layout": _choice(draw, ("BHLD", "BLHD")),
+        "data": _choice(draw, DISTRIBUTIONS),
+        "data_seed": draw(st.integers(0, 255)),
+        "scale": _choice(draw, (*(None,) * 18, *_SCALES)),
+        "softcap": _choice(draw, (*(0.0,) * 15, 30.0, 1.0, 5.0)),
+        "lse": _often(draw, 3),
+        "grads": _grads(draw, hiding.get("mask")),
+    }
+    if library != "torch" and found["grads"]:  # attention_backward gives the three, and the mask's where asked
+        found["grads"] = "qkvm" if "m" in found["grads"] else "qkv"
+    check, checked, deterministic = draw(st.integers(0, 2**20)), draw(st.booleans()), _often(draw, 6)
+    if checked and space.checks:
+        found["check"] = space.checks[check % len(space.checks)]
+    found["deterministic"] = deterministic
+    drops, dropout, poison = _often(draw, 8), _dropout(draw, found), _often(draw, 12)
+    if drops:
+        found |= dropout
+    elif poison:
+        found["poison"] = True
+    return Case(**found)
+
+
+def _dropout(draw: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Dropout by seed anywhere; without one only where V = I can show the mask: torch, Dv = Lk, finite scores."""
+    p, own, dropout_seed = _choice(draw, (0.5, 0.1, 0.25, 0.9)), draw(st.booleans()), draw(st.integers(0, 2**64 - 1))
+    if found["library"] != "torch" or not own:
+        return {"dropout": p, "dropout_seed": dropout_seed}
+    length = max(1, min(found["seq_k"], 64))
+    lengths = found.get("lengths")
+    return {
+        "dropout": p,
+        "dropout_seed": None,
+        "seq_k": length,
+        "dim_qk": length,
+        "dim_v": length,
+        "lengths": None if lengths is None else tuple(min(n, length) for n in lengths),
+        "placing": Placing(),
+        "data": "normal",
+        "scale": None,
+        "lse": False,
+    }
+
+
+def recipe(case: Case, number: int, checks: tuple[str, ...]) -> Case:
+    """The same problem in the same memory with other numbers, and another check: recipe ``number`` of ``case``."""
+    if number == 0 or (case.dropout and case.dropout_seed is None):
+        return case
+    word = number * 2654435761 + case.data_seed * 40503
+    data = DISTRIBUTIONS[word // 7 % len(DISTRIBUTIONS)]
+    check = checks[word // 11 % len(checks)] if checks and number % 2 else "reference"
+    return case.replace(data=data, data_seed=word % 256, check=check)

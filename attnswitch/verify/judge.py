@@ -1,0 +1,178 @@
+"""One case on some backends: run through the public calls, looked at by the checks, and given a verdict each."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from attnswitch import registry
+from attnswitch.device import Device
+from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
+from attnswitch.planner import Plan, make_plan
+from attnswitch.verify.checks import ALWAYS, Check, named
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.launch.call import Returned, call, expected, finite_check, place_operands
+from attnswitch.verify.launch.neighbours import Neighbours
+from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
+from attnswitch.verify.trial import NotApplicable, Subject, Trial
+
+__all__ = ["check", "examine"]
+
+#: One in so many cases is called even if its problem says that it will be refused.
+_ASKED = 4
+#: Results of more bytes than this are not laid between neighbours.
+_SURROUNDED = 2**24
+
+
+def check(case: Case, backend: str, device: str = "cpu") -> Outcome:
+    """Run ``case`` with ``backend`` (or ``AUTO``) on ``device`` and judge what comes back."""
+    return examine(case, (backend,), device)[0]
+
+
+def examine(
+    case: Case,
+    backends: Sequence[str],
+    device: str = "cpu",
+    only: bool = False,
+    before: Callable[[str], None] = lambda backend: None,
+) -> list[Outcome]:
+    """``check`` with several backends, which share the reference.
+
+    Every candidate runs first: a reference cannot have left the right answer in memory for one to find. ``only`` looks
+    at ``case.check`` alone; ``before`` is told each backend whose kernels are about to run.
+
+    Raises:
+        InvalidProblem: a backend's name is not known.
+        VerificationError: the references disagree, or a check failed itself.
+    """
+    for backend in backends:
+        if backend != AUTO:
+            registry.load(backend)  # an unknown name is the caller's mistake, not a finding
+    checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c])]
+    checks = [c for c in checks if c.applies(case) and (device != "cpu" or not c.gpu)]
+    if only and not checks:
+        return []
+    subject = Subject(case)
+    if only and checks and checks[0].alone:
+        return [_probed(subject, backend, device, checks, before) for backend in backends]
+    ran = []
+    for backend in backends:
+        before(backend)
+        ran.append(_attempt(subject, backend, device))
+    judged = []
+    for run in ran:
+        if isinstance(run, Trial):
+            before(run.backend)
+            run = _judged(run, checks)
+        judged.append(run)
+    return judged
+
+
+def _probed(
+    subject: Subject, backend: str, device: str, checks: Sequence[Check], before: Callable[[str], None]
+) -> Outcome:
+    """A check that makes its own operands needs no run on those of the case."""
+    before(backend)
+    case = subject.case
+    forced = None if backend == AUTO else backend
+    plan = make_plan(case.problem(), Device.parse(device), forced)
+    if plan.backend is None:
+        return Outcome(case, backend, device, "refused", reasons=_refusals(plan, forced))
+    outcome = _judged(Trial(subject, backend, device, None, Returned({}, plan.backend)), checks)
+    if outcome.failure is None and not outcome.checks:
+        return Outcome(case, backend, device, "refused", plan.backend, ("it does not take the probe",))
+    return outcome
+
+
+def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
+    """Run the backend once; an outcome says why there is nothing to judge."""
+    case = subject.case
+    forced = None if backend == AUTO else backend
+    started = time.perf_counter()
+    if case.data_seed % _ASKED:  # a refusal follows from the problem; that the call says so too is seen on the others
+        plan = make_plan(case.problem(), Device.parse(device), forced)
+        if plan.backend is None:
+            absent = next((c.unavailable for c in plan.candidates if c.backend == forced and not c.reasons), None)
+            verdict: Verdict = "refused" if absent is None else "unavailable"
+            return Outcome(case, backend, device, verdict, reasons=(absent,) if absent else _refusals(plan, forced))
+    with finite_check(case.poison):
+        try:
+            placed = place_operands(case, subject.data, device)
+            neighbours = _surround(case, forced, device)
+            returned = call(case, placed, forced)
+        except Unsupported as refusal:
+            return Outcome(case, backend, device, "refused", reasons=_reasons(refusal, forced))
+        except BackendUnavailable as absence:
+            return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
+        except Exception as error:  # whatever a kernel raises is a finding
+            if _out_of_memory(error):
+                return Outcome(case, backend, device, "refused", reasons=(f"out of memory: {error}",))
+            return Outcome(case, backend, device, "mismatch", forced, failure=_crash(error))
+    trial = Trial(subject, backend, device, placed, returned)
+    trial.seconds = time.perf_counter() - started
+    if neighbours is not None and (beside := neighbours.look(returned.results)):
+        trial.overrun = Failure("inputs", "memory beside it was written to", beside)
+    trial.surrounded = neighbours.hits if neighbours is not None else 0
+    return trial
+
+
+def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None:
+    """Known bytes around the results, in the memory of the library that will allocate them."""
+    chosen = registry.load(backend) if backend else ""
+    if case.work > _SURROUNDED:
+        return None
+    return Neighbours(expected(case), case.library if isinstance(chosen, str) else chosen.library, device)
+
+
+def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
+    case = trial.case
+    failure, looked = trial.overrun, []
+    for c in checks:
+        if failure is not None:
+            break
+        try:
+            failure = c.holds(trial)
+            looked.append(c.name)
+        except NotApplicable:
+            continue
+        except VerificationError:
+            raise
+        except Exception as error:  # running it again may fail in any way; so may a check on what it returned
+            failure = None if _out_of_memory(error) else _crash(error)
+    verdict: Verdict = "mismatch" if failure else "verified"
+    ratios = {name: ratio for name, (ratio, _) in trial.ratios.items()}
+    worst = {name: where for name, (_, where) in trial.ratios.items()}
+    return Outcome(
+        case,
+        trial.backend,
+        trial.device,
+        verdict,
+        trial.chosen,
+        (),
+        ratios,
+        failure,
+        tuple(looked),
+        worst,
+        trial.variant,
+        trial.seconds,
+    )
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+
+
+def _crash(error: Exception) -> Failure:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Failure("crash", f"{type(error).__name__}: {error} ({last.name})")
+
+
+def _reasons(refusal: Unsupported, backend: str | None) -> tuple[str, ...]:
+    return (str(refusal),) if refusal.plan is None else _refusals(refusal.plan, backend)
+
+
+def _refusals(plan: Plan, backend: str | None) -> tuple[str, ...]:
+    """Why the backend, or each of them, does not take the problem of a plan."""
+    asked = (candidate for candidate in plan.candidates if backend in (None, candidate.backend))
+    return tuple(reason for candidate in asked for reason in plan.why_not(candidate))

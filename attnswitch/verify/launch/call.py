@@ -1,0 +1,201 @@
+"""One case as one call: its operands placed as an application would hold them, and the public functions called."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import attnswitch
+from attnswitch import arrays
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.launch.layouts import Storage, host, place
+
+__all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "place_operands"]
+
+_FINITE = "ATTNSWITCH_CHECK_FINITE"
+_TENSORS = ("out", "grad query", "grad key", "grad value")
+
+#: Runs a function in some surroundings: a stream, an autocast region. The plain one just calls it.
+Around = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The arrays of a case as the caller holds them, and the memory that each lies in."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
+    key_lengths: Any
+    grad_out: Any
+    grad_lse: Any
+    storage: dict[str, Storage] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What the calls returned, by name, in (B, H, L, D) order, and the backend that made it."""
+
+    results: dict[str, Any]
+    chosen: str
+
+
+def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
+    """The operands of ``case`` as arrays of its library."""
+    storage: dict[str, Storage] = {}
+
+    def put(role: str, dtype: str, placing: str) -> Any:
+        placed, storage[role] = place(data[role], dtype, placing, case.library, device)
+        return placed
+
+    made = {role: put(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
+    if case.layout == "BLHD":
+        made = {role: array.swapaxes(1, 2) for role, array in made.items()}
+    mask = None
+    if case.mask is not None:
+        mask = put("attn_mask", case.mask.dtype, case.placing.attn_mask)
+        mask = mask[(0,) * (4 - case.mask.rank)] if case.mask.rank < 4 else mask
+    lengths = None
+    if case.lengths is not None:
+        lengths = np.array(case.lengths, dtype=_lengths_dtype(case))
+        if case.library != "numpy":
+            lengths = arrays.passage(arrays.passage(lengths, "numpy", "torch").to(device), "torch", case.library)
+    grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
+    return Placed(made["query"], made["key"], made["value"], mask, lengths, made["grad_out"], grad_lse, storage)
+
+
+def _lengths_dtype(case: Case) -> str:
+    """One of the integer types that callers use, and that the lengths fit."""
+    fits = ("int32", "int64", "int16", "uint8") if max(case.lengths or (0,)) < 256 else ("int32", "int64")
+    return fits[case.data_seed % len(fits)]
+
+
+def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every result that the calls return, in (B, H, L, D) order."""
+    b, h, lq, lk = case.scores
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {"out": ((b, h, lq, case.dim_v), case.dtype)}
+    if case.lse:
+        shapes["lse"] = ((b, h, lq), "float64" if case.dtype == "float64" else "float32")
+    every = case.library != "torch"  # attention_backward gives all three
+    for letter, name, shape in (
+        ("q", "query", (b, h, lq, case.dim_qk)),
+        ("k", "key", (b, case.heads_kv, lk, case.dim_qk)),
+        ("v", "value", (b, case.heads_kv, lk, case.dim_v)),
+    ):
+        if letter in case.grads or (every and case.grads):
+            shapes[f"grad {name}"] = (shape, case.dtype)
+    if "m" in case.grads and case.mask is not None:
+        sizes = zip("bhqk"[4 - case.mask.rank :], case.scores[4 - case.mask.rank :], strict=True)
+        shapes["grad attn_mask"] = (tuple(n if axis in case.mask.axes else 1 for axis, n in sizes), case.mask.dtype)
+    return shapes
+
+
+def call(
+    case: Case,
+    placed: Placed,
+    backend: str | None,
+    around: Around = lambda run: run(),
+    synchronize: bool = True,
+) -> Returned:
+    """Attention and its gradients on ``placed``; ``backend`` None lets the dispatcher choose.
+
+    A GPU has finished when it returns, unless ``synchronize`` says otherwise. Raises whatever the backend raises,
+    ``Unsupported`` and ``BackendUnavailable`` among it.
+    """
+    returned: Returned = around(lambda: (_autograd if case.library == "torch" else _explicit)(case, placed, backend))
+    if synchronize and case.library != "numpy" and (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if case.layout == "BLHD":
+        turned = {n: r.swapaxes(1, 2) if n in _TENSORS else r for n, r in returned.results.items()}
+        return Returned(turned, returned.chosen)
+    return returned
+
+
+def _options(case: Case, placed: Placed) -> dict[str, Any]:
+    return {
+        "attn_mask": placed.attn_mask,
+        "dropout_p": case.dropout,
+        "is_causal": case.causal,
+        "scale": case.scale,
+        "causal_alignment": case.alignment,
+        "window": case.window,
+        "softcap": case.softcap,
+        "key_lengths": placed.key_lengths,
+        "layout": case.layout,
+        "seed": case.dropout_seed,
+        "deterministic": case.deterministic,
+    }
+
+
+def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
+    """Through ``attention_backward``, for libraries without autograd."""
+    options = _options(case, placed)
+    operands = (placed.query, placed.key, placed.value)
+    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
+    out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
+    results: dict[str, Any] = {"out": out[0], "lse": out[1]} if case.lse else {"out": out}
+    if case.grads:
+        grads = attnswitch.attention_backward(
+            placed.grad_out,
+            *operands,
+            **options,
+            grad_lse=placed.grad_lse if case.lse else None,
+            mask_grad="m" in case.grads,
+            backend=backend,
+        )
+        results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
+    return Returned(results, chosen)
+
+
+def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
+    torch: Any = importlib.import_module("torch")
+    if case.dropout and case.dropout_seed is None:  # torch's own generator draws
+        torch.manual_seed(case.data_seed)
+    named = {"query": placed.query, "key": placed.key, "value": placed.value, "attn_mask": placed.attn_mask}
+    wanted = [name for letter, name in zip("qkvm", named, strict=True) if letter in case.grads]
+    leaves: dict[str, Any] = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    options = _options(case, placed) | {"attn_mask": leaves["attn_mask"]}
+    operands = (leaves["query"], leaves["key"], leaves["value"])
+    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
+    out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
+    outputs = list(out) if case.lse else [out]
+    results: dict[str, Any] = dict(zip(("out", "lse"), outputs, strict=False))
+    if wanted:
+        upstream = [placed.grad_out, placed.grad_lse][: len(outputs)]
+        differentiable = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
+        grads = torch.autograd.grad(
+            [o for o, _ in differentiable], [leaves[name] for name in wanted], [g for _, g in differentiable]
+        )
+        results |= {f"grad {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    return Returned({name: result.detach() for name, result in results.items()}, chosen)
+
+
+def hosted(results: dict[str, Any]) -> dict[str, Any]:
+    """Results as float64 in NumPy."""
+    with np.errstate(all="ignore"):
+        return {name: host(result).astype(np.float64) for name, result in results.items()}
+
+
+@contextlib.contextmanager
+def finite_check(always: bool) -> Iterator[None]:
+    """Have NaN and inf looked for on a GPU too: poison is refused only where it is seen."""
+    before = os.environ.get(_FINITE)
+    if always:
+        os.environ[_FINITE] = "always"
+    try:
+        yield
+    finally:
+        if always:
+            os.environ.pop(_FINITE, None)
+            if before is not None:
+                os.environ[_FINITE] = before

@@ -1,0 +1,73 @@
+"""What is known after a case was tried on a backend: the verdict, and the first property that a result broke."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from attnswitch.verify.drawing.case import Case
+
+__all__ = ["AUTO", "Failure", "Kind", "Outcome", "Verdict", "first_of"]
+
+Verdict = Literal["verified", "mismatch", "refused", "unavailable"]
+
+#: Device, backend, check and result: failures that share them are taken for the same fault.
+Kind = tuple[str, str, str, str]
+
+#: Stands for the dispatcher's own choice among the backends.
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A property that did not hold.
+
+    ``check`` names the property (``attnswitch.verify.checks``), or is "crash", "hang" or "lost" where nothing came
+    back; ``result`` is what broke it: "out", "lse", a gradient such as "grad query", or an operand.
+    """
+
+    check: str
+    message: str
+    result: str = ""
+    index: tuple[int, ...] | None = None
+    got: float | None = None
+    expected: float | None = None
+    bound: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Check and result in a few words."""
+        return f"{self.check}: {self.result}" if self.result else self.check
+
+
+def first_of(*failures: Failure | None) -> Failure | None:
+    """The first that is one."""
+    return next((failure for failure in failures if failure is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict on one case and backend.
+
+    ``checks`` are the properties that were looked at; ``ratios`` holds the worst error / bound of each result and
+    ``worst`` the element it is at; ``variant`` is the kernel that ran, where the backend says.
+    """
+
+    case: Case
+    backend: str
+    device: str
+    verdict: Verdict
+    chosen: str | None = None
+    reasons: tuple[str, ...] = ()
+    ratios: dict[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+    checks: tuple[str, ...] = ()
+    worst: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    variant: str = ""
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> Kind:
+        """What tells this failure from others."""
+        assert self.failure is not None
+        return self.device, self.backend, self.failure.check, self.failure.result

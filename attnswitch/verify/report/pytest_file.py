@@ -1,0 +1,97 @@
+"""A failure as a test file of its own, to be sent to whoever maintains the kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.outcome import Failure
+from attnswitch.verify.report.facts import element
+
+__all__ = ["file_name", "to_pytest"]
+
+_TEMPLATE = '''\
+"""{title}, {backend} on {device}.
+
+{what}
+
+Seen with {environment}.
+It needs attnswitch and pytest, and draws nothing.{alone}
+"""
+
+import pytest{torch}
+
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.judge import check
+
+CASE = Case.from_json(
+{case}
+)
+
+
+{mark}def test_{name}() -> None:
+    outcome = check(CASE, "{backend}", "{device}")
+    if outcome.verdict in ("refused", "unavailable"):
+        pytest.skip("; ".join(outcome.reasons))
+    failure = outcome.failure
+    assert outcome.verdict == "verified", (
+        f"{{failure.title}}: {{failure.message}}\\n"
+        f"element {{failure.index}} is {{failure.got!r}}, expected {{failure.expected!r}} within {{failure.bound!r}}\\n"
+        f"{{CASE}}"
+    )
+'''
+_MARK = """\
+@pytest.mark.skipif(torch.cuda.device_count() <= {index}, reason="{device} is not in this machine")
+"""
+
+
+def to_pytest(case: Case, backend: str, device: str, failure: Failure, environment: Mapping[str, str]) -> str:
+    """The source of a test that runs ``case`` and fails as long as ``failure``, or any other, is there.
+
+    It names everything it needs, draws nothing, and does not import Hypothesis.
+    """
+    file, on_gpu = file_name(backend, device, failure), device.startswith("cuda")
+    what = "\n".join(line for line in (str(case), failure.message, element(failure)) if line)
+    alone = f"\n{backend} must be importable." if ":" in backend else ""
+    if failure.check in ("crash", "hang", "lost"):
+        alone += "\nThe failure may end the process, or never return: run it alone."
+    return _TEMPLATE.format(
+        title=_quoted(failure.title),
+        backend=backend,
+        device=device,
+        what=_quoted(what),
+        environment=_quoted(", ".join(f"{key} {value}" for key, value in environment.items())),
+        alone=alone,
+        case=_literal(case.to_json()),
+        torch="\nimport torch" if on_gpu else "",
+        mark=_MARK.format(index=int(device.partition(":")[2] or 0), device=device) if on_gpu else "",
+        name=file.removeprefix("test_").removesuffix(".py"),
+    )
+
+
+def file_name(backend: str, device: str, failure: Failure) -> str:
+    """What to call the file; failures of different kinds have different names."""
+    return f"test_{_identifier(f'{backend}_{device}_{failure.title}')}.py"
+
+
+def _identifier(text: str) -> str:
+    return re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_").lower()
+
+
+def _quoted(text: str) -> str:
+    """``text`` so that it can stand in a docstring."""
+    return text.replace("\\", "\\\\").replace('"""', "'''").replace("\0", "\\0")
+
+
+def _literal(value: Any, depth: int = 1) -> str:
+    """Python for what JSON can hold, a field a line."""
+    indent = "    " * depth
+    if isinstance(value, dict):
+        fields = (
+            f"{indent}    {json.dumps(key)}: {_literal(item, depth + 1).lstrip()},\n" for key, item in value.items()
+        )
+        return f"{indent}{{\n{''.join(fields)}{indent}}}"
+    return indent + (json.dumps(value) if isinstance(value, str) else repr(value))

@@ -1,0 +1,232 @@
+"""A whole run: saved cases first, then the lattice, drawn cases, and the search for the worst; failures are saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.verify.drawing import lattice
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.outcome import AUTO, Kind, Outcome
+from attnswitch.verify.session import corpus
+from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.events import Event, Examined, Found, Lost, Smaller
+from attnswitch.verify.session.explore import Drawn, Given, Job
+from attnswitch.verify.session.plan import Plan, Target
+from attnswitch.verify.session.pool import Here, Isolated, Pool
+from attnswitch.verify.session.reduce import reduced
+from attnswitch.verify.session.tally import INTERRUPTED, Report
+from attnswitch.verify.session.tally import Found as Recorded
+
+__all__ = ["CHUNK", "Progress", "run"]
+
+#: Cases of one job: between two, the clock is read and what the others found is passed on.
+CHUNK = 50
+#: Jobs of drawn cases before the lattice.
+_FIRST_CHUNKS = 8
+#: One in so many examples is added for the search for each backend's worst case.
+_CLIMB = 20
+#: Tries to make a case smaller that was given, that ends its process, and that does not end.
+_TRIES = {"": 200, "crash": 30, "hang": 12}
+
+#: Seconds that a case may take that is tried to make another smaller; most take a hundredth of it.
+_TRY_TIMEOUT = 15.0
+
+#: Called with the report so far, a word on what is being done, and the outcomes that are new.
+Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """Jobs of all devices that run side by side, with what to call them; ``given`` if their cases were not drawn."""
+
+    doing: str
+    jobs: dict[str, Iterator[Job]]
+    given: bool = False
+    saved: bool = False
+
+
+def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -> Report:
+    """Carry out ``plan``.
+
+    Raises:
+        InvalidProblem: a corpus file is damaged, or there is nothing to run.
+        VerificationError: the references disagree, or a worker could not start.
+    """
+    if not plan.targets or not any(target.backends for target in plan.targets):
+        raise InvalidProblem("nothing to verify: no backend was named that this machine has")
+    recipes = {target.device: target.recipes for target in plan.targets if target.recipes > 1}
+    return _Run(plan, progress, Report(plan.seed, recipes=recipes))()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run in progress."""
+
+    plan: Plan
+    progress: Progress
+    report: Report
+    started: float = field(default_factory=time.monotonic)
+    known: set[Kind] = field(default_factory=set)
+    #: Failures that are being shrunk, in the smallest form so far.
+    smallest: dict[Kind, Outcome] = field(default_factory=dict)
+    paths: dict[Case, Path] = field(default_factory=dict)
+    fixed: set[Case] = field(default_factory=set)
+
+    def __call__(self) -> Report:
+        """Carry the plan out. Ctrl-C ends it with what was found."""
+        try:
+            with Isolated(self.plan) if self.plan.isolate else Here() as pool:
+                self.report.workers = pool.size
+                for phase in self._phases():
+                    if self._enough():
+                        break
+                    pool.carry_out(phase.jobs, self._enough, partial(self._take, pool, phase))
+                    self.report.environment = pool.environment
+        except KeyboardInterrupt:
+            self.report.stopped = INTERRUPTED
+        for outcome in list(self.smallest.values()):
+            self._record(outcome)
+        self.report.environment = self.report.environment or environment()
+        self.report.seconds = time.monotonic() - self.started
+        return self.report
+
+    # -- what there is to do -------------------------------------------------------------------------------------------
+
+    def _phases(self) -> Iterator[_Phase]:
+        targets = self.plan.targets
+        if self.plan.corpus is not None and self.plan.corpus.is_dir():
+            saved = list(corpus.read_all(self.plan.corpus))
+            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, given=True, saved=True)
+        chunks = {t.device: self._chunks(t) for t in targets}
+        if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
+            yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
+            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, given=True)
+        yield _Phase("fuzzing", chunks)
+        if self.plan.targeted and self.plan.examples is not None:
+            yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in targets})
+
+    def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
+        """Saved cases of the target's backends; those of the dispatcher's choice are for all, and it for all cases."""
+        for number, saved in enumerate(every):
+            backends = tuple(name for name in target.backends if AUTO in (name, saved.backend) or name == saved.backend)
+            if target.device.split(":")[0] == saved.device.split(":")[0] and backends:
+                self.paths[saved.case] = saved.path
+                yield Given(target.device, ((saved.case, backends),), number)
+
+    def _lattice(self, target: Target) -> Iterator[Job]:
+        """The probes, then the long cases; the dispatcher's own choice is one of the others."""
+        backends = tuple(name for name in target.backends if name != AUTO) or target.backends
+        probes = [(case, True) for case in lattice.probes(target.space, target.on_gpu)]
+        laws = [(case, False) for case in lattice.long(target.space, target.on_gpu)]
+        laws += [(case, False) for case in lattice.extremes(target.space)]
+        for number, (case, only) in enumerate(probes + laws):
+            for backend in backends:
+                yield Given(target.device, ((case, (backend,)),), number, only)
+
+    def _chunks(self, target: Target) -> Iterator[Job]:
+        first, limit = 0, self.plan.examples
+        while limit is None or first < limit:
+            count = CHUNK if limit is None else min(CHUNK, limit - first)
+            yield self._drawn(target, first, count)
+            first += count
+
+    def _climbs(self, target: Target) -> Iterator[Job]:
+        assert self.plan.examples is not None
+        for number, backend in enumerate(target.backends):
+            alone = replace(target, backends=(backend,), space=replace(target.space, checks=()))
+            count = max(5, self.plan.examples // _CLIMB // len(target.backends))
+            yield self._drawn(alone, 2**40 + number * 2**20, count, climb=True)
+
+    def _drawn(self, target: Target, first: int, count: int, climb: bool = False) -> Drawn:
+        known, tries = frozenset(self.known), self.plan.shrink_tries
+        return Drawn(target, self.plan.seed, first, count, known, tries, climb)
+
+    def _enough(self) -> bool:
+        if self.plan.seconds is not None and time.monotonic() - self.started > self.plan.seconds:
+            self.report.stopped = f"time limit of {self.plan.seconds:g} s"
+        elif len({found.outcome.kind for found in self.report.failures}) >= self.plan.max_failures:
+            self.report.stopped = f"{self.plan.max_failures} distinct failures"
+        return bool(self.report.stopped)
+
+    # -- what comes of it ----------------------------------------------------------------------------------------------
+
+    def _take(self, pool: Pool, phase: _Phase, device: str, event: Event) -> None:
+        self._count(pool, phase, event)
+        new = event.outcomes if isinstance(event, Examined) else ()
+        self.progress(self.report, f"{phase.doing} on {device}", new)
+
+    def _count(self, pool: Pool, phase: _Phase, event: Event) -> None:
+        if isinstance(event, Examined):
+            for outcome in event.outcomes:
+                self.report.add(outcome)
+            if event.outcomes and phase.saved:
+                self.report.replayed += 1
+            elif event.outcomes:
+                self._drew(phase, event.outcomes[0].case)
+            for outcome in event.outcomes if phase.given else ():
+                if outcome.verdict == "mismatch" and outcome.kind not in self.known:
+                    self._record(outcome if phase.saved else self._smaller(pool, outcome, ""))
+        elif isinstance(event, Smaller):
+            self.smallest[event.outcome.kind] = event.outcome
+        elif isinstance(event, Found):
+            self._record(event.outcome)
+        elif isinstance(event, Lost):
+            self._lost(pool, phase, event.outcome)
+
+    def _drew(self, phase: _Phase, case: Case) -> None:
+        """Count a case; one of the lattice comes once for each backend."""
+        if not phase.given or case not in self.fixed:
+            self.report.drew(case)
+        if phase.given:
+            self.fixed.add(case)
+
+    def _lost(self, pool: Pool, phase: _Phase, outcome: Outcome) -> None:
+        """A failure that took its process with it."""
+        assert outcome.failure is not None
+        if not phase.saved:
+            self._drew(phase, outcome.case)
+        self.report.add(outcome)
+        if outcome.kind in self.known:
+            return
+        if isinstance(pool, Here):
+            self.report.stopped = f"{outcome.device} was lost: a kernel broke its context; nothing more can run on it"
+        elif outcome.case not in self.paths:
+            outcome = self._smaller(pool, outcome, outcome.failure.check)
+        self._record(outcome)
+
+    def _smaller(self, pool: Pool, outcome: Outcome, ending: str) -> Outcome:
+        """The outcome of a smaller case that fails alike."""
+        best, failure = outcome, outcome.failure
+        assert failure is not None
+
+        def fails(case: Case) -> bool:
+            nonlocal best
+            only = failure.check == case.check
+            again = pool.attempt(case, outcome.backend, outcome.device, only, min(_TRY_TIMEOUT, self.plan.timeout))
+            if again.verdict == "mismatch" and again.kind == outcome.kind:
+                best = again
+                self.smallest[outcome.kind] = again
+                return True
+            return False
+
+        self.smallest[outcome.kind] = outcome
+        reduced(outcome.case, fails, min(_TRIES.get(ending, 60), self.plan.shrink_tries))
+        return best
+
+    def _record(self, outcome: Outcome) -> None:
+        self.smallest.pop(outcome.kind, None)
+        if outcome.kind in self.known:
+            return
+        self.known.add(outcome.kind)
+        path = self.paths.get(outcome.case)
+        from_corpus = path is not None
+        if path is None and self.plan.corpus is not None:
+            path = corpus.save(outcome, self.plan.corpus)
+        seconds = time.monotonic() - self.started
+        self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, self.report.cases))

@@ -1,0 +1,127 @@
+"""Saved cases: one JSON file each, which replays the failure anywhere and is replayed first by every later run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.data import DISTRIBUTIONS, MASK_KINDS
+from attnswitch.verify.drawing.placings import FAR, PLACINGS
+from attnswitch.verify.outcome import Outcome
+from attnswitch.verify.session.environment import environment
+
+__all__ = ["Saved", "default_folder", "load", "read_all", "save"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A case on file, with the backend and device that it concerns."""
+
+    path: Path
+    case: Case
+    backend: str
+    device: str
+    check: str
+    note: str
+
+
+def default_folder() -> Path:
+    """ATTNSWITCH_CORPUS if set; a clone's ``fixtures/corpus`` if that is where we are; else the user's data folder."""
+    if named := os.environ.get("ATTNSWITCH_CORPUS"):
+        return Path(named)
+    here = Path("fixtures/corpus")
+    if here.is_dir():
+        return here
+    from platformdirs import user_data_path
+
+    return user_data_path("attnswitch") / "corpus"
+
+
+def save(outcome: Outcome, folder: Path) -> Path:
+    """Write a failed outcome; the file is named by what failed, and a file that says the same is kept."""
+    assert outcome.failure is not None
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "backend": outcome.backend,
+        "device": outcome.device,
+        "problem": str(outcome.case.problem()),
+        "case": outcome.case.to_json(),
+        "failure": asdict(outcome.failure),
+        "chosen": outcome.chosen,
+        "environment": environment(),
+        "note": "",
+    }
+    words = (outcome.backend.rpartition(":")[2], outcome.device.replace(":", ""), outcome.failure.title)
+    plain = "-".join("".join(letter if letter.isalnum() or letter == "-" else " " for letter in word) for word in words)
+    stem = f"{'-'.join(plain.split())}-{_digest(outcome.case)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.json"
+    path.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    return path
+
+
+def _digest(case: Case) -> str:
+    import hashlib
+
+    return hashlib.sha256(json.dumps(case.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def load(path: Path) -> Saved:
+    """Read a saved case.
+
+    Raises:
+        InvalidProblem: the file is not a saved case, or of a schema this version does not know.
+        OSError: it cannot be read.
+    """
+    try:
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict) or "case" not in record:
+            raise InvalidProblem(f"{path} is not a saved case: it has no field 'case'")
+        if record["schema"] != SCHEMA:
+            raise InvalidProblem(f"{path} has schema {record['schema']}, and this version reads schema {SCHEMA}")
+        case = Case.from_json(record["case"])
+        _check(case)
+        return Saved(
+            path,
+            case,
+            str(record["backend"]),
+            str(record["device"]),
+            (record.get("failure") or {}).get("check", ""),
+            record.get("note", ""),
+        )
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidProblem(f"{path} is not a saved case: {type(error).__name__}: {error}") from None
+
+
+def _check(case: Case) -> None:
+    """Raise ``InvalidProblem`` for a recipe that names what there is not."""
+    placings = asdict(case.placing).values()
+    kinds = MASK_KINDS if case.mask is not None else ()
+    for what, value, known in (
+        ("library", case.library, ("numpy", "torch", "cupy")),
+        ("layout", case.layout, ("BHLD", "BLHD")),
+        ("data", case.data, DISTRIBUTIONS),
+        *(("placing", placing, (*PLACINGS, FAR)) for placing in placings),
+        *(("mask kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
+    ):
+        if value not in known:
+            raise InvalidProblem(f"{what} {value!r} of the case is not known; expected one of {', '.join(known)}")
+    for what, number in (("data_seed", case.data_seed), ("dropout_seed", case.dropout_seed or 0)):
+        if not isinstance(number, int) or not 0 <= number < 2**64:
+            raise InvalidProblem(f"{what} {number!r} of the case is not an integer from 0 to 2**64 - 1")
+    if case.lengths is not None and len(case.lengths) != case.batch:
+        raise InvalidProblem(f"the case has {len(case.lengths)} key lengths and batch {case.batch}")
+
+
+def read_all(folder: Path) -> Iterator[Saved]:
+    """The saved cases of a folder, by name. Raises what ``load`` raises."""
+    for path in sorted(folder.glob("*.json")):
+        yield load(path)

@@ -1,0 +1,89 @@
+"""``Plan``: what a run of the verifier is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnswitch import registry
+from attnswitch.verify.checks import DRAWN
+from attnswitch.verify.drawing.strategies import Space
+from attnswitch.verify.outcome import AUTO
+
+__all__ = ["EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
+
+#: Cases drawn for each device by default: about a minute on two cores.
+EXAMPLES = 2000
+#: Data recipes for each problem where a backend builds something for each shape.
+RECIPES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One device with the backends to try there and the cases to draw for it."""
+
+    device: str
+    backends: tuple[str, ...]
+    space: Space
+    #: Data recipes tried on each problem drawn; more than one where a backend builds something for each shape.
+    recipes: int = 1
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is an accelerator."""
+        return self.device != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run.
+
+    ``examples`` None means until ``seconds`` have passed, and ``seconds`` None no limit; ``max_failures`` ends the run
+    at that many distinct ones. ``isolate`` runs the kernels in ``workers`` other processes for each device, so that a
+    crash or a call that takes ``timeout`` seconds is a finding and not the end.
+    """
+
+    targets: tuple[Target, ...]
+    examples: int | None
+    seed: int
+    seconds: float | None = None
+    max_failures: int = 10
+    corpus: Path | None = None
+    #: Cases that may be tried to shrink one failure; a count, so that the same seed ends at the same case.
+    shrink_tries: int = 500
+    isolate: bool = False
+    workers: int | None = None
+    timeout: float = 120.0
+    #: Whether to run the fixed cases at the edges of tiles and at great lengths, and the search for the worst case.
+    lattice: bool = False
+    targeted: bool = False
+
+
+def targets(devices: Sequence[str], backends: Sequence[str]) -> tuple[Target, ...]:
+    """The usual targets: every backend on each device, small cases on the CPU and larger ones on a GPU."""
+    found = []
+    for device in devices:
+        if device == "cpu":
+            space = Space(checks=tuple(check.name for check in DRAWN if not check.gpu))
+        else:
+            every = tuple(check.name for check in DRAWN)
+            libraries = ("torch", "cupy") if _has_cupy() else ("torch",)
+            space = Space(libraries=libraries, work=2**22, longest=2100, checks=every)
+        found.append(Target(device, tuple(backends), space, RECIPES if _builds(backends) and device != "cpu" else 1))
+    return tuple(found)
+
+
+def _builds(backends: Sequence[str]) -> bool:
+    """Whether any of the backends builds a plan or compiles a kernel for each shape that it meets."""
+    return any(getattr(registry.load(name), "builds_per_shape", False) for name in backends if name != AUTO)
+
+
+def _has_cupy() -> bool:
+    """Whether CuPy is here and sees a GPU."""
+    try:
+        import cupy
+
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # not installed, or no driver: either way there are no CuPy arrays to test with
+        return False

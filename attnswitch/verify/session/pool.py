@@ -1,0 +1,249 @@
+"""Where jobs run: ``Here`` in this process, ``Isolated`` in worker processes of each device, side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Protocol
+
+from attnswitch.errors import VerificationError
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.outcome import Failure, Outcome
+from attnswitch.verify.session.events import Done, Event, Examined, Lost
+from attnswitch.verify.session.explore import Given, Job, carry_out
+from attnswitch.verify.session.plan import Plan
+from attnswitch.verify.session.process import Died, Process
+from attnswitch.verify.session.worker import recording
+
+__all__ = ["Here", "Isolated", "Pool"]
+
+#: Seconds between two looks at workers that say nothing.
+_GLANCE = 0.5
+#: By device, the jobs to carry out there.
+Jobs = dict[str, Iterator[Job]]
+Stop = Callable[[], bool]
+Take = Callable[[str, Event], None]
+
+
+class Pool(Protocol):
+    """Carries out jobs, and tries single cases."""
+
+    #: Worker processes of all devices together; 1 for this process.
+    size: int
+
+    def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
+        """Give each event with its device to ``take``; once ``stop`` says so, what runs is dropped."""
+
+    def attempt(
+        self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
+    ) -> Outcome:
+        """One case on one backend, whatever it does to the process that it runs in."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Versions and devices as the processes that ran kernels saw them; empty for this one."""
+
+    def __enter__(self) -> Pool:
+        """Take what is needed."""
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """Give it back."""
+
+
+class Here:
+    """Jobs in this process, one after the other: what a test or a debugger wants."""
+
+    size = 1
+
+    def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
+        """See ``Pool``."""
+        queues = dict(jobs)
+        try:
+            while queues:
+                for device in list(queues):
+                    job = next(queues[device], None)
+                    if job is None:
+                        del queues[device]
+                    else:
+                        carry_out(job, recording(None), partial(_give, stop, take, device))
+        except _Stopped:
+            return
+
+    def attempt(
+        self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
+    ) -> Outcome:
+        """See ``Pool``. What crashes the process is not survived."""
+        return recording(None)(case, (backend,), device, only)[0]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Empty: what is here is known here."""
+        return {}
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        pass
+
+
+class _Stopped(BaseException):
+    """Ends a job in this process; not an ``Exception``, so that Hypothesis lets it through."""
+
+
+def _give(stop: Stop, take: Take, device: str, event: Event) -> None:
+    take(device, event)
+    if stop():
+        raise _Stopped
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A worker's place: its device, its process while it lives, and the job that it is at."""
+
+    device: str
+    process: Process
+    job: Job | None = None
+    #: The next case of the job.
+    at: int = 0
+
+
+class Isolated:
+    """Jobs in worker processes; one that dies is a finding, is replaced, and goes on with the case after."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._stack = ExitStack()
+        self._seats: list[_Seat] = []
+        self._spare: dict[str, Process] = {}
+        self._counts = {target.device: _workers(plan, target.device) for target in plan.targets}
+        self.size = sum(self._counts.values())
+
+    def __enter__(self) -> Isolated:
+        for device, count in self._counts.items():
+            self._seats += [_Seat(device, self._process(device)) for _ in range(count)]
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for process in (*(seat.process for seat in self._seats), *self._spare.values()):
+            process.end()
+
+    def _process(self, device: str) -> Process:
+        threads = max(1, (os.cpu_count() or 1) // self._counts[device]) if device == "cpu" else None
+        return Process(device, threads)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """As the last of the workers saw it: with the GPUs, if there are any."""
+        processes = (*(seat.process for seat in reversed(self._seats)), *self._spare.values())
+        return next((process.environment for process in processes if process.environment), {})
+
+    def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
+        """See ``Pool``."""
+        queues = dict(jobs)
+        for seat in self._seats:
+            self._begin(seat, None if stop() else self._next(seat, queues))
+        while busy := {seat.process.events: seat for seat in self._seats if seat.job is not None}:
+            ready = wait(list(busy), timeout=_GLANCE)
+            for connection, seat in busy.items():
+                try:
+                    if connection in ready:
+                        self._hear(seat, queues, take)
+                    else:
+                        seat.process.watch(self._plan.timeout)
+                except Died as death:
+                    take(seat.device, self._buried(seat, death))
+            if stop():
+                self._drop()
+
+    def _next(self, seat: _Seat, queues: Jobs) -> Job | None:
+        return next(queues[seat.device], None) if seat.device in queues else None
+
+    def _begin(self, seat: _Seat, job: Job | None) -> None:
+        seat.job = job
+        if job is not None:
+            seat.at = job.first
+            seat.process.send(job)
+
+    def _hear(self, seat: _Seat, queues: Jobs, take: Take) -> None:
+        event = seat.process.receive()
+        if isinstance(event, Examined):
+            seat.at = max(seat.at, event.number + 1)
+        if isinstance(event, Done):
+            self._begin(seat, self._next(seat, queues))
+        elif isinstance(event, Lost):
+            seat.at = max(seat.at, event.number + 1)
+            self._replace(seat)
+        if event is not None and not isinstance(event, Done):
+            take(seat.device, event)
+
+    def _buried(self, seat: _Seat, death: Died) -> Lost:
+        """The finding that a death is; the seat gets a new process, and goes on."""
+        if death.entry is None:
+            raise VerificationError(f"a worker process was lost before it ran anything: {death.how}")
+        number, seat.at = seat.at, seat.at + 1
+        self._replace(seat)
+        failure = Failure("hang" if death.hung else "crash", death.how)
+        return Lost(Outcome(death.entry.case, death.entry.backend, seat.device, "mismatch", failure=failure), number)
+
+    def _replace(self, seat: _Seat) -> None:
+        """A new process, with what is left of the job."""
+        seat.process.end()
+        seat.process = self._process(seat.device)
+        self._begin(seat, None if seat.job is None else _rest(seat.job, seat.at))
+
+    def _drop(self) -> None:
+        """End what is running; a new process takes the place of each when there is more to do."""
+        for seat in self._seats:
+            if seat.job is not None:
+                seat.process.end()
+                seat.process, seat.job = self._process(seat.device), None
+
+    def attempt(
+        self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
+    ) -> Outcome:
+        """See ``Pool``."""
+        process = self._spare.pop(device, None) or self._process(device)
+        timeout = timeout or self._plan.timeout
+        outcome: Outcome | None = None
+        try:
+            process.send(Given(device, ((case, (backend,)),), only=only))
+            while True:
+                while not wait([process.events], timeout=_GLANCE):
+                    process.watch(timeout)
+                event = process.receive()
+                if isinstance(event, Examined):
+                    outcome = event.outcomes[0]
+                elif isinstance(event, Done):
+                    assert outcome is not None
+                    self._spare[device] = process
+                    return outcome
+                elif isinstance(event, Lost):
+                    return event.outcome
+        except Died as death:
+            failure = Failure("hang" if death.hung else "crash", death.how)
+            return Outcome(case, backend, device, "mismatch", failure=failure)
+        finally:
+            if self._spare.get(device) is not process:
+                process.end()
+
+
+def _rest(job: Job, at: int) -> Job | None:
+    """What is left of a job from case ``at`` on."""
+    if isinstance(job, Given):
+        cases = job.cases[at - job.first :]
+        return replace(job, cases=cases, first=at) if cases else None
+    left = job.first + job.count - at
+    return replace(job, first=at, count=left) if left > 0 else None
+
+
+def _workers(plan: Plan, device: str) -> int:
+    """As many as were asked for; else one for each GPU, and one for every two cores of the CPU."""
+    if plan.workers is not None:
+        return plan.workers
+    return 1 if device != "cpu" else max(1, (os.cpu_count() or 1) // 2)

@@ -1,0 +1,140 @@
+"""``Report``: what a run found, counted while it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.outcome import Outcome
+from attnswitch.verify.session.coverage import triggers
+
+__all__ = ["INTERRUPTED", "TILE", "Found", "Report", "Tally"]
+
+INTERRUPTED = "interrupted"
+#: Histograms of error / bound have a bin for each power of two from 2**-LOWEST to 1, and one above.
+LOWEST = 16
+#: Worst elements are placed by their coordinates modulo this, in cells of an eighth of it.
+TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A distinct failure in its smallest form, where it was saved, and when it was first seen in the run."""
+
+    outcome: Outcome
+    path: Path | None
+    from_corpus: bool = False
+    seconds: float = 0.0
+    #: Cases tried until it was seen.
+    after: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one device, backend and dtype."""
+
+    verified: int = 0
+    refused: int = 0
+    mismatched: int = 0
+    unavailable: int = 0
+    gradients: int = 0
+    seconds: float = 0.0
+    worst: float = 0.0
+    worst_case: Case | None = None
+    reasons: Counter[str] = field(default_factory=Counter)
+    #: Why it could not run here at all.
+    absences: Counter[str] = field(default_factory=Counter)
+    #: How often each check held, and did not.
+    held: Counter[str] = field(default_factory=Counter)
+    broken: Counter[str] = field(default_factory=Counter)
+    #: By result: counts of worst error / bound by power of two, and of the worst element by its place in a tile.
+    ratios: dict[str, list[int]] = field(default_factory=dict)
+    places: dict[tuple[int, int], float] = field(default_factory=dict)
+    variants: Counter[str] = field(default_factory=Counter)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+        self.seconds += outcome.seconds
+        if outcome.verdict == "refused":
+            self.refused += 1
+            self.reasons.update(outcome.reasons)
+            return
+        if outcome.verdict == "unavailable":
+            self.unavailable += 1
+            self.absences.update(outcome.reasons)
+            return
+        self.variants[f"{outcome.chosen or outcome.backend} {outcome.variant}".strip()] += 1
+        self._ratios(outcome)
+        if outcome.failure is None:
+            self.verified += 1
+            self.gradients += bool(outcome.case.grads)
+            self.held.update(outcome.checks)
+            worst = max(outcome.ratios.values(), default=0.0)
+            if worst > self.worst:
+                self.worst, self.worst_case = worst, outcome.case
+        else:
+            self.mismatched += 1
+            self.held.update(check for check in outcome.checks if check != outcome.failure.check)
+            self.broken[outcome.failure.check] += 1
+
+    def _ratios(self, outcome: Outcome) -> None:
+        for name, ratio in outcome.ratios.items():
+            bins = self.ratios.setdefault(name, [0] * (LOWEST + 2))
+            if math.isnan(ratio):
+                bins[-1] += 1
+            elif ratio > 0.0:
+                bins[min(LOWEST + 1, max(0, LOWEST + math.ceil(math.log2(min(ratio, 2.0)))))] += 1
+            else:
+                bins[0] += 1
+        where = outcome.worst.get("out", ())
+        if len(where) == 4:
+            cell = where[2] % TILE * 8 // TILE, where[3] % TILE * 8 // TILE
+            self.places[cell] = max(self.places.get(cell, 0.0), min(outcome.ratios["out"], 2.0))
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run found; ``seconds`` is its duration."""
+
+    seed: int
+    cases: int = 0
+    #: Data recipes that were tried on each problem drawn, by device, where it was more than one.
+    recipes: dict[str, int] = field(default_factory=dict)
+    replayed: int = 0
+    fixed: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+    workers: int = 1
+    tallies: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
+    failures: list[Found] = field(default_factory=list)
+    #: How often each situation in which kernels have been wrong was met.
+    triggers: Counter[str] = field(default_factory=Counter)
+    #: Versions and devices, as the process that ran the kernels saw them.
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome under its device, backend and dtype."""
+        key = (outcome.device, outcome.backend, outcome.case.dtype)
+        self.tallies.setdefault(key, Tally()).add(outcome)
+
+    def drew(self, case: Case) -> None:
+        """Count one case and the situations that it is."""
+        self.cases += 1
+        self.triggers.update(triggers(case))
+
+    @property
+    def verified(self) -> int:
+        """Outcomes that were verified."""
+        return sum(tally.verified for tally in self.tallies.values())
+
+    @property
+    def exit_code(self) -> int:
+        """0 good, 1 a mismatch was found, 2 it was interrupted, 3 nothing was verified."""
+        if self.failures:
+            return 1
+        if self.stopped == INTERRUPTED:
+            return 2
+        return 0 if self.verified else 3

@@ -1,0 +1,78 @@
+"""The process in which kernels run: it takes jobs from a connection and tells what happens.
+
+    python -m attnswitch.verify.session.worker READ WRITE JOURNAL
+
+READ and WRITE are open file descriptors of two pipes. A kernel that crashes or hangs takes this process with it and
+nothing else; the journal says which case it was.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.judge import examine
+from attnswitch.verify.outcome import Outcome
+from attnswitch.verify.session import journal
+from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.events import Event, Lost
+from attnswitch.verify.session.explore import Examine, Job, carry_out
+
+__all__ = ["main", "recording"]
+
+
+def recording(path: Path | None) -> Examine:
+    """``examine`` that writes each launch to the journal first, if there is one."""
+    count = 0
+
+    def launch(case: Case, backends: Sequence[str], device: str, only: bool = False) -> list[Outcome]:
+        def before(backend: str) -> None:
+            nonlocal count
+            count += 1
+            if path is not None:
+                journal.write(path, journal.Entry(count, backend, case))
+
+        return examine(case, backends, device, only=only, before=before)
+
+    return launch
+
+
+def main() -> None:
+    """Jobs until the other end closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the conductor, which ends its workers itself
+    faulthandler.disable()
+    jobs, events = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    path = Path(sys.argv[3])
+    lost = False
+
+    def tell(event: Event) -> None:
+        nonlocal lost
+        events.send(event)
+        lost = lost or isinstance(event, Lost)
+
+    if any(name.startswith("cuda") for name in sys.argv[4:]):
+        import torch
+
+        torch.zeros(1, device="cuda")  # starts it, which takes a while
+    events.send(environment())
+    while not lost:
+        try:
+            job: Job = jobs.recv()
+        except EOFError:
+            break
+        try:
+            carry_out(job, recording(path), tell)
+        except Exception as error:  # the verifier's own mistake, for the conductor to raise
+            events.send(error)
+    events.close()
+    os._exit(0)  # destructors of a lost device may crash or hang
+
+
+if __name__ == "__main__":
+    main()

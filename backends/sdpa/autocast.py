@@ -1,0 +1,58 @@
+"""Attention in an autocast region: the operands keep their type, in the forward and in a composite's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attnswitch.backend import Inputs
+
+__all__ = ["is_on", "shielded"]
+
+#: Output and lse of some inputs.
+Compute = Callable[[Inputs], tuple[Any, Any]]
+
+
+def is_on(kind: str) -> bool:
+    """Whether an autocast region for this kind of device surrounds the call."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def shielded(kind: str, compute: Compute, inputs: Inputs) -> tuple[Any, Any]:
+    """``compute`` without autocast. Its backward is run without it too, wherever that is called from.
+
+    A composite's backward is matrix products, which a region around ``backward()`` would cast to its lower type.
+    """
+    with torch.autocast(kind, enabled=False):
+        if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:4])):
+            return compute(inputs)
+    result: tuple[Any, Any] = _Shielded.apply(kind, compute, inputs, *inputs[:4])
+    return result
+
+
+class _Shielded(torch.autograd.Function):
+    """Keeps the graph of a computation to itself, so that both ways through it are taken without autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, compute: Compute, inputs: Inputs, *operands: Any) -> tuple[Any, Any]:
+        """Compute on detached operands, and keep their graph."""
+        leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
+        query, key, value, mask = leaves
+        with torch.enable_grad(), torch.autocast(kind, enabled=False):
+            again = inputs._replace(query=query, key=key, value=value, attn_mask=mask)
+            out, lse = compute(again)
+        ctx.kind, ctx.out, ctx.leaves = kind, out, leaves
+        return out.detach(), None if lse is None else lse.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Any, _: Any) -> tuple[Any, ...]:
+        """Gradients through the graph that was kept."""
+        wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
+        with torch.autocast(ctx.kind, enabled=False):
+            found = iter(torch.autograd.grad(ctx.out, wanted, grad_out, retain_graph=True, materialize_grads=True))
+        grads = (next(found) if x is not None and x.requires_grad else None for x in ctx.leaves)
+        return None, None, None, *grads

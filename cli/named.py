@@ -1,0 +1,46 @@
+"""Devices and backends as they are named on the command line, looked up before anything runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from attnswitch import registry
+from attnswitch.device import Device
+from attnswitch.errors import InvalidProblem
+from attnswitch.verify.outcome import AUTO
+
+__all__ = ["named", "present", "reach"]
+
+
+def present(name: str) -> str:
+    """``name`` as torch spells it, if it is a device of this machine. Raises ``InvalidProblem`` if not."""
+    device = Device.parse(name)
+    if not device.present:
+        raise InvalidProblem(f"device {name!r} is not in this machine: kernels can be planned for it, not run")
+    return "cuda:0" if name == "cuda" else name
+
+
+def named(name: str) -> str:
+    """``name``, if it is a backend, a target that can be loaded, or auto. Raises ``InvalidProblem`` if not."""
+    known = (AUTO, *registry.names())
+    if name in known:
+        return name
+    if ":" not in name:
+        expected = f"{', '.join(known)}, or a target such as package.module:Class"
+        raise InvalidProblem(f"backend {name!r} is not known; expected one of {expected}")
+    reach(name)
+    loaded = registry.load(name)
+    if isinstance(loaded, str):
+        raise InvalidProblem(f"backend {name!r} is a target, and {loaded}")
+    return name
+
+
+def reach(name: str) -> None:
+    """Let a target be imported from the current directory, where its author is likely to be.
+
+    Only where one is named: a folder that happens to be called like a library must not hide it from everybody else.
+    """
+    here = os.getcwd()
+    if ":" in name and here not in sys.path:
+        sys.path.insert(0, here)

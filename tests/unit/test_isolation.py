@@ -1,0 +1,136 @@
+"""Runs in worker processes: what ends or stops one is found, made smaller and reported, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from attnswitch import VerificationError
+from attnswitch.verify import Case, Plan, Report, Space, Target, load, run
+from attnswitch.verify.session import conduct
+
+SABOTEURS = str(Path(__file__).parents[1] / "saboteurs")
+SMALL = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=140)
+
+
+def isolated(fault: str, examples: int = 100, **plan: object) -> Report:
+    """A run of one saboteur in a worker process."""
+    target = Target("cpu", (f"saboteurs:{fault}",), SMALL)
+    settings = {"isolate": True, "workers": 1, "timeout": 20.0, **plan}
+    return run(Plan((target,), examples, 0, **settings))  # type: ignore[arg-type]
+
+
+def test_a_run_gives_the_same_in_workers_as_here() -> None:
+    target = Target("cpu", ("tiled", "saboteurs:HeadsInterleaved"), SMALL)
+    here, one, two = (
+        run(Plan((target,), 150, 3, shrink_tries=80, isolate=workers > 0, workers=workers or None))
+        for workers in (0, 1, 2)
+    )
+    assert (one.cases, one.verified) == (here.cases, here.verified)
+    assert two.cases == here.cases == 150
+    assert [found.outcome.case for found in one.failures] == [found.outcome.case for found in here.failures]
+    assert {found.outcome.kind for found in two.failures} == {found.outcome.kind for found in here.failures}
+    assert two.workers == 2
+    assert one.environment["torch"] == here.environment["torch"]
+
+
+def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
+    report = isolated("Segfaults", corpus=tmp_path)
+    (found,) = report.failures
+    assert found.outcome.failure is not None
+    assert (found.outcome.failure.check, found.outcome.failure.message) == (
+        "crash",
+        "the process died of SIGSEGV",
+    )
+    assert found.outcome.case.window is not None
+    assert found.outcome.case.replace(window=None) == Case(library="numpy")
+    assert report.cases == 100  # every case was tried, in one process after another
+    assert report.verified > 50
+    assert found.path is not None
+    assert load(found.path).case == found.outcome.case
+
+
+def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct, "_TRY_TIMEOUT", 2.0)
+    report = isolated("Hangs", examples=40, timeout=3.0)
+    (found,) = report.failures
+    assert found.outcome.failure is not None
+    assert found.outcome.failure.check == "hang"
+    assert found.outcome.case.seq_k in (1, 2)
+    assert found.outcome.case.mask is None
+    assert report.cases == 40
+
+
+def test_one_key_of_8193_is_named() -> None:
+    target = Target("cpu", ("saboteurs:OneKeyOf8193",), SMALL)
+    report = run(Plan((target,), 0, 0, lattice=True, shrink_tries=20))
+    (found,) = report.failures
+    assert found.outcome.failure is not None
+    assert (found.outcome.failure.check, found.outcome.case.seq_k) == ("one-hot", 8193)
+    assert "the query selects key 5000" in found.outcome.failure.message
+
+
+@pytest.mark.parametrize("fault", ["ReadsPastTile", "Races"])
+def test_what_reads_astray_or_races_is_found(fault: str) -> None:
+    report = isolated(fault, examples=400, max_failures=1, shrink_tries=60)
+    assert report.exit_code == 1
+    assert report.cases < 400
+
+
+def test_a_backend_that_is_not_there_says_why() -> None:
+    target = Target("cpu", ("saboteurs:NoSuchBackend",), SMALL)
+    report = run(Plan((target,), 5, 0, isolate=True, workers=1))
+    assert report.exit_code == 3
+    assert any("NoSuchBackend" in why for tally in report.tallies.values() for why in tally.absences)
+
+
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(VerificationError, match="could not start"):
+        isolated("Saboteur", examples=5)
+
+
+def test_time_ends_it_and_no_process_is_left() -> None:
+    before = time.monotonic()
+    report = isolated("Saboteur", examples=10**6, seconds=15.0)
+    assert report.stopped == "time limit of 15 s"
+    assert time.monotonic() - before < 40.0
+    assert report.verified > 0
+    assert not _children()
+
+
+def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {SABOTEURS!r})
+from attnswitch.verify import Case, Plan, Space, Target, run
+space = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=140)
+def progress(report, doing, outcomes):
+    if report.cases == 5: print("begun", flush=True)
+report = run(Plan((Target("cpu", ("tiled",), space),), 10**6, 0, isolate=True, workers=2), progress)
+print(report.stopped, report.verified > 0, report.exit_code)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    )
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+    assert process.stdout.read().split() == ["interrupted", "True", "2"]
+    process.wait()
+    process.stdout.close()
+    timer.cancel()
+
+
+def _children() -> list[str]:
+    listed = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if "session.worker" in line]
