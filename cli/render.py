@@ -145,7 +145,8 @@ def matrix(report: Report) -> None:
         if all(facts.state(tally, check) == "never" for tally in backends.values()):
             continue  # such as the checks of a GPU on a CPU
         rows.add_row(check, *(_state(tally, check) for tally in backends.values()))
-    if rows.row_count and console.measure(rows).maximum <= min(MATRIX, console.width):
+    wanted = Console(width=1000).measure(rows).maximum  # a narrow console would fold it to its own width
+    if rows.row_count and wanted <= min(MATRIX, console.width):
         console.print()
         console.print(rows)
         console.print("[dim]cases on which each check held; ✗: cases that broke it[/]", soft_wrap=True)

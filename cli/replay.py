@@ -121,7 +121,7 @@ class _Again:
             plan = Plan((Target(device, (), Space()),), 0, 0, isolate=True, workers=1, timeout=self.timeout)
             self._pools[device] = Isolated(plan)
             self._stack.push(self._pools[device])  # not entered: that would start workers for many cases
-        return self._pools[device].attempt(case, backend, device)
+        return self._pools[device].attempt(case, backend, device, timeout=self.timeout)
 
     def __enter__(self) -> _Again:
         return self

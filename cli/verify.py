@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,11 +21,9 @@ from attnswitch.verify.session.corpus import default_folder
 from attnswitch.verify.session.plan import EXAMPLES, Plan, targets
 from attnswitch.verify.session.tally import Report
 
+from . import mutants as measured
 from . import render
 from .named import named, present
-
-if TYPE_CHECKING:
-    from attnswitch.verify.mutants.matrix import Matrix
 
 __all__ = ["Outputs", "verify"]
 
@@ -54,7 +52,7 @@ def verify(
     ] = False,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes for each device. Default: 1 a GPU, 1 for 2 CPU cores.")
+        int | None, typer.Option(min=1, help="Processes for each device. Default: 1 a GPU; 1 a CPU core, at most 8.")
     ] = None,
     isolate: Annotated[
         bool, typer.Option(help="Run kernels in processes of their own: a crash is a finding, and not the end.")
@@ -80,6 +78,16 @@ def verify(
     ndjson: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append every outcome to FILE as it comes, a line of JSON each.")
     ] = None,
+    mutants: Annotated[
+        bool,
+        typer.Option(
+            "--mutants",
+            help="Try the verifier instead, on backends that are wrong on purpose: which check catches which.",
+        ),
+    ] = False,
+    keep_worst: Annotated[
+        bool, typer.Option("--keep-worst", help="Save each backend's worst case in the corpus, where it got worse.")
+    ] = False,
     emit_pytest: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Write a test for each failure to FOLDER, which needs no Hypothesis."),
@@ -103,14 +111,29 @@ def verify(
         timeout=timeout,
         lattice=not quick,
         targeted=not quick,
+        keep_worst=keep_worst,
     )
     outputs = Outputs(json, junit, html, summary, emit_pytest)
     outputs.check(plan.corpus, ndjson)
+    if mutants:
+        raise typer.Exit(_mutants(plan, outputs))
     report = _run(plan, outputs.quiet, ndjson)
     outputs.write(report)
     if not outputs.quiet:
         _print(report)
     raise typer.Exit(report.exit_code)
+
+
+def _mutants(plan: Plan, outputs: Outputs) -> int:
+    """The exit code of the verifier's own test: 1 if a mutant survives."""
+    matrix = measured.run(plan.seed, plan.examples or EXAMPLES, plan.workers, outputs.quiet)
+    if outputs.json is not None:
+        render.write_json(matrix.to_json(), outputs.json)
+    if outputs.html is not None:
+        outputs.html.write_text(to_html(Report(plan.seed), matrix), encoding="utf-8", errors="replace")
+    if not outputs.quiet:
+        measured.show(matrix)
+    return 1 if matrix.survivors else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +165,14 @@ class Outputs:
             except OSError as error:
                 raise InvalidProblem(f"{path} cannot be written: {error}") from None
 
-    def write(self, report: Report, mutants: Matrix | None = None) -> None:
+    def write(self, report: Report) -> None:
         """Write what was asked for."""
         if self.json is not None:
             render.write_json(to_json(report), self.json)
         if self.junit is not None:
             self.junit.write_text(to_junit(report), encoding="utf-8", errors="replace")
         if self.html is not None:
-            self.html.write_text(to_html(report, mutants), encoding="utf-8", errors="replace")
+            self.html.write_text(to_html(report), encoding="utf-8", errors="replace")
         if self.summary is not None:
             with self.summary.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(to_markdown(report))
@@ -213,6 +236,12 @@ def _print(report: Report) -> None:
     rate = report.cases / report.seconds if report.seconds else 0.0
     stopped = f", stopped: {report.stopped}" if report.stopped else ""
     replayed = f", {report.replayed} saved cases replayed" if report.replayed else ""
+    for device, backend, name in report.stale:
+        render.console.print(
+            f"[yellow]stale divergence[/] {name} of {backend} on {device}: its cases are right in these versions;"
+            " end the version range of its entry",
+            soft_wrap=True,
+        )
     render.console.print(
         f"\n{report.cases} cases{replayed}; {report.verified} results verified in {report.seconds:.0f} s"
         f" ({rate:.0f} cases/s), seed {report.seed}{stopped}",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from attnswitch import InvalidProblem, registry
-from attnswitch.verify import AUTO, Outcome, Saved, check, default_folder, load
+from attnswitch.verify import AUTO, Failure, Outcome, Saved, check, default_folder, load
+from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.launch.unguarded import unguarded
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "corpus"
@@ -39,6 +41,12 @@ def recorded(saved: Saved) -> str:
     return version.split("+")[0]
 
 
+def broken(saved: Saved) -> str:
+    """The result that the fault was seen in."""
+    result: str = json.loads(saved.path.read_text())["failure"]["result"]
+    return result
+
+
 def test_there_are_saved_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNSWITCH_CORPUS", raising=False)
     monkeypatch.chdir(FOLDER.parents[1])
@@ -53,7 +61,9 @@ def test_a_file_says_what_it_is_about(saved: Saved) -> None:
     assert saved.backend in (AUTO, *registry.names())
     assert saved.case.to_json() == record["case"]  # every field is written out, and none is lost
     assert record["problem"] == str(saved.case.problem())
-    assert record["failure"]["check"] == saved.check != ""
+    assert record["failure"]["check"] == saved.check
+    assert saved.check in ("crash", "hang", "lost", *(check.name for check in CHECKS))
+    assert record["failure"].keys() == asdict(Failure("", "")).keys()
     assert record["environment"]["torch"]
     assert saved.note, "a file that is kept says what the fault is"
 
@@ -80,7 +90,7 @@ def test_a_refused_fault_is_still_there(saved: Saved) -> None:
     assert outcome.verdict == "mismatch"
     assert outcome.failure is not None
     if recorded(saved) == TORCH:
-        assert outcome.failure.check == saved.check
+        assert (outcome.failure.check, outcome.failure.result) == (saved.check, broken(saved))
     assert guarded(saved).verdict == "refused"  # the guard is back
 
 

@@ -221,7 +221,7 @@ class Raises(Saboteur):
         return inputs
 
 
-# -- what takes another process, great lengths or patience to notice: tests/unit/test_isolation.py ----------------------
+# -- what takes another process, great lengths or patience to notice: tests/unit/test_isolation.py ---------------------
 
 
 class Segfaults(Saboteur):

@@ -11,8 +11,9 @@ import pytest
 
 from attnswitch import registry
 from attnswitch.backend import Gradients, Inputs, Precision
-from attnswitch.verify import Case, MaskRecipe, Outcome, Placing, check, oracle
+from attnswitch.verify import Case, MaskRecipe, Outcome, Placing, check
 from attnswitch.verify.drawing.data import operands, rounded
+from attnswitch.verify.truth import oracle
 from attnswitch.verify.truth.bounds import bounds
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -163,7 +164,8 @@ def test_four_times_the_bound_fails(name: str, result: str, sign: float, bench: 
     outcome = bench.precision(Precision()).results(wrong).check(case)
     assert outcome.verdict == "mismatch"
     assert outcome.failure is not None
-    assert outcome.failure.check == (result if result in ("out", "lse") else f"grad {result}")
+    label = result if result in ("out", "lse") else f"grad {result}"
+    assert (outcome.failure.check, outcome.failure.result) == ("reference", label)
     assert outcome.failure.index == place
     assert outcome.failure.expected == pytest.approx(answer.values[result][place])
     assert outcome.failure.bound == limits[result][place]
@@ -180,7 +182,8 @@ def test_half_precision_is_not_single(name: str, result: str, bench: Bench) -> N
     outcome = bench.results(lambda w, x: x.astype(np.float16).astype(x.dtype) if w == result else x).check(case)
     assert outcome.verdict == "mismatch"
     assert outcome.failure is not None
-    assert outcome.failure.check == (result if result in ("out", "lse") else f"grad {result}")
+    label = result if result in ("out", "lse") else f"grad {result}"
+    assert (outcome.failure.check, outcome.failure.result) == ("reference", label)
 
 
 def tf32(inputs: Inputs) -> Inputs:
@@ -201,7 +204,8 @@ def test_tf32_is_caught_unless_declared(name: str, data: str, bench: Bench) -> N
     caught = bench.precision(Precision()).check(case)
     assert caught.verdict == "mismatch"
     assert caught.failure is not None
-    assert caught.failure.check in ("out", "lse")
+    assert caught.failure.check == "reference"
+    assert caught.failure.result in ("out", "lse")
     declared = bench.precision(replace(Precision(), score_inputs="tf32")).check(case)
     assert (declared.verdict, declared.failure) == ("verified", None)
     assert max(declared.ratios.values()) > 0.01  # it is TF32 that the bound is about, and not far below

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnswitch.verify import oracle
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.data import DISTRIBUTIONS, hashed, normal, operands, rounded, uniform
+from attnswitch.verify.truth import oracle
 
 NUMPY_DTYPES: dict[str, Any] = {
     "float16": np.float16,

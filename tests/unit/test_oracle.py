@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 
 from attnswitch import VerificationError
 from attnswitch.philox import keep_mask
-from attnswitch.verify import Case, MaskRecipe, Space, cases, oracle, rows
+from attnswitch.verify import Case, MaskRecipe, Space, cases
 from attnswitch.verify.drawing.data import operands
+from attnswitch.verify.truth import oracle, rows
 from attnswitch.verify.truth.oracle import Answer
 
 #: Everything at once, small: grouped heads, unequal dimensions, a float mask, a softcap, a window, lengths and lse.

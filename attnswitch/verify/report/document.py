@@ -30,6 +30,11 @@ def to_json(report: Report) -> dict[str, Any]:
         "replayed": report.replayed,
         "verified": report.verified,
         "seconds": round(report.seconds, 3),
+        "divergences": [
+            {"device": device, "backend": backend, "id": name, "shows": shows}
+            for device, backend, name, shows in report.divergences
+        ],
+        "recipes": report.recipes,
         "workers": report.workers,
         "stopped": report.stopped,
         "exit_code": report.exit_code,

@@ -78,7 +78,12 @@ def to_html(report: Report, mutants: Matrix | None = None) -> str:
     )
     environment.filters["whole"] = lambda n: f"{n:,}"
     source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(_view(report), mutants=None if mutants is None else _mutants(mutants))
+    view = _view(report) | {"mutants": None if mutants is None else _mutants(mutants)}
+    if mutants is not None and not report.tallies:  # nothing but the mutants was asked about
+        count = len(mutants.survivors)
+        verdict = f"{count} of {len(mutants.rows)} mutants survive" if count else "every mutant was caught"
+        view |= {"verdict": verdict, "colour": "bad" if count else "good"}
+    return environment.from_string(source).render(view)
 
 
 def _view(report: Report) -> dict[str, Any]:

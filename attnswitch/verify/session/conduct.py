@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
-from attnswitch.verify.session import corpus
+from attnswitch.verify.session import corpus, known
 from attnswitch.verify.session.environment import environment
 from attnswitch.verify.session.events import Event, Examined, Found, Lost, Smaller
 from attnswitch.verify.session.explore import Drawn, Given, Job
@@ -43,12 +44,11 @@ Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Jobs of all devices that run side by side, with what to call them; ``given`` if their cases were not drawn."""
+    """Jobs of all devices that run side by side, with what to call them, and where their cases come from."""
 
     doing: str
     jobs: dict[str, Iterator[Job]]
-    given: bool = False
-    saved: bool = False
+    source: Literal["drawn", "fixed", "saved", "divergence"] = "drawn"
 
 
 def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -> Report:
@@ -72,11 +72,12 @@ class _Run:
     progress: Progress
     report: Report
     started: float = field(default_factory=time.monotonic)
-    known: set[Kind] = field(default_factory=set)
+    kinds: set[Kind] = field(default_factory=set)
     #: Failures that are being shrunk, in the smallest form so far.
     smallest: dict[Kind, Outcome] = field(default_factory=dict)
     paths: dict[Case, Path] = field(default_factory=dict)
     fixed: set[Case] = field(default_factory=set)
+    divergences: dict[tuple[str, Case], str] = field(default_factory=dict)
 
     def __call__(self) -> Report:
         """Carry the plan out. Ctrl-C ends it with what was found."""
@@ -92,6 +93,8 @@ class _Run:
             self.report.stopped = INTERRUPTED
         for outcome in list(self.smallest.values()):
             self._record(outcome)
+        if self.plan.keep_worst and self.plan.corpus is not None:
+            corpus.save_worst(self.report, self.plan.corpus)
         self.report.environment = self.report.environment or environment()
         self.report.seconds = time.monotonic() - self.started
         return self.report
@@ -101,12 +104,14 @@ class _Run:
     def _phases(self) -> Iterator[_Phase]:
         targets = self.plan.targets
         if self.plan.corpus is not None and self.plan.corpus.is_dir():
-            saved = list(corpus.read_all(self.plan.corpus))
-            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, given=True, saved=True)
+            saved = [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
+            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, "saved")
+            if self.plan.isolate:  # what they do to a process is not for this one
+                yield _Phase("known divergences", {t.device: self._divergences(t, saved) for t in targets}, "divergence")
         chunks = {t.device: self._chunks(t) for t in targets}
         if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
             yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
-            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, given=True)
+            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, "fixed")
         yield _Phase("fuzzing", chunks)
         if self.plan.targeted and self.plan.examples is not None:
             yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in targets})
@@ -118,6 +123,12 @@ class _Run:
             if target.device.split(":")[0] == saved.device.split(":")[0] and backends:
                 self.paths[saved.case] = saved.path
                 yield Given(target.device, ((saved.case, backends),), number)
+
+    def _divergences(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
+        """The cases that show what backends are known to get wrong, run on them all the same."""
+        for backend, entry, saved in known.cases(target, every):
+            self.divergences[backend, saved.case] = entry.id
+            yield Given(target.device, ((saved.case, (backend,)),), unguarded=True)
 
     def _lattice(self, target: Target) -> Iterator[Job]:
         """The probes, then the long cases; the dispatcher's own choice is one of the others."""
@@ -144,7 +155,7 @@ class _Run:
             yield self._drawn(alone, 2**40 + number * 2**20, count, climb=True)
 
     def _drawn(self, target: Target, first: int, count: int, climb: bool = False) -> Drawn:
-        known, tries = frozenset(self.known), self.plan.shrink_tries
+        known, tries = frozenset(self.kinds), self.plan.shrink_tries
         return Drawn(target, self.plan.seed, first, count, known, tries, climb)
 
     def _enough(self) -> bool:
@@ -162,16 +173,21 @@ class _Run:
         self.progress(self.report, f"{phase.doing} on {device}", new)
 
     def _count(self, pool: Pool, phase: _Phase, event: Event) -> None:
-        if isinstance(event, Examined):
+        if phase.source == "divergence":
+            if isinstance(event, Examined | Lost):
+                for outcome in event.outcomes if isinstance(event, Examined) else (event.outcome,):
+                    name = self.divergences[outcome.backend, outcome.case]
+                    self.report.divergences.append((outcome.device, outcome.backend, name, outcome.verdict == "mismatch"))
+        elif isinstance(event, Examined):
             for outcome in event.outcomes:
                 self.report.add(outcome)
-            if event.outcomes and phase.saved:
+            if event.outcomes and phase.source == "saved":
                 self.report.replayed += 1
             elif event.outcomes:
                 self._drew(phase, event.outcomes[0].case)
-            for outcome in event.outcomes if phase.given else ():
-                if outcome.verdict == "mismatch" and outcome.kind not in self.known:
-                    self._record(outcome if phase.saved else self._smaller(pool, outcome, ""))
+            for outcome in event.outcomes if phase.source != "drawn" else ():
+                if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
+                    self._record(outcome if phase.source == "saved" else self._smaller(pool, outcome, ""))
         elif isinstance(event, Smaller):
             self.smallest[event.outcome.kind] = event.outcome
         elif isinstance(event, Found):
@@ -181,18 +197,18 @@ class _Run:
 
     def _drew(self, phase: _Phase, case: Case) -> None:
         """Count a case; one of the lattice comes once for each backend."""
-        if not phase.given or case not in self.fixed:
+        if phase.source == "drawn" or case not in self.fixed:
             self.report.drew(case)
-        if phase.given:
+        if phase.source == "fixed":
             self.fixed.add(case)
 
     def _lost(self, pool: Pool, phase: _Phase, outcome: Outcome) -> None:
         """A failure that took its process with it."""
         assert outcome.failure is not None
-        if not phase.saved:
+        if phase.source != "saved":
             self._drew(phase, outcome.case)
         self.report.add(outcome)
-        if outcome.kind in self.known:
+        if outcome.kind in self.kinds:
             return
         if isinstance(pool, Here):
             self.report.stopped = f"{outcome.device} was lost: a kernel broke its context; nothing more can run on it"
@@ -221,9 +237,9 @@ class _Run:
 
     def _record(self, outcome: Outcome) -> None:
         self.smallest.pop(outcome.kind, None)
-        if outcome.kind in self.known:
+        if outcome.kind in self.kinds:
             return
-        self.known.add(outcome.kind)
+        self.kinds.add(outcome.kind)
         path = self.paths.get(outcome.case)
         from_corpus = path is not None
         if path is None and self.plan.corpus is not None:

@@ -15,10 +15,13 @@ from attnswitch.verify.drawing.data import DISTRIBUTIONS, MASK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.tally import Report
 
-__all__ = ["Saved", "default_folder", "load", "read_all", "save"]
+__all__ = ["WORST", "Saved", "default_folder", "load", "read_all", "save", "save_worst"]
 
 SCHEMA = 1
+#: Folder, within the corpus, of each backend's worst case.
+WORST = "worst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,37 @@ def save(outcome: Outcome, folder: Path) -> Path:
     path = folder / f"{stem}.json"
     path.write_text(json.dumps(record, indent=2, default=str) + "\n")
     return path
+
+
+def save_worst(report: Report, folder: Path) -> list[Path]:
+    """Write each backend's worst case, unless the one that is saved is as bad; the files that were written.
+
+    The next run replays them with the others, so that an error that grows shows.
+    """
+    worst: dict[tuple[str, str], tuple[float, Case]] = {}
+    for (device, backend, _), tally in report.tallies.items():
+        key = device.split(":")[0], backend.rpartition(":")[2]
+        if tally.worst_case is not None and tally.worst > worst.get(key, (0.0,))[0]:
+            worst[key] = tally.worst, tally.worst_case
+    written = []
+    for (device, backend), (ratio, case) in sorted(worst.items()):
+        path = folder / WORST / f"{device}-{backend}.json"
+        if path.is_file() and json.loads(path.read_text())["ratio"] >= ratio:
+            continue
+        record = {
+            "schema": SCHEMA,
+            "backend": backend,
+            "device": "cpu" if device == "cpu" else f"{device}:0",
+            "problem": str(case.problem()),
+            "case": case.to_json(),
+            "ratio": ratio,
+            "environment": report.environment,
+            "note": "the largest error in units of its bound that was met; right up to 1",
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
+        written.append(path)
+    return written
 
 
 def _digest(case: Case) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, errors, event, given, seed
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.strategies import Space, cases, recipe
+from attnswitch.verify.launch.unguarded import unguarded
 from attnswitch.verify.outcome import Failure, Kind, Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Found, Lost, Smaller
 from attnswitch.verify.session.plan import Target
@@ -53,6 +55,8 @@ class Given:
     first: int = 0
     #: Look at nothing but the check that each case is there for.
     only: bool = False
+    #: Run the backends on what they refuse.
+    unguarded: bool = False
 
 
 Job = Drawn | Given
@@ -104,7 +108,10 @@ def draw(space: Space, seed: int, count: int) -> list[Case]:
 def _given(job: Given, examine: Examine, tell: Callable[[Event], None]) -> None:
     started = time.monotonic()
     for number, (case, backends) in enumerate(job.cases, job.first):
-        outcomes = examine(case, backends, job.device, job.only)
+        with ExitStack() as guards:
+            for backend in backends if job.unguarded else ():
+                guards.enter_context(unguarded(backend))
+            outcomes = examine(case, backends, job.device, job.only)
         tell(Examined(number, tuple(outcomes), time.monotonic() - started))
         _check_alive(outcomes, job.device, number)
 

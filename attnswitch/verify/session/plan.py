@@ -58,6 +58,8 @@ class Plan:
     #: Whether to run the fixed cases at the edges of tiles and at great lengths, and the search for the worst case.
     lattice: bool = False
     targeted: bool = False
+    #: Save each backend's worst case, where it is worse than the one that is saved.
+    keep_worst: bool = False
 
 
 def targets(devices: Sequence[str], backends: Sequence[str]) -> tuple[Target, ...]:

@@ -107,6 +107,7 @@ class _Seat:
     """A worker's place: its device, its process while it lives, and the job that it is at."""
 
     device: str
+    number: int
     process: Process
     job: Job | None = None
     #: The next case of the job.
@@ -126,16 +127,16 @@ class Isolated:
 
     def __enter__(self) -> Isolated:
         for device, count in self._counts.items():
-            self._seats += [_Seat(device, self._process(device)) for _ in range(count)]
+            self._seats += [_Seat(device, n, self._process(device, n)) for n in range(count)]
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         for process in (*(seat.process for seat in self._seats), *self._spare.values()):
             process.end()
 
-    def _process(self, device: str) -> Process:
-        threads = max(1, (os.cpu_count() or 1) // self._counts[device]) if device == "cpu" else None
-        return Process(device, threads)
+    def _process(self, device: str, number: int = 1) -> Process:
+        """One thread each, so that they do not wait for each other; the first has two, whose faults need two."""
+        return Process(device, (2 if number == 0 else 1) if device == "cpu" else None)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -194,7 +195,7 @@ class Isolated:
     def _replace(self, seat: _Seat) -> None:
         """A new process, with what is left of the job."""
         seat.process.end()
-        seat.process = self._process(seat.device)
+        seat.process = self._process(seat.device, seat.number)
         self._begin(seat, None if seat.job is None else _rest(seat.job, seat.at))
 
     def _drop(self) -> None:
@@ -202,7 +203,7 @@ class Isolated:
         for seat in self._seats:
             if seat.job is not None:
                 seat.process.end()
-                seat.process, seat.job = self._process(seat.device), None
+                seat.process, seat.job = self._process(seat.device, seat.number), None
 
     def attempt(
         self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
@@ -243,7 +244,7 @@ def _rest(job: Job, at: int) -> Job | None:
 
 
 def _workers(plan: Plan, device: str) -> int:
-    """As many as were asked for; else one for each GPU, and one for every two cores of the CPU."""
+    """As many as were asked for; else one for each GPU, and one for each core of the CPU, up to eight."""
     if plan.workers is not None:
         return plan.workers
-    return 1 if device != "cpu" else max(1, (os.cpu_count() or 1) // 2)
+    return 1 if device != "cpu" else min(8, os.cpu_count() or 1)

@@ -59,7 +59,7 @@ class Process:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         if threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-            environment.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+            environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin while they wait
         self._output = (Path(self._folder.name) / "output.txt").open("w+b")
         self._process = subprocess.Popen(
             command, pass_fds=ends, env=environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output

@@ -112,6 +112,8 @@ class Report:
     failures: list[Found] = field(default_factory=list)
     #: How often each situation in which kernels have been wrong was met.
     triggers: Counter[str] = field(default_factory=Counter)
+    #: Device, backend and name of each divergence whose case was run, and whether it still shows.
+    divergences: list[tuple[str, str, str, bool]] = field(default_factory=list)
     #: Versions and devices, as the process that ran the kernels saw them.
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -129,6 +131,12 @@ class Report:
     def verified(self) -> int:
         """Outcomes that were verified."""
         return sum(tally.verified for tally in self.tallies.values())
+
+    @property
+    def stale(self) -> list[tuple[str, str, str]]:
+        """Divergences of which no case shows any more: their version range can be ended."""
+        shows = {entry[:3] for entry in self.divergences if entry[3]}
+        return sorted({entry[:3] for entry in self.divergences} - shows)
 
     @property
     def exit_code(self) -> int:

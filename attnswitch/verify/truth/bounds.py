@@ -99,11 +99,11 @@ def row_errors(a: Answer, precision: Precision) -> dict[str, Float]:
         forward = _forward(a, u)
         ds = _score_gradient_error(a, u, forward) + (u.weights + 4 * u.acc) * np.abs(a.ds) + u.weights_tiny
         sums = {"ds": (ds * a.visible).sum(-1), "size": np.abs(a.ds).sum(-1)}
-        if u.renewed:  # whatever the scores, weights over their own sum add up to 1
+        if u.renewed and not (u.inputs or u.exp):  # whatever the scores, weights over their own sum add up to 1
             size_lse = np.minimum(np.abs(np.where(forward.alive, a.lse, 0.0)), _TRUSTED_LSE)
             n = a.case.seq_k + 8
             sums["p"] = n * (u.acc + u.weights_tiny) + 4 * u.lse * size_lse + u.weights * a.p.sum(-1) + 8 * u.acc
-        else:
+        else:  # the sum is the forward's, whose scores may be rounded otherwise
             p = _again(a, u, forward) + u.weights * a.p + u.weights_tiny
             sums["p"] = (p * a.visible).sum(-1)
         return {name: np.nan_to_num(part, nan=np.inf, posinf=np.inf) for name, part in sums.items()}

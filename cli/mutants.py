@@ -1,0 +1,55 @@
+"""``attnswitch verify --mutants``: the verifier tried on backends that are wrong on purpose."""
+
+from __future__ import annotations
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from attnswitch.verify.checks import named
+from attnswitch.verify.mutants.matrix import Matrix, measure
+
+from . import render
+
+__all__ = ["run", "show"]
+
+
+def run(seed: int, examples: int, workers: int | None, quiet: bool) -> Matrix:
+    """Measure every mutant, with a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=render.console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        return measure(seed, examples, workers=workers, progress=progress)
+
+
+def show(matrix: Matrix) -> None:
+    """The mutants with what caught them, and the checks with what they are there for."""
+    rows = render.table("family", "mutant", "caught by", "cases", "s", "seen alone by", right=("cases", "s"))
+    previous = ""
+    for row in sorted(matrix.rows, key=lambda row: row.family):
+        first = f"[green]{row.first}[/]" if row.first else "[bold red]nothing[/]"
+        alone = ", ".join(f"{check} [dim]{cases}[/]" for check, cases in row.caught.items())
+        family = "" if row.family == previous else row.family
+        rows.add_row(family, row.name, first, str(row.cases), f"{row.seconds:.1f}", alone)
+        previous = row.family
+    render.console.print(rows)
+    render.console.print(
+        "[dim]caught by: what ended a run as a user would start it, after so many cases and seconds; seen alone by:"
+        " checks that see it when nothing else looks, with the number of the case[/]\n",
+        soft_wrap=True,
+    )
+    checks = render.table("check", "sees", "that no other sees", right=("sees",))
+    for check in matrix.checks:
+        alone = ", ".join(matrix.alone(check))
+        seen = sum(check in row.caught for row in matrix.rows)
+        checks.add_row(check, str(seen), alone or f"[dim]{render.escape(named(check).why)}[/]")
+    render.console.print(checks)
+    survivors = ", ".join(row.name for row in matrix.survivors)
+    verdict = f"[bold red]{len(matrix.survivors)} survive: {survivors}[/]" if survivors else "[bold green]all caught[/]"
+    render.console.print(
+        f"\n{len(matrix.rows)} mutants, seed {matrix.seed}; median time to the first counterexample"
+        f" {matrix.median_seconds:.1f} s\n{verdict}",
+        soft_wrap=True,
+    )
