@@ -10,6 +10,7 @@ import threading
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from attnswitch import registry
 from attnswitch.backend import Backend, Gradients, Inputs, Kernel, Precision
@@ -17,8 +18,9 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 FAULTS: list[str] = []
-#: These end or stop the process that runs them, or show in the lattice only: tests/unit/test_isolation.py.
-DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193")
+#: These end or stop the process that runs them, or show in the lattice only: tests/unit/test_isolation.py. And one
+#: shows in an autocast region only: tests/unit/test_checks.py.
+DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193", "CastInAutocast")
 
 
 def _tiled() -> Any:
@@ -269,6 +271,15 @@ class OneKeyOf8193(Saboteur):
         keep[5000] = False
         value = np.where(keep[:, None], inputs.value, 0)
         return inputs._replace(value=value.astype(inputs.value.dtype))
+
+
+class CastInAutocast(Saboteur):
+    """A last product by 1 is left to torch, which computes it in bfloat16 where an autocast region says so."""
+
+    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        wide = torch.from_numpy(out.astype(np.float64 if out.dtype == np.float64 else np.float32))
+        product = wide.reshape(-1, 1) @ torch.ones(1, 1, dtype=wide.dtype)
+        return product.to(wide.dtype).reshape(wide.shape).numpy().astype(out.dtype), lse
 
 
 class Races(Saboteur):

@@ -42,30 +42,29 @@ def test_a_run_gives_the_same_in_workers_as_here() -> None:
 
 
 def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
-    report = isolated("Segfaults", corpus=tmp_path)
+    report = isolated("Segfaults", examples=20, corpus=tmp_path)
     (found,) = report.failures
     assert found.outcome.failure is not None
     assert (found.outcome.failure.check, found.outcome.failure.message) == (
         "crash",
         "the process died of SIGSEGV",
     )
-    assert found.outcome.case.window is not None
-    assert found.outcome.case.replace(window=None) == Case(library="numpy")
-    assert report.cases == 100  # every case was tried, in one process after another
-    assert report.verified > 50
+    assert found.outcome.case == Case(dim_qk=1, dim_v=1, window=(0, 0))
+    assert report.cases == 20  # every case was tried, in one process after another
+    assert report.verified > 10
     assert found.path is not None
     assert load(found.path).case == found.outcome.case
 
 
 def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conduct, "_TRY_TIMEOUT", 2.0)
-    report = isolated("Hangs", examples=40, timeout=3.0)
+    report = isolated("Hangs", examples=20, timeout=3.0)
     (found,) = report.failures
     assert found.outcome.failure is not None
     assert found.outcome.failure.check == "hang"
     assert found.outcome.case.seq_k in (1, 2)
     assert found.outcome.case.mask is None
-    assert report.cases == 40
+    assert report.cases == 20
 
 
 def test_one_key_of_8193_is_named() -> None:

@@ -57,6 +57,11 @@ CHECKS = (
         always=True,
     ),
     Check(
-        "inputs", "no byte of an input, nor of the memory around it, is written to", "", _every, _inputs, always=True
+        "inputs",
+        "no byte of an input, nor of the memory around it, is written to",
+        "It alone looks at the memory itself: a write that leaves the results right is nobody else's to see.",
+        _every,
+        _inputs,
+        always=True,
     ),
 )

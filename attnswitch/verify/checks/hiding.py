@@ -16,7 +16,7 @@ from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
 from attnswitch.verify.drawing.data import hashed, normal, rounded
 from attnswitch.verify.outcome import Failure, first_of
-from attnswitch.verify.trial import NotApplicable, Subject, Trial
+from attnswitch.verify.trial import NotApplicable, Subject, Trial, plainly_placed
 from attnswitch.verify.truth.oracle import visible_positions
 
 __all__ = ["CHECKS"]
@@ -52,13 +52,7 @@ def _quiet(subject: Subject) -> tuple[Case, dict[str, Any]]:
         "grad_lse": np.where(rows, subject.data["grad_lse"], 0.0),
     }
     case, data = subject.with_data(**changes)
-    return case.replace(
-        placing=case.placing.replace(key=_spread(case.placing.key), value=_spread(case.placing.value))
-    ), data
-
-
-def _spread(placing: str) -> str:
-    return "contiguous" if placing.startswith("expanded") else placing
+    return plainly_placed(case, {"query", "key", "value"}), data
 
 
 def _changed(subject: Subject, nonfinite: bool) -> tuple[Case, dict[str, Any]]:
@@ -201,7 +195,7 @@ CHECKS = (
     Check(
         "causality",
         "numbers at positions that a row may not see have no effect on it, to the bit, gradients included",
-        "",
+        "Bitwise: a hidden key that reaches a row by less than its error bound passes every comparison with an answer.",
         _hides,
         _causality,
     ),

@@ -234,7 +234,7 @@ CHECKS = (
     Check(
         "one-hot",
         "a query that selects one key returns its value to the bit, and its gradients are exact",
-        "",
+        "One key more or less among thousands is within the error bound of random data; here it is another digit.",
         _one_hot_applies,
         _one_hot,
         alone=True,

@@ -130,7 +130,7 @@ CHECKS = (
     Check(
         "repeat",
         "the same call gives the same, to the bit where the backend promises it",
-        "",
+        "Bitwise, on the same call: sums whose order varies stay within every error bound.",
         _repeatable,
         _repeat,
     ),
@@ -151,7 +151,7 @@ CHECKS = (
     Check(
         "fresh-dropout",
         "two calls without a seed draw different dropout masks",
-        "",
+        "It compares two calls: a mask that is the same every time is a right answer to each of them.",
         _drawn,
         _fresh_masks,
     ),

@@ -107,7 +107,8 @@ class _Run:
             saved = [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
             yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, "saved")
             if self.plan.isolate:  # what they do to a process is not for this one
-                yield _Phase("known divergences", {t.device: self._divergences(t, saved) for t in targets}, "divergence")
+                jobs = {t.device: self._divergences(t, saved) for t in targets}
+                yield _Phase("known divergences", jobs, "divergence")
         chunks = {t.device: self._chunks(t) for t in targets}
         if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
             yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
@@ -176,8 +177,8 @@ class _Run:
         if phase.source == "divergence":
             if isinstance(event, Examined | Lost):
                 for outcome in event.outcomes if isinstance(event, Examined) else (event.outcome,):
-                    name = self.divergences[outcome.backend, outcome.case]
-                    self.report.divergences.append((outcome.device, outcome.backend, name, outcome.verdict == "mismatch"))
+                    name, shows = self.divergences[outcome.backend, outcome.case], outcome.verdict == "mismatch"
+                    self.report.divergences.append((outcome.device, outcome.backend, name, shows))
         elif isinstance(event, Examined):
             for outcome in event.outcomes:
                 self.report.add(outcome)

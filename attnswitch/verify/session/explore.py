@@ -16,6 +16,7 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.strategies import Space, cases, recipe
 from attnswitch.verify.launch.unguarded import unguarded
 from attnswitch.verify.outcome import Failure, Kind, Outcome
+from attnswitch.verify.session.coverage import triggers
 from attnswitch.verify.session.events import Done, Event, Examined, Found, Lost, Smaller
 from attnswitch.verify.session.plan import Target
 
@@ -207,7 +208,10 @@ class _Exploration:
         number = position - 1 + self.extra
         outcomes = self._examined(case, self.job.target.backends, number)
         if self.job.climb:
-            _aim(outcomes)
+            try:
+                _aim(outcomes)
+            except Exception as error:
+                raise _Through(error) from error
         return [o for o in outcomes if o.verdict == "mismatch" and o.kind not in self.known]
 
     def _examined(self, case: Case, backends: Sequence[str], number: int | None = None) -> list[Outcome]:
@@ -248,11 +252,16 @@ class _Exploration:
 
 def _aim(outcomes: Sequence[Outcome]) -> None:
     """Tell Hypothesis how close to the bound a case came, and which kernel and tile edges it reached."""
+    worst: dict[str, float] = {}  # by backend: Hypothesis takes one number a case for each
     for outcome in outcomes:
         if outcome.verdict == "verified":
-            worst = max(outcome.ratios.values(), default=0.0)
-            target(math.log2(max(worst, 1e-12)), label=f"error / bound of {outcome.backend}")
+            ratio = max(outcome.ratios.values(), default=0.0)
+            worst[outcome.backend] = max(ratio, worst.get(outcome.backend, 1e-12))
             event(f"{outcome.chosen} {outcome.variant} {outcome.case.dtype}")
+            for met in triggers(outcome.case):
+                event(met)
+    for backend, ratio in worst.items():
+        target(math.log2(ratio), label=f"error / bound of {backend}")
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

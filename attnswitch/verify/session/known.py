@@ -1,4 +1,4 @@
-"""What backends are known to get wrong, with the saved cases that show it: whether they still do is for a run to see."""
+"""What backends are known to get wrong, with the saved cases that show it, for a run to see whether they still do."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,7 +78,7 @@ class Here:
         self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
     ) -> Outcome:
         """See ``Pool``. What crashes the process is not survived."""
-        return recording(None)(case, (backend,), device, only)[0]
+        return _only(recording(None)(case, (backend,), device, only), case, backend, device)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -219,7 +219,7 @@ class Isolated:
                     process.watch(timeout)
                 event = process.receive()
                 if isinstance(event, Examined):
-                    outcome = event.outcomes[0]
+                    outcome = _only(event.outcomes, case, backend, device)
                 elif isinstance(event, Done):
                     assert outcome is not None
                     self._spare[device] = process
@@ -232,6 +232,13 @@ class Isolated:
         finally:
             if self._spare.get(device) is not process:
                 process.end()
+
+
+def _only(outcomes: Sequence[Outcome], case: Case, backend: str, device: str) -> Outcome:
+    """The outcome of a case; there is none where its check says nothing about it, and was to be looked at alone."""
+    if outcomes:
+        return outcomes[0]
+    return Outcome(case, backend, device, "refused", reasons=(f"{case.check} says nothing about it",))
 
 
 def _rest(job: Job, at: int) -> Job | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 
 from attnswitch.verify.drawing.case import Case, Placing
 
@@ -24,56 +25,74 @@ _SIZES = ("batch", "heads_kv", "group", "seq_q", "dim_v", "dim_qk", "seq_k")
 
 def reduced(case: Case, fails: Callable[[Case], bool], tries: int) -> Case:
     """The smallest case found in ``tries`` calls of ``fails`` that still fails; ``case`` itself is taken to."""
-    for bold in _bold(case):
-        if tries > 0 and bold != case:
-            tries -= 1
-            if fails(bold):
-                case = bold
-                break
-    moved = True
-    while moved and tries > 0:
-        moved = False
-        for smaller in _smaller(case):
-            if smaller == case:
-                continue
-            if tries <= 0:
-                break
-            tries -= 1
-            if fails(smaller):
-                case, moved = smaller, True
-                break
+    refuted: set[Case] = set()
+
+    def accepts(candidate: Case) -> bool:
+        nonlocal tries
+        if tries <= 0 or candidate in refuted:
+            return False
+        tries -= 1
+        if fails(candidate):
+            return True
+        refuted.add(candidate)
+        return False
+
+    case = next((bold for bold in _bold(case) if bold != case and accepts(bold)), case)
+    before = None
+    while before != case and tries > 0:
+        before = case
+        for step in _STEPS:
+            case = next((smaller for smaller in step(case) if smaller != case and accepts(smaller)), case)
     return case
 
 
 def _bold(case: Case) -> Iterator[Case]:
-    """The plainest case with one feature of ``case``, or with its lengths: most failures need no more."""
+    """The plainest case, with its lengths, and with one feature of ``case`` beside: most failures need no more."""
     plain = Case(dtype=case.dtype, library=case.library, check=case.check, grads=case.grads)
-    yield plain
-    yield plain.replace(seq_q=case.seq_q, seq_k=case.seq_k)
+    yield _consistent(plain)
+    plain = plain.replace(seq_q=case.seq_q, seq_k=case.seq_k)
+    yield _consistent(plain)
     for name in _FEATURES:
         if getattr(case, name) != getattr(_PLAIN, name):
-            yield _consistent(plain.replace(**{name: getattr(case, name)}))
-    yield case.replace(**{name: getattr(plain, name) for name in (*_FEATURES, "placing") if name != "library"})
+            feature = {name: getattr(case, name), "dropout_seed": case.dropout_seed if name == "dropout" else None}
+            yield _consistent(plain.replace(batch=case.batch, **feature))
+    yield _consistent(
+        case.replace(**{name: getattr(_PLAIN, name) for name in (*_FEATURES, "placing") if name != "library"})
+    )
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    for name in ("grads", "check"):
-        if getattr(case, name) != getattr(_PLAIN, name):
-            yield case.replace(**{name: getattr(_PLAIN, name)})
-    if case.placing != Placing():
-        yield case.replace(placing=Placing())
-    for name in _FEATURES:
-        if getattr(case, name) != getattr(_PLAIN, name):
-            yield _consistent(case.replace(**{name: getattr(_PLAIN, name)}))
-    for name in _SIZES:
-        size = getattr(case, name)
-        for smaller in sorted({1, 8 if name.startswith("dim") else 2, size // 2, size // 2 + 1, size - 1}):
-            if 0 < smaller < size:
-                yield _consistent(case.replace(**{name: smaller}))
-    if case.placing != Placing():
-        for role in (field.name for field in fields(Placing)):
-            if getattr(case.placing, role) != "contiguous":
-                yield case.replace(placing=case.placing.replace(**{role: "contiguous"}))
+def _without(name: str, case: Case) -> Iterator[Case]:
+    """Field ``name`` at its default."""
+    yield _consistent(case.replace(**{name: getattr(_PLAIN, name)}))
+
+
+def _narrower(case: Case) -> Iterator[Case]:
+    """A window of the position itself."""
+    if case.window is not None:
+        yield case.replace(window=(0, 0))
+
+
+def _shorter(name: str, case: Case) -> Iterator[Case]:
+    """Size ``name`` smaller, the smallest first."""
+    if (case.check, name) == ("one-hot", "dim_qk"):  # with room for fewer bits the probe cannot name the key
+        return
+    size = getattr(case, name)
+    for smaller in sorted({1, 8 if name.startswith("dim") else 2, size // 2, size // 2 + 1, size - 1}):
+        if 0 < smaller < size:
+            yield _consistent(case.replace(**{name: smaller}))
+
+
+def _unplaced(role: str, case: Case) -> Iterator[Case]:
+    """One operand lying plainly."""
+    yield case.replace(placing=case.placing.replace(**{role: "contiguous"}))
+
+
+_STEPS: tuple[Callable[[Case], Iterator[Case]], ...] = (
+    *(partial(_without, name) for name in ("grads", "check", "placing", *_FEATURES)),
+    *(partial(_shorter, name) for name in _SIZES),
+    _narrower,
+    *(partial(_unplaced, field.name) for field in fields(Placing)),
+)
 
 
 def _consistent(case: Case) -> Case:
@@ -85,6 +104,8 @@ def _consistent(case: Case) -> Case:
         case = case.replace(grads=case.grads.replace("m", ""))
     if not (case.causal or case.window):
         case = case.replace(alignment="top_left")
-    if case.dropout and case.dropout_seed is None:  # its mask is read off V = I
+    if not case.dropout:
+        return case.replace(dropout_seed=None)
+    if case.dropout_seed is None:  # its mask is read off V = I
         case = case.replace(dim_v=max(case.seq_k, 1))
     return case
