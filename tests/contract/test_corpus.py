@@ -52,7 +52,7 @@ def test_there_are_saved_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FOLDER.parents[1])
     assert ON_CPU
     assert default_folder().resolve() == FOLDER.resolve()
-    assert {path.suffix for path in FOLDER.iterdir()} == {".json"}
+    assert {path.suffix for path in FOLDER.rglob("*") if path.is_file()} == {".json"}
 
 
 @pytest.mark.parametrize("saved", named(FILES))

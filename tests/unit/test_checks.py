@@ -18,26 +18,27 @@ ON_GPU = [check.name for check in CHECKS if check.gpu]
 #: Checks that say something about fewer than one drawn case in twenty, and why.
 SELDOM = {"fresh-dropout": "dropout without a seed is drawn only where V can be the identity, which shows the mask"}
 
-PLAIN = Case(heads_kv=2, group=2, seq_q=20, seq_k=40, dim_qk=16, dim_v=12, lse=True, grads="qkv")
+PLAIN = Case(heads_kv=2, group=2, seq_q=20, seq_k=40, dim_qk=16, dim_v=12, grads="qkv")
 TINY = Case(dim_qk=1, dim_v=1)
 #: A bit of everything. The first ones lie plainly, so that whatever is copied is copied as it was.
 CASES = {
     "plain": PLAIN,
+    "lse": PLAIN.replace(lse=True),
     "batch": PLAIN.replace(batch=3, data="negative", dtype="float16"),
-    "causal": PLAIN.replace(causal=True, seq_k=70, grads="qkv"),
+    "causal": PLAIN.replace(causal=True, seq_k=70),
     "bottom-right": PLAIN.replace(causal=True, alignment="bottom_right", seq_q=70),
     "window": PLAIN.replace(window=(3, 2), library="numpy"),
     "lengths": PLAIN.replace(batch=2, lengths=(40, 3), dtype="bfloat16", library="numpy"),
     "bool-mask": PLAIN.replace(mask=MaskRecipe("bool", "bhqk", 4, "dead-rows")),
-    "float-mask": PLAIN.replace(mask=MaskRecipe("float32", "hqk", 4, "random"), lse=False, grads="qkvm"),
-    "softcap": PLAIN.replace(softcap=5.0, dtype="float64"),
-    "scale": PLAIN.replace(scale=-0.25, lse=False, library="numpy"),
+    "float-mask": PLAIN.replace(mask=MaskRecipe("float32", "hqk", 4, "random"), grads="qkvm"),
+    "softcap": PLAIN.replace(softcap=5.0, dtype="float64", lse=True),
+    "scale": PLAIN.replace(scale=-0.25, library="numpy"),
     "placed": PLAIN.replace(layout="BLHD", placing=Placing("strided", "columns", "packed", "offset", "padded-rows")),
     "expanded": PLAIN.replace(batch=2, placing=Placing("expanded-batch", "expanded-heads", "expanded-rows")),
     "seeded": PLAIN.replace(dropout=0.5, dropout_seed=11, batch=2, deterministic=True),
-    "own-dropout": PLAIN.replace(dropout=0.5, dim_v=40, lse=False),
-    "poison": PLAIN.replace(causal=True, poison=True, grads="", lse=False),
-    "wide": PLAIN.replace(seq_q=130, seq_k=130, dim_qk=80, dim_v=80, lse=False),
+    "own-dropout": PLAIN.replace(dropout=0.5, dim_v=40),
+    "poison": PLAIN.replace(causal=True, poison=True, grads=""),
+    "wide": PLAIN.replace(seq_q=130, seq_k=130, dim_qk=80, dim_v=80),
 }
 
 
@@ -57,7 +58,7 @@ ROWS = MaskRecipe("float32", "qk", 2, "random")
 CAUGHT = {
     "form": mutant("output-left-in-accumulator-type", TINY.replace(dtype="float16")),
     "inputs": mutant("query-scaled-in-place", TINY.replace(dim_qk=2)),
-    "reference": mutant("keep-mask-restarts-in-each-tile", TINY.replace(seq_k=66, dropout=0.25, dropout_seed=1)),
+    "reference": mutant("keep-mask-restarts-in-each-tile", TINY.replace(seq_k=99, dropout=0.5, dropout_seed=1)),
     "identities": mutant("lse-gradient-ignored", TINY.replace(lse=True, grads="qkv")),
     "one-hot": mutant("partial-key-tile-skipped", TINY.replace(seq_k=90, dim_qk=14)),
     "uniform": mutant("one-key-tail-dropped", TINY.replace(dim_v=3)),
@@ -70,19 +71,19 @@ CAUGHT = {
     "shift": mutant("maximum-starts-at-zero", TINY),
     "linearity": mutant("head-dim-tail-dropped", Case(seq_k=2, dim_qk=22, data="needle")),
     "hull": mutant("denominator-in-float16", TINY.replace(seq_k=2)),
-    "split": mutant("weights-in-storage-type", TINY.replace(seq_k=129, dim_v=11, dtype="float16", data_seed=135)),
+    "split": mutant("weights-in-storage-type", Case(seq_k=129, dim_v=11, dtype="float16", data_seed=135)),
     "prefix": mutant("last-visible-key-of-a-query-tile-cut", TINY.replace(seq_q=2, causal=True)),
     "decode": mutant("softcap-missing-when-decoding", TINY.replace(seq_q=2, seq_k=3, softcap=5.0)),
     "batch": mutant("maximum-shared-across-batch", TINY.replace(batch=2, data="negative")),
     "grouped-heads": mutant("key-heads-matched-modulo", TINY.replace(heads_kv=2, group=2)),
     "repeat": mutant("order-of-gradient-sums-varies", Case(seq_q=200, seq_k=3, grads="qkv")),
-    "layouts": mutant("layout-cached-by-shape", Case(seq_k=11, dim_v=64, placing=Placing(value="columns"))),
+    "layouts": mutant("row-stride-rounded-to-16-bytes", Case(seq_k=9, placing=Placing(value="padded-rows"))),
     "variants": mutant("mask-of-first-batch-entry-for-all", TINY.replace(batch=2, data_seed=242)),
     "fresh-dropout": mutant("unseeded-dropout-accepted", TINY.replace(seq_q=7, seq_k=13, dim_v=13, dropout=0.25)),
     "autocast": Shown("saboteurs:CastInAutocast", TINY),
 }
 #: Checks that need no argument for being there: no other one sees the fault above.
-ALONE = ("form", "reference", "leak")
+ALONE = ("form", "leak")
 
 
 def test_names_are_unique() -> None:
@@ -110,16 +111,16 @@ def test_every_check_is_asked_for(drawn: list[Case]) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_it_holds_for_what_is_right(name: str) -> None:
-    held = {backend: 0 for backend in RIGHT}
+    held = dict.fromkeys(RIGHT, 0)
     for case in (CAUGHT[name].case, *CASES.values()):
         if named(name).applies(case):
             for outcome in examine(case.replace(check=name), RIGHT, only=True):
                 assert outcome.verdict in ("verified", "refused"), (outcome.failure, str(case))
                 held[outcome.backend] += outcome.checks == (name,)
     if name == "fresh-dropout":  # only torch's own generator draws without a seed
-        assert held == {"tiled": 0, "reference": 0, "sdpa-math": 1}
-    elif name == "leak":  # the composite's 0 * NaN is a known divergence
-        assert min(held["tiled"], held["reference"]) >= 4
+        assert held == {"tiled": 0, "reference": 0, "sdpa-math": 2}
+    elif name in ("leak", "split"):  # the composite's 0 * NaN is a known divergence, and it has no lse
+        assert min(held["tiled"], held["reference"]) >= 2
     else:
         assert min(held.values()) >= 2, held
 
@@ -170,7 +171,7 @@ def test_a_gpus_check_is_not_looked_at_on_a_cpu(name: str) -> None:
 @pytest.mark.parametrize("name", ON_GPU)
 def test_a_gpus_check_holds_for_what_is_right(name: str) -> None:
     assert name in targets(["cuda:0"], ["sdpa-math"])[0].space.checks
-    for case in (PLAIN.replace(lse=False), PLAIN.replace(dtype="bfloat16", causal=True, lse=False)):
+    for case in (PLAIN.replace(lse=False), PLAIN.replace(dtype="bfloat16", causal=True)):
         (outcome,) = examine(case.replace(check=name), ("sdpa-math",), "cuda:0", only=True)
         assert (outcome.verdict, outcome.failure) == ("verified", None)
         assert bool(outcome.checks) == (name != "elsewhere" or torch.cuda.device_count() > 1)

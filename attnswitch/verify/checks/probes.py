@@ -50,7 +50,9 @@ def _targets(case: Case, data: dict[str, Any]) -> Any:
     """
     b, h, lq, lk = case.scores
     rows = np.arange(b * h * lq, dtype=np.int64).reshape(b, h, lq) + case.data_seed % max(lk, 1)
-    steps = max(1, lk // max(1, b * h * lq)) | 1
+    steps = max(1, lk // max(1, b * h * lq))
+    while math.gcd(steps, lk) > 1:  # else the walk would come back before it has been everywhere
+        steps += 1
     if case.mask is None:
         first, last = _span(case)
         count = np.maximum(last - first + 1, 0)

@@ -14,14 +14,15 @@ from attnswitch.verify.drawing.strategies import Space
 
 __all__ = ["extremes", "long", "probes"]
 
-#: Checks for the long cases in turn; those that hold a kernel against itself.
-_LAWS = ("split", "causality", "decode", "hull", "permutation", "shift", "linearity", "repeat")
+#: Checks for the long cases in turn, plain and causal ones; those that hold a kernel against itself, and apply there.
+_LAWS = ("split", "decode", "permutation", "shift", "linearity", "repeat")
+_CAUSAL_LAWS = {True: ("prefix", "hull", "linearity", "repeat"), False: ("causality", "hull")}
 
 
 def probes(space: Space, on_gpu: bool) -> Iterator[Case]:
     """Cases for the one-hot probe alone; every dtype of the space in turn."""
     dtypes = cycle(space.dtypes)
-    plain = Case(library=_library(space), dim_qk=32, dim_v=8, check="one-hot")
+    plain = Case(library=_library(space), dim_qk=32, dim_v=32, check="one-hot")  # fused kernels want both alike
     for length in _edges(8193):
         # In four heads, as many rows as keys, so that every key is some row's target.
         if length <= 1025:
@@ -32,14 +33,14 @@ def probes(space: Space, on_gpu: bool) -> Iterator[Case]:
         for first in range(0, length, 2049):
             yield plain.replace(seq_q=2049, seq_k=length, dtype=next(dtypes), data_seed=first)
     for length in _long(on_gpu):
-        yield plain.replace(group=8, seq_q=8, seq_k=length, dim_qk=40, dtype=next(dtypes))
+        yield plain.replace(group=8, seq_q=8, seq_k=length, dim_qk=40, dim_v=40, dtype=next(dtypes))
         if on_gpu:
-            yield plain.replace(seq_q=length, seq_k=length, dim_qk=64, dtype=next(dtypes), causal=True)
+            yield plain.replace(seq_q=length, seq_k=length, dim_qk=64, dim_v=64, dtype=next(dtypes), causal=True)
 
 
 def long(space: Space, on_gpu: bool) -> Iterator[Case]:
     """Cases beyond a dense reference, each with a law; judged on sampled rows as well."""
-    dtypes, laws = cycle(space.dtypes), cycle(_LAWS)
+    dtypes, laws = cycle(space.dtypes), {False: cycle(_LAWS), True: cycle(_CAUSAL_LAWS[on_gpu])}
     plain = Case(library=_library(space), group=2, dim_qk=64 if on_gpu else 32, dim_v=64 if on_gpu else 32)
     for number, length in enumerate(_long(on_gpu)):
         causal = number % 2 == 1
@@ -52,7 +53,7 @@ def long(space: Space, on_gpu: bool) -> Iterator[Case]:
                 alignment="bottom_right" if causal and not on_gpu else "top_left",
                 lse=not on_gpu,
                 grads="qkv" if on_gpu else "",
-                check=next(laws),
+                check=next(laws[causal]),
                 data_seed=length % 251,
             )
 

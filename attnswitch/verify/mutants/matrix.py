@@ -6,6 +6,7 @@ kill. Then every check alone looks at the same cases of every mutant: that shows
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,6 +17,7 @@ from typing import Any
 
 from attnswitch.verify.checks import CHECKS, named
 from attnswitch.verify.drawing import lattice
+from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.judge import examine
 from attnswitch.verify.mutants.catalogue import mutants
@@ -151,6 +153,12 @@ def _killed(name: str, target: str, seed: int, examples: int) -> tuple[str | Non
     return found.outcome.failure.check, found.after, found.seconds
 
 
+@functools.cache
+def _drawn(seed: int) -> list[Case]:
+    """The cases that every check chooses from."""
+    return draw(_SPACE, seed, _DRAWN)
+
+
 def _column(check: str, every: list[str], far: list[str], seed: int) -> dict[str, int]:
     """One check alone on every mutant: those that it sees, with the number of the case.
 
@@ -158,7 +166,7 @@ def _column(check: str, every: list[str], far: list[str], seed: int) -> dict[str
     """
     left, found = list(every), dict[str, int]()
     applies = named(check).applies
-    cases = (case.replace(check=check) for case in draw(_SPACE, seed, _DRAWN))
+    cases = (case.replace(check=check) for case in _drawn(seed))
     drawn = ((case, every) for case in islice(filter(applies, cases), COLUMN_CASES))
     fixed = (*lattice.probes(Space(), False), *lattice.long(Space(), False), *lattice.extremes(Space()))
     seen = chain(drawn, ((case, far) for case in fixed if case.check == check))

@@ -13,6 +13,8 @@ __all__ = ["SCHEMA", "to_json"]
 
 #: 2 added checks, ratios, places, variants and seconds to the results, and triggers; what 1 had is unchanged.
 SCHEMA = 2
+#: Reasons written out for each device, backend and dtype, the most frequent ones; most differ in a number only.
+REASONS = 20
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -65,7 +67,8 @@ def _tally(tally: Tally) -> dict[str, Any]:
         "ratios": dict(sorted(tally.ratios.items())),
         "places": {f"{row},{column}": facts.number(worst) for (row, column), worst in sorted(tally.places.items())},
         "variants": dict(tally.variants.most_common()),
-        "reasons": dict(tally.reasons.most_common()),
+        "reasons": dict(tally.reasons.most_common(REASONS)),
+        "other_reasons": max(0, len(tally.reasons) - REASONS),
     }
 
 

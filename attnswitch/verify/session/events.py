@@ -17,6 +17,8 @@ class Examined:
     outcomes: tuple[Outcome, ...]
     #: From the start of the job to the end of this case.
     seconds: float = 0.0
+    #: Whether other data recipes of the same case follow.
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,10 +224,12 @@ class _Exploration:
             except Exception as error:  # the verifier's own mistake: Hypothesis would take it for a finding
                 raise _Through(error) from error
             every += outcomes
+            # Other numbers do not change a refusal.
+            more = n + 1 < target.recipes and any(o.verdict in ("verified", "mismatch") for o in outcomes)
             if number is not None:
-                self.tell(Examined(number, tuple(outcomes), time.monotonic() - self.started))
-            if all(o.verdict in ("refused", "unavailable") for o in outcomes):
-                break  # other numbers do not change that
+                self.tell(Examined(number, tuple(outcomes), time.monotonic() - self.started, more))
+            if not more:
+                break
         return every
 
     def _carrier(self, kind: Kind) -> type[_Mismatch]:

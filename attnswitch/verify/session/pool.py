@@ -14,7 +14,7 @@ from typing import Protocol
 from attnswitch.errors import VerificationError
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
-from attnswitch.verify.session.events import Done, Event, Examined, Lost
+from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
 from attnswitch.verify.session.explore import Given, Job, carry_out
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.process import Died, Process
@@ -110,8 +110,9 @@ class _Seat:
     number: int
     process: Process
     job: Job | None = None
-    #: The next case of the job.
+    #: The next case of the job; while an earlier one is made smaller, it has not begun.
     at: int = 0
+    shrinking: bool = False
 
 
 class Isolated:
@@ -140,9 +141,9 @@ class Isolated:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As the last of the workers saw it: with the GPUs, if there are any."""
-        processes = (*(seat.process for seat in reversed(self._seats)), *self._spare.values())
-        return next((process.environment for process in processes if process.environment), {})
+        """Of the worker that knows most: one that has a GPU, if there is any."""
+        processes = (*(seat.process for seat in self._seats), *self._spare.values())
+        return max((process.environment for process in processes), key=len, default={})
 
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
         """See ``Pool``."""
@@ -174,7 +175,8 @@ class Isolated:
     def _hear(self, seat: _Seat, queues: Jobs, take: Take) -> None:
         event = seat.process.receive()
         if isinstance(event, Examined):
-            seat.at = max(seat.at, event.number + 1)
+            seat.at = max(seat.at, event.number + (not event.more))
+        seat.shrinking = isinstance(event, Smaller)
         if isinstance(event, Done):
             self._begin(seat, self._next(seat, queues))
         elif isinstance(event, Lost):
@@ -187,7 +189,9 @@ class Isolated:
         """The finding that a death is; the seat gets a new process, and goes on."""
         if death.entry is None:
             raise VerificationError(f"a worker process was lost before it ran anything: {death.how}")
-        number, seat.at = seat.at, seat.at + 1
+        number = seat.at
+        if not seat.shrinking:
+            seat.at += 1
         self._replace(seat)
         failure = Failure("hang" if death.hung else "crash", death.how)
         return Lost(Outcome(death.entry.case, death.entry.backend, seat.device, "mismatch", failure=failure), number)

@@ -1,6 +1,6 @@
 """The process in which kernels run: it takes jobs from a connection and tells what happens.
 
-    python -m attnswitch.verify.session.worker READ WRITE JOURNAL
+    python -m attnswitch.verify.session.worker READ WRITE JOURNAL DEVICE
 
 READ and WRITE are open file descriptors of two pipes. A kernel that crashes or hangs takes this process with it and
 nothing else; the journal says which case it was.
@@ -12,10 +12,12 @@ import faulthandler
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from attnswitch.errors import AttnswitchError, VerificationError
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import examine
 from attnswitch.verify.outcome import Outcome
@@ -56,10 +58,10 @@ def main() -> None:
         events.send(event)
         lost = lost or isinstance(event, Lost)
 
-    if any(name.startswith("cuda") for name in sys.argv[4:]):
-        import torch
+    device = sys.argv[4]
+    import torch  # now and not in the first case; with a GPU it takes a while to start
 
-        torch.zeros(1, device="cuda")  # starts it, which takes a while
+    torch.zeros(1, device=device)
     events.send(environment())
     while not lost:
         try:
@@ -68,8 +70,10 @@ def main() -> None:
             break
         try:
             carry_out(job, recording(path), tell)
-        except Exception as error:  # the verifier's own mistake, for the conductor to raise
+        except AttnswitchError as error:
             events.send(error)
+        except Exception:  # the verifier's own mistake, for the conductor to raise; the trace would not travel
+            events.send(VerificationError(f"the verifier failed in a worker process:\n{traceback.format_exc()}"))
     events.close()
     os._exit(0)  # destructors of a lost device may crash or hang
 

@@ -53,7 +53,12 @@ class Exact:
             rows.check_row(case, data, self.answers[-1], (b, h, int(i[-1])), len(i) - 1)
         self.rows = tuple(np.concatenate([np.broadcast_to(p[n], p[2].shape) for p in places]) for n in range(3))  # type: ignore[assignment]
         self.values = _joined([answer.values for answer in self.answers])
-        self.poisoned = _joined([answer.poisoned for answer in self.answers]) if self.answers[0].poisoned else {}
+        poisoned = [answer.poisoned for answer in self.answers]
+        if any(poisoned):  # of several heads, some may have met none
+            clean = ({name: np.zeros(value.shape, np.bool_) for name, value in a.values.items()} for a in self.answers)
+            self.poisoned = _joined([found or none for found, none in zip(poisoned, clean, strict=True)])
+        else:
+            self.poisoned = {}
 
     def limits(self, precision: Precision) -> dict[str, Float]:
         """The error bound of each element of ``values``, for a backend of this precision."""

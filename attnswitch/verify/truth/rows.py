@@ -95,7 +95,7 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
     sums = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
     size = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
     scores = np.zeros(case.scores)
-    agree = _Agreement(answer)
+    agree = _Agreement(answer, case)
     with np.errstate(all="ignore"):
         for b, h, i in chosen:
             found = row(case, data, answer.z[b, h, i], b, h, i)
@@ -123,7 +123,7 @@ def check_row(case: Case, data: dict[str, Any], some: Answer, at: tuple[int, int
     """
     if some.poisoned:
         return
-    agree = _Agreement(some)
+    agree = _Agreement(some, case)
     with np.errstate(all="ignore"):
         found = row(case, data, some.z[0, 0, n], *at)
         for name in ("out", "lse", "query"):
@@ -131,10 +131,10 @@ def check_row(case: Case, data: dict[str, Any], some: Answer, at: tuple[int, int
 
 
 class _Agreement:
-    """Whether two float64 results are as close as rounding leaves them, at the sizes of one answer."""
+    """Whether two float64 results are as close as rounding leaves them, at the sizes of one answer to ``case``."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.case = answer.case
+    def __init__(self, answer: Answer, case: Case) -> None:
+        self.case = case
         scores = float(np.max(np.abs(answer.s), initial=0.0, where=answer.visible))
         operands = max(float(np.max(np.abs(x), initial=0.0)) for x in (answer.q, answer.k, answer.v))
         upstream = float(np.max(np.abs(answer.grad_out), initial=0.0))

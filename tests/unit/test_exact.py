@@ -1,0 +1,146 @@
+"""Sampled rows of a long case: the same values and bounds as the dense answer has there, and checked as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnswitch import VerificationError
+from attnswitch.backend import Precision
+from attnswitch.verify import Case, MaskRecipe, check
+from attnswitch.verify.drawing.data import operands
+from attnswitch.verify.truth import exact, oracle, rows
+from attnswitch.verify.truth.exact import Exact
+
+PLAIN = Case(batch=2, heads_kv=2, group=2, seq_q=70, seq_k=90, dim_qk=8, dim_v=6, lse=True, grads="qkv")
+CASES = {
+    "plain": PLAIN,
+    "causal": PLAIN.replace(causal=True),
+    "bottom-right": PLAIN.replace(causal=True, alignment="bottom_right"),
+    "window": PLAIN.replace(window=(7, 3), alignment="bottom_right", lengths=(90, 11)),
+    "window-top-left": PLAIN.replace(window=(None, 3), lengths=(0, 65)),
+    "lengths": PLAIN.replace(lengths=(90, 64)),
+    "bool-mask": PLAIN.replace(mask=MaskRecipe("bool", "bhqk", 4, "dead-rows")),
+    "mask-of-keys": PLAIN.replace(mask=MaskRecipe("bool", "bk", 4, "random")),
+    "mask-of-rows": PLAIN.replace(mask=MaskRecipe("float32", "hq", 3, "random"), grads="qkvm"),
+    "float-mask": PLAIN.replace(mask=MaskRecipe("float16", "qk", 2, "random"), grads="qkvm", dtype="float16"),
+    "dropout": PLAIN.replace(dropout=0.5, dropout_seed=2**40 + 7, causal=True),
+    "softcap": PLAIN.replace(softcap=5.0, scale=-0.5),
+    "one-row": PLAIN.replace(seq_q=1, batch=1, causal=True, alignment="bottom_right"),
+    "poison": PLAIN.replace(poison=True, causal=True, lse=False),
+    "no-group": PLAIN.replace(heads_kv=3, group=1, dtype="float64"),
+}
+EVERY = pytest.mark.parametrize("name", CASES)
+PRECISIONS = (Precision(), Precision(weights="storage", statistics="lse"), Precision(score_inputs="tf32"))
+
+
+def sampled(case: Case, data: dict[str, Any]) -> Exact:
+    """The answer as a case too long for a dense one gets it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "DENSE_WORK", 0)
+        found = Exact(case, data)
+    assert found.rows is not None
+    return found
+
+
+def both(name: str) -> tuple[Exact, Exact]:
+    data = operands(CASES[name])
+    return sampled(CASES[name], data), Exact(CASES[name], data)
+
+
+@EVERY
+def test_sampled_rows_are_those_of_the_dense_answer(name: str) -> None:
+    some, every = both(name)
+    assert every.rows is None
+    assert some.values.keys() == {"out", "lse", "query"}
+    for result, value in some.values.items():
+        np.testing.assert_allclose(value, some.part(every.values[result]), rtol=1e-11, atol=1e-13, err_msg=result)
+    assert some.poisoned.keys() == every.poisoned.keys() & some.values.keys()
+    for result, where in some.poisoned.items():
+        np.testing.assert_array_equal(where, some.part(every.poisoned[result]), result)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=["ieee", "storage", "tf32"])
+@EVERY
+def test_so_are_their_bounds(name: str, precision: Precision) -> None:
+    some, every = both(name)
+    whole = every.limits(precision)
+    for result, limit in some.limits(precision).items():
+        np.testing.assert_allclose(limit, some.part(whole[result]), rtol=1e-9, atol=0, err_msg=result)
+    assert some.limits(precision) is some.limits(precision)
+
+
+@EVERY
+def test_row_errors_of_the_sample_are_for_all(name: str) -> None:
+    some, every = both(name)
+    for what, error in some.row_errors(Precision()).items():
+        assert np.shape(error) == ()
+        mine = some.part(every.row_errors(Precision())[what])
+        assert error == pytest.approx(float(mine.max()), rel=1e-9), what
+
+
+def test_the_sample_has_the_first_row_and_the_last_and_others() -> None:
+    some = sampled(PLAIN, operands(PLAIN))
+    assert some.rows is not None
+    places = set(zip(*(axis.tolist() for axis in some.rows), strict=True))
+    assert {(0, 0, 0), (0, 0, 69), (1, 3, 0), (1, 3, 69), (0, 0, 63), (0, 0, 64)} <= places
+    assert len(places) == len(some.rows[0]) < 3 * 16
+
+
+def test_part_and_place_say_the_same() -> None:
+    some = sampled(PLAIN, operands(PLAIN))
+    numbered = np.arange(2 * 4 * 70 * 6).reshape(2, 4, 70, 6)
+    part = some.part(numbered)
+    assert part.shape == some.values["out"].shape
+    for index in ((0, 0), (5, 3), (part.shape[0] - 1, 5)):
+        assert numbered[some.place(index)] == part[index]
+    dense = Exact(PLAIN, operands(PLAIN))
+    assert dense.part(numbered) is numbered
+    assert dense.place((1, 2, 3, 4)) == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["plain", "bottom-right", "dropout", "mask-of-rows"])
+@pytest.mark.parametrize("result", ["out", "lse", "query"])
+def test_a_wrong_reference_is_noticed(name: str, result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, right = CASES[name], oracle.answer
+
+    def wrong(*arguments: Any, **named: Any) -> oracle.Answer:
+        found = right(*arguments, **named)
+        found.values[result][0, 0, -1] *= 1 + 1e-6
+        return found
+
+    monkeypatch.setattr(oracle, "answer", wrong)
+    with pytest.raises(VerificationError, match=f"references disagree on {result}"):
+        sampled(case, operands(case))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "DENSE_WORK", 0)
+        assert Exact(case, operands(case), trusted=True).rows is not None  # it was asked not to look
+
+
+def test_rows_answer_what_is_elsewhere_if_asked_for_another() -> None:
+    """``check_row`` compares a row with the place that it is told."""
+    data = operands(PLAIN)
+    some = sampled(PLAIN, data)
+    rows.check_row(PLAIN, data, some.answers[0], (0, 0, 0), 0)
+    with pytest.raises(VerificationError):
+        rows.check_row(PLAIN, data, some.answers[0], (0, 0, 1), 0)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "sdpa-flash"])
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"dropout"}))
+def test_a_right_backend_passes_on_sampled_rows(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "DENSE_WORK", 0)
+    outcome = check(CASES[name], backend)
+    assert outcome.failure is None
+    assert outcome.verdict == "verified" or backend != "tiled"
+
+
+def test_a_wrong_row_is_found_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "DENSE_WORK", 0)
+    outcome = check(PLAIN.replace(causal=True, grads=""), "attnswitch.verify.mutants:causal-diagonal-hidden")
+    assert outcome.failure is not None
+    assert (outcome.failure.check, outcome.failure.result) == ("reference", "out")
+    assert outcome.failure.index is not None
+    assert len(outcome.failure.index) == 4
