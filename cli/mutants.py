@@ -11,6 +11,9 @@ from . import render
 
 __all__ = ["run", "show"]
 
+#: Columns of a terminal in which the checks that see a mutant are named.
+_WIDE = 150
+
 
 def run(seed: int, examples: int, workers: int | None, quiet: bool) -> Matrix:
     """Measure every mutant, with a progress bar."""
@@ -27,10 +30,12 @@ def run(seed: int, examples: int, workers: int | None, quiet: bool) -> Matrix:
 def show(matrix: Matrix) -> None:
     """The mutants with what caught them, and the checks with what they are there for."""
     rows = render.table("family", "mutant", "caught by", "cases", "s", "seen alone by", right=("cases", "s"))
+    wide = render.console.width >= _WIDE  # else how many checks see it; --json and --html say which
     previous = ""
     for row in sorted(matrix.rows, key=lambda row: row.family):
         first = f"[green]{row.first}[/]" if row.first else "[bold red]nothing[/]"
-        alone = ", ".join(f"{check} [dim]{cases}[/]" for check, cases in row.caught.items())
+        names = ", ".join(f"{check} [dim]{cases}[/]" for check, cases in row.caught.items())
+        alone = names if wide else f"{len(row.caught)} checks"
         family = "" if row.family == previous else row.family
         rows.add_row(family, row.name, first, str(row.cases), f"{row.seconds:.1f}", alone)
         previous = row.family

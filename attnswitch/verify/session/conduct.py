@@ -75,6 +75,8 @@ class _Run:
     kinds: set[Kind] = field(default_factory=set)
     #: Failures that are being shrunk, in the smallest form so far.
     smallest: dict[Kind, Outcome] = field(default_factory=dict)
+    #: When each of them was first seen: seconds into the run, and cases.
+    seen: dict[Kind, tuple[float, int]] = field(default_factory=dict)
     paths: dict[Case, Path] = field(default_factory=dict)
     fixed: set[Case] = field(default_factory=set)
     divergences: dict[tuple[str, Case], str] = field(default_factory=dict)
@@ -190,7 +192,7 @@ class _Run:
                 if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
                     self._record(outcome if phase.source == "saved" else self._smaller(pool, outcome, ""))
         elif isinstance(event, Smaller):
-            self.smallest[event.outcome.kind] = event.outcome
+            self._see(event.outcome)
         elif isinstance(event, Found):
             self._record(event.outcome)
         elif isinstance(event, Lost):
@@ -228,13 +230,18 @@ class _Run:
             again = pool.attempt(case, outcome.backend, outcome.device, only, min(_TRY_TIMEOUT, self.plan.timeout))
             if again.verdict == "mismatch" and again.kind == outcome.kind:
                 best = again
-                self.smallest[outcome.kind] = again
+                self._see(again)
                 return True
             return False
 
-        self.smallest[outcome.kind] = outcome
+        self._see(outcome)
         reduced(outcome.case, fails, min(_TRIES.get(ending, 60), self.plan.shrink_tries))
         return best
+
+    def _see(self, outcome: Outcome) -> None:
+        """A failure that may yet get smaller."""
+        self.smallest[outcome.kind] = outcome
+        self.seen.setdefault(outcome.kind, (time.monotonic() - self.started, self.report.cases))
 
     def _record(self, outcome: Outcome) -> None:
         self.smallest.pop(outcome.kind, None)
@@ -245,5 +252,5 @@ class _Run:
         from_corpus = path is not None
         if path is None and self.plan.corpus is not None:
             path = corpus.save(outcome, self.plan.corpus)
-        seconds = time.monotonic() - self.started
-        self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, self.report.cases))
+        seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
+        self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, cases))

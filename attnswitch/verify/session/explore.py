@@ -160,6 +160,11 @@ class _Exploration:
     def _explore(self, count: int) -> None:
         """Let Hypothesis draw up to ``count`` cases, until one fails and is shrunk."""
         climb = self.job.climb
+        phases = [
+            Phase.generate,
+            *([Phase.target] if climb else []),
+            *([Phase.shrink] if self.job.shrink_tries else []),
+        ]
         profile = settings(
             max_examples=(2 if climb else 1) * count + 1,
             backend=provider.NAME,
@@ -167,7 +172,7 @@ class _Exploration:
             deadline=None,
             derandomize=False,
             report_multiple_bugs=False,
-            phases=(Phase.generate, Phase.target, Phase.shrink) if climb else (Phase.generate, Phase.shrink),
+            phases=phases,
             suppress_health_check=list(HealthCheck),
             verbosity=Verbosity.quiet,
         )
