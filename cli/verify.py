@@ -50,6 +50,15 @@ def verify(
         bool,
         typer.Option("--quick", help="Drawn cases only: no fixed ones at tile edges and great lengths, no search."),
     ] = False,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Longest sequence drawn. Default: 1,100 on the CPU, 2,100 on a GPU.")
+    ] = None,
+    recipes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Data recipes for each problem drawn. Default: 8 where a backend builds something for a shape."
+        ),
+    ] = None,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes for each device. Default: 1 a GPU; 1 a CPU core, at most 8.")
@@ -100,7 +109,7 @@ def verify(
     """
     seconds = None if time is None else _seconds(time)
     plan = Plan(
-        targets(_devices(device), _backends(backend)),
+        targets(_devices(device), _backends(backend), longest, recipes),
         examples if examples is not None or seconds is not None else EXAMPLES,
         seed,
         seconds,

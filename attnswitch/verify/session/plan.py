@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnswitch import registry
@@ -62,8 +62,13 @@ class Plan:
     keep_worst: bool = False
 
 
-def targets(devices: Sequence[str], backends: Sequence[str]) -> tuple[Target, ...]:
-    """The usual targets: every backend on each device, small cases on the CPU and larger ones on a GPU."""
+def targets(
+    devices: Sequence[str], backends: Sequence[str], longest: int | None = None, recipes: int | None = None
+) -> tuple[Target, ...]:
+    """The usual targets: every backend on each device, small cases on the CPU and larger ones on a GPU.
+
+    ``longest`` bounds the sequences that are drawn, and the work with them; ``recipes`` is for each problem.
+    """
     found = []
     for device in devices:
         if device == "cpu":
@@ -72,7 +77,10 @@ def targets(devices: Sequence[str], backends: Sequence[str]) -> tuple[Target, ..
             every = tuple(check.name for check in DRAWN)
             libraries = ("torch", "cupy") if _has_cupy() else ("torch",)
             space = Space(libraries=libraries, work=2**22, longest=2100, checks=every)
-        found.append(Target(device, tuple(backends), space, RECIPES if _builds(backends) and device != "cpu" else 1))
+        if longest is not None:
+            space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8))
+        usual = RECIPES if device != "cpu" and _builds(backends) else 1
+        found.append(Target(device, tuple(backends), space, recipes or usual))
     return tuple(found)
 
 
