@@ -55,4 +55,4 @@ class CompileError(AttnswitchError, RuntimeError):
 
 
 class VerificationError(AttnswitchError, RuntimeError):
-    """The verifier's own references disagree, so no verdict can be given."""
+    """The verifier failed itself, so that no verdict can be given: its references disagree, or a worker was lost."""

@@ -12,7 +12,11 @@ from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
 from attnswitch.problem import Problem
 
-__all__ = ["Candidate", "Plan", "compiled", "make_plan", "require"]
+__all__ = ["FAILED", "Candidate", "Plan", "compiled", "make_plan", "require"]
+
+
+#: How the reason of a backend begins that raised where it should have answered.
+FAILED = "it failed while planning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         if not reasons:
             next(iter(backend.configs(problem, device)))
     except Exception as error:  # a broken plug-in is a reason, not a crash
-        return Candidate(name, unavailable=f"it failed while planning: {type(error).__name__}: {error}")
+        return Candidate(name, unavailable=f"{FAILED}: {type(error).__name__}: {error}")
     return Candidate(name, reasons, unavailable)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -52,6 +53,9 @@ def root(
 
 def main() -> None:
     """Run the command line. Exit codes: 0 good, 1 a mismatch, 2 the tool could not do its work, 3 nothing verified."""
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: what was found is told, and workers are ended
     try:
         code = app(standalone_mode=False)
     except BrokenPipeError:  # the reader of a pipe left, as head does

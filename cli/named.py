@@ -39,8 +39,9 @@ def named(name: str) -> str:
 def reach(name: str) -> None:
     """Let a target be imported from the current directory, where its author is likely to be.
 
-    Only where one is named: a folder that happens to be called like a library must not hide it from everybody else.
+    Only where one is named, and behind everything else: a file there that happens to be called like a module of the
+    standard library must not hide it.
     """
     here = os.getcwd()
     if ":" in name and here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)

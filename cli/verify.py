@@ -14,7 +14,7 @@ import attnswitch
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify.outcome import AUTO, Outcome
-from attnswitch.verify.report import EventLog, file_name, to_html, to_json, to_junit, to_markdown, to_pytest
+from attnswitch.verify.report import EventLog, facts, file_name, to_html, to_json, to_junit, to_markdown, to_pytest
 from attnswitch.verify.report.facts import environment_of
 from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
@@ -125,12 +125,22 @@ def verify(
     outputs = Outputs(json, junit, html, summary, emit_pytest)
     outputs.check(plan.corpus, ndjson)
     if mutants:
+        _only_mutants(backend, device, time, junit, ndjson, emit_pytest)
         raise typer.Exit(_mutants(plan, outputs))
     report = _run(plan, outputs.quiet, ndjson)
     outputs.write(report)
     if not outputs.quiet:
         _print(report)
     raise typer.Exit(report.exit_code)
+
+
+def _only_mutants(*others: object) -> None:
+    """Refuse what has no meaning beside ``--mutants``."""
+    if any(others):
+        raise InvalidProblem(
+            "--mutants tries the verifier itself: of the other options it takes --seed, --examples, --workers, --json"
+            " and --html"
+        )
 
 
 def _mutants(plan: Plan, outputs: Outputs) -> int:
@@ -245,6 +255,11 @@ def _print(report: Report) -> None:
     rate = report.cases / report.seconds if report.seconds else 0.0
     stopped = f", stopped: {report.stopped}" if report.stopped else ""
     replayed = f", {report.replayed} saved cases replayed" if report.replayed else ""
+    for (device, backend), tally in facts.by_backend(report).items():
+        reasons = (tally.absences + tally.reasons).most_common(1)
+        if not tally.verified and not tally.mismatched and reasons:
+            why = render.escape(reasons[0][0])
+            render.console.print(f"[dim]nothing verified of {backend} on {device}, mostly:[/] {why}", soft_wrap=True)
     for device, backend, name in report.stale:
         render.console.print(
             f"[yellow]stale divergence[/] {name} of {backend} on {device}: its cases are right in these versions;"

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from attnswitch import registry
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
-from attnswitch.planner import Plan, make_plan
+from attnswitch.planner import FAILED, Plan, make_plan
 from attnswitch.verify.checks import ALWAYS, Check, named
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import Returned, call, expected, finite_check, place_operands
 from attnswitch.verify.launch.neighbours import Neighbours
 from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
-from attnswitch.verify.trial import NotApplicable, Subject, Trial
+from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
 
 __all__ = ["check", "examine"]
 
@@ -94,6 +94,10 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
         plan = make_plan(case.problem(), Device.parse(device), forced)
         if plan.backend is None:
             absent = next((c.unavailable for c in plan.candidates if c.backend == forced and not c.reasons), None)
+            if absent is not None and absent.startswith(
+                FAILED
+            ):  # it is there, and raised where it should have answered
+                return Outcome(case, backend, device, "mismatch", failure=Failure("crash", absent))
             verdict: Verdict = "refused" if absent is None else "unavailable"
             return Outcome(case, backend, device, verdict, reasons=(absent,) if absent else _refusals(plan, forced))
     with finite_check(case.poison):
@@ -104,6 +108,8 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
         except Unsupported as refusal:
             return Outcome(case, backend, device, "refused", reasons=_reasons(refusal, forced))
         except BackendUnavailable as absence:
+            if FAILED in str(absence):
+                return Outcome(case, backend, device, "mismatch", failure=Failure("crash", str(absence)))
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
             if _out_of_memory(error):
@@ -138,8 +144,22 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             continue
         except VerificationError:
             raise
-        except Exception as error:  # running it again may fail in any way; so may a check on what it returned
-            failure = None if _out_of_memory(error) else _crash(error)
+        except KernelFailed as failed:
+            cause = failed.__cause__
+            if not isinstance(cause, Exception):
+                raise
+            if _out_of_memory(cause):
+                continue
+            failure = _crash(cause)
+        except Exception as error:
+            if _out_of_memory(error):
+                reasons = (f"out of memory while {c.name} was looked at: {error}",)
+                return Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons)
+            if (
+                c.name != "form"
+            ):  # what is not an array of the right kind may fail in any way; then it is ours to answer
+                raise VerificationError(f"the check {c.name} failed itself on {case}: {error!r}") from error
+            failure = _crash(error)
     verdict: Verdict = "mismatch" if failure else "verified"
     ratios = {name: ratio for name, (ratio, _) in trial.ratios.items()}
     worst = {name: where for name, (_, where) in trial.ratios.items()}

@@ -18,12 +18,16 @@ from attnswitch.verify.launch.call import Around, Placed, Returned, call, finite
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.truth.exact import Exact
 
-__all__ = ["NotApplicable", "Subject", "Trial"]
+__all__ = ["KernelFailed", "NotApplicable", "Subject", "Trial"]
 
 
 #: Answers to what a check made of a case are held against the second reference once in so many cases; to drawn cases,
 #: always.
 _CROSS_CHECKED = 4
+
+
+class KernelFailed(Exception):
+    """What a backend raised when it was run again; a finding, unlike what a check raises itself."""
 
 
 class NotApplicable(Exception):
@@ -151,3 +155,7 @@ class Trial:
                 return hosted(call(subject.case, placed, self.chosen, around).results)
             except (Unsupported, BackendUnavailable) as refusal:
                 raise NotApplicable(str(refusal)) from None
+            except MemoryError:
+                raise
+            except Exception as error:
+                raise KernelFailed(str(error)) from error

@@ -263,7 +263,7 @@ def test_time_ends_it(examined: Examined) -> None:
     _, report = examined(lambda case: time.sleep(0.002), examples=10**6, seconds=0.3)
     assert report.stopped == "time limit of 0.3 s"
     assert 0.3 < report.seconds <= time.monotonic() - started < 10.0
-    assert 50 <= report.cases < 10**6
+    assert 0 < report.cases < 10**6
 
 
 @pytest.mark.parametrize("after", [0, 1, 60])

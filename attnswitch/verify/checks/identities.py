@@ -18,7 +18,7 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import alike
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, first_of
-from attnswitch.verify.trial import Trial
+from attnswitch.verify.trial import NotApplicable, Trial
 from attnswitch.verify.truth.bounds import TINY, UNITS
 
 __all__ = ["CHECKS"]
@@ -34,7 +34,7 @@ def _applies(case: Case) -> bool:
 def _identities(trial: Trial) -> Failure | None:
     case, data, got = trial.case, trial.data, trial.results
     if not all(np.isfinite(got[name]).all() for name in ("out", "grad query", "grad key", "grad value")):
-        return None  # an overflow, which the reference judges
+        raise NotApplicable("an overflow, which the reference judges")
     unit, scale = UNITS[case.dtype], abs(case.softmax_scale)
     q, k, v, do, dlse = (data[role] for role in ("query", "key", "value", "grad_out", "grad_lse"))
     shape = (case.batch, case.heads_q, case.seq_q)

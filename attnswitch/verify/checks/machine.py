@@ -13,7 +13,7 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import hosted, place_operands
 from attnswitch.verify.launch.graph import captured
 from attnswitch.verify.outcome import Failure
-from attnswitch.verify.trial import NotApplicable, Subject, Trial
+from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
 
 __all__ = ["CHECKS"]
 
@@ -42,8 +42,11 @@ def _autocast(trial: Trial) -> Failure | None:
 
     try:
         return _same(trial, "autocast", around, "it differs in an autocast region")
-    except _Cast as cast:
-        return Failure("autocast", f"autocast changed its dtype to {cast.args[1]}", cast.args[0])
+    except KernelFailed as failed:
+        if not isinstance(failed.__cause__, _Cast):
+            raise
+        name, dtype = failed.__cause__.args
+        return Failure("autocast", f"autocast changed its dtype to {dtype}", name)
 
 
 class _Cast(Exception):
@@ -89,8 +92,8 @@ def _graph(trial: Trial) -> Failure | None:
     placed, fresh = (place_operands(s.case, s.data, trial.device) for s in (first, other))
     try:
         returned = captured(first.case, placed, fresh, trial.chosen)
-    except NotApplicable:
-        raise
+    except Exception as error:
+        raise KernelFailed(str(error)) from error
     found, _ = elements(other.exact, hosted(returned.results), trial.limits(other))
     if found is not None:
         message = f"a CUDA graph replayed with other numbers: {found.message}"

@@ -90,11 +90,8 @@ def _fresh(case: Case, *roles: str) -> dict[str, Any]:
 def _variants(trial: Trial) -> Failure | None:
     other = trial.subject.derive("variant", lambda: _variant(trial.subject))
     trial.results  # noqa: B018 - read before the next call
-    try:
-        got = trial.run(other)
-        wrong, _ = elements(other.exact, got, trial.limits(other))
-    except NotApplicable:
-        return None
+    got = trial.run(other)
+    wrong, _ = elements(other.exact, got, trial.limits(other))
     if wrong is not None:
         message = f"after a call of the same shape: {wrong.message} (this call: {other.case})"
         return Failure("variants", message, wrong.result, wrong.index, wrong.got, wrong.expected, wrong.bound)

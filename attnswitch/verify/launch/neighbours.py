@@ -26,7 +26,6 @@ class Neighbours:
 
     def __init__(self, results: dict[str, tuple[tuple[int, ...], str]], library: str, device: str) -> None:
         self.hits = 0
-        self._library = library
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._freed: dict[int, str] = {}
         middles = []
@@ -44,7 +43,7 @@ class Neighbours:
         addresses = {arrays.facts(result, name).address for name, result in results.items()}
         self.hits = len(addresses & self._freed.keys())
         for name, blocks in self._kept.items():
-            if not all(_intact(block, self._library) for block in blocks):
+            if not all(_intact(block) for block in blocks):
                 return name
         return ""
 
@@ -62,7 +61,7 @@ def _block(library: str, device: str, size: int) -> Any:
     return block
 
 
-def _intact(block: Any, library: str) -> bool:
+def _intact(block: Any) -> bool:
     return bool((block == 255).all())
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
+from attnswitch.errors import VerificationError
 from attnswitch.verify.checks import CHECKS, named
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
@@ -29,6 +30,8 @@ __all__ = ["Matrix", "Row", "measure"]
 
 #: Drawn cases that every check looks at alone, of so many that it may apply to.
 COLUMN_CASES, _DRAWN = 40, 400
+#: The backend that the mutants are edits of, and the cases drawn to see that nothing is wrong with it.
+_TRUE, _CONTROL = "tiled", 500
 #: They are small: a check that needs great lengths gets those of the lattice besides.
 _SPACE = Space(work=2**17, longest=300)
 
@@ -102,21 +105,29 @@ def measure(
     workers: int | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Matrix:
-    """Run every mutant (or those of ``names``), and every check on each, in ``workers`` processes."""
+    """Run every mutant (or those of ``names``), and every check on each, in ``workers`` processes.
+
+    The true backend goes the same way. Raises ``VerificationError`` if anything is held against it: what is held against
+    a mutant would then mean nothing.
+    """
     wanted = None if names is None else set(names)
     chosen = [mutant for mutant in mutants() if wanted is None or mutant.name in wanted]
     checks = tuple(check.name for check in CHECKS if not check.gpu)
     workers = workers or os.cpu_count() or 1
-    total = len(chosen) + len(checks)
+    total = len(chosen) + len(checks) + 1
     kills: dict[str, tuple[str | None, int, float]] = {}
     columns: dict[str, dict[str, int]] = {}
-    every = [m.target for m in chosen]
+    every = [_TRUE, *(m.target for m in chosen)]
     far = [m.target for m in chosen if m.family == "long"]
     tasks: list[tuple[Any, ...]] = [(_column, check, every, far, seed) for check in checks]
+    tasks += [(_killed, _TRUE, _TRUE, seed, min(examples, _CONTROL))]
     tasks += [(_killed, mutant.name, mutant.target, seed, examples) for mutant in chosen]
     for done, ((do, name, *_), result) in enumerate(_carried_out(tasks, workers), 1):
         (kills if do is _killed else columns)[name] = result
         progress(done, total, name)
+    against = [kills[_TRUE][0], *(check for check in checks if _TRUE in columns[check])]
+    if any(against):
+        raise VerificationError(f"the true backend fails too, by {', '.join(filter(None, against))}: nothing was shown")
     rows = []
     for m in chosen:
         first, cases, seconds = kills[m.name]
@@ -130,10 +141,17 @@ def _carried_out(tasks: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[t
     if workers == 1:
         yield from ((task, task[0](*task[1:])) for task in tasks)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as executor:
+    executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread)
+    try:
         futures = {executor.submit(task[0], *task[1:]): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
+    except BaseException:  # Ctrl-C does not wait for the tasks that are left
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.kill()
+        raise
+    executor.shutdown()
 
 
 def _one_thread() -> None:

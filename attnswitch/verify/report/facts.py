@@ -54,7 +54,7 @@ _BY_NAME = {check.name: check for check in CHECKS}
 
 def replay_command(found: Found) -> str:
     """The line that runs a failure again."""
-    return f"attnswitch replay {found.path}" if found.path else "(not saved: --no-corpus)"
+    return f"attnswitch replay {found.path}" if found.path else "(not saved)"
 
 
 def number(x: float | None) -> float | str | None:
@@ -91,7 +91,7 @@ def totals(tallies: Iterable[Tally]) -> Tally:
             setattr(total, name, getattr(total, name) + getattr(tally, name))
         if tally.worst > total.worst:
             total.worst, total.worst_case = tally.worst, tally.worst_case
-        for counter in ("reasons", "held", "broken", "variants"):
+        for counter in ("reasons", "absences", "held", "broken", "variants"):
             getattr(total, counter).update(getattr(tally, counter))
         for name, bins in tally.ratios.items():
             before = total.ratios.get(name, [0] * len(bins))

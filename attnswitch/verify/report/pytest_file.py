@@ -34,9 +34,10 @@ CASE = Case.from_json(
 
 {mark}def test_{name}() -> None:
     outcome = check(CASE, "{backend}", "{device}")
-    if outcome.verdict in ("refused", "unavailable"):
+    if outcome.verdict {skipped}:
         pytest.skip("; ".join(outcome.reasons))
     failure = outcome.failure
+    assert outcome.verdict != "unavailable", outcome.reasons
     assert outcome.verdict == "verified", (
         f"{{failure.title}}: {{failure.message}}\\n"
         f"element {{failure.index}} is {{failure.got!r}}, expected {{failure.expected!r}} within {{failure.bound!r}}\\n"
@@ -61,6 +62,8 @@ def to_pytest(case: Case, backend: str, device: str, failure: Failure, environme
     return _TEMPLATE.format(
         title=_quoted(failure.title),
         backend=backend,
+        # A target that is not there is no reason to pass over its failure.
+        skipped='== "refused"' if ":" in backend else 'in ("refused", "unavailable")',
         device=device,
         what=_quoted(what),
         environment=_quoted(", ".join(f"{key} {value}" for key, value in environment.items())),

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from attnswitch.errors import InvalidProblem
+from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
@@ -72,6 +72,8 @@ class _Run:
     progress: Progress
     report: Report
     started: float = field(default_factory=time.monotonic)
+    #: When the first worker was there: a time limit is for the work.
+    began: float | None = None
     kinds: set[Kind] = field(default_factory=set)
     #: Failures that are being shrunk, in the smallest form so far.
     smallest: dict[Kind, Outcome] = field(default_factory=dict)
@@ -93,6 +95,10 @@ class _Run:
                     self.report.environment = pool.environment
         except KeyboardInterrupt:
             self.report.stopped = INTERRUPTED
+        except VerificationError as error:
+            if not self.report.cases:
+                raise
+            self.report.stopped, self.report.broke = str(error), True  # what was found until then is not lost
         for outcome in list(self.smallest.values()):
             self._record(outcome)
         if self.plan.keep_worst and self.plan.corpus is not None:
@@ -162,7 +168,8 @@ class _Run:
         return Drawn(target, self.plan.seed, first, count, known, tries, climb)
 
     def _enough(self) -> bool:
-        if self.plan.seconds is not None and time.monotonic() - self.started > self.plan.seconds:
+        began = self.began or time.monotonic()
+        if self.plan.seconds is not None and time.monotonic() - began > self.plan.seconds:
             self.report.stopped = f"time limit of {self.plan.seconds:g} s"
         elif len({found.outcome.kind for found in self.report.failures}) >= self.plan.max_failures:
             self.report.stopped = f"{self.plan.max_failures} distinct failures"
@@ -171,6 +178,7 @@ class _Run:
     # -- what comes of it ----------------------------------------------------------------------------------------------
 
     def _take(self, pool: Pool, phase: _Phase, device: str, event: Event) -> None:
+        self.began = self.began or time.monotonic()
         self._count(pool, phase, event)
         new = event.outcomes if isinstance(event, Examined) else ()
         self.progress(self.report, f"{phase.doing} on {device}", new)
@@ -251,6 +259,9 @@ class _Run:
         path = self.paths.get(outcome.case)
         from_corpus = path is not None
         if path is None and self.plan.corpus is not None:
-            path = corpus.save(outcome, self.plan.corpus)
+            try:
+                path = corpus.save(outcome, self.plan.corpus)
+            except OSError:
+                path = None  # a finding is worth more than its file
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
         self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, cases))

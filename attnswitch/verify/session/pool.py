@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -120,7 +119,6 @@ class Isolated:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._stack = ExitStack()
         self._seats: list[_Seat] = []
         self._spare: dict[str, Process] = {}
         self._counts = {target.device: _workers(plan, target.device) for target in plan.targets}
@@ -154,7 +152,8 @@ class Isolated:
             ready = wait(list(busy), timeout=_GLANCE)
             for connection, seat in busy.items():
                 try:
-                    if connection in ready:
+                    # One that was not ready may be by now: what another said may have taken long to deal with.
+                    if connection in ready or connection.poll(0):
                         self._hear(seat, queues, take)
                     else:
                         seat.process.watch(self._plan.timeout)

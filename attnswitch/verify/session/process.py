@@ -18,8 +18,11 @@ from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event
 from attnswitch.verify.session.explore import Job
 
-__all__ = ["Died", "Process"]
+__all__ = ["PATHS", "Died", "Process"]
 
+#: Environment variable with the folders that the parent imports from. The worker adds them behind its own: a folder of
+#: the user's may hold a file that is named like a module of the standard library.
+PATHS = "ATTNSWITCH_WORKER_PATHS"
 #: Seconds that a worker may take to begin: it imports torch, and may have to start a GPU.
 _START = 300.0
 
@@ -55,8 +58,7 @@ class Process:
             str(self._journal),
             device,
         ]
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment = dict(os.environ) | {PATHS: os.pathsep.join(path for path in sys.path if path)}
         if threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
             environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin while they wait
@@ -105,7 +107,10 @@ class Process:
         now = time.monotonic()
         if count != self._count:
             self._count, self._moved = count, now
-        if now - self._moved > (timeout if self.ready else _START):
+        if not self.ready and now - self._moved > _START:
+            self.end()
+            raise VerificationError(f"a worker process did not start within {_START:g} s")
+        if self.ready and now - self._moved > timeout:
             self.end()
             raise Died(f"no answer after {timeout:g} s; the process was ended", entry, hung=True)
 

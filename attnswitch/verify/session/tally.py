@@ -104,9 +104,10 @@ class Report:
     #: Data recipes that were tried on each problem drawn, by device, where it was more than one.
     recipes: dict[str, int] = field(default_factory=dict)
     replayed: int = 0
-    fixed: int = 0
     seconds: float = 0.0
     stopped: str = ""
+    #: Whether the verifier itself failed, and the run could not go on.
+    broke: bool = False
     workers: int = 1
     tallies: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
     failures: list[Found] = field(default_factory=list)
@@ -140,9 +141,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 good, 1 a mismatch was found, 2 it was interrupted, 3 nothing was verified."""
+        """0 good, 1 a mismatch was found, 2 it was interrupted or broke, 3 nothing was verified."""
         if self.failures:
             return 1
-        if self.stopped == INTERRUPTED:
+        if self.stopped == INTERRUPTED or self.broke:
             return 2
         return 0 if self.verified else 3

@@ -8,6 +8,7 @@ nothing else; the journal says which case it was.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -25,8 +26,11 @@ from attnswitch.verify.session import journal
 from attnswitch.verify.session.environment import environment
 from attnswitch.verify.session.events import Event, Lost
 from attnswitch.verify.session.explore import Examine, Job, carry_out
+from attnswitch.verify.session.process import PATHS
 
 __all__ = ["main", "recording"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 def recording(path: Path | None) -> Examine:
@@ -48,6 +52,8 @@ def recording(path: Path | None) -> Examine:
 def main() -> None:
     """Jobs until the other end closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the conductor, which ends its workers itself
+    _die_with_parent()
+    sys.path += [path for path in os.environ.get(PATHS, "").split(os.pathsep) if path and path not in sys.path]
     faulthandler.disable()
     jobs, events = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
     path = Path(sys.argv[3])
@@ -76,6 +82,12 @@ def main() -> None:
             events.send(VerificationError(f"the verifier failed in a worker process:\n{traceback.format_exc()}"))
     events.close()
     os._exit(0)  # destructors of a lost device may crash or hang
+
+
+def _die_with_parent() -> None:
+    """On Linux, be killed when the conductor is: a kernel that hangs must not outlive it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
