@@ -107,8 +107,8 @@ def measure(
 ) -> Matrix:
     """Run every mutant (or those of ``names``), and every check on each, in ``workers`` processes.
 
-    The true backend goes the same way. Raises ``VerificationError`` if anything is held against it: what is held against
-    a mutant would then mean nothing.
+    The true backend goes the same way. Raises ``VerificationError`` if anything is held against it: what is held
+    against a mutant would then mean nothing.
     """
     wanted = None if names is None else set(names)
     chosen = [mutant for mutant in mutants() if wanted is None or mutant.name in wanted]
