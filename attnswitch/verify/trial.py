@@ -14,7 +14,16 @@ from attnswitch.errors import BackendUnavailable, Unsupported
 from attnswitch.planner import make_plan
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import operands
-from attnswitch.verify.launch.call import Around, Placed, Returned, call, finite_check, hosted, place_operands
+from attnswitch.verify.launch.call import (
+    Around,
+    Placed,
+    Returned,
+    call,
+    finite_check,
+    hosted,
+    malformed,
+    place_operands,
+)
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.truth.exact import Exact
 
@@ -152,7 +161,10 @@ class Trial:
         with finite_check(subject.case.poison):
             try:
                 placed = place_operands(subject.case, subject.data, self.device)
-                return hosted(call(subject.case, placed, self.chosen, around).results)
+                results = call(subject.case, placed, self.chosen, around).results
+                if odd := malformed(subject.case, results):
+                    raise ValueError(odd)
+                return hosted(results)
             except (Unsupported, BackendUnavailable) as refusal:
                 raise NotApplicable(str(refusal)) from None
             except MemoryError:

@@ -17,7 +17,7 @@ from attnswitch import arrays
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.layouts import Storage, host, place
 
-__all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "place_operands"]
+__all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "malformed", "place_operands"]
 
 _FINITE = "ATTNSWITCH_CHECK_FINITE"
 _TENSORS = ("out", "grad query", "grad key", "grad value")
@@ -96,6 +96,20 @@ def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
         sizes = zip("bhqk"[4 - case.mask.rank :], case.scores[4 - case.mask.rank :], strict=True)
         shapes["grad attn_mask"] = (tuple(n if axis in case.mask.axes else 1 for axis, n in sizes), case.mask.dtype)
     return shapes
+
+
+def malformed(case: Case, results: dict[str, Any]) -> str:
+    """What is missing, too much, or of another shape in what the calls returned; empty if nothing is."""
+    wanted = expected(case)
+    if odd := sorted(wanted.keys() ^ results.keys()):
+        return f"results {odd} are missing or were not asked for"
+    shapes = {name: tuple(getattr(result, "shape", ())) for name, result in results.items()}
+    wrong = [
+        f"{name} has shape {shapes[name]}, expected {wanted[name][0]}"
+        for name in wanted
+        if shapes[name] != wanted[name][0]
+    ]
+    return "; ".join(wrong)
 
 
 def call(
