@@ -12,7 +12,7 @@ from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
 from attnswitch.planner import FAILED, Plan, make_plan
 from attnswitch.verify.checks import ALWAYS, Check, named
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch.call import Returned, call, expected, finite_check, place_operands
+from attnswitch.verify.launch.call import Returned, call, expected, finite_check, malformed, place_operands
 from attnswitch.verify.launch.neighbours import Neighbours
 from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
 from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
@@ -155,11 +155,11 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             if _out_of_memory(error):
                 reasons = (f"out of memory while {c.name} was looked at: {error}",)
                 return Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons)
-            if (
-                c.name != "form"
-            ):  # what is not an array of the right kind may fail in any way; then it is ours to answer
+            # What is not what was asked for may make a check fail in any way; otherwise the mistake is the check's.
+            odd = malformed(case, trial.returned.results) if trial.returned.results else ""
+            if c.name != "form" and not odd:
                 raise VerificationError(f"the check {c.name} failed itself on {case}: {error!r}") from error
-            failure = _crash(error)
+            failure = Failure("crash", odd) if odd else _crash(error)
     verdict: Verdict = "mismatch" if failure else "verified"
     ratios = {name: ratio for name, (ratio, _) in trial.ratios.items()}
     worst = {name: where for name, (_, where) in trial.ratios.items()}

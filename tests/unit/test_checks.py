@@ -174,5 +174,5 @@ def test_a_gpus_check_holds_for_what_is_right(name: str) -> None:
     plain = PLAIN.replace(lse=False)  # which sdpa-math does not return
     for case in (plain, plain.replace(dtype="bfloat16", causal=True)):
         (outcome,) = examine(case.replace(check=name), ("sdpa-math",), "cuda:0", only=True)
-        assert (outcome.verdict, outcome.failure) == ("verified", None)
+        assert (outcome.verdict, outcome.failure, outcome.reasons) == ("verified", None, ())
         assert bool(outcome.checks) == (name != "elsewhere" or torch.cuda.device_count() > 1)
