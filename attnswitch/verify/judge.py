@@ -54,7 +54,7 @@ def examine(
     if only and not checks:
         return []
     subject = Subject(case)
-    if only and checks and checks[0].alone:
+    if only and checks[0].alone:
         return [_probed(subject, backend, device, checks, before) for backend in backends]
     ran = []
     for backend in backends:
@@ -78,7 +78,7 @@ def _probed(
     forced = None if backend == AUTO else backend
     plan = make_plan(case.problem(), Device.parse(device), forced)
     if plan.backend is None:
-        return Outcome(case, backend, device, "refused", reasons=_refusals(plan, forced))
+        return _not_run(plan, case, backend, device)
     outcome = _judged(Trial(subject, backend, device, None, Returned({}, plan.backend)), checks)
     if outcome.failure is None and not outcome.checks:
         return Outcome(case, backend, device, "refused", plan.backend, ("it does not take the probe",))
@@ -93,13 +93,7 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
     if case.data_seed % _ASKED:  # a refusal follows from the problem; that the call says so too is seen on the others
         plan = make_plan(case.problem(), Device.parse(device), forced)
         if plan.backend is None:
-            absent = next((c.unavailable for c in plan.candidates if c.backend == forced and not c.reasons), None)
-            if absent is not None and absent.startswith(
-                FAILED
-            ):  # it is there, and raised where it should have answered
-                return Outcome(case, backend, device, "mismatch", failure=Failure("crash", absent))
-            verdict: Verdict = "refused" if absent is None else "unavailable"
-            return Outcome(case, backend, device, verdict, reasons=(absent,) if absent else _refusals(plan, forced))
+            return _not_run(plan, case, backend, device)
     with finite_check(case.poison):
         try:
             placed = place_operands(case, subject.data, device)
@@ -119,8 +113,18 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
     trial.seconds = time.perf_counter() - started
     if neighbours is not None and (beside := neighbours.look(returned.results)):
         trial.overrun = Failure("inputs", "memory beside it was written to", beside)
-    trial.surrounded = neighbours.hits if neighbours is not None else 0
     return trial
+
+
+def _not_run(plan: Plan, case: Case, backend: str, device: str) -> Outcome:
+    """Why nothing was launched: the plan chose nothing."""
+    forced = None if backend == AUTO else backend
+    absent = next((c.unavailable for c in plan.candidates if c.backend == forced and not c.reasons), None)
+    if absent is None:
+        return Outcome(case, backend, device, "refused", reasons=_refusals(plan, forced))
+    if absent.startswith(FAILED):  # it is there, and raised where it should have answered
+        return Outcome(case, backend, device, "mismatch", failure=Failure("crash", absent))
+    return Outcome(case, backend, device, "unavailable", reasons=(absent,))
 
 
 def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None:

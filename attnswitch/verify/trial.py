@@ -26,6 +26,7 @@ from attnswitch.verify.launch.call import (
 )
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.truth.exact import Exact
+from attnswitch.verify.truth.oracle import visible_positions
 
 __all__ = ["KernelFailed", "NotApplicable", "Subject", "Trial"]
 
@@ -55,6 +56,11 @@ class Subject:
     def data(self) -> dict[str, Array]:
         """Values of the operands by role, (B, H, L, D), exact in the storage types."""
         return operands(self.case) if self._given is None else self._given
+
+    @functools.cached_property
+    def visible(self) -> Any:
+        """Which key each query sees, (B, Hq, Lq, Lk), written out."""
+        return visible_positions(self.case, self.data.get("attn_mask"))
 
     @functools.cached_property
     def exact(self) -> Exact:
@@ -96,9 +102,8 @@ class Trial:
         self.returned = returned
         self.chosen = returned.chosen
         self.seconds = 0.0
-        #: What was found beside the results, and how many of them stood where that would show.
+        #: What was found beside the results.
         self.overrun: Failure | None = None
-        self.surrounded = 0
         #: Worst error / bound of each result and the element it is at; filled in by the reference check.
         self.ratios: dict[str, tuple[float, tuple[int, ...]]] = {}
 

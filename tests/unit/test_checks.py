@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from attnswitch.verify import Case, MaskRecipe, Placing, examine, targets
+from attnswitch import registry
+from attnswitch.verify import Case, Failure, MaskRecipe, Placing, examine, targets
 from attnswitch.verify.checks import CHECKS, DRAWN, named
 from attnswitch.verify.mutants import mutants
 from attnswitch.verify.session.explore import draw
@@ -135,6 +137,24 @@ def test_it_fails_for_its_fault(name: str) -> None:
     assert outcome.failure.result
     assert outcome.failure.message
     assert outcome.kind == ("cpu", backend, name, outcome.failure.result)
+
+
+@pytest.mark.parametrize("name", ["one-hot", "split"])  # one makes operands of its own, and one does not
+def test_what_does_not_run_has_the_same_verdict_in_every_check(
+    name: str, register: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(*_: object) -> None:
+        raise ZeroDivisionError("halved")
+
+    register("saboteur", "saboteurs:Saboteur")
+    monkeypatch.setattr(type(registry.load("saboteur")), "supports", raising)
+    absent = "saboteurs:NoSuchBackend"
+    refused, unavailable, failed = examine(
+        PLAIN.replace(check=name, data_seed=1), ("sdpa-cudnn", absent, "saboteur"), only=True
+    )
+    assert (refused.verdict, unavailable.verdict, failed.verdict) == ("refused", "unavailable", "mismatch")
+    assert "NoSuchBackend" in unavailable.reasons[0]
+    assert failed.failure == Failure("crash", "it failed while planning: ZeroDivisionError: halved")
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attnswitch import VerificationError
 from attnswitch.verify import Case, Plan, Report, Space, Target, load, run
-from attnswitch.verify.session import conduct
+from attnswitch.verify.session import conduct, pool
 
 SABOTEURS = str(Path(__file__).parents[1] / "saboteurs")
 SMALL = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=140)
@@ -94,6 +95,21 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(VerificationError, match="could not start"):
         isolated("Saboteur", examples=5)
+
+
+def test_a_run_that_is_stopped_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    process = pool.Process
+
+    def counted(*arguments: Any) -> pool.Process:
+        started.append(len(started))
+        return process(*arguments)
+
+    monkeypatch.setattr(pool, "Process", counted)
+    report = isolated("ScaledOutput", max_failures=1, shrink_tries=5)
+    assert report.stopped == "1 distinct failures"
+    assert report.environment["torch"]  # the worker's, though it is gone
+    assert len(started) == 1
 
 
 def test_time_ends_it_and_no_process_is_left() -> None:

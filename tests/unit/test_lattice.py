@@ -13,8 +13,8 @@ from attnswitch.verify import Case, Space, examine
 from attnswitch.verify.checks import named
 from attnswitch.verify.checks.probes import _targets
 from attnswitch.verify.drawing import lattice
-from attnswitch.verify.drawing.data import operands
 from attnswitch.verify.drawing.placings import FAR
+from attnswitch.verify.trial import Subject
 
 PROBES = list(lattice.probes(Space(), False))
 LONG = list(lattice.long(Space(), False))
@@ -23,7 +23,7 @@ EDGES = sorted({n for power in range(14) for n in (2**power - 1, 2**power, 2**po
 
 def selected(case: Case) -> set[int]:
     """Keys that some row of a probe selects."""
-    found = _targets(case, {} if case.mask is None else operands(case))
+    found = _targets(Subject(case))
     return set(np.unique(found).tolist())
 
 
@@ -117,7 +117,7 @@ def test_probes_hold_at_tile_edges(backend: str) -> None:
 
 def test_a_target_is_a_key_that_the_row_sees() -> None:
     case = Case(batch=2, heads_kv=2, group=2, seq_q=9, seq_k=14, causal=True, window=(3, 0), lengths=(14, 2))
-    found = _targets(case, {})
+    found = _targets(Subject(case))
     for (b, _, i), target in np.ndenumerate(found):
         seen = [j for j in range(max(0, i - 3), i + 1) if j < (14, 2)[b]]
         assert (target in seen) if seen else target == -1

@@ -14,7 +14,6 @@ from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Subject, Trial, plainly_placed
-from attnswitch.verify.truth.oracle import visible_positions
 
 __all__ = ["CHECKS"]
 
@@ -27,8 +26,7 @@ def _plain(case: Case) -> bool:
 
 
 def _splits(case: Case) -> bool:
-    hides = case.causal or case.window is not None or case.lengths is not None or case.mask is not None
-    written_out = not hides or math.prod(case.scores) <= 2**22
+    written_out = not case.hides or math.prod(case.scores) <= 2**22
     float_mask = case.mask is not None and case.mask.dtype != "bool"
     return _plain(case) and written_out and not float_mask
 
@@ -46,8 +44,8 @@ def _part(subject: Subject, keys: slice) -> tuple[Case, dict[str, Any]]:
         seq_k=keys.stop - keys.start, causal=False, window=None, alignment="top_left", lengths=None, grads="", lse=True
     )
     plain = plainly_placed(plain, {"key", "value"})
-    if case.causal or case.window is not None or case.lengths is not None or case.mask is not None:
-        changes["attn_mask"] = np.array(visible_positions(case, subject.data.get("attn_mask"))[..., keys])
+    if case.hides:
+        changes["attn_mask"] = np.array(subject.visible[..., keys])
         plain = plain.replace(mask=MaskRecipe("bool", "bhqk", 4, "random"))
     return plain, {**subject.data, **changes}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnswitch import arrays
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch.call import expected
+from attnswitch.verify.launch.call import expected, missing
 from attnswitch.verify.launch.layouts import host
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Trial
@@ -20,10 +20,10 @@ def _every(case: Case) -> bool:
 def _form(trial: Trial) -> Failure | None:
     """Library, device, shape and dtype of every result."""
     where = arrays.facts(trial.placed.query, "query")
-    wanted, results = expected(trial.case), trial.returned.results
-    if missing := wanted.keys() ^ results.keys():
-        return Failure("form", f"results {sorted(missing)} are missing or were not asked for")
-    for name, (shape, dtype) in wanted.items():
+    results = trial.returned.results
+    if odd := missing(trial.case, results):
+        return Failure("form", odd)
+    for name, (shape, dtype) in expected(trial.case).items():
         facts = arrays.facts(results[name], name)
         for what, got, right in (
             ("library", facts.library, where.library),

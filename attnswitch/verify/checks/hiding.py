@@ -17,7 +17,6 @@ from attnswitch.verify.drawing.case import Case, MaskRecipe
 from attnswitch.verify.drawing.data import hashed, normal, rounded
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial, plainly_placed
-from attnswitch.verify.truth.oracle import visible_positions
 
 __all__ = ["CHECKS"]
 
@@ -25,15 +24,13 @@ _WRITTEN_OUT = 2**25
 
 
 def _hides(case: Case) -> bool:
-    hides = case.causal or case.window is not None or case.lengths is not None or case.mask is not None
-    drawn = case.dropout and case.dropout_seed is None
-    return hides and not case.poison and not drawn and 0 < math.prod(case.scores) <= _WRITTEN_OUT
+    return case.hides and not case.poison and not case.unseeded and 0 < math.prod(case.scores) <= _WRITTEN_OUT
 
 
 def _hidden_from_one(subject: Subject) -> tuple[Any, Any]:
     """Keys hidden from one row of each head (B, Hkv, Lk), and the rows that see none of them (B, Hq, Lq)."""
     case = subject.case
-    visible = visible_positions(case, subject.data.get("attn_mask"))
+    visible = subject.visible
     word = int(hashed(np, case.data_seed, 16, 1)[0]) & (2**62 - 1)
     row = word % case.seq_q
     grouped = visible.reshape(case.batch, case.heads_kv, case.group, case.seq_q, case.seq_k)
@@ -106,7 +103,7 @@ def _compare_hidden(trial: Trial, check: str, nonfinite: bool) -> Failure | None
 def _seen_by_some(subject: Subject, rows: Any = True) -> Any:
     """Which keys are seen by any of ``rows`` (B, Hq, Lq), all by default: (B, Hkv, Lk)."""
     case = subject.case
-    visible = visible_positions(case, subject.data.get("attn_mask"))
+    visible = subject.visible
     if rows is not True:
         visible = visible & rows[..., None]
     return visible.reshape(case.batch, case.heads_kv, -1, case.seq_k).any(2)
@@ -124,8 +121,7 @@ def _leak(trial: Trial) -> Failure | None:
 
 
 def _several(case: Case) -> bool:
-    drawn = case.dropout and case.dropout_seed is None
-    return case.batch * case.heads_kv > 1 and case.work > 0 and not case.poison and not drawn
+    return case.batch * case.heads_kv > 1 and case.work > 0 and not case.poison and not case.unseeded
 
 
 def _perturbed(subject: Subject) -> tuple[Case, dict[str, Any]]:
@@ -168,17 +164,15 @@ def _independence(trial: Trial) -> Failure | None:
 
 
 def _written(case: Case) -> bool:
-    positions = case.causal or case.window is not None or case.lengths is not None
-    forms = positions or (case.mask is not None and case.mask.dtype == "bool")
-    drawn = case.dropout and case.dropout_seed is None
-    smooth = case.mask is None or case.mask.dtype == "bool"
-    return bool(forms and smooth and not case.poison and not drawn and 0 < math.prod(case.scores) <= 2**22)
+    smooth = case.mask is not None and case.mask.dtype != "bool"
+    plain = not smooth and not case.poison and not case.unseeded
+    return case.hides and plain and 0 < math.prod(case.scores) <= 2**22
 
 
 def _as_mask(subject: Subject) -> tuple[Case, dict[str, Any]]:
     """Causal, window, lengths and mask as one mask: bool, or float with 0 and -inf."""
     case = subject.case
-    visible = visible_positions(case, subject.data.get("attn_mask"))
+    visible = subject.visible
     as_float = case.data_seed % 2 == 1
     recipe = MaskRecipe(case.dtype if as_float else "bool", "bhqk", 4, "random")
     mask = np.where(visible, 0.0, -np.inf) if as_float else np.array(visible)

@@ -27,8 +27,7 @@ _NAME = "identities"
 
 
 def _applies(case: Case) -> bool:
-    seeded = not case.dropout or case.dropout_seed is not None
-    return {"q", "k", "v"} <= set(case.grads) and not case.poison and seeded and case.work > 0
+    return {"q", "k", "v"} <= set(case.grads) and not case.poison and not case.unseeded and case.work > 0
 
 
 def _identities(trial: Trial) -> Failure | None:

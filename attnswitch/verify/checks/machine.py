@@ -19,8 +19,7 @@ __all__ = ["CHECKS"]
 
 
 def _torch_case(case: Case) -> bool:
-    drawn = case.dropout and case.dropout_seed is None
-    return case.library == "torch" and not drawn and not case.poison and case.work > 0
+    return case.library == "torch" and not case.unseeded and not case.poison and case.work > 0
 
 
 def _same(trial: Trial, check: str, around: Callable[[Callable[[], Any]], Any], message: str) -> Failure | None:

@@ -16,7 +16,6 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import hashed, rounded
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial
-from attnswitch.verify.truth.oracle import visible_positions
 
 __all__ = ["CHECKS"]
 
@@ -43,11 +42,12 @@ def _one_hot_applies(case: Case) -> bool:
     return not case.softcap and not (hiding and math.prod(case.scores) > _WRITTEN_OUT)
 
 
-def _targets(case: Case, data: dict[str, Any]) -> Any:
+def _targets(subject: Subject) -> Any:
     """The key that each query selects (B, Hq, Lq), -1 for rows that see none.
 
     Rows walk backwards through their visible keys from the last, so that as many keys as there are rows are selected.
     """
+    case = subject.case
     b, h, lq, lk = case.scores
     rows = np.arange(b * h * lq, dtype=np.int64).reshape(b, h, lq) + case.data_seed % max(lk, 1)
     steps = max(1, lk // max(1, b * h * lq))
@@ -58,7 +58,7 @@ def _targets(case: Case, data: dict[str, Any]) -> Any:
         count = np.maximum(last - first + 1, 0)
         walk = (rows * steps) % np.maximum(count, 1)
         return np.where(count > 0, last - walk, -1) + np.zeros((b, h, lq), np.int64)
-    visible = visible_positions(case, data["attn_mask"])
+    visible = subject.visible
     count = visible.sum(-1)
     walk = count - 1 - (rows * steps) % np.maximum(count, 1)
     ranks = np.cumsum(visible, axis=-1) - 1
@@ -87,7 +87,7 @@ def _one_hot_subject(subject: Subject) -> tuple[Case, dict[str, Any]]:
     case = subject.case
     bits = min(max(1, (case.seq_k - 1).bit_length()), case.dim_qk // 2)
     code = np.arange(case.seq_k, dtype=np.int64) % 2**bits
-    target = np.maximum(_targets(case, subject.data), 0) % 2**bits
+    target = np.maximum(_targets(subject), 0) % 2**bits
     gain = 2.0 ** math.ceil(math.log2(_NATS[case.dtype] / case.softmax_scale))
     key = np.zeros((case.batch, case.heads_kv, case.seq_k, case.dim_qk))
     query = np.zeros((*case.scores[:3], case.dim_qk))
@@ -114,7 +114,7 @@ def _one_hot(trial: Trial) -> Failure | None:
         raise NotApplicable("the scale is too small for a one-hot row")
     probe = trial.subject.derive("one-hot", lambda: _one_hot_subject(trial.subject))
     got = trial.run(probe)
-    target = _targets(case, trial.data)
+    target = _targets(trial.subject)
     bits = min(max(1, (case.seq_k - 1).bit_length()), case.dim_qk // 2)
     whole = 2**bits >= case.seq_k
     if not whole:  # several keys share each row's weight, which a kernel may round
@@ -174,7 +174,7 @@ def _uniform(trial: Trial) -> Failure | None:
     """A query of 0 averages what it sees: exact where it sees 2**n keys, since no step rounds but the last."""
     case = trial.case
     probe = trial.subject.derive("uniform", lambda: _uniform_subject(trial.subject))
-    visible = visible_positions(case, trial.data.get("attn_mask"))
+    visible = trial.subject.visible
     count = visible.sum(-1)
     rows = (count > 0) & (count & (count - 1) == 0)
     if not rows.any():
@@ -193,7 +193,7 @@ def _uniform(trial: Trial) -> Failure | None:
 
 def _powers_apply(case: Case) -> bool:
     finite = case.data not in ("large", "negative", "activations") and not case.poison
-    return finite and (not case.dropout or case.dropout_seed is not None) and case.work > 0
+    return finite and not case.unseeded and case.work > 0
 
 
 def _powers(trial: Trial) -> Failure | None:

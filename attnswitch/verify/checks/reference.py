@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Trial
 from attnswitch.verify.truth.exact import Exact
 
-__all__ = ["CHECKS", "exact_of"]
+__all__ = ["CHECKS", "exact_of", "heavy_weights"]
 
 
 def exact_of(trial: Trial) -> Exact:
     """The exact answer to a trial; where the backend drew the dropout mask, with the mask that its output shows."""
     case = trial.case
-    if not case.dropout or case.dropout_seed is not None:
+    if not case.unseeded:
         return trial.subject.exact
     # V = I: the output is the dropped softmax itself.
     return Exact(case, trial.data, trial.results["out"][..., : case.seq_k] != 0.0)
@@ -28,10 +30,15 @@ def _reference(trial: Trial) -> Failure | None:
     return failure
 
 
-def _plausible(exact: Exact) -> Failure | None:
-    """The share of kept weights, among those too large to vanish by rounding, is what dropout_p says (6 sigma)."""
+def heavy_weights(exact: Exact) -> Any:
+    """Which weights (B, Hq, Lq, Lk) are too large to vanish by rounding: one that is 0 was dropped."""
     (answer,) = exact.answers
-    heavy = answer.visible & (answer.p > 1e-4)
+    return answer.visible & (answer.p > 1e-4)
+
+
+def _plausible(exact: Exact) -> Failure | None:
+    """The share of kept heavy weights is what dropout_p says (6 sigma)."""
+    (answer,), heavy = exact.answers, heavy_weights(exact)
     n, p = int(heavy.sum()), exact.case.dropout
     kept = int((heavy & (answer.z > 0)).sum())
     if abs(kept - n * (1 - p)) > 6 * (n * p * (1 - p)) ** 0.5 + 1:

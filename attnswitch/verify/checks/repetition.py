@@ -10,12 +10,12 @@ from typing import Any
 
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements, identical
+from attnswitch.verify.checks.reference import exact_of, heavy_weights
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.launch.call import hosted
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial
-from attnswitch.verify.truth.exact import Exact
 
 __all__ = ["CHECKS"]
 
@@ -24,7 +24,7 @@ REPEATS = 4
 
 
 def _repeatable(case: Case) -> bool:
-    return (not case.dropout or case.dropout_seed is not None) and case.scores[2] > 0
+    return not case.unseeded and case.scores[2] > 0
 
 
 def _repeat(trial: Trial) -> Failure | None:
@@ -62,8 +62,7 @@ def _layouts(trial: Trial) -> Failure | None:
 
 
 def _varied(case: Case) -> bool:
-    drawn = case.dropout and case.dropout_seed is None
-    return not case.poison and not drawn and case.work > 0 and case.work <= 2**22
+    return not case.poison and not case.unseeded and case.work > 0 and case.work <= 2**22
 
 
 def _variant(subject: Subject) -> tuple[Case, dict[str, Any]]:
@@ -73,7 +72,7 @@ def _variant(subject: Subject) -> tuple[Case, dict[str, Any]]:
     if choice == 0:
         return case.replace(scale=case.softmax_scale * 0.5 + 0.0625), data
     if choice == 1:
-        return case.replace(causal=not case.causal, grads=case.grads), data
+        return case.replace(causal=not case.causal), data
     if choice == 2 and case.mask is None:
         mask = MaskRecipe("bool", "bhqk", 4, "random")
         other = case.replace(mask=mask)
@@ -105,15 +104,13 @@ def _variants(trial: Trial) -> Failure | None:
 
 
 def _drawn(case: Case) -> bool:
-    return bool(case.dropout) and case.dropout_seed is None and case.dropout < 1.0 and case.work > 0
+    return case.unseeded and case.dropout < 1.0 and case.work > 0
 
 
 def _fresh_masks(trial: Trial) -> Failure | None:
     """Two calls without a seed, from different states of torch's generator: equal masks would be chance."""
     case = trial.case
-    exact = Exact(case, trial.data, trial.results["out"][..., : case.seq_k] != 0.0)
-    (answer,) = exact.answers
-    undecided = int((answer.visible & (answer.p > 1e-4)).sum())
+    undecided = int(heavy_weights(exact_of(trial)).sum())
     if undecided * -math.log2(case.dropout**2 + (1 - case.dropout) ** 2) < 60:
         raise NotApplicable("two masks of so few weights may be equal by chance")
     other = trial.subject.derive("redrawn", lambda: (case.replace(data_seed=case.data_seed + 1), trial.data))

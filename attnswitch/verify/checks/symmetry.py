@@ -56,8 +56,7 @@ def within(
 
 
 def _unordered(case: Case) -> bool:
-    ordered = case.causal or case.window is not None or case.lengths is not None
-    return _drawless(case) and not ordered and case.seq_k > 1
+    return _drawless(case) and not case.hides_by_position and case.seq_k > 1
 
 
 def _order(case: Case) -> Any:
@@ -119,7 +118,7 @@ def _shift(trial: Trial) -> Failure | None:
 
 
 def _linear_applies(case: Case) -> bool:
-    return _finite(case) and (not case.dropout or case.dropout_seed is not None)
+    return _finite(case) and not case.unseeded
 
 
 def _small(subject: Subject, stream: int) -> Any:

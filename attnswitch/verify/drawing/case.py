@@ -83,6 +83,21 @@ class Case:
         return self.dim_qk**-0.5 if self.scale is None else self.scale
 
     @property
+    def unseeded(self) -> bool:
+        """Whether the backend draws the dropout mask itself, for want of a seed."""
+        return bool(self.dropout) and self.dropout_seed is None
+
+    @property
+    def hides_by_position(self) -> bool:
+        """Whether causal, a window or key lengths hide keys by where they stand."""
+        return self.causal or self.window is not None or self.lengths is not None
+
+    @property
+    def hides(self) -> bool:
+        """Whether anything hides keys: by where they stand, or a mask."""
+        return self.hides_by_position or self.mask is not None
+
+    @property
     def work(self) -> int:
         """Batch * heads * Lq * Lk * the larger head dimension: what one matrix product costs."""
         return self.batch * self.heads_q * self.seq_q * self.seq_k * max(self.dim_qk, self.dim_v, 32)

@@ -117,7 +117,7 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
             "float64" if case.dtype == "float64" else "float32",
         ),
     }
-    if case.dropout and case.dropout_seed is None:
+    if case.unseeded:
         # With V = I the output is the dropped softmax itself, which shows the mask that was drawn.
         made["value"] = made["value"] * 0.0 + _identity(xp, lk, case.dim_v)
     if case.poison:

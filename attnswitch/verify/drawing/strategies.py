@@ -187,7 +187,7 @@ def _dropout(draw: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 def recipe(case: Case, number: int, checks: tuple[str, ...]) -> Case:
     """The same problem in the same memory with other numbers, and another check: recipe ``number`` of ``case``."""
-    if number == 0 or (case.dropout and case.dropout_seed is None):
+    if number == 0 or case.unseeded:
         return case
     word = number * 2654435761 + case.data_seed * 40503
     data = DISTRIBUTIONS[word // 7 % len(DISTRIBUTIONS)]

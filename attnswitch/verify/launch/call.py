@@ -17,7 +17,7 @@ from attnswitch import arrays
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.layouts import Storage, host, place
 
-__all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "malformed", "place_operands"]
+__all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "malformed", "missing", "place_operands"]
 
 _FINITE = "ATTNSWITCH_CHECK_FINITE"
 _TENSORS = ("out", "grad query", "grad key", "grad value")
@@ -98,11 +98,17 @@ def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
     return shapes
 
 
+def missing(case: Case, results: dict[str, Any]) -> str:
+    """Which results the calls did not return, or returned unasked; empty if they are the ones."""
+    odd = sorted(expected(case).keys() ^ results.keys())
+    return f"results {odd} are missing or were not asked for" if odd else ""
+
+
 def malformed(case: Case, results: dict[str, Any]) -> str:
     """What is missing, too much, or of another shape in what the calls returned; empty if nothing is."""
+    if odd := missing(case, results):
+        return odd
     wanted = expected(case)
-    if odd := sorted(wanted.keys() ^ results.keys()):
-        return f"results {odd} are missing or were not asked for"
     shapes = {name: tuple(getattr(result, "shape", ())) for name, result in results.items()}
     wrong = [
         f"{name} has shape {shapes[name]}, expected {wanted[name][0]}"
@@ -171,7 +177,7 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
 
 def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
     torch: Any = importlib.import_module("torch")
-    if case.dropout and case.dropout_seed is None:  # torch's own generator draws
+    if case.unseeded:  # torch's own generator draws
         torch.manual_seed(case.data_seed)
     named = {"query": placed.query, "key": placed.key, "value": placed.value, "attn_mask": placed.attn_mask}
     wanted = [name for letter, name in zip("qkvm", named, strict=True) if letter in case.grads]

@@ -107,11 +107,24 @@ class _Seat:
 
     device: str
     number: int
-    process: Process
+    #: Started with the first job.
+    process: Process | None = None
     job: Job | None = None
     #: The next case of the job; while an earlier one is made smaller, it has not begun.
     at: int = 0
     shrinking: bool = False
+
+    @property
+    def running(self) -> Process:
+        """The process of a seat that has a job."""
+        assert self.process is not None
+        return self.process
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self.process is not None:
+            self.process.end()
+            self.process = None
 
 
 class Isolated:
@@ -121,16 +134,18 @@ class Isolated:
         self._plan = plan
         self._seats: list[_Seat] = []
         self._spare: dict[str, Process] = {}
-        self._counts = {target.device: _workers(plan, target.device) for target in plan.targets}
-        self.size = sum(self._counts.values())
+        for target in plan.targets:
+            self._seats += [_Seat(target.device, n) for n in range(_workers(plan, target.device))]
+        self.size = len(self._seats)
+        self._environment: dict[str, str] = {}
 
     def __enter__(self) -> Isolated:
-        for device, count in self._counts.items():
-            self._seats += [_Seat(device, n, self._process(device, n)) for n in range(count)]
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for process in (*(seat.process for seat in self._seats), *self._spare.values()):
+        for seat in self._seats:
+            seat.end()
+        for process in self._spare.values():
             process.end()
 
     def _process(self, device: str, number: int = 1) -> Process:
@@ -140,15 +155,14 @@ class Isolated:
     @property
     def environment(self) -> dict[str, str]:
         """Of the worker that knows most: one that has a GPU, if there is any."""
-        processes = (*(seat.process for seat in self._seats), *self._spare.values())
-        return max((process.environment for process in processes), key=len, default={})
+        return self._environment
 
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
         """See ``Pool``."""
         queues = dict(jobs)
         for seat in self._seats:
             self._begin(seat, None if stop() else self._next(seat, queues))
-        while busy := {seat.process.events: seat for seat in self._seats if seat.job is not None}:
+        while busy := {seat.running.events: seat for seat in self._seats if seat.job is not None}:
             ready = wait(list(busy), timeout=_GLANCE)
             for connection, seat in busy.items():
                 try:
@@ -156,7 +170,7 @@ class Isolated:
                     if connection in ready or connection.poll(0):
                         self._hear(seat, queues, take)
                     else:
-                        seat.process.watch(self._plan.timeout)
+                        seat.running.watch(self._plan.timeout)
                 except Died as death:
                     take(seat.device, self._buried(seat, death))
             if stop():
@@ -169,10 +183,12 @@ class Isolated:
         seat.job = job
         if job is not None:
             seat.at = job.first
+            seat.process = seat.process or self._process(seat.device, seat.number)
             seat.process.send(job)
 
     def _hear(self, seat: _Seat, queues: Jobs, take: Take) -> None:
-        event = seat.process.receive()
+        event = seat.running.receive()
+        self._environment = max(self._environment, seat.running.environment, key=len)
         if isinstance(event, Examined):
             seat.at = max(seat.at, event.number + (not event.more))
         seat.shrinking = isinstance(event, Smaller)
@@ -197,16 +213,15 @@ class Isolated:
 
     def _replace(self, seat: _Seat) -> None:
         """A new process, with what is left of the job."""
-        seat.process.end()
-        seat.process = self._process(seat.device, seat.number)
+        seat.end()
         self._begin(seat, None if seat.job is None else _rest(seat.job, seat.at))
 
     def _drop(self) -> None:
-        """End what is running; a new process takes the place of each when there is more to do."""
+        """End what is running."""
         for seat in self._seats:
             if seat.job is not None:
-                seat.process.end()
-                seat.process, seat.job = self._process(seat.device, seat.number), None
+                seat.end()
+                seat.job = None
 
     def attempt(
         self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
