@@ -61,7 +61,13 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["py.typed", "verify/drawing/activations.npz", "verify/mutants/mutants.toml", "verify/report/page.html.j2"],
+    [
+        "py.typed",
+        "bench/suites.toml",
+        "verify/drawing/activations.npz",
+        "verify/mutants/mutants.toml",
+        "verify/report/page.html.j2",
+    ],
 )
 def test_data_files_are_listed(pattern: str) -> None:
     """setuptools takes what pyproject.toml lists, for the package that it is listed under."""

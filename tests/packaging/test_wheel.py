@@ -18,6 +18,7 @@ FOLDERS = {"attnswitch": "attnswitch", "backends": "attnswitch/backends", "cli":
 DATA = {
     "attnswitch/py.typed",
     "attnswitch/backends/sdpa/divergences.toml",
+    "attnswitch/bench/suites.toml",
     "attnswitch/verify/drawing/activations.npz",
     "attnswitch/verify/mutants/mutants.toml",
     "attnswitch/verify/report/page.html.j2",

@@ -1,0 +1,6 @@
+"""Backends timed side by side with their peers, in one run.
+
+``suites`` reads what is measured, ``workload`` makes a row's tensors, ``candidates`` and ``peers`` make calls of them,
+``deviation`` holds each result against float32 math, ``run`` puts it together and yields ``record``s, ``document``
+writes them down. The protocol of the clock is ``attnswitch.measure``.
+"""

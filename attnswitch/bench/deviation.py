@@ -1,0 +1,146 @@
+"""How far a result is from the answer: no proof, which is ``verify``'s, but a fast wrong kernel is noticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnswitch.bench.workload import Workload
+from attnswitch.problem import Problem
+
+__all__ = ["Reference", "allowed", "make", "where"]
+
+#: Largest relative deviation that rounding explains, by dtype of the operands; TF32 is within that of float32.
+_ROUNDING = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 3e-3, "float64": 1e-8}
+#: Elements of the scores held at a time.
+_CHUNK = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The answer on a few key heads with their query heads, in float32 (float64 for float64), without dropout.
+
+    ``parts`` pairs (batch, key head) with the results there: output and the gradients, each (heads, length, D).
+    """
+
+    problem: Problem
+    parts: dict[tuple[int, int], tuple[torch.Tensor, ...]]
+
+    def deviation(self, results: Sequence[torch.Tensor]) -> float:
+        """The largest ||result - reference|| / ||reference|| of a head; NaN if anything in ``results`` is.
+
+        ``results`` are the output (forward), or the gradients of q, k and v that the problem names (backward).
+        """
+        worst = 0.0
+        for result in results:
+            if not bool(torch.isfinite(result).all()):
+                return math.nan
+        for (b, h), answers in self.parts.items():
+            for result, answer in zip(results, answers, strict=False):  # a mask's gradient has no reference
+                group = answer.shape[0]
+                part = result[b, h * group : (h + 1) * group].to(answer.dtype)
+                if part.shape != answer.shape:
+                    return math.nan
+                distance = (part - answer).flatten(1).norm(dim=1)
+                size = answer.flatten(1).norm(dim=1)
+                ratio = torch.where(distance == 0, 0.0, distance / size)
+                worst = max(worst, float(ratio.max())) if group else worst
+        return worst
+
+
+def allowed(problem: Problem) -> tuple[float, float]:
+    """Least and largest deviation of a right result.
+
+    Dropout of p leaves each weight's expectation alone and adds noise of sqrt(p / (1 - p)) of what it is added to: a
+    result without that noise did not drop.
+    """
+    rounding = _ROUNDING[problem.dtype]
+    if not problem.dropout:
+        return 0.0, rounding
+    noise = math.sqrt(problem.dropout / (1.0 - problem.dropout)) if problem.dropout < 1.0 else 1.0
+    return 0.5 * noise, 2.0 * noise + rounding
+
+
+def where(problem: Problem) -> str:
+    """What the deviation is from, in words."""
+    kind = "float64" if problem.dtype == "float64" else "float32"
+    dropped = " without dropout" if problem.dropout else ""
+    return f"{kind} math{dropped}, first and last key head"
+
+
+def make(work: Workload) -> Reference:
+    """The answer on the first key head of the first sequence and the last of the last."""
+    p = work.problem
+    if not p.batch:
+        return Reference(p, {})
+    places = sorted({(0, 0), (p.batch - 1, p.heads_kv - 1)})
+    return Reference(p, {(b, h): _answer(work, b, h) for b, h in places})
+
+
+def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
+    """Output, or the gradients, of key head ``h`` of sequence ``b``, by rows in chunks."""
+    p = work.problem
+    wide = torch.float64 if p.dtype == "float64" else torch.float32
+    heads = slice(h * p.group, (h + 1) * p.group)
+    query = work.query[b, heads].detach().to(wide)
+    key, value = (tensor[b, h].detach().to(wide) for tensor in (work.key, work.value))
+    step = max(1, _CHUNK // max(1, p.group * p.seq_k))
+    outs, query_grads = [], []
+    key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
+    for start in range(0, p.seq_q, step):
+        rows = slice(start, min(start + step, p.seq_q))
+        leaves = tuple(tensor.detach().requires_grad_(bool(p.grads)) for tensor in (query[:, rows], key, value))
+        with torch.set_grad_enabled(bool(p.grads)):
+            out = _rows(work, b, heads, rows, *leaves)
+        if work.grad_out is None:
+            outs.append(out)
+            continue
+        grads = torch.autograd.grad(out, leaves, work.grad_out[b, heads, rows].to(wide))
+        query_grads.append(grads[0])
+        key_grad += grads[1]
+        value_grad += grads[2]
+    if work.grad_out is None:
+        return (torch.cat(outs, dim=1) if outs else query.new_zeros(p.group, 0, p.dim_v),)
+    whole = (
+        torch.cat(query_grads, dim=1) if query_grads else torch.zeros_like(query),
+        key_grad[None],
+        value_grad[None],
+    )
+    return tuple(grad for letter, grad in zip("qkv", whole, strict=True) if letter in p.grads)
+
+
+def _rows(
+    work: Workload, b: int, heads: slice, rows: slice, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Attention of some rows as the formula says it: scores, softcap, float mask, hiding, softmax."""
+    p = work.problem
+    scores = query @ key.T * p.softmax_scale
+    if p.softcap:
+        scores = p.softcap * torch.tanh(scores / p.softcap)
+    length = p.seq_k if work.key_lengths is None else int(work.key_lengths[b])
+    j = torch.arange(p.seq_k, device=scores.device)
+    visible = (j < length).expand(rows.stop - rows.start, -1)
+    if p.positional:
+        i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+        i = i + (length - p.seq_q if p.bottom_right else 0)
+        left, right = p.window or (None, None)
+        if p.causal:
+            visible = visible & (j <= i)
+        if left is not None:
+            visible = visible & (j >= i - left)
+        if right is not None:
+            visible = visible & (j <= i + right)
+    if work.attn_mask is not None:
+        mask = work.attn_mask.detach()[b if work.attn_mask.shape[0] > 1 else 0]
+        mask = mask[heads] if mask.shape[0] > 1 else mask
+        mask = mask[:, rows] if mask.shape[1] > 1 else mask
+        if mask.dtype == torch.bool:
+            visible = visible & mask
+        else:
+            scores = scores + mask.to(scores.dtype)
+    dead = ~visible.any(dim=-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~visible & ~dead, -math.inf), dim=-1)
+    return weights.masked_fill(dead | ~visible, 0.0) @ value

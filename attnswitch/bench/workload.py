@@ -1,0 +1,93 @@
+"""The tensors of one row in one direction, and the keywords of the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnswitch.bench.record import Direction
+from attnswitch.bench.suites import Row
+from attnswitch.problem import Problem
+
+__all__ = ["Workload", "make", "padding"]
+
+_SEED = 20251120
+#: Share of the positions that a bool mask leaves visible, where no lengths say which.
+_VISIBLE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Tensors on the device: N(0,1), from a fixed seed, contiguous.
+
+    query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask with four axes, key_lengths (B,),
+    grad_out (B, Hq, Lq, Dv). ``problem.grads`` names those that require gradients: none for the forward.
+    """
+
+    problem: Problem
+    device: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    grad_out: torch.Tensor | None
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """The operands that gradients are taken of, in the order q, k, v, m."""
+        operands = zip("qkvm", (self.query, self.key, self.value, self.attn_mask), strict=True)
+        return tuple(tensor for letter, tensor in operands if letter in self.problem.grads and tensor is not None)
+
+    def keywords(self) -> dict[str, Any]:
+        """What ``attnswitch.attention`` is given beside query, key and value."""
+        p = self.problem
+        return {
+            "attn_mask": self.attn_mask,
+            "dropout_p": p.dropout,
+            "is_causal": p.causal,
+            "scale": p.scale,
+            "causal_alignment": p.alignment,
+            "window": p.window,
+            "softcap": p.softcap,
+            "key_lengths": self.key_lengths,
+            "return_lse": p.lse,
+            "deterministic": p.deterministic,
+            "seed": _SEED if p.seeded else None,
+        }
+
+
+def make(row: Row, direction: Direction, device: str) -> Workload:
+    """The tensors of ``row``. Gradients are of q, k and v, unless the problem names its own."""
+    p = row.problem.replace(grads=(row.problem.grads or "qkv") if direction == "backward" else "")
+    dtype = getattr(torch, p.dtype)
+    generator = torch.Generator(device).manual_seed(_SEED)
+
+    def normal(*shape: int, of: torch.dtype = dtype, letter: str = "") -> torch.Tensor:
+        tensor = torch.randn(shape, device=device, dtype=of, generator=generator)
+        return tensor.requires_grad_(letter != "" and letter in p.grads)
+
+    query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
+    key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
+    value = normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
+    mask = None
+    if p.mask is not None and p.mask_shape is not None:
+        if not p.mask.is_bool:
+            mask = normal(*p.mask_shape, of=getattr(torch, p.mask.dtype), letter="m")
+        elif row.lengths is not None and not p.key_lengths:
+            mask = padding(torch.tensor(row.lengths, device=device), p.seq_k)
+        else:
+            mask = torch.rand(p.mask_shape, device=device, generator=generator) < _VISIBLE
+    lengths = None
+    if p.key_lengths:  # without lengths of its own: evenly spread, the first sequence whole
+        spread = [p.seq_k * (p.batch - b) // p.batch for b in range(p.batch)]
+        lengths = torch.tensor(row.lengths or spread, device=device, dtype=torch.int32)
+    grad_out = normal(p.batch, p.heads_q, p.seq_q, p.dim_v) if p.grads else None
+    return Workload(p, device, query, key, value, mask, lengths, grad_out)
+
+
+def padding(lengths: torch.Tensor, seq_k: int) -> torch.Tensor:
+    """The bool mask (B, 1, 1, Lk) that is True before each length."""
+    return (torch.arange(seq_k, device=lengths.device) < lengths[:, None])[:, None, None, :]
