@@ -11,7 +11,7 @@ import typer
 
 from attnswitch.errors import AttnswitchError
 
-from . import backends, explain, replay, verify
+from . import backends, bench, explain, replay, verify
 from .render import error
 
 __all__ = ["app", "main"]
@@ -32,6 +32,7 @@ app.command("verify")(verify.verify)
 app.command("replay")(replay.replay)
 app.command("backends")(backends.backends)
 app.command("explain")(explain.explain)
+app.command("bench")(bench.bench)
 
 
 def _version(asked: bool) -> None:
@@ -52,7 +53,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 good, 1 a mismatch, 2 the tool could not do its work, 3 nothing verified."""
+    """Run the command line. Exit codes: 0 good, 1 a mismatch, 2 the tool could not do its work, 3 nothing was done."""
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # as Ctrl-C: what was found is told, and workers are ended
