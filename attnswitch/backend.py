@@ -89,6 +89,11 @@ class Backend(Protocol):
     differentiable by torch itself, so that nothing needs to be saved for it. A class may also have ``divergences``, the
     file of what it is known to get wrong (``attnswitch.divergences``), and ``builds_per_shape = True`` if it compiles
     a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
+
+    A backend that the CPU can run by an interpreter only may have ``emulation: dict[str, str]``, the environment
+    variables that call for it. Where it is asked for by name, the verifier checks it on the CPU in processes that have
+    them. ``unavailable`` and ``supports`` refuse the CPU where they are not set. A library reads them as it is
+    imported, and they begin with its name; the module that holds the class does not import it.
     """
 
     name: ClassVar[str]

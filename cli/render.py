@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnswitch.planner import Plan
+from attnswitch import planner
 from attnswitch.verify.report import facts
+from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Found, Report, Tally
 
 __all__ = [
     "console",
     "counts",
+    "emulated",
     "error",
     "escape",
     "failures",
@@ -71,7 +73,7 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return made
 
 
-def plan(plan: Plan) -> None:
+def plan(plan: planner.Plan) -> None:
     """A plan: the problem, the choice, and every candidate with its reasons."""
     console.print(f"[bold]problem[/]  {escape(str(plan.problem))}", soft_wrap=True)
     console.print(f"[bold]device[/]   {escape(str(plan.device))}", soft_wrap=True)
@@ -91,7 +93,7 @@ def plan(plan: Plan) -> None:
     console.print(rows)
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: planner.Plan) -> dict[str, Any]:
     """A plan as data."""
     return {
         "problem": str(plan.problem),
@@ -170,6 +172,13 @@ def failures(found: list[Found]) -> None:
                 console.print(f"  {escape(line)}", soft_wrap=True)
         console.print(f"  [dim]{facts.when(item)}[/]", soft_wrap=True)
         console.print(f"  [bold]{escape(facts.replay_command(item))}[/]", soft_wrap=True)
+
+
+def emulated(plan: Plan) -> None:
+    """What a run is not about to show, before it begins."""
+    for target in plan.targets:
+        if target.emulation:
+            console.print(f"[yellow]{escape(facts.emulated(target.device, target.emulation))}[/]", soft_wrap=True)
 
 
 def verdict(report: Report) -> None:

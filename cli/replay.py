@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from attnswitch.errors import InvalidProblem, VerificationError
+from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.judge import check
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.report import to_pytest
 from attnswitch.verify.report.facts import element
+from attnswitch.verify.session import apart
 from attnswitch.verify.session.corpus import Saved, load
 from attnswitch.verify.session.environment import environment
-from attnswitch.verify.session.plan import Plan, Target
 from attnswitch.verify.session.pool import Isolated
 
 from . import render
@@ -107,21 +107,22 @@ def _run(again: _Again, saved: Saved, backend: str | None, device: str | None) -
 
 @dataclass(slots=True)
 class _Again:
-    """Runs saved cases; a process for each device is kept from one to the next, while it lives."""
+    """Runs saved cases; a process for each device, and emulation there, is kept from one to the next."""
 
     isolate: bool
     timeout: float
-    _pools: dict[str, Isolated] = field(default_factory=dict)
+    _pools: dict[tuple[str, str], Isolated] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(self, case: Case, backend: str, device: str) -> Outcome:
+        wanted = emulation.variables((backend,), device)
         if not self.isolate:
+            emulation.begin(wanted)
             return check(case, backend, device)
-        if device not in self._pools:
-            plan = Plan((Target(device, (), Space()),), 0, 0, isolate=True, workers=1, timeout=self.timeout)
-            self._pools[device] = Isolated(plan)
-            self._stack.push(self._pools[device])  # not entered: that would start workers for many cases
-        return self._pools[device].attempt(case, backend, device, timeout=self.timeout)
+        place = device, emulation.text(wanted)
+        if place not in self._pools:
+            self._pools[place] = self._stack.enter_context(apart.pool(device, backend, self.timeout))
+        return self._pools[place].attempt(case, backend, device)
 
     def __enter__(self) -> _Again:
         return self
@@ -138,6 +139,7 @@ def _document(path: Path, word: str, outcome: Outcome | None, error: str) -> dic
         "result": word,
         "backend": outcome.backend,
         "device": outcome.device,
+        "emulated": emulation.variables((outcome.backend,), outcome.device),
         "case": str(outcome.case),
         "failure": None if outcome.failure is None else f"{outcome.failure.title}: {outcome.failure.message}",
         "reasons": list(outcome.reasons),
@@ -147,6 +149,8 @@ def _document(path: Path, word: str, outcome: Outcome | None, error: str) -> dic
 
 def _print(path: Path, word: str, outcome: Outcome | None, error: str) -> None:
     where = f": {outcome.backend} on {outcome.device}" if outcome is not None else ""
+    if outcome is not None and emulation.variables((outcome.backend,), outcome.device):
+        where += ", emulated"
     head = f"[{COLOURS.get(word, 'yellow')}]{word}[/] {render.escape(path.name + where)}"
     render.console.print(head, soft_wrap=True)
     lines = [error]
@@ -162,5 +166,6 @@ def _write_test(path: Path, saved: Saved, outcome: Outcome) -> None:
     """The failure as it is now, or as it was saved where it is fixed."""
     failure = outcome.failure or Failure(saved.check or "reference", "it failed when it was saved")
     path.parent.mkdir(parents=True, exist_ok=True)
-    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, environment())
+    facts = emulation.fact(emulation.variables((outcome.backend,), outcome.device))
+    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, {**environment(), **facts})
     path.write_text(test, encoding="utf-8", errors="replace")

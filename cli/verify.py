@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from attnswitch.verify.report import EventLog, facts, file_name, to_html, to_jso
 from attnswitch.verify.report.facts import environment_of
 from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
-from attnswitch.verify.session.plan import EXAMPLES, Plan, targets
+from attnswitch.verify.session.plan import EMULATED, EXAMPLES, Plan, Target, targets
 from attnswitch.verify.session.tally import Report
 
 from . import mutants as measured
@@ -41,7 +41,8 @@ def verify(
         int | None,
         typer.Option(
             min=1,
-            help=f"Cases to draw for each device. Default: {EXAMPLES}; with --time, as many as there is time for.",
+            help=f"Cases to draw for each device. Default: {EXAMPLES}, or {EMULATED} where kernels are emulated; with"
+            " --time, as many as there is time for.",
         ),
     ] = None,
     time: Annotated[str | None, typer.Option(help="Stop after this long: 90, 90s, 10m, 1h.")] = None,
@@ -108,8 +109,9 @@ def verify(
     verified.
     """
     seconds = None if time is None else _seconds(time)
+    aims = targets(_devices(device), _backends(backend), longest, recipes, emulate=backend is not None)
     plan = Plan(
-        targets(_devices(device), _backends(backend), longest, recipes),
+        _fewer_emulated(aims) if examples is None and seconds is None else aims,
         examples if examples is not None or seconds is not None else EXAMPLES,
         seed,
         seconds,
@@ -127,6 +129,8 @@ def verify(
     if mutants:
         _only_mutants(backend, device, time, junit, ndjson, emit_pytest)
         raise typer.Exit(_mutants(plan, outputs))
+    if not outputs.quiet:
+        render.emulated(plan)
     report = _run(plan, outputs.quiet, ndjson)
     outputs.write(report)
     if not outputs.quiet:
@@ -230,7 +234,7 @@ def _run(plan: Plan, quiet: bool, ndjson: Path | None) -> Report:
             if doing.partition(" on ")[0] != phase:  # only of what is drawn is it known how many there will be
                 phase, before = doing.partition(" on ")[0], report.cases
                 known = phase == "fuzzing" and plan.examples is not None
-                bar.tasks[0].total = (plan.examples or 0) * len(plan.targets) if known else None
+                bar.tasks[0].total = sum(plan.drawn(target) or 0 for target in plan.targets) if known else None
             bad = f", [red]{len(report.failures)} mismatches[/]" if report.failures else ""
             done = report.cases - before
             bar.update(task, completed=done, description=doing, verified=report.verified, bad=bad)
@@ -284,6 +288,11 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise InvalidProblem(f"--time {text!r}: expected a duration such as 90, 90s, 10m or 1h")
     return seconds
+
+
+def _fewer_emulated(aims: tuple[Target, ...]) -> tuple[Target, ...]:
+    """With a number of cases of their own where kernels are emulated."""
+    return tuple(replace(target, examples=EMULATED) if target.emulation else target for target in aims)
 
 
 def _devices(names: list[str] | None) -> list[str]:

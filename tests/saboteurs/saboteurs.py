@@ -6,6 +6,7 @@ Each is the tiled backend with one small fault of a kind that real kernels have 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from typing import Any, ClassVar
 
@@ -20,7 +21,8 @@ from attnswitch.problem import Problem
 FAULTS: list[str] = []
 #: These end or stop the process that runs them, or show in the lattice only: tests/unit/test_isolation.py. And one
 #: shows in an autocast region only: tests/unit/test_checks.py.
-DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193", "CastInAutocast")
+#: Two take an emulation: tests/unit/test_emulation.py.
+DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193", "CastInAutocast", "Emulated", "EmulatedWrong")
 
 
 def _tiled() -> Any:
@@ -280,6 +282,26 @@ class CastInAutocast(Saboteur):
         wide = torch.from_numpy(out.astype(np.float64 if out.dtype == np.float64 else np.float32))
         product = wide.reshape(-1, 1) @ torch.ones(1, 1, dtype=wide.dtype)
         return product.to(wide.dtype).reshape(wide.shape).numpy().astype(out.dtype), lse
+
+
+class Emulated(Saboteur):
+    """It needs a GPU, or a variable that its library would read as it is imported; nothing is wrong with it."""
+
+    emulation: ClassVar[dict[str, str]] = {"SLOWGPU_EMULATE": "1"}
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        if device.kind == "cpu" and os.environ.get("SLOWGPU_EMULATE") != "1":
+            return ("it runs on GPUs only",)
+        return super().supports(problem, device)
+
+
+class EmulatedWrong(Emulated):
+    """The second tile of 64 keys is left out."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        value = np.array(inputs.value)
+        value[:, :, 64:] = 0
+        return inputs._replace(value=value)
 
 
 class Races(Saboteur):

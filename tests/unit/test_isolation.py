@@ -16,6 +16,7 @@ import pytest
 from attnswitch import VerificationError
 from attnswitch.verify import Case, Plan, Report, Space, Target, load, run
 from attnswitch.verify.session import conduct, pool
+from attnswitch.verify.session.process import Process
 
 SABOTEURS = str(Path(__file__).parents[1] / "saboteurs")
 SMALL = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=140)
@@ -99,11 +100,10 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_that_is_stopped_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    process = pool.Process
 
-    def counted(*arguments: Any) -> pool.Process:
+    def counted(*arguments: Any) -> Process:
         started.append(len(started))
-        return process(*arguments)
+        return Process(*arguments)
 
     monkeypatch.setattr(pool, "Process", counted)
     report = isolated("ScaledOutput", max_failures=1, shrink_tries=5)

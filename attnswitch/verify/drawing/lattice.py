@@ -12,7 +12,7 @@ from attnswitch.verify.drawing.case import Case, Placing
 from attnswitch.verify.drawing.placings import FAR
 from attnswitch.verify.drawing.strategies import Space
 
-__all__ = ["extremes", "long", "probes"]
+__all__ = ["extremes", "long", "probes", "short"]
 
 #: Checks for the long cases in turn, plain and causal ones; those that hold a kernel against itself, and apply there.
 _LAWS = ("split", "decode", "permutation", "shift", "linearity", "repeat")
@@ -21,14 +21,8 @@ _CAUSAL_LAWS = {True: ("prefix", "hull", "linearity", "repeat"), False: ("causal
 
 def probes(space: Space, on_gpu: bool) -> Iterator[Case]:
     """Cases for the one-hot probe alone; every dtype of the space in turn."""
-    dtypes = cycle(space.dtypes)
-    plain = Case(library=_library(space), dim_qk=32, dim_v=32, check="one-hot")  # fused kernels want both alike
-    for length in _edges(8193):
-        # In four heads, as many rows as keys, so that every key is some row's target.
-        if length <= 1025:
-            rows, grads = -(-length // 4), "qkv"
-            yield plain.replace(heads_kv=2, group=2, seq_q=rows, seq_k=length, dtype=next(dtypes), grads=grads)
-        yield plain.replace(group=4, seq_k=length, dtype=next(dtypes), causal=True, alignment="bottom_right")
+    dtypes, plain = cycle(space.dtypes), _one_hot(space)
+    yield from _at_edges(plain, dtypes, 8193)
     for length in (2049, 4097, 8193):
         for first in range(0, length, 2049):
             yield plain.replace(seq_q=2049, seq_k=length, dtype=next(dtypes), data_seed=first)
@@ -36,6 +30,24 @@ def probes(space: Space, on_gpu: bool) -> Iterator[Case]:
         yield plain.replace(group=8, seq_q=8, seq_k=length, dim_qk=40, dim_v=40, dtype=next(dtypes))
         if on_gpu:
             yield plain.replace(seq_q=length, seq_k=length, dim_qk=64, dim_v=64, dtype=next(dtypes), causal=True)
+
+
+def short(space: Space) -> Iterator[Case]:
+    """Probes up to one past a tile of 64 keys, where no more can be run."""
+    return _at_edges(_one_hot(space), cycle(space.dtypes), 65)
+
+
+def _one_hot(space: Space) -> Case:
+    return Case(library=_library(space), dim_qk=32, dim_v=32, check="one-hot")  # fused kernels want both alike
+
+
+def _at_edges(plain: Case, dtypes: Iterator[str], longest: int) -> Iterator[Case]:
+    for length in _edges(longest):
+        # In four heads, as many rows as keys, so that every key is some row's target.
+        if length <= 1025:
+            rows, grads = -(-length // 4), "qkv"
+            yield plain.replace(heads_kv=2, group=2, seq_q=rows, seq_k=length, dtype=next(dtypes), grads=grads)
+        yield plain.replace(group=4, seq_k=length, dtype=next(dtypes), causal=True, alignment="bottom_right")
 
 
 def long(space: Space, on_gpu: bool) -> Iterator[Case]:

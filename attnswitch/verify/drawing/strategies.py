@@ -23,14 +23,16 @@ __all__ = ["Space", "cases", "recipe"]
 class Space:
     """What to draw from: the array libraries and dtypes of a device, and how large a case may be.
 
-    ``work`` bounds batch * heads * Lq * Lk * max(D, Dv, 32). ``checks`` are the properties of which each case is given
-    one to be tried on it; half of the cases, and all where there are none, are given none beside the usual.
+    ``work`` bounds batch * heads * Lq * Lk * max(D, Dv, 32), and ``heads`` batch * heads alone. ``checks`` are the
+    properties of which each case is given one to be tried on it; half of the cases, and all where there are none, are
+    given none beside the usual.
     """
 
     libraries: tuple[str, ...] = ("torch", "numpy")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
     work: int = 2**20
     longest: int = 1100
+    heads: int = 2**20
     checks: tuple[str, ...] = ()
 
 
@@ -66,7 +68,7 @@ def _sizes(draw: Any, space: Space) -> dict[str, int]:
     lq = _length(draw, min(space.longest, max(1, room // max(lk, 1))))
     square, is_one, one = _often(draw, 5), _often(draw, 6), draw(st.integers(0, 1))
     lq = lk if square and lk * lk <= room else one if is_one else lq
-    room //= max(1, lq * lk)
+    room = min(room // max(1, lq * lk), space.heads)
     kv = min(_choice(draw, (1, 2, 3, 4)), max(1, room))
     group = min(_choice(draw, (1, 2, 3, 4, 8)), max(1, room // kv))
     batch = min(_choice(draw, (1, 2, 3)), max(1, room // (kv * group)))

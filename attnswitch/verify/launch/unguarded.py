@@ -10,7 +10,7 @@ from attnswitch import planner, registry
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-__all__ = ["unguarded"]
+__all__ = ["forget", "unguarded"]
 
 
 class _Unguarded:
@@ -42,14 +42,15 @@ def unguarded(name: str) -> Iterator[None]:
         return _Unguarded(backend) if asked == name and not isinstance(backend, str) else load(asked)
 
     registry.load = patched  # type: ignore[assignment]
-    _forget()
+    forget()
     try:
         yield
     finally:
         registry.load = load
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Drop what was planned and compiled: what a backend takes has changed."""
     planner.remembered.cache_clear()
     planner.kernel.cache_clear()

@@ -37,6 +37,7 @@ def to_json(report: Report) -> dict[str, Any]:
             for device, backend, name, shows in report.divergences
         ],
         "recipes": report.recipes,
+        "emulated": report.emulated,
         "workers": report.workers,
         "stopped": report.stopped,
         "exit_code": report.exit_code,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from attnswitch.verify import emulation
 from attnswitch.verify.checks import CHECKS, Check
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.session.coverage import TRIGGERS
@@ -22,6 +23,7 @@ __all__ = [
     "checks",
     "coverage",
     "element",
+    "emulated",
     "environment_of",
     "found_in",
     "met",
@@ -148,6 +150,14 @@ def met(report: Report) -> str:
     never = [name for name, count in counts.items() if not count]
     rest = f"; never met: {', '.join(never)}" if never else ""
     return f"{len(counts) - len(never)} of {len(counts)} known triggers were met{rest}"
+
+
+def emulated(device: str, variables: Mapping[str, str]) -> str:
+    """That kernels were emulated, and what that is worth, in a sentence."""
+    return (
+        f"emulated on {device} ({emulation.text(variables)}): small cases; this says nothing about a compiler, races or"
+        " speed"
+    )
 
 
 def refused_only(tally: Tally) -> str:

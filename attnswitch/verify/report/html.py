@@ -99,6 +99,7 @@ def _view(report: Report) -> dict[str, Any]:
         "verdict": facts.verdict(report),
         "colour": {0: "good", 1: "bad"}.get(report.exit_code, "warn"),
         "totals": facts.totals(report.tallies.values()),
+        "emulated": [facts.emulated(*item) for item in report.emulated.items()],
         "environment": facts.environment_of(report),
         "backends": backends,
         "devices": Counter(device for device, _ in backends),

@@ -42,7 +42,10 @@ class EventLog:
 
     def start(self, plan: Plan) -> None:
         """The plan, and what this process knows of the machine."""
-        targets = [{"device": t.device, "backends": t.backends, "space": asdict(t.space)} for t in plan.targets]
+        targets = [
+            {"device": t.device, "backends": t.backends, "space": asdict(t.space), "emulation": dict(t.emulation)}
+            for t in plan.targets
+        ]
         options = {name: getattr(plan, name) for name in Plan.__dataclass_fields__ if name != "targets"}
         self._write(
             "start",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.report.facts import element
@@ -25,7 +26,7 @@ It needs attnswitch and pytest, and draws nothing.{alone}
 import pytest{torch}
 
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.judge import check
+from attnswitch.verify.{check} import check
 
 CASE = Case.from_json(
 {case}
@@ -52,17 +53,21 @@ _MARK = """\
 def to_pytest(case: Case, backend: str, device: str, failure: Failure, environment: Mapping[str, str]) -> str:
     """The source of a test that runs ``case`` and fails as long as ``failure``, or any other, is there.
 
-    It names everything it needs, draws nothing, and does not import Hypothesis.
+    It names everything it needs and draws nothing. Unless the backend is emulated, it does not import Hypothesis.
     """
     file, on_gpu = file_name(backend, device, failure), device.startswith("cuda")
     what = "\n".join(line for line in (str(case), failure.message, element(failure)) if line)
+    emulated = emulation.text(emulation.variables((backend,), device))
     alone = f"\n{backend} must be importable." if ":" in backend else ""
+    if emulated:
+        alone += f"\nThe kernel is emulated, in a process of its own under {emulated}."
     if failure.check in ("crash", "hang", "lost"):
         alone += "\nThe failure may end the process, or never return: run it alone."
     return _TEMPLATE.format(
         title=_quoted(failure.title),
         backend=backend,
         # A target that is not there is no reason to pass over its failure.
+        check="session.apart" if emulated else "judge",
         skipped='== "refused"' if ":" in backend else 'in ("refused", "unavailable")',
         device=device,
         what=_quoted(what),

@@ -22,6 +22,7 @@ def to_markdown(report: Report) -> str:
         f"**{facts.verdict(report)}**: {report.cases} cases, {report.verified} results verified in"
         f" {report.seconds:.0f} s, seed {report.seed}{_escape(stopped)}",
         "",
+        *(f"{_escape(facts.emulated(*item))}\n" for item in report.emulated.items()),
         "| device | backend | verified | with gradients | worst error / bound | refused | wrong |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]

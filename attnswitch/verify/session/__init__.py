@@ -6,4 +6,5 @@ worker      the process kernels run in      journal     the case about to run, o
 explore     one job: Hypothesis draws       reduce      smaller cases, where Hypothesis cannot shrink
 events      what workers tell               tally       what is counted; coverage: situations met
 corpus      saved cases                     environment versions and devices of a result
+apart       a single case in a worker
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from attnswitch.errors import InvalidProblem, VerificationError
+from attnswitch.verify import emulation
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
@@ -28,6 +29,8 @@ __all__ = ["CHUNK", "Progress", "run"]
 
 #: Cases of one job: between two, the clock is read and what the others found is passed on.
 CHUNK = 50
+#: And where kernels are emulated, of which each takes a second or more; tries to make a failure smaller, there.
+_SLOW_CHUNK, _SLOW_TRIES = 10, 100
 #: Jobs of drawn cases before the lattice.
 _FIRST_CHUNKS = 8
 #: One in so many examples is added for the search for each backend's worst case.
@@ -61,7 +64,8 @@ def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -
     if not plan.targets or not any(target.backends for target in plan.targets):
         raise InvalidProblem("nothing to verify: no backend was named that this machine has")
     recipes = {target.device: target.recipes for target in plan.targets if target.recipes > 1}
-    return _Run(plan, progress, Report(plan.seed, recipes=recipes))()
+    emulated = {target.device: dict(target.emulation) for target in plan.targets if target.emulation}
+    return _Run(plan, progress, Report(plan.seed, recipes=recipes, emulated=emulated))()
 
 
 @dataclass(slots=True)
@@ -86,7 +90,7 @@ class _Run:
     def __call__(self) -> Report:
         """Carry the plan out. Ctrl-C ends it with what was found."""
         try:
-            with Isolated(self.plan) if self.plan.isolate else Here() as pool:
+            with Isolated(self.plan) if self.plan.isolate else Here(self.plan) as pool:
                 self.report.workers = pool.size
                 for phase in self._phases():
                     if self._enough():
@@ -101,9 +105,11 @@ class _Run:
             self.report.stopped, self.report.broke = str(error), True  # what was found until then is not lost
         for outcome in list(self.smallest.values()):
             self._record(outcome)
+        self.report.environment = self.report.environment or environment()
+        for emulated in self.report.emulated.values():
+            self.report.environment = {**self.report.environment, **emulation.fact(emulated)}
         if self.plan.keep_worst and self.plan.corpus is not None:
             corpus.save_worst(self.report, self.plan.corpus)
-        self.report.environment = self.report.environment or environment()
         self.report.seconds = time.monotonic() - self.started
         return self.report
 
@@ -122,8 +128,9 @@ class _Run:
             yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
             yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, "fixed")
         yield _Phase("fuzzing", chunks)
-        if self.plan.targeted and self.plan.examples is not None:
-            yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in targets})
+        limited = [t for t in targets if self.plan.drawn(t) is not None]
+        if self.plan.targeted and limited:
+            yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in limited})
 
     def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
         """Saved cases of the target's backends; those of the dispatcher's choice are for all, and it for all cases."""
@@ -142,30 +149,39 @@ class _Run:
     def _lattice(self, target: Target) -> Iterator[Job]:
         """The probes, then the long cases; the dispatcher's own choice is one of the others."""
         backends = tuple(name for name in target.backends if name != AUTO) or target.backends
-        probes = [(case, True) for case in lattice.probes(target.space, target.on_gpu)]
-        laws = [(case, False) for case in lattice.long(target.space, target.on_gpu)]
-        laws += [(case, False) for case in lattice.extremes(target.space)]
+        if target.emulation:
+            probes, laws = [(case, True) for case in lattice.short(target.space)], []
+        else:
+            probes = [(case, True) for case in lattice.probes(target.space, target.on_gpu)]
+            laws = [(case, False) for case in lattice.long(target.space, target.on_gpu)]
+            laws += [(case, False) for case in lattice.extremes(target.space)]
         for number, (case, only) in enumerate(probes + laws):
             for backend in backends:
                 yield Given(target.device, ((case, (backend,)),), number, only)
 
     def _chunks(self, target: Target) -> Iterator[Job]:
-        first, limit = 0, self.plan.examples
+        first, limit = 0, self.plan.drawn(target)
+        chunk = _SLOW_CHUNK if target.emulation else CHUNK
         while limit is None or first < limit:
-            count = CHUNK if limit is None else min(CHUNK, limit - first)
+            count = chunk if limit is None else min(chunk, limit - first)
             yield self._drawn(target, first, count)
             first += count
 
     def _climbs(self, target: Target) -> Iterator[Job]:
-        assert self.plan.examples is not None
+        limit = self.plan.drawn(target)
+        assert limit is not None
         for number, backend in enumerate(target.backends):
             alone = replace(target, backends=(backend,), space=replace(target.space, checks=()))
-            count = max(5, self.plan.examples // _CLIMB // len(target.backends))
+            count = max(5, limit // _CLIMB // len(target.backends))
             yield self._drawn(alone, 2**40 + number * 2**20, count, climb=True)
 
     def _drawn(self, target: Target, first: int, count: int, climb: bool = False) -> Drawn:
-        known, tries = frozenset(self.kinds), self.plan.shrink_tries
+        known, tries = frozenset(self.kinds), self._tries(target.device)
         return Drawn(target, self.plan.seed, first, count, known, tries, climb)
+
+    def _tries(self, device: str) -> int:
+        """Cases that may be tried to shrink one failure."""
+        return min(self.plan.shrink_tries, _SLOW_TRIES if device in self.report.emulated else 2**31)
 
     def _enough(self) -> bool:
         began = self.began or time.monotonic()
@@ -231,11 +247,13 @@ class _Run:
         """The outcome of a smaller case that fails alike."""
         best, failure = outcome, outcome.failure
         assert failure is not None
+        slow = outcome.device in self.report.emulated
+        timeout = self.plan.timeout if slow else min(_TRY_TIMEOUT, self.plan.timeout)
 
         def fails(case: Case) -> bool:
             nonlocal best
             only = failure.check == case.check
-            again = pool.attempt(case, outcome.backend, outcome.device, only, min(_TRY_TIMEOUT, self.plan.timeout))
+            again = pool.attempt(case, outcome.backend, outcome.device, only, timeout)
             if again.verdict == "mismatch" and again.kind == outcome.kind:
                 best = again
                 self._see(again)
@@ -243,7 +261,7 @@ class _Run:
             return False
 
         self._see(outcome)
-        reduced(outcome.case, fails, min(_TRIES.get(ending, 60), self.plan.shrink_tries))
+        reduced(outcome.case, fails, min(_TRIES.get(ending, 60), self._tries(outcome.device)))
         return best
 
     def _see(self, outcome: Outcome) -> None:
@@ -260,7 +278,8 @@ class _Run:
         from_corpus = path is not None
         if path is None and self.plan.corpus is not None:
             try:
-                path = corpus.save(outcome, self.plan.corpus)
+                facts = emulation.fact(self.report.emulated.get(outcome.device, {}))
+                path = corpus.save(outcome, self.plan.corpus, facts)
             except OSError:
                 path = None  # a finding is worth more than its file
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
@@ -48,8 +49,11 @@ def default_folder() -> Path:
     return user_data_path("attnswitch") / "corpus"
 
 
-def save(outcome: Outcome, folder: Path) -> Path:
-    """Write a failed outcome; the file is named by what failed, and a file that says the same is kept."""
+def save(outcome: Outcome, folder: Path, facts: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """Write a failed outcome; the file is named by what failed, and a file that says the same is kept.
+
+    ``facts`` are added to what is recorded of the environment.
+    """
     assert outcome.failure is not None
     record: dict[str, Any] = {
         "schema": SCHEMA,
@@ -59,7 +63,7 @@ def save(outcome: Outcome, folder: Path) -> Path:
         "case": outcome.case.to_json(),
         "failure": asdict(outcome.failure),
         "chosen": outcome.chosen,
-        "environment": environment(),
+        "environment": {**environment(), **facts},
         "note": "",
     }
     words = (outcome.backend.rpartition(":")[2], outcome.device.replace(":", ""), outcome.failure.title)

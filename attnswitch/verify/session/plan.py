@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from attnswitch import registry
+from attnswitch.verify import emulation
 from attnswitch.verify.checks import DRAWN
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.outcome import AUTO
 
-__all__ = ["EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
+__all__ = ["EMULATED", "EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
 
 #: Cases drawn for each device by default: about a minute on two cores.
 EXAMPLES = 2000
+#: And where they are emulated, at a second or more each.
+EMULATED = 200
 #: Data recipes for each problem where a backend builds something for each shape.
 RECIPES = 8
 
@@ -28,6 +31,10 @@ class Target:
     space: Space
     #: Data recipes tried on each problem drawn; more than one where a backend builds something for each shape.
     recipes: int = 1
+    #: Environment variables under which its kernels are emulated; none where they run as they are.
+    emulation: Mapping[str, str] = field(default_factory=dict)
+    #: Cases to draw for it, where that is another number than the plan's.
+    examples: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -61,18 +68,31 @@ class Plan:
     #: Save each backend's worst case, where it is worse than the one that is saved.
     keep_worst: bool = False
 
+    def drawn(self, target: Target) -> int | None:
+        """How many cases to draw for ``target``; None if there is no limit."""
+        return self.examples if target.examples is None else target.examples
+
 
 def targets(
-    devices: Sequence[str], backends: Sequence[str], longest: int | None = None, recipes: int | None = None
+    devices: Sequence[str],
+    backends: Sequence[str],
+    longest: int | None = None,
+    recipes: int | None = None,
+    emulate: bool = True,
 ) -> tuple[Target, ...]:
     """The usual targets: every backend on each device, small cases on the CPU and larger ones on a GPU.
 
-    ``longest`` bounds the sequences that are drawn, and the work with them; ``recipes`` is for each problem.
+    ``longest`` bounds the sequences that are drawn, and the work with them; ``recipes`` is for each problem. If one of
+    the backends has an emulation, the CPU runs all of them under it, on smaller cases, unless ``emulate`` is False.
     """
     found = []
     for device in devices:
+        emulated: dict[str, str] = {}
         if device == "cpu":
             space = Space(checks=tuple(check.name for check in DRAWN if not check.gpu))
+            emulated = emulation.variables(backends, device) if emulate else {}
+            if emulated:  # tile after tile, so that heads cost more than lengths; two tiles of 64 fit either way
+                space = replace(space, work=2**19, longest=140, heads=4)
         else:
             every = tuple(check.name for check in DRAWN)
             libraries = ("torch", "cupy") if _has_cupy() else ("torch",)
@@ -80,7 +100,7 @@ def targets(
         if longest is not None:
             space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8))
         usual = RECIPES if device != "cpu" and _builds(backends) else 1
-        found.append(Target(device, tuple(backends), space, recipes or usual))
+        found.append(Target(device, tuple(backends), space, recipes or usual, emulated))
     return tuple(found)
 
 

@@ -10,7 +10,8 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Protocol
 
-from attnswitch.errors import VerificationError
+from attnswitch.errors import InvalidProblem, VerificationError
+from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
@@ -59,6 +60,9 @@ class Here:
 
     size = 1
 
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
         """See ``Pool``."""
         queues = dict(jobs)
@@ -85,6 +89,14 @@ class Here:
         return {}
 
     def __enter__(self) -> Here:
+        for target in self._plan.targets:
+            others = [other.device for other in self._plan.targets if other.on_gpu]
+            if target.emulation and others:
+                raise InvalidProblem(
+                    f"one process cannot emulate {', '.join(target.backends)} on the CPU and run on {', '.join(others)}"
+                    " as well: name one device, or leave out --no-isolate"
+                )
+            emulation.begin(target.emulation)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -134,6 +146,7 @@ class Isolated:
         self._plan = plan
         self._seats: list[_Seat] = []
         self._spare: dict[str, Process] = {}
+        self._emulation = {target.device: target.emulation for target in plan.targets}
         for target in plan.targets:
             self._seats += [_Seat(target.device, n) for n in range(_workers(plan, target.device))]
         self.size = len(self._seats)
@@ -150,7 +163,7 @@ class Isolated:
 
     def _process(self, device: str, number: int = 1) -> Process:
         """One thread each, so that they do not wait for each other; the first has two, whose faults need two."""
-        return Process(device, (2 if number == 0 else 1) if device == "cpu" else None)
+        return Process(device, (2 if number == 0 else 1) if device == "cpu" else None, self._emulation[device])
 
     @property
     def environment(self) -> dict[str, str]:
@@ -224,14 +237,20 @@ class Isolated:
                 seat.job = None
 
     def attempt(
-        self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
+        self,
+        case: Case,
+        backend: str,
+        device: str,
+        only: bool = False,
+        timeout: float | None = None,
+        unguarded: bool = False,
     ) -> Outcome:
-        """See ``Pool``."""
+        """See ``Pool``. ``unguarded`` runs the backend on what it refuses."""
         process = self._spare.pop(device, None) or self._process(device)
         timeout = timeout or self._plan.timeout
         outcome: Outcome | None = None
         try:
-            process.send(Given(device, ((case, (backend,)),), only=only))
+            process.send(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded))
             while True:
                 while not wait([process.events], timeout=_GLANCE):
                     process.watch(timeout)

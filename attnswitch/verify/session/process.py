@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from attnswitch.errors import VerificationError
@@ -41,10 +42,13 @@ class Died(Exception):
 class Process:
     """Starts a worker; a context manager that ends it.
 
-    ``threads`` is how many its libraries may use, None for as many as they like.
+    ``threads`` is how many its libraries may use, None for as many as they like. ``variables`` are added to its
+    environment.
     """
 
-    def __init__(self, device: str, threads: int | None = None) -> None:
+    def __init__(
+        self, device: str, threads: int | None = None, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="attnswitch-")
         self._journal = Path(self._folder.name) / "journal.json"
         read_jobs, self._jobs = Pipe(duplex=False)
@@ -58,7 +62,7 @@ class Process:
             str(self._journal),
             device,
         ]
-        environment = dict(os.environ) | {PATHS: os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, **variables, PATHS: os.pathsep.join(path for path in sys.path if path)}
         if threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
             environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin while they wait

@@ -103,6 +103,8 @@ class Report:
     cases: int = 0
     #: Data recipes that were tried on each problem drawn, by device, where it was more than one.
     recipes: dict[str, int] = field(default_factory=dict)
+    #: Environment variables under which kernels were emulated, by device.
+    emulated: dict[str, dict[str, str]] = field(default_factory=dict)
     replayed: int = 0
     seconds: float = 0.0
     stopped: str = ""
