@@ -17,7 +17,8 @@ class Inputs(NamedTuple):
     """The arrays of one call, of the backend's library.
 
     Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
-    key_lengths (B,). Kernels never write to any of them.
+    key_lengths (B,). Kernels never write to any of them. With dropout there is always a ``seed``, but for backends with
+    ``autograd``, which may draw a mask of their own.
     """
 
     query: Array

@@ -8,7 +8,7 @@ import numbers
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnswitch import arrays
@@ -18,7 +18,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.options import Options
 from attnswitch.problem import DTYPES, Mask, Memory, Problem
 
-__all__ = ["Call", "beside", "rank", "read", "swap_heads"]
+__all__ = ["Call", "beside", "rank", "read", "swap_heads", "with_drawn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +232,20 @@ def _check_lengths(lengths: list[int], seq_k: int) -> None:
     for length in lengths:
         if not 0 <= length <= seq_k:
             raise InvalidProblem(f"key_lengths holds {length}: expected 0 to Lk = {seq_k}")
+
+
+def with_drawn_seed(call: Call) -> Call:
+    """The call with a dropout seed of its own, for backends whose mask is a function of one.
+
+    torch's CPU generator draws it, so that ``torch.manual_seed`` repeats it; NumPy's global one where torch is not
+    loaded. A captured CUDA graph replays the seed that it was captured with.
+    """
+    if torch := sys.modules.get("torch"):
+        seed = int(torch.randint(2**63 - 1, ()).item())
+    else:
+        numpy: Any = sys.modules["numpy"]
+        seed = int(numpy.random.randint(2**63 - 1))
+    return replace(call, inputs=call.inputs._replace(seed=seed))
 
 
 def _autograd(library: str, query: Array, key: Array, value: Array, attn_mask: Array | None) -> str:

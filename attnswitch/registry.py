@@ -32,6 +32,7 @@ TABLE = (
     Row("sdpa-cudnn", "attnswitch.backends.sdpa.cudnn:CudnnBackend"),
     Row("sdpa-flash", "attnswitch.backends.sdpa.flash:FlashBackend"),
     Row("sdpa-efficient", "attnswitch.backends.sdpa.efficient:EfficientBackend"),
+    Row("triton", "attnswitch.backends.triton.backend:TritonBackend"),
     Row("sdpa-math", "attnswitch.backends.sdpa.math:MathBackend"),
     Row("tiled", "attnswitch.backends.tiled:TiledBackend"),
     Row("reference", "attnswitch.backends.reference:ReferenceBackend"),

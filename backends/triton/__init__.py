@@ -1,0 +1,1 @@
+"""Attention in Triton: forward, backward by recomputation, and split keys for few queries."""

@@ -1,0 +1,111 @@
+"""``triton``: the project's own kernels in Triton, for GPUs, and for the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import ClassVar
+
+from attnswitch.backend import Backend, Kernel, Precision
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+from . import config
+from .config import TritonConfig
+
+__all__ = ["TritonBackend"]
+
+_INTERPRETER = "TRITON_INTERPRET"
+
+
+class TritonBackend:
+    """Every feature of the contract in float16, bfloat16 and float32, with memory linear in the sequence length."""
+
+    name: ClassVar[str] = "triton"
+    library: ClassVar[str] = "torch"
+    autograd: ClassVar[bool] = False
+    builds_per_shape: ClassVar[bool] = True
+    emulation: ClassVar[dict[str, str]] = {_INTERPRETER: "1"}
+
+    def unavailable(self) -> str | None:
+        """For want of Triton, or of a GPU that torch sees where it is not to be interpreted."""
+        return _unavailable(_interpreted())
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """GPUs from compute capability 8.0 on; not float64, nor head dimensions past 256."""
+        return tuple(_reasons(problem, device))
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[TritonConfig]:
+        """See ``config``."""
+        return config.configs(problem, device)
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """float32 sums; weights rounded to a 16-bit type before their products; IEEE products of float32."""
+        return Precision(weights="storage", statistics="lse")
+
+    def compile(self, problem: Problem, device: Device, config: TritonConfig) -> Kernel:
+        """The kernels for ``problem``; Triton compiles each at its first launch."""
+        from .kernel import TritonKernel
+
+        return TritonKernel(problem, device, config)
+
+
+def _reasons(problem: Problem, device: Device) -> Iterator[str]:
+    if device.kind == "cpu":
+        if not _interpreted():
+            yield f"it runs on GPUs, and the arrays are on the CPU; {_INTERPRETER}=1 interprets it there, slowly"
+            return
+    elif device.kind != "cuda":
+        yield f"it is written for NVIDIA GPUs, and the arrays are on {device.kind}"
+        return
+    elif device.capability is not None and device.capability < (8, 0):
+        yield f"{device}: needs compute capability 8.0 or later"
+    if problem.dtype == "float64":
+        yield "dtype float64: the kernels exist for float16, bfloat16 and float32"
+    for name in ("dim_qk", "dim_v"):
+        if (dim := getattr(problem, name)) > 256:
+            yield f"{name}={dim}: a head dimension of at most 256 fits a tile"
+    for role in ("query", "key", "value", "attn_mask"):
+        memory = getattr(problem, role)
+        if memory.negative:
+            yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
+        elif memory.align < 8 and memory.align < _itemsize(problem, role):
+            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    if problem.nonfinite and (problem.positional or problem.mask is not None):
+        yield (
+            "NaN or inf in the arrays, and positions are hidden: a tile's product with hidden values would let them"
+            " leak; replace them, or hide whole keys with key_lengths"
+        )
+
+
+def _itemsize(problem: Problem, role: str) -> int:
+    from attnswitch.problem import DTYPES
+
+    if role == "attn_mask":
+        return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
+    return DTYPES[problem.dtype]
+
+
+def _interpreted() -> bool:
+    """Whether Triton is to interpret the kernels in this process."""
+    return os.environ.get(_INTERPRETER) == "1"
+
+
+@functools.cache
+def _unavailable(interpreted: bool) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install triton, which comes with torch for Linux"
+    if interpreted:
+        return None
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build"
+    if not torch.cuda.is_available():
+        return f"torch finds no NVIDIA GPU; {_INTERPRETER}=1 interprets the kernels on the CPU, to check them"
+    return None
+
+
+_: type[Backend] = TritonBackend

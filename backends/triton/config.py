@@ -1,0 +1,181 @@
+"""Tile sizes, warps, pipeline stages and splits of the Triton kernels: the one place where they are chosen.
+
+Each choice names what it was measured against; the figures are bf16 on an H200 with Triton 3.6.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from attnswitch.backend import Config
+from attnswitch.device import Device
+from attnswitch.problem import DTYPES, Problem
+
+__all__ = ["Tile", "TritonConfig", "block", "configs", "heads_a_section", "packs", "splits"]
+
+#: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
+_SHARED = 99 * 1024
+#: Bytes of keys and values that the programs running at one time may share in the L2.
+_SECTION = 16 * 2**20
+#: Most splits of the keys that ``merge`` weighs at a time.
+MOST_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of queries and of keys in a tile, warps of a program, and stages of its pipeline of loads."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonConfig(Config):
+    """Tiles of the three kernels that cost: the forward, the gradients of key and value, the gradient of query."""
+
+    forward: Tile
+    key_gradients: Tile
+    query_gradient: Tile
+    #: Keys are split among this many programs; 1 is none.
+    splits: int = 1
+
+
+def block(dim: int) -> int:
+    """The head dimension as a kernel sees it: a power of two, and at least what a matrix instruction takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def packs(problem: Problem) -> bool:
+    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
+    return problem.group > 1 and problem.seq_q * problem.group <= 128
+
+
+def rows(problem: Problem) -> int:
+    """Rows of queries for each program head."""
+    return problem.seq_q * (problem.group if packs(problem) else 1)
+
+
+def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
+    """The heuristic's choice, then every other combination that fits the device."""
+    best = _heuristic(problem, device)
+    yield best
+    if device.kind == "cpu":
+        return
+    forwards = _tiles((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    for tile in forwards:
+        if tile != best.forward and _fits(tile, problem, device, _forward_rows):
+            yield replace(best, forward=tile, splits=splits(problem, device, tile))
+    if problem.grads:
+        for tile in _tiles((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
+            if tile != best.key_gradients and _fits(tile, problem, device, _key_gradient_rows):
+                yield replace(best, key_gradients=tile)
+            if tile != best.query_gradient and _fits(tile, problem, device, _query_gradient_rows):
+                yield replace(best, query_gradient=tile)
+
+
+def _tiles(
+    queries: tuple[int, ...], keys: tuple[int, ...], warps: tuple[int, ...], stages: tuple[int, ...]
+) -> list[Tile]:
+    return [Tile(*choice) for choice in itertools.product(queries, keys, warps, stages)]
+
+
+def _heuristic(problem: Problem, device: Device) -> TritonConfig:
+    if device.kind == "cpu":  # the interpreter: several tiles in lengths that it can do
+        return TritonConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+    wide = max(block(problem.dim_qk), block(problem.dim_v))
+    if problem.dtype == "float32":
+        small = Tile(32, 32, 4, 1) if wide <= 64 else Tile(32, 32, 8, 1)
+        chosen = TritonConfig(small, small, small)
+    elif wide <= 64:
+        chosen = TritonConfig(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
+    elif wide <= 128:
+        # Two tiles of 64 queries in flight for full attention; the second loop of a causal one has no registers left
+        # for them, and three of 32 are faster (608 against 286 TFLOP/s at S 16,384).
+        keys = Tile(32, 64, 4, 3) if problem.positional else Tile(64, 64, 4, 2)
+        chosen = TritonConfig(Tile(128, 64, 4, 2), keys, Tile(128, 64, 8, 3))
+    else:
+        chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))
+    few = rows(problem)
+    if few <= 64:
+        height = max(16, 1 << (max(few, 1) - 1).bit_length())
+        chosen = replace(chosen, forward=Tile(height, 32 if problem.dtype == "float32" else 64, 4, 3))
+    chosen = TritonConfig(
+        _shrunk(chosen.forward, problem, device, _forward_rows),
+        _shrunk(chosen.key_gradients, problem, device, _key_gradient_rows),
+        _shrunk(chosen.query_gradient, problem, device, _query_gradient_rows),
+    )
+    return replace(chosen, splits=splits(problem, device, chosen.forward))
+
+
+def splits(problem: Problem, device: Device, tile: Tile) -> int:
+    """Among how many programs the keys of one tile of queries are split, so that every SM has work.
+
+    Four programs an SM keep enough loads in flight to stream keys at the memory's speed; a split holds at least two
+    tiles of keys.
+    """
+    heads = problem.heads_q // (problem.group if packs(problem) else 1)
+    programs = problem.batch * heads * -(-rows(problem) // tile.queries)
+    if not programs or device.kind == "cpu":
+        # The interpreter splits where it can, since that is what it is there to check.
+        return 2 if device.kind == "cpu" and programs and problem.seq_q <= 4 and problem.seq_k > 2 * tile.keys else 1
+    sms = device.sms or 64
+    if programs >= 2 * sms:
+        return 1
+    most = problem.seq_k // (2 * tile.keys)
+    return max(1, min(4 * sms // programs, most, MOST_SPLITS))
+
+
+def heads_a_section(problem: Problem, *, queries: bool) -> int:
+    """How many heads run side by side before the next begin: as many as leave their keys and values in the L2.
+
+    ``queries``: the programs of a section share queries and their gradients instead.
+    """
+    length = problem.seq_q if queries else problem.seq_k
+    each = max(1, length * (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype])
+    shared = max(1, _SECTION // each)
+    return shared if queries else shared * (1 if packs(problem) else problem.group)
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+
+
+def _forward_rows(tile: Tile) -> tuple[int, int]:
+    return tile.queries // 2, tile.keys  # of query alone
+
+
+def _key_gradient_rows(tile: Tile) -> tuple[int, int]:
+    return tile.keys, tile.queries
+
+
+def _query_gradient_rows(tile: Tile) -> tuple[int, int]:
+    return tile.queries, tile.keys
+
+
+#: Rows of an operand that a kernel keeps in shared memory, and rows in each stage of its pipeline.
+_Rows = Callable[[Tile], tuple[int, int]]
+
+
+def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
+    kept, streamed = rows(tile)
+    width = (block(problem.dim_qk) + block(problem.dim_v)) * DTYPES[problem.dtype]
+    scores = tile.queries * tile.keys * DTYPES[problem.dtype]
+    needed = kept * width + max(1, tile.stages) * streamed * width + scores
+    return needed <= (device.shared_memory or _SHARED)
+
+
+def _shrunk(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> Tile:
+    """``tile`` with fewer stages, then fewer rows, until it fits the device's shared memory."""
+    while not _fits(tile, problem, device, rows):
+        if tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.keys > 32:
+            tile = replace(tile, keys=tile.keys // 2)
+        elif tile.queries > 32:
+            tile = replace(tile, queries=tile.queries // 2)
+        else:
+            return tile
+    return tile

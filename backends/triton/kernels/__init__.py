@@ -1,0 +1,1 @@
+"""The kernels, one step of the algorithm in each file."""

@@ -1,0 +1,227 @@
+"""The forward: online softmax over tiles of keys (FlashAttention-2), for many queries or, split over the keys, for few.
+
+Each program takes BLOCK_M rows of one batch entry and one key head. A row is a query of one head, or with PACKED of all
+query heads that share the key head: row r is query ``r // group`` of head ``r % group`` of the group, so that a few
+queries still fill a tile and their keys are loaded once. Where a row's scores need nothing but a factor, the factor is
+folded into exp2; elsewhere scores are in natural units.
+"""
+
+import triton
+import triton.language as tl
+
+from .philox import kept
+from .tile import LN2, LOG2E, NO_MASK, extent, hide, key_range, load_rows, product, rounded, store_rows, tanh, tile_of
+
+#: Integers whose value is not worth a kernel of its own.
+_RUNTIME = [
+    "batch", "heads_q", "group", "seq_q", "seq_k", "bottom_right", "left", "right", "section", "splits", "chunk",
+    "seed_low", "seed_high", "threshold", "stb", "sth", "stt",
+]  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    acc, total, top, q, i, h, inside, b, head,
+    K, V, MASK, TILES,
+    skl, skd, svl, svd, mask_rows, smk,
+    t0, t1, end, offset, left, right,
+    factor, cap, seed_low, seed_high, threshold,
+    dim, dim_v, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    LISTED: tl.constexpr, EDGE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Take the key tiles ``t0`` to ``t1`` into the accumulator. EDGE: some positions may be hidden."""
+    for t in tl.range(t0, t1):
+        start = t * BLOCK_N
+        if LISTED:
+            start = tl.load(TILES + t) * BLOCK_N
+        j = start + tl.arange(0, BLOCK_N)
+        k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, EDGE, False, TMA, WIDE)
+        s = product(q, tl.trans(k))
+        if not FOLD:
+            s = s * factor
+            if SOFTCAP:
+                s = tanh(s) * cap
+        if EDGE:
+            s, seen = hide(
+                s, i, j[None, :], inside, end, offset, left, right, MASK, mask_rows, smk, MASK_KIND, HAS_LEFT, HAS_RIGHT
+            )
+            s = tl.where(seen, s, float("-inf"))
+        if FOLD:
+            new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
+        else:
+            new_top = tl.maximum(top, tl.max(s, 1))
+        base = new_top
+        if EDGE:  # a row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if FOLD:
+            p = tl.exp2(s * factor - (base * LOG2E)[:, None])
+        else:
+            p = tl.exp2((s - base[:, None]) * LOG2E)
+        rescale = tl.exp2((top - base) * LOG2E)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        if DROPOUT:
+            p = tl.where(kept(b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N), p, 0.0)
+        v = tile_of(V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, EDGE, HAS_LENGTHS, TMA, WIDE)
+        acc = product(rounded(p, v.dtype), v, acc)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def forward(
+    Q, K, V, OUT, LSE, MASK, LENGTHS, TILES, COUNTS,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sob, soh, sol, smb, smh, smq, smk,
+    stb, sth, stt,
+    batch, heads_q, group, seq_q, seq_k, dim, dim_v, bottom_right, left, right, section, splits, chunk,
+    factor, cap, seed_low, seed_high, threshold, keep_scale,
+    PACKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or of the partial results of each split.
+
+    The grid is one axis: splits fastest, then the heads of a section, then the tiles of rows from the last, which is
+    the longest under a causal mask, to the first, then sections (of as many heads as share the L2).
+    """
+    pack = 1
+    if PACKED:
+        pack = group
+    rows = seq_q * pack
+    tiles = tl.cdiv(rows, BLOCK_M)
+    heads = heads_q // pack
+    pid = tl.program_id(0)
+    split = 0
+    if SPLIT:
+        split = pid % splits
+        pid = pid // splits
+    seed_low = seed_low.to(tl.uint32, bitcast=True)
+    seed_high = seed_high.to(tl.uint32, bitcast=True)
+    threshold = threshold.to(tl.uint32, bitcast=True)
+    whole = section * tiles
+    at = pid // whole * section
+    here = tl.minimum(section, batch * heads - at)
+    rest = pid % whole
+    tile = tiles - 1 - rest // here
+    at = at + rest % here
+    b = at // heads
+    head = (at % heads) * pack  # the first query head of this program
+    b64 = b.to(tl.int64)
+    head_kv = head // group
+
+    first = tile * BLOCK_M
+    r = first + tl.arange(0, BLOCK_M)
+    inside = r < rows
+    i = r
+    h = head + tl.zeros_like(r)
+    if PACKED:
+        i = r // pack
+        h = head + r % pack
+    i_wide = i.to(tl.int64)
+    h_wide = h.to(tl.int64)
+    q_rows = Q + b64 * sqb + (h_wide * sqh + i_wide * sql)[:, None]
+    q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, EVEN_D)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+    last = tl.minimum(first + BLOCK_M, rows) - 1
+    lo, full_lo, full_hi, hi = key_range(
+        first // pack, last // pack, offset, end, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )
+    if SPLIT:
+        lo = tl.maximum(lo, split * chunk)
+        hi = tl.minimum(hi, (split + 1) * chunk)
+        full_lo = tl.minimum(tl.maximum(full_lo, lo), tl.cdiv(tl.maximum(hi, lo), BLOCK_N) * BLOCK_N)
+        full_hi = tl.maximum(tl.minimum(full_hi, tl.maximum(hi, 0) // BLOCK_N * BLOCK_N), full_lo)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    k_head = K
+    v_head = V
+    if not TMA:
+        k_head = K + b64 * skb + head_kv.to(tl.int64) * skh
+        v_head = V + b64 * svb + head_kv.to(tl.int64) * svh
+    mask_rows = (b64 * smb + h_wide * smh + i_wide * smq)[:, None]
+    begin = lo // BLOCK_N
+    mixed_end = tl.cdiv(hi, BLOCK_N)
+    if LISTED:  # tiles that need a mask from the front of the list, wholly visible ones from its back
+        tiles_k = tl.cdiv(seq_k, BLOCK_N)
+        where = b64 * stb + head * sth + tile * stt
+        TILES += where * tiles_k
+        mixed = tl.load(COUNTS + where * 2)
+        full = tl.load(COUNTS + where * 2 + 1)
+        begin = 0
+        mixed_end = mixed
+        first_full = tiles_k - full
+        last_full = tiles_k
+    else:
+        first_full = full_lo // BLOCK_N
+        last_full = full_hi // BLOCK_N
+    MASKED: tl.constexpr = MASK_KIND != NO_MASK
+    RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
+    for part in tl.static_range(
+        3
+    ):  # tiles with an edge before, the tiles that every row sees, tiles with an edge after
+        t0, t1 = begin, first_full
+        if part == 0 and MASKED:
+            t1 = mixed_end
+        if part == 1:
+            t0, t1 = first_full, last_full
+        if part == 2:
+            t0, t1 = last_full, mixed_end
+        if (
+            (part == 0 and (HAS_LEFT or MASKED))
+            or (part == 1 and (LISTED or not MASKED))
+            or (part == 2 and RAGGED and not MASKED)
+        ):
+            acc, total, top = _attend(
+                acc, total, top, q, i[:, None], h[:, None], inside[:, None], b, head_kv, k_head, v_head, MASK, TILES,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, end, offset, left, right, factor, cap,
+                seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED,
+                part != 1, TMA, WIDE,
+            )  # fmt: skip
+
+    empty = total == 0.0  # it saw nothing
+    out = acc * (keep_scale / tl.where(empty, 1.0, total))[:, None]
+    lse = top + tl.log2(tl.where(empty, 1.0, total)) * LN2
+    at64 = split * batch + b64
+    tl.store(LSE + at64 * heads_q * seq_q + h_wide * seq_q + i, lse, mask=inside)
+    o_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
+    store_rows(o_rows, out, inside, 1, dim_v, BLOCK_DV, EVEN_DV)
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q", "rows", "splits"])
+def merge(
+    PARTS, LSES, OUT, LSE,
+    sob, soh, sol,
+    heads, seq_q, rows, splits, dim_v,
+    MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One row of the output from those of all splits, each weighed by exp(its lse - the lse of all)."""
+    row = tl.program_id(0).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV)
+    every = tl.arange(0, MOST_SPLITS)
+    lses = tl.load(LSES + every.to(tl.int64) * rows + row, mask=every < splits, other=float("-inf"))
+    top = tl.max(lses, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2((lses - base) * LOG2E), 0)
+    acc = tl.zeros((BLOCK_DV,), tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        at = s.to(tl.int64) * rows + row
+        weight = tl.exp2((tl.load(LSES + at, mask=s < splits, other=float("-inf")) - base) * LOG2E)
+        inside = (s < splits)[:, None] & (dv < dim_v)[None, :]
+        part = tl.load(PARTS + at[:, None] * dim_v + dv[None, :], mask=inside, other=0.0)
+        acc += tl.sum(part * weight[:, None], 0)
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)
+    b = row // (heads * seq_q)
+    h = row // seq_q % heads
+    i = row % seq_q
+    tl.store(OUT + b * sob + h * soh + i * sol + dv, rounded(acc, OUT.dtype.element_ty), mask=dv < dim_v)
+    tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2)

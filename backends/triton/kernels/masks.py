@@ -1,0 +1,181 @@
+"""attn_mask: which tiles of it hide everything, something or nothing, and the gradient of a float mask.
+
+``classify`` looks at every tile once, positions and lengths included; ``arrange`` makes of it, for each tile of queries
+(or of keys), a list of the tiles to visit: those that need the mask from the front, wholly visible ones from the back.
+"""
+
+import triton
+import triton.language as tl
+
+from .backward import score_gradient
+from .philox import kept
+from .tile import FLOAT_MASK, extent, hide, load_rows, product, rounded
+
+#: What is known of a tile.
+_EMPTY = tl.constexpr(0)
+_MIXED = tl.constexpr(1)
+_FULL = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k", "seq_q", "seq_k", "bottom_right", "left", "right"])
+def classify(
+    MASK, LENGTHS, KINDS,
+    smb, smh, smq, smk, heads, tiles_q, tiles_k, seq_q, seq_k, bottom_right, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_KIND: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """KINDS (batch or 1, heads or 1, tiles_q or 1, tiles_k) as int8: nothing, something or all of a tile is visible."""
+    pid = tl.program_id(0).to(tl.int64)
+    tile_k = pid % tiles_k
+    tile_q = pid // tiles_k % tiles_q
+    h = pid // tiles_k // tiles_q % heads
+    b = pid // tiles_k // tiles_q // heads
+    i = (tile_q * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)[:, None]
+    j = (tile_k * BLOCK_N).to(tl.int32) + tl.arange(0, BLOCK_N)[None, :]
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+    rows = b * smb + h * smh + i.to(tl.int64) * smq
+    inside = i < seq_q
+    zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    bias, seen = hide(zero, i, j, inside, end, offset, left, right, MASK, rows, smk, MASK_KIND, HAS_LEFT, HAS_RIGHT)
+    seen = tl.broadcast_to(seen, (BLOCK_M, BLOCK_N))
+    plain = seen
+    if MASK_KIND == FLOAT_MASK:
+        plain = seen & (bias == 0.0)
+    some = tl.max(tl.max((seen & inside).to(tl.int32), 1), 0)
+    every = tl.min(tl.min((plain | (i >= seq_q)).to(tl.int32), 1), 0)
+    tl.store(KINDS + pid, tl.where(every > 0, _FULL, some * _MIXED).to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["owners", "others", "step_owner", "step_other", "step_head"])
+def arrange(KINDS, TILES, COUNTS, owners, others, step_owner, step_other, step_head, BLOCK: tl.constexpr):
+    """Lists of one owner a program: TILES (..., owners, others) and COUNTS (..., owners, 2), mixed and full."""
+    pid = tl.program_id(0).to(tl.int64)
+    kinds = KINDS + pid // owners * step_head + pid % owners * step_owner
+    out = TILES + pid * others
+    mixed = 0
+    full = 0
+    for first in range(0, others, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=0)
+        is_mixed = (kind == _MIXED).to(tl.int32)
+        is_full = (kind == _FULL).to(tl.int32)
+        at_mixed = mixed + tl.cumsum(is_mixed, 0) - 1
+        at_full = others - full - tl.cumsum(is_full, 0)
+        tl.store(out + at_mixed, t, mask=is_mixed != 0)
+        tl.store(out + at_full, t, mask=is_full != 0)
+        mixed += tl.sum(is_mixed, 0)
+        full += tl.sum(is_full, 0)
+    tl.store(COUNTS + pid * 2, mixed)
+    tl.store(COUNTS + pid * 2 + 1, full)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "heads_q", "group", "seq_q", "padded", "seq_k", "bottom_right", "left", "right",
+        "mask_heads", "seed_low", "seed_high", "threshold",
+    ]
+)  # fmt: skip
+def mask_gradient(
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, DMASK,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sdb, sdh, sdl, sdd, smb, smh, smq, smk,
+    batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, mask_heads,
+    factor, cap, seed_low, seed_high, threshold, keep_scale,
+    OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """DMASK, contiguous in the shape of the mask: one tile a program, summed over what the mask is broadcast OVER."""
+    seed_low = seed_low.to(tl.uint32, bitcast=True)
+    seed_high = seed_high.to(tl.uint32, bitcast=True)
+    threshold = threshold.to(tl.uint32, bitcast=True)
+    tiles_q = tl.cdiv(seq_q, BLOCK_M)
+    tiles_k = tl.cdiv(seq_k, BLOCK_N)
+    pid = tl.program_id(0)
+    first_k = 0
+    last_k = tiles_k
+    if not OVER_K:
+        first_k = pid % tiles_k
+        last_k = first_k + 1
+        pid = pid // tiles_k
+    first_q = 0
+    last_q = tiles_q
+    if not OVER_Q:
+        first_q = pid % tiles_q
+        last_q = first_q + 1
+        pid = pid // tiles_q
+    first_h = 0
+    last_h = heads_q
+    if not OVER_H:
+        first_h = pid % mask_heads
+        last_h = first_h + 1
+    first_b = 0
+    last_b = batch
+    if not OVER_B:
+        first_b = pid // mask_heads
+        last_b = first_b + 1
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for b in range(first_b, last_b):
+        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+        for h in range(first_h, last_h):
+            b64 = tl.cast(b, tl.int64)
+            h64 = tl.cast(h, tl.int64)
+            head64 = tl.cast(h // group, tl.int64)
+            for tile_q in range(first_q, last_q):
+                i = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)
+                i64 = i.to(tl.int64)
+                inside = i < seq_q
+                q = load_rows(Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, BLOCK_D, EVEN_D)
+                do = load_rows(DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, BLOCK_DV, EVEN_DV)
+                rows = (b64 * heads_q + h64) * padded + i64
+                base = tl.load(BASE + rows)[:, None]
+                delta = tl.load(DELTA + rows)[:, None]
+                mask_rows = (b64 * smb + h64 * smh + i64 * smq)[:, None]
+                for tile_k in range(first_k, last_k):
+                    j = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
+                    j64 = j.to(tl.int64)
+                    there = j < end
+                    k = load_rows(K + (b64 * skb + head64 * skh + j64 * skl)[:, None], there, skd, dim, BLOCK_D, EVEN_D)
+                    v = load_rows(
+                        V + (b64 * svb + head64 * svh + j64 * svl)[:, None], there, svd, dim_v, BLOCK_DV, EVEN_DV
+                    )
+                    s = product(q, tl.trans(k))
+                    dp = product(do, tl.trans(v))
+                    keep = True
+                    if DROPOUT:
+                        hs = (h + tl.zeros_like(i))[:, None]
+                        keep = kept(
+                            b64, hs, i[:, None], tile_k * BLOCK_N, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N
+                        )
+                    _, ds, _ = score_gradient(
+                        s, dp, base, delta, b, h, i[:, None], j[None, :], inside[:, None], MASK, mask_rows, smk,
+                        end, offset, left, right, factor, cap, keep, keep_scale,
+                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, True,
+                    )  # fmt: skip
+                    acc += ds
+    out = DMASK
+    rows_out = seq_q
+    if OVER_Q:
+        rows_out = 1
+    keys_out = seq_k
+    if OVER_K:
+        keys_out = 1
+    mask_head = first_h
+    if OVER_H:
+        mask_head = 0
+    mask_batch = first_b
+    if OVER_B:
+        mask_batch = 0
+    out += (tl.cast(mask_batch, tl.int64) * mask_heads + mask_head) * rows_out * keys_out
+    i = first_q * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = first_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    if OVER_Q and OVER_K:
+        tl.store(out, rounded(tl.sum(tl.sum(acc, 1), 0), DMASK.dtype.element_ty))
+    elif OVER_Q:
+        tl.store(out + j, rounded(tl.sum(acc, 0), DMASK.dtype.element_ty), mask=j < seq_k)
+    elif OVER_K:
+        tl.store(out + i, rounded(tl.sum(acc, 1), DMASK.dtype.element_ty), mask=i < seq_q)
+    else:
+        at = out + i[:, None].to(tl.int64) * seq_k + j[None, :]
+        tl.store(at, rounded(acc, DMASK.dtype.element_ty), mask=(i < seq_q)[:, None] & (j < seq_k)[None, :])

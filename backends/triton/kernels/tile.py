@@ -1,0 +1,223 @@
+"""What all kernels do with one tile of scores: which positions it hides, softcap, and the terms of a mask.
+
+Positions: i counts queries, j keys. A query stands at key ``i + offset`` and sees from ``i + offset - left`` to
+``i + offset + right``, before ``end``. ``i`` and ``j`` are index tensors that broadcast against each other, so that the
+same functions serve a tile (queries, keys) and its transpose.
+"""
+
+import triton
+import triton.language as tl
+
+#: Kinds of attn_mask, as constexpr arguments of the kernels.
+NO_MASK = tl.constexpr(0)
+BOOL_MASK = tl.constexpr(1)
+FLOAT_MASK = tl.constexpr(2)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+#: The interpreter multiplies the bits of bfloat16 as integers, and cuts them off where it should round (seen in Triton
+#: 3.9): there, products take float32, and rounding is done by hand.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS: tl.constexpr):
+    """Keys of batch entry ``b``, and the offset of its diagonal."""
+    end = seq_k
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.maximum(tl.load(LENGTHS + b).to(tl.int32), 0), seq_k)
+    return end, (end - seq_q) * bottom_right
+
+
+@triton.jit
+def key_range(
+    first, last, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Keys that queries ``first`` to ``last`` (inclusive) need, and those among them that each of them sees.
+
+    Returns (lo, full_lo, full_hi, hi) with lo <= full_lo <= full_hi; all but hi are multiples of BLOCK_N.
+    """
+    lo = 0
+    full_lo = 0
+    hi = end
+    full_hi = end
+    if HAS_LEFT:
+        lo = tl.maximum(first + offset - left, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.cdiv(tl.maximum(last + offset - left, 0), BLOCK_N) * BLOCK_N
+    if HAS_RIGHT:
+        hi = tl.minimum(end, last + offset + right + 1)
+        full_hi = tl.minimum(end, first + offset + right + 1)
+    hi = tl.maximum(hi, 0)
+    full_hi = tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N
+    if HAS_LEFT:
+        full_lo = tl.minimum(full_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+        full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def query_range(
+    first, last, offset, seq_q, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Queries that see any of the keys ``first`` to ``last`` (inclusive), and those among them that see each.
+
+    Returns (lo, full_lo, full_hi, hi) as ``key_range`` does.
+    """
+    lo = 0
+    full_lo = 0
+    hi = seq_q
+    full_hi = seq_q
+    if HAS_RIGHT:
+        lo = tl.maximum(first - offset - right, 0) // BLOCK_M * BLOCK_M
+        full_lo = tl.cdiv(tl.maximum(last - offset - right, 0), BLOCK_M) * BLOCK_M
+    if HAS_LEFT:
+        hi = tl.minimum(seq_q, last - offset + left + 1)
+        full_hi = tl.minimum(seq_q, first - offset + left + 1)
+    hi = tl.maximum(hi, 0)
+    full_hi = tl.maximum(full_hi, 0)
+    # The last tile of queries may be short: what lies past the end weighs nothing, so it counts as full.
+    full_hi = tl.where(full_hi >= seq_q, tl.cdiv(seq_q, BLOCK_M) * BLOCK_M, full_hi // BLOCK_M * BLOCK_M)
+    if HAS_RIGHT:
+        full_lo = tl.minimum(full_lo, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
+        full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def load_rows(rows, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
+    """The rows that ``rows`` (n, 1) points at, where ``inside`` (n,); 0 elsewhere and beyond ``dim``."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None]
+    if not EVEN_D:  # a mask along the row would keep its loads from being wide
+        mask = mask & (d < dim)
+    return tl.load(rows + d * step, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(rows, tile, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
+    """Write ``tile`` (n, BLOCK_D) where ``rows`` (n, 1) points, in its type."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None]
+    if not EVEN_D:
+        mask = mask & (d < dim)
+    tl.store(rows + d * step, rounded(tile, rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_of(
+    AT, b, head, start, end, stride, step, dim,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``start`` to ``start + BLOCK`` of a (batch, heads, L, dim) array, 0 beyond ``dim``.
+
+    ``AT`` is a tensor descriptor of all of it (TMA), which reads 0 beyond L, or points at the head's first element, and
+    is read up to ``end`` at an EDGE. CLEAN: what lies beyond ``end`` is 0 either way, be it NaN in memory.
+    """
+    n = tl.arange(0, BLOCK)
+    if TMA:
+        tile = tl.reshape(AT.load([b, head, start, 0]), (BLOCK, BLOCK_D))
+        if EDGE and CLEAN:
+            tile = tl.where((start + n < end)[:, None], tile, 0.0)
+    else:
+        d = tl.arange(0, BLOCK_D)
+        rows = n
+        if WIDE:
+            rows = n.to(tl.int64)
+            d = d.to(tl.int64)
+        at = AT + start.to(tl.int64) * stride + rows[:, None] * stride + d[None, :] * step
+        if EDGE:
+            tile = tl.load(at, mask=(start + n < end)[:, None] & (d < dim)[None, :], other=0.0)
+        elif EVEN_D:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=(d < dim)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def visible(i, j, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Whether query i sees key j, by position and length."""
+    seen = j < end
+    if HAS_RIGHT:
+        seen = seen & (j <= i + offset + right)
+    if HAS_LEFT:
+        seen = seen & (j >= i + offset - left)
+    return seen
+
+
+@triton.jit
+def hide(
+    s, i, j, inside, end, offset, left, right, MASK, mask_rows, smk,
+    MASK_KIND: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """``s`` plus a float mask, and which of it is visible. ``inside`` says which queries exist."""
+    seen = visible(i, j, offset, end, left, right, HAS_LEFT, HAS_RIGHT)
+    if MASK_KIND != NO_MASK:
+        at = MASK + (mask_rows + j.to(tl.int64) * smk)
+        there = inside & (j < end)
+        if MASK_KIND == BOOL_MASK:
+            seen = seen & (tl.load(at, mask=there, other=0) != 0)
+        else:
+            bias = float_mask(tl.load(at, mask=there, other=float("-inf")))
+            seen = seen & (bias != float("-inf"))
+            s = s + bias
+    return s, seen
+
+
+@triton.jit
+def tanh(x):
+    """Tanh to a few units in the last place: near 0 by its series, elsewhere by exp2."""
+    a = tl.abs(x)
+    e = tl.exp2(a * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    y = a * a
+    near = -1382.0 / 155925.0
+    near = near * y + 62.0 / 2835.0
+    near = near * y - 17.0 / 315.0
+    near = near * y + 2.0 / 15.0
+    near = near * y - 1.0 / 3.0
+    near = a * (near * y + 1.0)
+    t = tl.where(a < 0.3, near, far)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def float_mask(tile):
+    """A loaded float mask in float32. A finite number that float32 cannot hold does not become an infinity."""
+    if tile.dtype == tl.float64:
+        limit = 3.4028234663852886e38
+        clipped = tl.minimum(tl.maximum(tile, -limit), limit)
+        infinite = (tile == float("inf")) | (tile == float("-inf")) | (tile != tile)
+        tile = tl.where(infinite, tile, clipped)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def product(a, b, acc=None):
+    """``a @ b``, added to ``acc``, in float32; float32 operands in IEEE arithmetic."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 ``x`` in ``dtype``, to the nearest, ties to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def weights(s, base, factor, FOLD: tl.constexpr):
+    """exp(score - lse). With FOLD ``s`` are products q . k and ``base`` is lse for exp2; else both are natural."""
+    if FOLD:
+        p = tl.exp2(s * factor - base)
+    else:
+        p = tl.exp2((s - base) * LOG2E)
+    return p
