@@ -50,9 +50,9 @@ class TritonKernel:
             saved = launches.prepare(p, inputs, out, lse, grad_out, grad_lse)
             dq = dk = dv = dmask = None
             if "q" in p.grads:
-                dq = launches.query_gradient(p, self.config, inputs, saved)
+                dq = launches.query_gradient(p, self.device, self.config, inputs, saved)
             if "k" in p.grads or "v" in p.grads:
-                dk, dv = launches.key_gradients(p, self.config, inputs, saved)
+                dk, dv = launches.key_gradients(p, self.device, self.config, inputs, saved)
             if "m" in p.grads:
                 dmask = launches.mask_gradient(p, self.config, inputs, saved)
         return Gradients(dq, dk if "k" in p.grads else None, dv if "v" in p.grads else None, dmask)

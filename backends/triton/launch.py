@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +55,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     lists = None if packed or splits > 1 else listed(p, inputs, tile.queries, tile.keys)
     heads = p.heads_q // (p.group if packed else 1)
     programs = p.batch * heads * _tiles(config.rows(p), tile.queries)
-    tma = _tma(inputs.key) and _tma(inputs.value)
+    tma = _tma(inputs.key, device) and _tma(inputs.value, device)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
@@ -153,11 +152,11 @@ def prepare(p: Problem, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_
     return Saved(grad_out, base, delta)
 
 
-def query_gradient(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> Any:
+def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> Any:
     """Gradient of query, (B, Hq, Lq, D)."""
     tile = chosen.query_gradient
     lists = listed(p, inputs, tile.queries, tile.keys)
-    tma = _tma(inputs.key) and _tma(inputs.value)
+    tma = _tma(inputs.key, device) and _tma(inputs.value, device)
     dq = inputs.query.new_empty((p.batch, p.heads_q, p.seq_q, p.dim_qk))
     heads = p.batch * p.heads_q
     run.start(
@@ -188,11 +187,11 @@ def query_gradient(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Save
     return dq
 
 
-def key_gradients(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
+def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
     tile = chosen.key_gradients
     lists = listed(p, inputs, tile.queries, tile.keys, by_keys=True)
-    tma = _tma(inputs.query) and _tma(saved.grad_out)
+    tma = _tma(inputs.query, device) and _tma(saved.grad_out, device)
     dk = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_qk))
     dv = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_v))
     heads = p.batch * p.heads_kv
@@ -376,12 +375,12 @@ def _wide(array: Any, rows: int) -> bool:
 # -- tensor descriptors ------------------------------------------------------------------------------------------------
 
 
-def _tma(array: Any) -> bool:
-    """Whether the tensor memory accelerator can load from ``array``: it saves the registers that hold addresses.
+def _tma(array: Any, device: Device) -> bool:
+    """Whether ``device`` has a tensor memory accelerator that can load ``array``: it saves registers of addresses.
 
     It wants rows of unit stride and every other stride in steps of 16 bytes; axes of stride 0 are left to pointers.
     """
-    if array.device.type != "cuda" or not _has_tma(array.device.index) or array.data_ptr() % 16:
+    if (device.capability or (0, 0)) < (9, 0) or array.data_ptr() % 16:
         return False
     size = array.element_size()
     if array.stride(3) != 1 and array.shape[3] != 1:
@@ -390,11 +389,6 @@ def _tma(array: Any) -> bool:
         length == 1 or (stride > 0 and stride * size % 16 == 0 and stride * size < 2**40)
         for length, stride in zip(array.shape[:3], array.stride()[:3], strict=True)
     )
-
-
-@functools.cache
-def _has_tma(index: int) -> bool:
-    return bool(torch.cuda.get_device_capability(index) >= (9, 0))
 
 
 def _described(array: Any, rows: int) -> Any:
