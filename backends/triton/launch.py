@@ -95,7 +95,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         SPLIT=splits > 1,
         EVEN_K=p.seq_k % tile.keys == 0,
         TMA=tma,
-        WIDE=_wide(inputs.key, tile.keys) or _wide(inputs.value, tile.keys),
+        WIDE=_wide(tile, inputs.key, inputs.value, inputs.attn_mask),
         LISTED=lists is not None,
         **_flags(p, tile),
     )
@@ -180,7 +180,7 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
         *_numbers(p, inputs),
         EVEN_K=p.seq_k % tile.keys == 0,
         TMA=tma,
-        WIDE=_wide(inputs.key, tile.keys) or _wide(inputs.value, tile.keys),
+        WIDE=_wide(tile, inputs.key, inputs.value, inputs.attn_mask),
         LISTED=lists is not None,
         **_flags(p, tile),
     )
@@ -218,7 +218,7 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
         EVEN_Q=p.seq_q % tile.queries == 0,
         EVEN_K=p.seq_k % tile.keys == 0,
         TMA=tma,
-        WIDE=_wide(inputs.query, tile.queries) or _wide(saved.grad_out, tile.queries),
+        WIDE=_wide(tile, inputs.query, saved.grad_out, inputs.attn_mask),
         LISTED=lists is not None,
         **_flags(p, tile),
     )
@@ -367,9 +367,10 @@ def _list_strides(lists: Lists | None) -> tuple[int, int, int]:
     return (0, 0, 0) if lists is None else lists.strides
 
 
-def _wide(array: Any, rows: int) -> bool:
-    """Whether an offset within one tile of ``rows`` may not fit 32 bits."""
-    return bool(rows * array.stride(2) + 256 * array.stride(3) >= 2**31)
+def _wide(tile: Tile, *arrays: Any) -> bool:
+    """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
+    rows = max(tile.queries, tile.keys)
+    return any(x is not None and rows * x.stride(2) + 256 * x.stride(3) >= 2**31 for x in arrays)
 
 
 # -- tensor descriptors ------------------------------------------------------------------------------------------------

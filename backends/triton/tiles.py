@@ -16,7 +16,7 @@ __all__ = ["Lists", "listed"]
 
 
 class Lists(NamedTuple):
-    """For each tile of queries (or keys), the tiles to visit; ``strides`` are in lists, for batch, head and tile."""
+    """What each tile of queries (or keys) visits (see ``arrange``); strides of lists for batch, head and tile."""
 
     tiles: Any
     counts: Any
@@ -70,6 +70,7 @@ def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool
         right or 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        EVEN_K=p.seq_k % block_n == 0,
         MASK_KIND=1 if mask.dtype == torch.bool else 2,
         HAS_LENGTHS=lengths,
         HAS_LEFT=left is not None,
@@ -84,10 +85,10 @@ def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool
         owners, others = kinds_q, tiles_k
         steps = kinds.stride(2), kinds.stride(3)
     lists = torch.empty((batch, heads, owners, others), dtype=torch.int32, device=mask.device)
-    counts = torch.empty((batch, heads, owners, 2), dtype=torch.int32, device=mask.device)
+    counts = torch.empty((batch, heads, owners, 3), dtype=torch.int32, device=mask.device)
     run.start(
         masks.arrange,
-        counts.numel() // 2,
+        counts.numel() // 3,
         kinds,
         lists,
         counts,

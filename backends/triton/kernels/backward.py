@@ -60,10 +60,10 @@ def prepare(
 
 @triton.jit
 def score_gradient(
-    s, dp, base, delta, b, h, i, j, inside, MASK, mask_rows, smk, end, offset, left, right,
+    s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
     factor, cap, keep, keep_scale,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """From the products q . k and dO . v of one tile, either way round: the weights after dropout, dS, and dS q . k.
 
@@ -75,7 +75,10 @@ def score_gradient(
         t = tanh(s)
         s = t * cap
     if EDGE:
-        s, seen = hide(s, i, j, inside, end, offset, left, right, MASK, mask_rows, smk, MASK_KIND, HAS_LEFT, HAS_RIGHT)
+        s, seen = hide(
+            s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+            MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
+        )  # fmt: skip
     p = weights(s, base, factor, FOLD)
     if EDGE:
         p = tl.where(seen, p, 0.0)
@@ -96,13 +99,13 @@ def score_gradient(
 
 @triton.jit
 def _over_queries(
-    dk, dv, k, v, j, b, h, Q, DO, BASE, DELTA, MASK, TILES,
-    sql, sqd, sdl, sdd, mask_head, smq, smk, t0, t1, seq_q, end, offset, left, right, dim, dim_v,
+    dk, dv, k, v, first, b, h, Q, DO, BASE, DELTA, MASK, TILES,
+    sql, sqd, sdl, sdd, smq, smk, t0, t1, seq_q, seq_k, end, offset, left, right, dim, dim_v,
     factor, cap, seed_low, seed_high, threshold, keep_scale,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, EVEN_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add what the query tiles ``t0`` to ``t1`` of one head give to dK and dV. Tiles are (keys, queries)."""
@@ -121,15 +124,22 @@ def _over_queries(
         keep = True
         if DROPOUT:
             rows = tl.reshape(i, (BLOCK_M, 1))
-            first = tl.min(j, 0)
             keep = tl.trans(
                 kept(b, h + tl.zeros_like(rows), rows, first, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
             )
-        mask_rows = mask_head + i[None, :].to(tl.int64) * smq
+        n = tl.arange(0, BLOCK_N)[:, None]
+        mask_tile = MASK
+        mask_rows = tl.arange(0, BLOCK_M)[None, :]
+        if MASK_KIND != NO_MASK:
+            mask_tile = MASK + start.to(tl.int64) * smq
+        if WIDE:
+            n = n.to(tl.int64)
+            mask_rows = mask_rows.to(tl.int64)
         p, _, dqk = score_gradient(
-            s, dp, base[None, :], delta[None, :], b, h, i[None, :], j[:, None], inside[None, :], MASK, mask_rows, smk,
-            end, offset, left, right, factor, cap, keep, keep_scale,
-            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE,
+            s, dp, base[None, :], delta[None, :], i[None, :], n, first, inside[None, :],
+            mask_tile, mask_rows * smq, smk, seq_k, end, offset, left, right,
+            factor, cap, keep, keep_scale,
+            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
         dk = product(rounded(dqk, q.dtype), q, dk)
@@ -193,15 +203,17 @@ def key_gradients(
             q_head = Q + b64 * sqb + h64 * sqh
             do_head = DO + b64 * sdb + h64 * sdh
         rows_at = (b64 * heads_q + h64) * padded
-        mask_head = b64 * smb + h64 * smh
+        mask_head = MASK
+        if MASKED:
+            mask_head = MASK + (b64 * smb + h64 * smh)
         tiles_at = TILES
         if LISTED:
             where = b64 * stb + h * sth + tile * stt
             tiles_at = TILES + where * tiles_q
             begin = 0
-            mixed_end = tl.load(COUNTS + where * 2)
-            last_full = tiles_q
-            first_full = tiles_q - tl.load(COUNTS + where * 2 + 1)
+            mixed_end = tl.load(COUNTS + where * 3)
+            first_full = tl.load(COUNTS + where * 3 + 1)
+            last_full = tl.load(COUNTS + where * 3 + 2)
         for part in tl.static_range(3):  # tiles with an edge before, those that see every key, tiles with an edge after
             t0, t1 = begin, first_full
             if part == 0 and MASKED:
@@ -216,11 +228,11 @@ def key_gradients(
                 or (part == 2 and HAS_LEFT and not MASKED)
             ):
                 dk, dv = _over_queries(
-                    dk, dv, k, v, j, b, h, q_head, do_head, BASE + rows_at, DELTA + rows_at, MASK, tiles_at,
-                    sql, sqd, sdl, sdd, mask_head, smq, smk, t0, t1, seq_q, end, offset, left, right, dim, dim_v,
+                    dk, dv, k, v, first, b, h, q_head, do_head, BASE + rows_at, DELTA + rows_at, mask_head, tiles_at,
+                    sql, sqd, sdl, sdd, smq, smk, t0, t1, seq_q, seq_k, end, offset, left, right, dim, dim_v,
                     factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV, EVEN_Q,
                     BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                    HAS_LEFT, HAS_RIGHT, LISTED, part != 1, TMA, WIDE,
+                    HAS_LEFT, HAS_RIGHT, LISTED and part != 1, part != 1, not EVEN_K, TMA, WIDE,
                 )  # fmt: skip
     inside = j < seq_k
     kept_rows = exists[:, None]
@@ -234,20 +246,19 @@ def key_gradients(
 @triton.jit
 def _over_keys(
     dq, q, do, base, delta, i, h, inside, b, head, K, V, MASK, TILES,
-    skl, skd, svl, svd, mask_rows, smk, t0, t1, end, offset, left, right, dim, dim_v,
+    skl, skd, svl, svd, mask_rows, smk, t0, t1, seq_k, end, offset, left, right, dim, dim_v,
     factor, cap, seed_low, seed_high, threshold, keep_scale,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr,
-    EDGE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    EDGE: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add what the key tiles ``t0`` to ``t1`` give to dQ."""
     for t in tl.range(t0, t1):
         start = t * BLOCK_N
         if LISTED:
             start = tl.load(TILES + t) * BLOCK_N
-        j = start + tl.arange(0, BLOCK_N)
         k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, EDGE, HAS_LENGTHS, TMA, WIDE)
         v = tile_of(V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, EDGE, False, TMA, WIDE)
         s = product(q, tl.trans(k))
@@ -255,9 +266,13 @@ def _over_keys(
         keep = True
         if DROPOUT:
             keep = kept(b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
+        n = tl.arange(0, BLOCK_N)[None, :]
+        if WIDE:
+            n = n.to(tl.int64)
         _, _, dqk = score_gradient(
-            s, dp, base, delta, b, h, i, j[None, :], inside, MASK, mask_rows, smk, end, offset, left, right,
-            factor, cap, keep, keep_scale, FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE,
+            s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
+            factor, cap, keep, keep_scale,
+            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
     return dq
@@ -308,19 +323,20 @@ def query_gradient(
     first_full = full_lo // BLOCK_N
     last_full = full_hi // BLOCK_N
     if LISTED:
-        tiles_k = tl.cdiv(seq_k, BLOCK_N)
         where = b64 * stb + h * sth + tile * stt
-        TILES += where * tiles_k
+        TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
-        mixed_end = tl.load(COUNTS + where * 2)
-        last_full = tiles_k
-        first_full = tiles_k - tl.load(COUNTS + where * 2 + 1)
+        mixed_end = tl.load(COUNTS + where * 3)
+        first_full = tl.load(COUNTS + where * 3 + 1)
+        last_full = tl.load(COUNTS + where * 3 + 2)
     k_head = K
     v_head = V
     if not TMA:
         k_head = K + b64 * skb + head.to(tl.int64) * skh
         v_head = V + b64 * svb + head.to(tl.int64) * svh
-    mask_rows = (b64 * smb + h64 * smh + i64 * smq)[:, None]
+    if MASK_KIND != NO_MASK:
+        MASK += b64 * smb + h64 * smh + first.to(tl.int64) * smq
+    mask_rows = ((i64 if WIDE else i) - first)[:, None] * smq
     hs = (h + tl.zeros_like(i))[:, None]
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -328,22 +344,24 @@ def query_gradient(
     for part in tl.static_range(3):  # as in the forward
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
-            t1 = mixed_end
+            t1 = mixed_end if EVEN_K else mixed_end - 1
         if part == 1:
             t0, t1 = first_full, last_full
         if part == 2:
             t0, t1 = last_full, mixed_end
+        if part == 2 and MASKED:
+            t0 = tl.maximum(mixed_end - 1, begin)
         if (
             (part == 0 and (HAS_LEFT or MASKED))
             or (part == 1 and (LISTED or not MASKED))
-            or (part == 2 and RAGGED and not MASKED)
+            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)))
         ):
             dq = _over_keys(
                 dq, q, do, base, delta, i[:, None], hs, inside[:, None], b, head, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, end, offset, left, right, dim, dim_v,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, seq_k, end, offset, left, right, dim, dim_v,
                 factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED, part != 1, TMA, WIDE,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1, part != 1, part == 2 and not EVEN_K, TMA, WIDE,
             )  # fmt: skip
     rows = (b64 * heads_q + h64) * seq_q + i64
     store_rows(DQ + (rows * dim)[:, None], dq * scale, inside, 1, dim, BLOCK_D, EVEN_D)

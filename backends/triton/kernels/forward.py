@@ -24,20 +24,19 @@ def _attend(
     acc, total, top, q, i, h, inside, b, head,
     K, V, MASK, TILES,
     skl, skd, svl, svd, mask_rows, smk,
-    t0, t1, end, offset, left, right,
+    t0, t1, seq_k, end, offset, left, right,
     factor, cap, seed_low, seed_high, threshold,
     dim, dim_v, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EDGE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    LISTED: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Take the key tiles ``t0`` to ``t1`` into the accumulator. EDGE: some positions may be hidden."""
     for t in tl.range(t0, t1):
         start = t * BLOCK_N
         if LISTED:
             start = tl.load(TILES + t) * BLOCK_N
-        j = start + tl.arange(0, BLOCK_N)
         k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, EDGE, False, TMA, WIDE)
         s = product(q, tl.trans(k))
         if not FOLD:
@@ -45,9 +44,13 @@ def _attend(
             if SOFTCAP:
                 s = tanh(s) * cap
         if EDGE:
+            n = tl.arange(0, BLOCK_N)[None, :]
+            if WIDE:
+                n = n.to(tl.int64)
             s, seen = hide(
-                s, i, j[None, :], inside, end, offset, left, right, MASK, mask_rows, smk, MASK_KIND, HAS_LEFT, HAS_RIGHT
-            )
+                s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+                MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
+            )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
         if FOLD:
             new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
@@ -145,22 +148,26 @@ def forward(
     if not TMA:
         k_head = K + b64 * skb + head_kv.to(tl.int64) * skh
         v_head = V + b64 * svb + head_kv.to(tl.int64) * svh
-    mask_rows = (b64 * smb + h_wide * smh + i_wide * smq)[:, None]
+    mask_rows = i
+    if MASK_KIND != NO_MASK:
+        MASK += b64 * smb + head.to(tl.int64) * smh
+        if PACKED or WIDE:
+            mask_rows = (h - head).to(tl.int64) * smh + i_wide * smq
+        else:  # offsets within the tile then fit 32 bits
+            MASK += first.to(tl.int64) * smq
+            mask_rows = (i - first) * smq
+    mask_rows = mask_rows[:, None]
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
-    if LISTED:  # tiles that need a mask from the front of the list, wholly visible ones from its back
-        tiles_k = tl.cdiv(seq_k, BLOCK_N)
+    first_full = full_lo // BLOCK_N
+    last_full = full_hi // BLOCK_N
+    if LISTED:  # tiles that need the mask by name, and a run of wholly visible ones
         where = b64 * stb + head * sth + tile * stt
-        TILES += where * tiles_k
-        mixed = tl.load(COUNTS + where * 2)
-        full = tl.load(COUNTS + where * 2 + 1)
+        TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
-        mixed_end = mixed
-        first_full = tiles_k - full
-        last_full = tiles_k
-    else:
-        first_full = full_lo // BLOCK_N
-        last_full = full_hi // BLOCK_N
+        mixed_end = tl.load(COUNTS + where * 3)
+        first_full = tl.load(COUNTS + where * 3 + 1)
+        last_full = tl.load(COUNTS + where * 3 + 2)
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
     for part in tl.static_range(
@@ -168,22 +175,24 @@ def forward(
     ):  # tiles with an edge before, the tiles that every row sees, tiles with an edge after
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
-            t1 = mixed_end
+            t1 = mixed_end if EVEN_K else mixed_end - 1
         if part == 1:
             t0, t1 = first_full, last_full
         if part == 2:
             t0, t1 = last_full, mixed_end
+        if part == 2 and MASKED:
+            t0 = tl.maximum(mixed_end - 1, begin)
         if (
             (part == 0 and (HAS_LEFT or MASKED))
             or (part == 1 and (LISTED or not MASKED))
-            or (part == 2 and RAGGED and not MASKED)
+            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)))
         ):
             acc, total, top = _attend(
                 acc, total, top, q, i[:, None], h[:, None], inside[:, None], b, head_kv, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, end, offset, left, right, factor, cap,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, seq_k, end, offset, left, right, factor, cap,
                 seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED,
-                part != 1, TMA, WIDE,
+                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT,
+                LISTED and part != 1, part != 1, part == 2 and not EVEN_K, TMA, WIDE,
             )  # fmt: skip
 
     empty = total == 0.0  # it saw nothing

@@ -1,7 +1,7 @@
 """attn_mask: which tiles of it hide everything, something or nothing, and the gradient of a float mask.
 
 ``classify`` looks at every tile once, positions and lengths included; ``arrange`` makes of it, for each tile of queries
-(or of keys), a list of the tiles to visit: those that need the mask from the front, wholly visible ones from the back.
+(or of keys), what to visit: the longest run of wholly visible tiles, and a list of all others that are not empty.
 """
 
 import triton
@@ -21,7 +21,7 @@ _FULL = tl.constexpr(2)
 def classify(
     MASK, LENGTHS, KINDS,
     smb, smh, smq, smk, heads, tiles_q, tiles_k, seq_q, seq_k, bottom_right, left, right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_KIND: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """KINDS (batch or 1, heads or 1, tiles_q or 1, tiles_k) as int8: nothing, something or all of a tile is visible."""
@@ -30,13 +30,18 @@ def classify(
     tile_q = pid // tiles_k % tiles_q
     h = pid // tiles_k // tiles_q % heads
     b = pid // tiles_k // tiles_q // heads
-    i = (tile_q * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)[:, None]
-    j = (tile_k * BLOCK_N).to(tl.int32) + tl.arange(0, BLOCK_N)[None, :]
+    first = (tile_q * BLOCK_M).to(tl.int32)
+    start = (tile_k * BLOCK_N).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
     end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
-    rows = b * smb + h * smh + i.to(tl.int64) * smq
+    MASK += b * smb + h * smh
     inside = i < seq_q
     zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    bias, seen = hide(zero, i, j, inside, end, offset, left, right, MASK, rows, smk, MASK_KIND, HAS_LEFT, HAS_RIGHT)
+    bias, seen = hide(
+        zero, i, n.to(tl.int64), start, inside, end, offset, left, right, MASK, i.to(tl.int64) * smq, smk, seq_k,
+        MASK_KIND, HAS_LEFT, HAS_RIGHT, not EVEN_K,
+    )  # fmt: skip
     seen = tl.broadcast_to(seen, (BLOCK_M, BLOCK_N))
     plain = seen
     if MASK_KIND == FLOAT_MASK:
@@ -46,27 +51,43 @@ def classify(
     tl.store(KINDS + pid, tl.where(every > 0, _FULL, some * _MIXED).to(tl.int8))
 
 
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
 @triton.jit(do_not_specialize=["owners", "others", "step_owner", "step_other", "step_head"])
 def arrange(KINDS, TILES, COUNTS, owners, others, step_owner, step_other, step_head, BLOCK: tl.constexpr):
-    """Lists of one owner a program: TILES (..., owners, others) and COUNTS (..., owners, 2), mixed and full."""
+    """For one owner a program: TILES (..., owners, others), and COUNTS (..., owners, 3).
+
+    COUNTS holds how many tiles the list names, and the first tile of the run and the one after it.
+    """
     pid = tl.program_id(0).to(tl.int64)
     kinds = KINDS + pid // owners * step_head + pid % owners * step_owner
-    out = TILES + pid * others
-    mixed = 0
-    full = 0
+    longest = 0
+    run_end = 0
+    gap = -1  # the last tile so far that is not full
     for first in range(0, others, BLOCK):
         t = first + tl.arange(0, BLOCK)
-        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=0)
-        is_mixed = (kind == _MIXED).to(tl.int32)
-        is_full = (kind == _FULL).to(tl.int32)
-        at_mixed = mixed + tl.cumsum(is_mixed, 0) - 1
-        at_full = others - full - tl.cumsum(is_full, 0)
-        tl.store(out + at_mixed, t, mask=is_mixed != 0)
-        tl.store(out + at_full, t, mask=is_full != 0)
-        mixed += tl.sum(is_mixed, 0)
-        full += tl.sum(is_full, 0)
-    tl.store(COUNTS + pid * 2, mixed)
-    tl.store(COUNTS + pid * 2 + 1, full)
+        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=_EMPTY)
+        gaps = tl.maximum(tl.associative_scan(tl.where(kind == _FULL, -1, t), 0, _later), gap)
+        length = t - gaps
+        here = tl.max(length, 0)
+        ends = tl.min(tl.where(length == here, t + 1, others), 0)
+        run_end = tl.where(here > longest, ends, run_end)
+        longest = tl.maximum(longest, here)
+        gap = tl.max(gaps, 0)
+    run_first = run_end - longest
+    count = 0
+    for first in range(0, others, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=_EMPTY)
+        named = ((kind != _EMPTY) & ((t < run_first) | (t >= run_end))).to(tl.int32)
+        tl.store(TILES + pid * others + count + tl.cumsum(named, 0) - 1, t, mask=named != 0)
+        count += tl.sum(named, 0)
+    tl.store(COUNTS + pid * 3, count)
+    tl.store(COUNTS + pid * 3 + 1, run_first)
+    tl.store(COUNTS + pid * 3 + 2, run_end)
 
 
 @triton.jit(
@@ -131,7 +152,8 @@ def mask_gradient(
                 rows = (b64 * heads_q + h64) * padded + i64
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
-                mask_rows = (b64 * smb + h64 * smh + i64 * smq)[:, None]
+                mask_head = MASK + b64 * smb + h64 * smh
+                mask_rows = i64[:, None] * smq
                 for tile_k in range(first_k, last_k):
                     j = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
                     j64 = j.to(tl.int64)
@@ -148,10 +170,11 @@ def mask_gradient(
                         keep = kept(
                             b64, hs, i[:, None], tile_k * BLOCK_N, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N
                         )
+                    n64 = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
-                        s, dp, base, delta, b, h, i[:, None], j[None, :], inside[:, None], MASK, mask_rows, smk,
-                        end, offset, left, right, factor, cap, keep, keep_scale,
-                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, True,
+                        s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), inside[:, None],
+                        mask_head, mask_rows, smk, seq_k, end, offset, left, right, factor, cap, keep, keep_scale,
+                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, True, True,
                     )  # fmt: skip
                     acc += ds
     out = DMASK

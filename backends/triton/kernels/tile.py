@@ -149,14 +149,21 @@ def visible(i, j, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: t
 
 @triton.jit
 def hide(
-    s, i, j, inside, end, offset, left, right, MASK, mask_rows, smk,
-    MASK_KIND: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+    MASK_KIND: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """``s`` plus a float mask, and which of it is visible. ``inside`` says which queries exist."""
+    """``s`` plus a float mask, and which of it is visible, for keys ``start + n``.
+
+    ``inside`` says which queries exist; BOUND, that the tile may reach past the last key (a test of every key keeps the
+    loads of the mask from being wide).
+    """
+    j = start + n
     seen = visible(i, j, offset, end, left, right, HAS_LEFT, HAS_RIGHT)
     if MASK_KIND != NO_MASK:
-        at = MASK + (mask_rows + j.to(tl.int64) * smk)
-        there = inside & (j < end)
+        at = MASK + start.to(tl.int64) * smk + (mask_rows + n * smk)
+        there = inside
+        if BOUND:
+            there = inside & (j < seq_k)
         if MASK_KIND == BOOL_MASK:
             seen = seen & (tl.load(at, mask=there, other=0) != 0)
         else:
