@@ -31,6 +31,8 @@ class Tile:
     keys: int
     warps: int
     stages: int
+    #: Most registers of a thread, 0 for as many as the compiler likes: fewer let more programs share an SM.
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

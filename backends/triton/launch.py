@@ -23,6 +23,8 @@ __all__ = ["Saved", "forward", "key_gradients", "mask_gradient", "on", "prepare"
 _LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
 _NO_CAP = 1e30
+#: Scores of a problem that is too small for tensor descriptors to pay.
+_FEW_SCORES = 2**18
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
 
@@ -55,7 +57,8 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     lists = None if packed or splits > 1 else listed(p, inputs, tile.queries, tile.keys)
     heads = p.heads_q // (p.group if packed else 1)
     programs = p.batch * heads * _tiles(config.rows(p), tile.queries)
-    tma = _tma(inputs.key, device) and _tma(inputs.value, device)
+    dealt = p.dropout > 0.0
+    tma = _tma(p, device, inputs.key, inputs.value, dealt=dealt)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
@@ -66,8 +69,8 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         forward_kernels.forward,
         programs * splits,
         inputs.query,
-        _described(inputs.key, tile.keys) if tma else inputs.key,
-        _described(inputs.value, tile.keys) if tma else inputs.value,
+        _described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
+        _described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
         part_out,
         part_lse,
         _bytes(inputs.attn_mask),
@@ -156,15 +159,16 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
     """Gradient of query, (B, Hq, Lq, D)."""
     tile = chosen.query_gradient
     lists = listed(p, inputs, tile.queries, tile.keys)
-    tma = _tma(inputs.key, device) and _tma(inputs.value, device)
+    dealt = p.dropout > 0.0
+    tma = _tma(p, device, inputs.key, inputs.value, dealt=dealt)
     dq = inputs.query.new_empty((p.batch, p.heads_q, p.seq_q, p.dim_qk))
     heads = p.batch * p.heads_q
     run.start(
         backward_kernels.query_gradient,
         heads * _tiles(p.seq_q, tile.queries),
         inputs.query,
-        _described(inputs.key, tile.keys) if tma else inputs.key,
-        _described(inputs.value, tile.keys) if tma else inputs.value,
+        _described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
+        _described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
         saved.grad_out,
         saved.base,
         saved.delta,
@@ -191,7 +195,7 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
     tile = chosen.key_gradients
     lists = listed(p, inputs, tile.queries, tile.keys, by_keys=True)
-    tma = _tma(inputs.query, device) and _tma(saved.grad_out, device)
+    tma = _tma(p, device, inputs.query, saved.grad_out)
     dk = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_qk))
     dv = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_v))
     heads = p.batch * p.heads_kv
@@ -330,6 +334,7 @@ def _flags(p: Problem, tile: Tile) -> dict[str, Any]:
         "HAS_RIGHT": right is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        "maxnreg": tile.registers or None,
     }
 
 
@@ -376,28 +381,38 @@ def _wide(tile: Tile, *arrays: Any) -> bool:
 # -- tensor descriptors ------------------------------------------------------------------------------------------------
 
 
-def _tma(array: Any, device: Device) -> bool:
-    """Whether ``device`` has a tensor memory accelerator that can load ``array``: it saves registers of addresses.
+def _tma(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool:
+    """Whether ``device`` is to load the arrays by tensor descriptors: that saves the registers of addresses.
 
-    It wants rows of unit stride and every other stride in steps of 16 bytes; axes of stride 0 are left to pointers.
+    A descriptor takes the host longer than a small problem takes the GPU. It wants rows of unit stride, every other
+    stride in steps of 16 bytes, and to be ``dealt`` (see ``_described``) a length in steps of 4; axes of stride 0 are
+    left to pointers.
     """
-    if (device.capability or (0, 0)) < (9, 0) or array.data_ptr() % 16:
+    if (device.capability or (0, 0)) < (9, 0) or p.batch * p.heads_q * p.seq_q * p.seq_k < _FEW_SCORES:
+        return False
+    return all(_describable(array) and (not dealt or array.shape[2] % 4 == 0) for array in arrays)
+
+
+def _describable(array: Any) -> bool:
+    if array.data_ptr() % 16 or (array.stride(3) != 1 and array.shape[3] != 1):
         return False
     size = array.element_size()
-    if array.stride(3) != 1 and array.shape[3] != 1:
-        return False
     return all(
-        length == 1 or (stride > 0 and stride * size % 16 == 0 and stride * size < 2**40)
+        length == 1 or (stride > 0 and stride * size % 16 == 0 and stride * size < 2**38)
         for length, stride in zip(array.shape[:3], array.stride()[:3], strict=True)
     )
 
 
-def _described(array: Any, rows: int) -> Any:
-    """A descriptor of all of ``array`` that loads ``rows`` rows of one head."""
+def _described(array: Any, rows: int, *, dealt: bool = False) -> Any:
+    """A descriptor of all of ``array`` that loads ``rows`` rows of one head; ``dealt`` as ``columns`` in tile.py."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    b, h, length, dim = array.shape
     step = 16 // array.element_size()
-    width = -(-array.shape[3] // step) * step
-    strides = [width if length == 1 else stride for length, stride in zip(array.shape, array.stride(), strict=True)]
-    strides[3] = 1
-    return TensorDescriptor(array, list(array.shape), strides, [1, 1, rows, block(array.shape[3])])
+    width = -(-dim // step) * step
+    by_b, by_h, by_l = (width if n == 1 else at for n, at in zip(array.shape[:3], array.stride()[:3], strict=True))
+    if dealt:
+        return TensorDescriptor(
+            array, [b, h, 4, length // 4, dim], [by_b, by_h, by_l, 4 * by_l, 1], [1, 1, 4, rows // 4, block(dim)]
+        )
+    return TensorDescriptor(array, [b, h, length, dim], [by_b, by_h, by_l, 1], [1, 1, rows, block(dim)])

@@ -10,7 +10,11 @@ import triton.language as tl
 
 from .philox import kept
 from .tile import (
+    EVERY_EDGE,
+    NO_EDGE,
     NO_MASK,
+    SOME_EDGES,
+    columns,
     extent,
     hide,
     key_range,
@@ -21,6 +25,7 @@ from .tile import (
     store_rows,
     tanh,
     tile_of,
+    visible,
     weights,
 )
 
@@ -61,38 +66,42 @@ def prepare(
 @triton.jit
 def score_gradient(
     s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
-    factor, cap, keep, keep_scale,
+    factor, cap, keep, keep_scale, hides,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """From the products q . k and dO . v of one tile, either way round: the weights after dropout, dS, and dS q . k.
 
     The last is the gradient of scale * q . k: dS itself but for softcap, which lies between it and the float mask.
+    EDGE as in the forward; with some edges, ``hides`` says whether this tile has one.
     """
     if not FOLD:
         s = s * factor
     if SOFTCAP:
         t = tanh(s)
         s = t * cap
-    if EDGE:
+    if EDGE == EVERY_EDGE:
         s, seen = hide(
             s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
             MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
         )  # fmt: skip
+        s = tl.where(seen, s, float("-inf"))
+    elif EDGE == SOME_EDGES:
+        if hides:
+            seen = visible(i, start + n, offset, end, left, right, HAS_LEFT, HAS_RIGHT)
+            s = tl.where(seen, s, float("-inf"))
     p = weights(s, base, factor, FOLD)
-    if EDGE:
-        p = tl.where(seen, p, 0.0)
     dropped = p
     if DROPOUT:
         dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
-    if EDGE:  # hidden keys may hold NaN
+    if EDGE == EVERY_EDGE:  # hidden keys may hold NaN, which 0 times it is too
         ds = tl.where(seen, ds, 0.0)
     dqk = ds
     if SOFTCAP:
         dqk = ds * (1.0 - t * t)
-        if EDGE:
+        if EDGE == EVERY_EDGE:
             dqk = tl.where(seen, dqk, 0.0)
     return dropped, ds, dqk
 
@@ -115,8 +124,10 @@ def _over_queries(
             start = tl.load(TILES + t) * BLOCK_M
         i = start + tl.arange(0, BLOCK_M)
         inside = i < seq_q
-        q = tile_of(Q, b, h, start, seq_q, sql, sqd, dim, BLOCK_M, BLOCK_D, EVEN_D, not EVEN_Q, False, TMA, WIDE)
-        do = tile_of(DO, b, h, start, seq_q, sdl, sdd, dim_v, BLOCK_M, BLOCK_DV, EVEN_DV, not EVEN_Q, False, TMA, WIDE)
+        q = tile_of(Q, b, h, start, seq_q, sql, sqd, dim, BLOCK_M, BLOCK_D, EVEN_D, not EVEN_Q, False, False, TMA, WIDE)
+        do = tile_of(
+            DO, b, h, start, seq_q, sdl, sdd, dim_v, BLOCK_M, BLOCK_DV, EVEN_DV, not EVEN_Q, False, False, TMA, WIDE
+        )
         base = tl.load(BASE + i)
         delta = tl.load(DELTA + i)
         s = product(k, tl.trans(q))
@@ -127,7 +138,7 @@ def _over_queries(
             keep = tl.trans(
                 kept(b, h + tl.zeros_like(rows), rows, first, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
             )
-        n = tl.arange(0, BLOCK_N)[:, None]
+        n = columns(BLOCK_N, DROPOUT)[:, None]
         mask_tile = MASK
         mask_rows = tl.arange(0, BLOCK_M)[None, :]
         if MASK_KIND != NO_MASK:
@@ -138,7 +149,7 @@ def _over_queries(
         p, _, dqk = score_gradient(
             s, dp, base[None, :], delta[None, :], i[None, :], n, first, inside[None, :],
             mask_tile, mask_rows * smq, smk, seq_k, end, offset, left, right,
-            factor, cap, keep, keep_scale,
+            factor, cap, keep, keep_scale, True,
             FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
@@ -175,7 +186,7 @@ def key_gradients(
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
     first = tile * BLOCK_N
-    j = first + tl.arange(0, BLOCK_N)
+    j = first + columns(BLOCK_N, DROPOUT)
     j64 = j.to(tl.int64)
     end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
     exists = j < end
@@ -214,7 +225,9 @@ def key_gradients(
             mixed_end = tl.load(COUNTS + where * 3)
             first_full = tl.load(COUNTS + where * 3 + 1)
             last_full = tl.load(COUNTS + where * 3 + 2)
-        for part in tl.static_range(3):  # tiles with an edge before, those that see every key, tiles with an edge after
+        for part in tl.static_range(
+            3
+        ):  # tiles with an edge before, the run that sees every key, tiles with an edge after
             t0, t1 = begin, first_full
             if part == 0 and MASKED:
                 t1 = mixed_end
@@ -229,10 +242,11 @@ def key_gradients(
             ):
                 dk, dv = _over_queries(
                     dk, dv, k, v, first, b, h, q_head, do_head, BASE + rows_at, DELTA + rows_at, mask_head, tiles_at,
-                    sql, sqd, sdl, sdd, smq, smk, t0, t1, seq_q, seq_k, end, offset, left, right, dim, dim_v,
-                    factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV, EVEN_Q,
+                    sql, sqd, sdl, sdd, smq, smk, t0, t1, seq_q, seq_k, end, offset, left, right,
+                    dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV, EVEN_Q,
                     BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                    HAS_LEFT, HAS_RIGHT, LISTED and part != 1, part != 1, not EVEN_K, TMA, WIDE,
+                    HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
+                    EVERY_EDGE if part != 1 else NO_EDGE, not EVEN_K, TMA, WIDE,
                 )  # fmt: skip
     inside = j < seq_k
     kept_rows = exists[:, None]
@@ -246,32 +260,36 @@ def key_gradients(
 @triton.jit
 def _over_keys(
     dq, q, do, base, delta, i, h, inside, b, head, K, V, MASK, TILES,
-    skl, skd, svl, svd, mask_rows, smk, t0, t1, seq_k, end, offset, left, right, dim, dim_v,
+    skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full, seq_k, end, offset, left, right, dim, dim_v,
     factor, cap, seed_low, seed_high, threshold, keep_scale,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr,
-    EDGE: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    EDGE: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add what the key tiles ``t0`` to ``t1`` give to dQ."""
     for t in tl.range(t0, t1):
         start = t * BLOCK_N
         if LISTED:
             start = tl.load(TILES + t) * BLOCK_N
-        k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, EDGE, HAS_LENGTHS, TMA, WIDE)
-        v = tile_of(V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, EDGE, False, TMA, WIDE)
+        k = tile_of(
+            K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
+        )
+        v = tile_of(
+            V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, ENDS, False, DROPOUT, TMA, WIDE
+        )
         s = product(q, tl.trans(k))
         dp = product(do, tl.trans(v))
         keep = True
         if DROPOUT:
             keep = kept(b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
-        n = tl.arange(0, BLOCK_N)[None, :]
+        n = columns(BLOCK_N, DROPOUT)[None, :]
         if WIDE:
             n = n.to(tl.int64)
         _, _, dqk = score_gradient(
             s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
-            factor, cap, keep, keep_scale,
+            factor, cap, keep, keep_scale, (t < first_full) | (t >= last_full),
             FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
@@ -341,27 +359,33 @@ def query_gradient(
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
+    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
     for part in tl.static_range(3):  # as in the forward
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
             t1 = mixed_end if EVEN_K else mixed_end - 1
         if part == 1:
             t0, t1 = first_full, last_full
+        if part == 1 and ONE_LOOP:
+            t0, t1 = begin, mixed_end
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
         if (
-            (part == 0 and (HAS_LEFT or MASKED))
+            (part == 0 and (HAS_LEFT or MASKED) and not ONE_LOOP)
             or (part == 1 and (LISTED or not MASKED))
-            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)))
+            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)) and not ONE_LOOP)
         ):
             dq = _over_keys(
                 dq, q, do, base, delta, i[:, None], hs, inside[:, None], b, head, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, seq_k, end, offset, left, right, dim, dim_v,
-                factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full, seq_k, end, offset, left, right,
+                dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1, part != 1, part == 2 and not EVEN_K, TMA, WIDE,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
+                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
+                part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
+                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip
     rows = (b64 * heads_q + h64) * seq_q + i64
     store_rows(DQ + (rows * dim)[:, None], dq * scale, inside, 1, dim, BLOCK_D, EVEN_D)

@@ -10,7 +10,24 @@ import triton
 import triton.language as tl
 
 from .philox import kept
-from .tile import LN2, LOG2E, NO_MASK, extent, hide, key_range, load_rows, product, rounded, store_rows, tanh, tile_of
+from .tile import (
+    EVERY_EDGE,
+    LN2,
+    LOG2E,
+    NO_EDGE,
+    NO_MASK,
+    SOME_EDGES,
+    columns,
+    extent,
+    hide,
+    key_range,
+    load_rows,
+    product,
+    rounded,
+    store_rows,
+    tanh,
+    tile_of,
+)
 
 #: Integers whose value is not worth a kernel of its own.
 _RUNTIME = [
@@ -24,40 +41,51 @@ def _attend(
     acc, total, top, q, i, h, inside, b, head,
     K, V, MASK, TILES,
     skl, skd, svl, svd, mask_rows, smk,
-    t0, t1, seq_k, end, offset, left, right,
+    t0, t1, first_full, last_full, seq_k, end, offset, left, right,
     factor, cap, seed_low, seed_high, threshold,
     dim, dim_v, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    LISTED: tl.constexpr, EDGE: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Take the key tiles ``t0`` to ``t1`` into the accumulator. EDGE: some positions may be hidden."""
+    """Take the key tiles ``t0`` to ``t1`` into the accumulator.
+
+    EDGE says which may hide positions: none, every, or those outside ``first_full`` to ``last_full``; ENDS, that keys
+    may end within a tile, and BOUND, that the arrays do.
+    """
     for t in tl.range(t0, t1):
         start = t * BLOCK_N
         if LISTED:
             start = tl.load(TILES + t) * BLOCK_N
-        k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, EDGE, False, TMA, WIDE)
+        k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, False, DROPOUT, TMA, WIDE)
         s = product(q, tl.trans(k))
         if not FOLD:
             s = s * factor
             if SOFTCAP:
                 s = tanh(s) * cap
-        if EDGE:
-            n = tl.arange(0, BLOCK_N)[None, :]
-            if WIDE:
-                n = n.to(tl.int64)
-            s, seen = hide(
-                s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-                MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
-            )  # fmt: skip
-            s = tl.where(seen, s, float("-inf"))
+        if EDGE != NO_EDGE:
+            hides = True
+            if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
+                hides = (t < first_full) | (t >= last_full)
+            if hides:
+                n = columns(BLOCK_N, DROPOUT)[None, :]
+                if WIDE:
+                    n = n.to(tl.int64)
+                s, seen = hide(
+                    s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+                    MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
+                )  # fmt: skip
+                s = tl.where(seen, s, float("-inf"))
         if FOLD:
             new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
         else:
             new_top = tl.maximum(top, tl.max(s, 1))
         base = new_top
-        if EDGE:  # a row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0
+        if (
+            EDGE != NO_EDGE
+        ):  # a row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         if FOLD:
             p = tl.exp2(s * factor - (base * LOG2E)[:, None])
@@ -68,7 +96,9 @@ def _attend(
         acc = acc * rescale[:, None]
         if DROPOUT:
             p = tl.where(kept(b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N), p, 0.0)
-        v = tile_of(V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, EDGE, HAS_LENGTHS, TMA, WIDE)
+        v = tile_of(
+            V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
+        )
         acc = product(rounded(p, v.dtype), v, acc)
         top = new_top
     return acc, total, top
@@ -170,29 +200,33 @@ def forward(
         last_full = tl.load(COUNTS + where * 3 + 2)
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
-    for part in tl.static_range(
-        3
-    ):  # tiles with an edge before, the tiles that every row sees, tiles with an edge after
+    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
+    for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
             t1 = mixed_end if EVEN_K else mixed_end - 1
         if part == 1:
             t0, t1 = first_full, last_full
+        if part == 1 and ONE_LOOP:
+            t0, t1 = begin, mixed_end
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
         if (
-            (part == 0 and (HAS_LEFT or MASKED))
+            (part == 0 and (HAS_LEFT or MASKED) and not ONE_LOOP)
             or (part == 1 and (LISTED or not MASKED))
-            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)))
+            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
                 acc, total, top, q, i[:, None], h[:, None], inside[:, None], b, head_kv, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, seq_k, end, offset, left, right, factor, cap,
-                seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full, seq_k, end, offset, left, right,
+                factor, cap, seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                 FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT,
-                LISTED and part != 1, part != 1, part == 2 and not EVEN_K, TMA, WIDE,
+                LISTED and part != 1, EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
+                part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
+                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip
 
     empty = total == 0.0  # it saw nothing

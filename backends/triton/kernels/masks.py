@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .backward import score_gradient
 from .philox import kept
-from .tile import FLOAT_MASK, extent, hide, load_rows, product, rounded
+from .tile import EVERY_EDGE, FLOAT_MASK, columns, extent, hide, load_rows, product, rounded
 
 #: What is known of a tile.
 _EMPTY = tl.constexpr(0)
@@ -155,7 +155,8 @@ def mask_gradient(
                 mask_head = MASK + b64 * smb + h64 * smh
                 mask_rows = i64[:, None] * smq
                 for tile_k in range(first_k, last_k):
-                    j = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
+                    n = columns(BLOCK_N, DROPOUT)
+                    j = tile_k * BLOCK_N + n
                     j64 = j.to(tl.int64)
                     there = j < end
                     k = load_rows(K + (b64 * skb + head64 * skh + j64 * skl)[:, None], there, skd, dim, BLOCK_D, EVEN_D)
@@ -170,11 +171,11 @@ def mask_gradient(
                         keep = kept(
                             b64, hs, i[:, None], tile_k * BLOCK_N, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N
                         )
-                    n64 = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+                    n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
                         s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), inside[:, None],
-                        mask_head, mask_rows, smk, seq_k, end, offset, left, right, factor, cap, keep, keep_scale,
-                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, True, True,
+                        mask_head, mask_rows, smk, seq_k, end, offset, left, right, factor, cap, keep, keep_scale, True,
+                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EVERY_EDGE, True,
                     )  # fmt: skip
                     acc += ds
     out = DMASK
@@ -192,7 +193,7 @@ def mask_gradient(
         mask_batch = 0
     out += (tl.cast(mask_batch, tl.int64) * mask_heads + mask_head) * rows_out * keys_out
     i = first_q * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = first_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = first_k * BLOCK_N + columns(BLOCK_N, DROPOUT)
     if OVER_Q and OVER_K:
         tl.store(out, rounded(tl.sum(tl.sum(acc, 1), 0), DMASK.dtype.element_ty))
     elif OVER_Q:

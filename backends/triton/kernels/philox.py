@@ -31,15 +31,14 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def kept(b, h, i, first, seed_low, seed_high, threshold, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Which weights of a tile (ROWS, KEYS) stay, as bool; ``h`` and ``i`` are (ROWS, 1), ``first`` is the first key."""
+    """Which weights of a tile (ROWS, KEYS) stay, its keys dealt as ``tile.columns`` says; ``h`` and ``i`` are (ROWS, 1).
+
+    ``first`` is the first key of the tile, a multiple of 4.
+    """
     block = (first // 4 + tl.arange(0, KEYS // 4))[None, :].to(tl.uint32)
-    a, b_, c, d = philox(block, i.to(tl.uint32), h.to(tl.uint32), b.to(tl.uint32), seed_low, seed_high)
+    w0, w1, w2, w3 = philox(block, i.to(tl.uint32), h.to(tl.uint32), b.to(tl.uint32), seed_low, seed_high)
     shape: tl.constexpr = (ROWS, KEYS // 4)
-    a, b_, c, d = (
-        tl.broadcast_to(a >= threshold, shape).to(tl.int8),
-        tl.broadcast_to(b_ >= threshold, shape).to(tl.int8),
-        tl.broadcast_to(c >= threshold, shape).to(tl.int8),
-        tl.broadcast_to(d >= threshold, shape).to(tl.int8),
-    )
-    words = tl.join(tl.join(a, c), tl.join(b_, d))
-    return tl.reshape(words, (ROWS, KEYS)) != 0
+    w0, w1 = tl.broadcast_to(w0, shape), tl.broadcast_to(w1, shape)
+    w2, w3 = tl.broadcast_to(w2, shape), tl.broadcast_to(w3, shape)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(tl.permute(words, (0, 2, 3, 1)), (ROWS, KEYS)) >= threshold

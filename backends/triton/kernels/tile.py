@@ -13,6 +13,11 @@ NO_MASK = tl.constexpr(0)
 BOOL_MASK = tl.constexpr(1)
 FLOAT_MASK = tl.constexpr(2)
 
+#: Which tiles of a loop may hold hidden positions.
+NO_EDGE = tl.constexpr(0)
+EVERY_EDGE = tl.constexpr(1)
+SOME_EDGES = tl.constexpr(2)
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -85,6 +90,19 @@ def query_range(
 
 
 @triton.jit
+def columns(BLOCK: tl.constexpr, DEALT: tl.constexpr):
+    """Which key of its tile each column is. DEALT, as dropout wants it: keys 0, 4, 8, ... then 1, 5, 9, ... and so on.
+
+    Philox makes the numbers of four neighbouring keys at once. Dealt like cards, the four lie a quarter of a tile
+    apart, where one thread holds them all; the order of keys within a tile changes nothing else.
+    """
+    n = tl.arange(0, BLOCK)
+    if DEALT:
+        n = n % (BLOCK // 4) * 4 + n // (BLOCK // 4)
+    return n
+
+
+@triton.jit
 def load_rows(rows, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
     """The rows that ``rows`` (n, 1) points at, where ``inside`` (n,); 0 elsewhere and beyond ``dim``."""
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -108,16 +126,20 @@ def store_rows(rows, tile, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.
 def tile_of(
     AT, b, head, start, end, stride, step, dim,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_D: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``start`` to ``start + BLOCK`` of a (batch, heads, L, dim) array, 0 beyond ``dim``.
+    """Rows ``start`` to ``start + BLOCK`` of a (batch, heads, L, dim) array, 0 beyond ``dim``; DEALT as ``columns``.
 
     ``AT`` is a tensor descriptor of all of it (TMA), which reads 0 beyond L, or points at the head's first element, and
     is read up to ``end`` at an EDGE. CLEAN: what lies beyond ``end`` is 0 either way, be it NaN in memory.
     """
-    n = tl.arange(0, BLOCK)
+    n = columns(BLOCK, DEALT)
     if TMA:
-        tile = tl.reshape(AT.load([b, head, start, 0]), (BLOCK, BLOCK_D))
+        if DEALT:  # the descriptor's L is split into (4, L / 4)
+            tile = tl.reshape(AT.load([b, head, 0, start // 4, 0]), (BLOCK, BLOCK_D))
+        else:
+            tile = tl.reshape(AT.load([b, head, start, 0]), (BLOCK, BLOCK_D))
         if EDGE and CLEAN:
             tile = tl.where((start + n < end)[:, None], tile, 0.0)
     else:
