@@ -62,10 +62,10 @@ def launches(problem: Problem, device: Device, *, far: bool = False) -> list[Lau
 
     ``far``: the rows of every operand lie so far apart that offsets take 64 bits.
     """
+    import torch
+
     from . import config, run
     from .kernel import TritonKernel
-
-    import torch
 
     kernel = TritonKernel(problem, device, next(config.configs(problem, device)))
     inputs = _inputs(problem, far)

@@ -93,18 +93,27 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         small = Tile(32, 32, 4, 1) if wide <= 64 else Tile(32, 32, 8, 1)
         chosen = TritonConfig(small, small, small)
     elif wide <= 64:
-        chosen = TritonConfig(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
+        # TFLOP/s of the forward, full and causal: 441, 390 with 64 x 128 at S 4096 against 415, 389 with 128 x 64.
+        short = problem.positional and problem.seq_k <= 2048
+        forward = Tile(64, 64, 4, 2) if short else Tile(64, 128, 4, 2)
+        chosen = TritonConfig(forward, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
     elif wide <= 128:
-        # Two tiles of 64 queries in flight for full attention; the second loop of a causal one has no registers left
-        # for them, and three of 32 are faster (608 against 286 TFLOP/s at S 16,384).
+        # Two programs of 128 x 64 an SM: 542 TFLOP/s at S 4096 against 475 with 64 x 64; under a causal mask, whose
+        # programs are short, 421 against 455, and the longer ones of S 16,384 again 517 against 458.
+        short = problem.positional and problem.seq_k <= 8192
+        forward = Tile(64, 64, 4, 3) if short else Tile(128, 64, 4, 2)
+        # Of dK and dV, two tiles of 64 queries in flight for full attention; the second loop of a causal one has no
+        # registers left for them, and three of 32 are faster (608 against 286 TFLOP/s at S 16,384).
         keys = Tile(32, 64, 4, 3) if problem.positional else Tile(64, 64, 4, 2)
-        chosen = TritonConfig(Tile(128, 64, 4, 2), keys, Tile(128, 64, 8, 3))
+        chosen = TritonConfig(forward, keys, Tile(128, 64, 8, 3))
     else:
         chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))
+    if problem.dropout and problem.dtype != "float32":  # Philox wants registers: 515 us against 1566 with 128 x 64
+        chosen = replace(chosen, forward=Tile(64, 64, 4, 2))
     few = rows(problem)
-    if few <= 64:
+    if few <= 64:  # four tiles of keys in flight stream at the memory's speed
         height = max(16, 1 << (max(few, 1) - 1).bit_length())
-        chosen = replace(chosen, forward=Tile(height, 32 if problem.dtype == "float32" else 64, 4, 3))
+        chosen = replace(chosen, forward=Tile(height, 32 if problem.dtype == "float32" else 64, 4, 4))
     chosen = TritonConfig(
         _shrunk(chosen.forward, problem, device, _forward_rows),
         _shrunk(chosen.key_gradients, problem, device, _key_gradient_rows),
@@ -116,8 +125,7 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
 def splits(problem: Problem, device: Device, tile: Tile) -> int:
     """Among how many programs the keys of one tile of queries are split, so that every SM has work.
 
-    Four programs an SM keep enough loads in flight to stream keys at the memory's speed; a split holds at least two
-    tiles of keys.
+    One program an SM streams keys at 92 % of the memory's speed, two at 89 %; a split holds at least two tiles of keys.
     """
     heads = problem.heads_q // (problem.group if packs(problem) else 1)
     programs = problem.batch * heads * -(-rows(problem) // tile.queries)
@@ -125,10 +133,7 @@ def splits(problem: Problem, device: Device, tile: Tile) -> int:
         # The interpreter splits where it can, since that is what it is there to check.
         return 2 if device.kind == "cpu" and programs and problem.seq_q <= 4 and problem.seq_k > 2 * tile.keys else 1
     sms = device.sms or 64
-    if programs >= 2 * sms:
-        return 1
-    most = problem.seq_k // (2 * tile.keys)
-    return max(1, min(4 * sms // programs, most, MOST_SPLITS))
+    return max(1, min(sms // programs, problem.seq_k // (2 * tile.keys), MOST_SPLITS))
 
 
 def heads_a_section(problem: Problem, *, queries: bool) -> int:

@@ -59,6 +59,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     programs = p.batch * heads * _tiles(config.rows(p), tile.queries)
     dealt = p.dropout > 0.0
     tma = _tma(p, device, inputs.key, inputs.value, dealt=dealt)
+    overlap = splits > 1 and (device.capability or (0, 0)) >= (9, 0)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
@@ -100,6 +101,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         TMA=tma,
         WIDE=_wide(tile, inputs.key, inputs.value, inputs.attn_mask),
         LISTED=lists is not None,
+        OVERLAP=overlap,
         **_flags(p, tile),
     )
     if splits > 1:
@@ -120,7 +122,9 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
             MOST_SPLITS=MOST_SPLITS,
             BLOCK_S=16,
             BLOCK_DV=block(p.dim_v),
+            OVERLAP=overlap,
             num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
         )
 
 

@@ -61,7 +61,7 @@ def _parts(kernel: Any) -> tuple[int, int]:
 
 
 def _kind(array: Any) -> Any:
-    """What of an array a kernel is compiled for: its type, whether its address suits wide loads, a descriptor's tile."""
+    """What a kernel is compiled for: the array's type, whether its address suits wide loads, a descriptor's tile."""
     if array is None:
         return None
     if isinstance(array, torch.Tensor):

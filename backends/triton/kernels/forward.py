@@ -9,7 +9,7 @@ folded into exp2; elsewhere scores are in natural units.
 import triton
 import triton.language as tl
 
-from .philox import kept
+from .philox import drop
 from .tile import (
     EVERY_EDGE,
     LN2,
@@ -20,12 +20,14 @@ from .tile import (
     columns,
     extent,
     hide,
+    is_edge,
     key_range,
     load_rows,
     product,
     rounded,
     store_rows,
     tanh,
+    tile_at,
     tile_of,
 )
 
@@ -56,9 +58,7 @@ def _attend(
     may end within a tile, and BOUND, that the arrays do.
     """
     for t in tl.range(t0, t1):
-        start = t * BLOCK_N
-        if LISTED:
-            start = tl.load(TILES + t) * BLOCK_N
+        start = tile_at(TILES, t, first_full, last_full, LISTED) * BLOCK_N
         k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, False, DROPOUT, TMA, WIDE)
         s = product(q, tl.trans(k))
         if not FOLD:
@@ -68,7 +68,7 @@ def _attend(
         if EDGE != NO_EDGE:
             hides = True
             if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
-                hides = (t < first_full) | (t >= last_full)
+                hides = is_edge(t, first_full, last_full, LISTED)
             if hides:
                 n = columns(BLOCK_N, DROPOUT)[None, :]
                 if WIDE:
@@ -95,7 +95,7 @@ def _attend(
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if DROPOUT:
-            p = tl.where(kept(b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N), p, 0.0)
+            p = drop(p, b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
         v = tile_of(
             V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
         )
@@ -115,13 +115,15 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or of the partial results of each split.
 
     The grid is one axis: splits fastest, then the heads of a section, then the tiles of rows from the last, which is
     the longest under a causal mask, to the first, then sections (of as many heads as share the L2).
     """
+    if OVERLAP:  # ``merge`` may begin, up to where it waits
+        tl.extra.cuda.gdc_launch_dependents()
     pack = 1
     if PACKED:
         pack = group
@@ -200,7 +202,9 @@ def forward(
         last_full = tl.load(COUNTS + where * 3 + 2)
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
-    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
+    # One loop keeps its loads coming over both. But the values past a sequence's length must be cleared, which must not
+    # cost the tiles within it; and pointers, past the last key, need tests.
+    ONE_LOOP: tl.constexpr = (LISTED or (not MASKED and (HAS_LEFT or RAGGED))) and not HAS_LENGTHS and (TMA or EVEN_K)
     for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
@@ -209,6 +213,8 @@ def forward(
             t0, t1 = first_full, last_full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
+        if part == 1 and ONE_LOOP and LISTED:
+            t1 = mixed_end + last_full - first_full
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
@@ -220,13 +226,14 @@ def forward(
         ):
             acc, total, top = _attend(
                 acc, total, top, q, i[:, None], h[:, None], inside[:, None], b, head_kv, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full, seq_k, end, offset, left, right,
-                factor, cap, seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full if ONE_LOOP else 0, last_full if ONE_LOOP else 0,
+                seq_k, end, offset, left, right, factor, cap, seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT, HAS_LENGTHS, HAS_LEFT, HAS_RIGHT,
-                LISTED and part != 1, EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
+                FOLD, SOFTCAP, NO_MASK if part == 1 and not ONE_LOOP else MASK_KIND, DROPOUT,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and (part != 1 or ONE_LOOP),
+                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
                 part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
-                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
+                not EVEN_K and ((part != 1 and (part == 2 or not MASKED)) or (ONE_LOOP and LISTED)), TMA, WIDE,
             )  # fmt: skip
 
     empty = total == 0.0  # it saw nothing
@@ -243,11 +250,13 @@ def merge(
     PARTS, LSES, OUT, LSE,
     sob, soh, sol,
     heads, seq_q, rows, splits, dim_v,
-    MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of the output from those of all splits, each weighed by exp(its lse - the lse of all)."""
     row = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     every = tl.arange(0, MOST_SPLITS)
     lses = tl.load(LSES + every.to(tl.int64) * rows + row, mask=every < splits, other=float("-inf"))
     top = tl.max(lses, 0)
