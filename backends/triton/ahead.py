@@ -27,7 +27,7 @@ __all__ = ["Build", "Launch", "build", "builds", "launches", "pool"]
 #: Matrix instructions of PTX, by the names that they go by.
 _PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 #: Elements from row to row that take the offsets of a tile past 32 bits.
-_FAR = 2**27
+_FAR = 2**26
 
 
 class Launch(NamedTuple):
@@ -146,9 +146,9 @@ def _stand_in(shape: tuple[int, ...], dtype: str, memory: Memory, far: bool) -> 
     row = shape[3]
     if memory.align < 16:  # an odd number of the least step
         row += -row % 16 + max(1, memory.align // DTYPES.get(dtype, 1))
-    if far:
-        row += _FAR
     strides = [shape[1] * shape[2] * row, shape[2] * row, row, 1]
+    if far:  # the heads of all batches between one row and the next, as where the sequence is the first axis
+        strides = [shape[1] * row, row, _FAR, 1]
     if memory.strided:
         strides = [2 * stride for stride in strides]
     if memory.expanded:

@@ -90,8 +90,9 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         return TritonConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
     wide = max(block(problem.dim_qk), block(problem.dim_v))
     if problem.dtype == "float32":
-        small = Tile(32, 32, 4, 1) if wide <= 64 else Tile(32, 32, 8, 1)
-        chosen = TritonConfig(small, small, small)
+        # IEEE products run on the ordinary units, out of registers: two stages of loads are a quarter faster than one.
+        small = Tile(32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 8, 1)
+        chosen = TritonConfig(Tile(32, 32, 2, 1) if wide <= 64 else small, small, small)
     elif wide <= 64:
         # TFLOP/s of the forward, full and causal: 441, 390 with 64 x 128 at S 4096 against 415, 389 with 128 x 64.
         short = problem.positional and problem.seq_k <= 2048
@@ -107,9 +108,10 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         keys = Tile(32, 64, 4, 3) if problem.positional else Tile(64, 64, 4, 2)
         chosen = TritonConfig(forward, keys, Tile(128, 64, 8, 3))
     else:
-        chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))
-    if problem.dropout and problem.dtype != "float32":  # Philox wants registers: 515 us against 1566 with 128 x 64
-        chosen = replace(chosen, forward=Tile(64, 64, 4, 2))
+        # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.
+        chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2))
+    if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
+        chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 520 us against 1566 with 128 x 64
     few = rows(problem)
     if few <= 64:  # four tiles of keys in flight stream at the memory's speed
         height = max(16, 1 << (max(few, 1) - 1).bit_length())

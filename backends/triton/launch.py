@@ -24,7 +24,7 @@ _LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
 _NO_CAP = 1e30
 #: Scores of a problem that is too small for tensor descriptors to pay.
-_FEW_SCORES = 2**18
+_FEW_SCORES = 2**20
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
 

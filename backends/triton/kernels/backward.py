@@ -17,7 +17,6 @@ from .tile import (
     columns,
     extent,
     hide,
-    is_edge,
     key_range,
     load_rows,
     product,
@@ -25,8 +24,8 @@ from .tile import (
     rounded,
     store_rows,
     tanh,
-    tile_at,
     tile_of,
+    visible,
     weights,
 )
 
@@ -87,13 +86,9 @@ def score_gradient(
             MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
         )  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
-    elif EDGE == SOME_EDGES:  # a branch at run time, in a branch at compile time
-        if hides:  # noqa: SIM102
-            s, seen = hide(
-                s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-                MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
-            )  # fmt: skip
-            s = tl.where(seen, s, float("-inf"))
+    if EDGE == SOME_EDGES and hides:
+        seen = visible(i, start + n, offset, end, left, right, HAS_LEFT, HAS_RIGHT)
+        s = tl.where(seen, s, float("-inf"))
     p = weights(s, base, factor, FOLD)
     dropped = p
     if DROPOUT:
@@ -274,7 +269,9 @@ def _over_keys(
 ):  # fmt: skip
     """Add what the key tiles ``t0`` to ``t1`` give to dQ."""
     for t in tl.range(t0, t1):
-        start = tile_at(TILES, t, first_full, last_full, LISTED) * BLOCK_N
+        start = t * BLOCK_N
+        if LISTED:
+            start = tl.load(TILES + t) * BLOCK_N
         k = tile_of(
             K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
         )
@@ -291,7 +288,7 @@ def _over_keys(
             n = n.to(tl.int64)
         _, _, dqk = score_gradient(
             s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
-            factor, cap, keep, keep_scale, is_edge(t, first_full, last_full, LISTED),
+            factor, cap, keep, keep_scale, (t < first_full) | (t >= last_full),
             FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
@@ -361,7 +358,7 @@ def query_gradient(
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
-    ONE_LOOP: tl.constexpr = (LISTED or (not MASKED and (HAS_LEFT or RAGGED))) and not HAS_LENGTHS and (TMA or EVEN_K)
+    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
     for part in tl.static_range(3):  # as in the forward
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
@@ -370,8 +367,6 @@ def query_gradient(
             t0, t1 = first_full, last_full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
-        if part == 1 and ONE_LOOP and LISTED:
-            t1 = mixed_end + last_full - first_full
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
@@ -383,14 +378,14 @@ def query_gradient(
         ):
             dq = _over_keys(
                 dq, q, do, base, delta, i[:, None], hs, inside[:, None], b, head, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full if ONE_LOOP else 0, last_full if ONE_LOOP else 0,
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
                 seq_k, end, offset, left, right, dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale,
                 EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                FOLD, SOFTCAP, NO_MASK if part == 1 and not ONE_LOOP else MASK_KIND, DROPOUT,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and (part != 1 or ONE_LOOP),
+                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
                 part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
-                not EVEN_K and ((part != 1 and (part == 2 or not MASKED)) or (ONE_LOOP and LISTED)), TMA, WIDE,
+                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip
     rows = (b64 * heads_q + h64) * seq_q + i64
     store_rows(DQ + (rows * dim)[:, None], dq * scale, inside, 1, dim, BLOCK_D, EVEN_D)

@@ -20,14 +20,12 @@ from .tile import (
     columns,
     extent,
     hide,
-    is_edge,
     key_range,
     load_rows,
     product,
     rounded,
     store_rows,
     tanh,
-    tile_at,
     tile_of,
 )
 
@@ -58,7 +56,9 @@ def _attend(
     may end within a tile, and BOUND, that the arrays do.
     """
     for t in tl.range(t0, t1):
-        start = tile_at(TILES, t, first_full, last_full, LISTED) * BLOCK_N
+        start = t * BLOCK_N
+        if LISTED:
+            start = tl.load(TILES + t) * BLOCK_N
         k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, False, DROPOUT, TMA, WIDE)
         s = product(q, tl.trans(k))
         if not FOLD:
@@ -68,7 +68,7 @@ def _attend(
         if EDGE != NO_EDGE:
             hides = True
             if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
-                hides = is_edge(t, first_full, last_full, LISTED)
+                hides = (t < first_full) | (t >= last_full)
             if hides:
                 n = columns(BLOCK_N, DROPOUT)[None, :]
                 if WIDE:
@@ -115,7 +115,8 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or of the partial results of each split.
 
@@ -204,7 +205,7 @@ def forward(
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
     # One loop keeps its loads coming over both. But the values past a sequence's length must be cleared, which must not
     # cost the tiles within it; and pointers, past the last key, need tests.
-    ONE_LOOP: tl.constexpr = (LISTED or (not MASKED and (HAS_LEFT or RAGGED))) and not HAS_LENGTHS and (TMA or EVEN_K)
+    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
     for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
@@ -213,8 +214,6 @@ def forward(
             t0, t1 = first_full, last_full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
-        if part == 1 and ONE_LOOP and LISTED:
-            t1 = mixed_end + last_full - first_full
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
@@ -226,14 +225,14 @@ def forward(
         ):
             acc, total, top = _attend(
                 acc, total, top, q, i[:, None], h[:, None], inside[:, None], b, head_kv, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full if ONE_LOOP else 0, last_full if ONE_LOOP else 0,
-                seq_k, end, offset, left, right, factor, cap, seed_low, seed_high, threshold, dim, dim_v, EVEN_D, EVEN_DV,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                FOLD, SOFTCAP, NO_MASK if part == 1 and not ONE_LOOP else MASK_KIND, DROPOUT,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and (part != 1 or ONE_LOOP),
+                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
+                seq_k, end, offset, left, right, factor, cap, seed_low, seed_high, threshold, dim, dim_v,
+                EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
+                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
                 part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
-                not EVEN_K and ((part != 1 and (part == 2 or not MASKED)) or (ONE_LOOP and LISTED)), TMA, WIDE,
+                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip
 
     empty = total == 0.0  # it saw nothing

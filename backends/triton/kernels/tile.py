@@ -159,27 +159,6 @@ def tile_of(
 
 
 @triton.jit
-def tile_at(TILES, t, first_full, last_full, LISTED: tl.constexpr):
-    """The tile of turn ``t`` of a loop: itself, or LISTED, the run of full tiles and then those that are named."""
-    tile = t
-    if LISTED:
-        run = last_full - first_full
-        named = tl.load(TILES + t - run, mask=t >= run, other=0)
-        tile = tl.where(t < run, first_full + t, named)
-    return tile
-
-
-@triton.jit
-def is_edge(t, first_full, last_full, LISTED: tl.constexpr):
-    """Whether the tile of turn ``t`` may hold hidden positions."""
-    if LISTED:
-        edge = t >= last_full - first_full
-    else:
-        edge = (t < first_full) | (t >= last_full)
-    return edge
-
-
-@triton.jit
 def visible(i, j, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Whether query i sees key j, by position and length."""
     seen = j < end
