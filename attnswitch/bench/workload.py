@@ -77,7 +77,7 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
         if not p.mask.is_bool:
             mask = normal(*p.mask_shape, of=getattr(torch, p.mask.dtype), letter="m")
         elif row.lengths is not None and not p.key_lengths:
-            mask = padding(torch.tensor(row.lengths, device=device), p.seq_k)
+            mask = padding(torch.tensor(row.lengths, device=device), p.seq_k).expand(p.mask_shape).contiguous()
         else:
             mask = torch.rand(p.mask_shape, device=device, generator=generator) < _VISIBLE
     lengths = None

@@ -109,7 +109,8 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         chosen = TritonConfig(forward, keys, Tile(128, 64, 8, 3))
     else:
         # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.
-        chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2))
+        stages = 2 if (device.capability or (0, 0)) < (10, 0) else 1  # where products keep more in shared memory
+        chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, stages), Tile(128, 32, 8, 2))
     if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
         chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 520 us against 1566 with 128 x 64
     few = rows(problem)

@@ -13,6 +13,7 @@ from attnswitch.problem import Problem
 
 from . import config, run
 from .config import MOST_SPLITS, Tile, TritonConfig, block
+from .descriptors import described, suits
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
 from .kernels import masks as mask_kernels
@@ -23,8 +24,6 @@ __all__ = ["Saved", "forward", "key_gradients", "mask_gradient", "on", "prepare"
 _LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
 _NO_CAP = 1e30
-#: Scores of a problem that is too small for tensor descriptors to pay.
-_FEW_SCORES = 2**20
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
 
@@ -58,20 +57,20 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     heads = p.heads_q // (p.group if packed else 1)
     programs = p.batch * heads * _tiles(config.rows(p), tile.queries)
     dealt = p.dropout > 0.0
-    tma = _tma(p, device, inputs.key, inputs.value, dealt=dealt)
+    tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
     overlap = splits > 1 and (device.capability or (0, 0)) >= (9, 0)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
-        part_lse = lse.new_empty((splits, p.batch, p.heads_q, p.seq_q))
+        part_lse = lse.new_empty((2, splits, p.batch, p.heads_q, p.seq_q))
     strides = part_out.stride()[-4:-1] if splits > 1 else out.stride()[:3]
     chunk = _tiles(p.seq_k, splits * tile.keys) * tile.keys
     run.start(
         forward_kernels.forward,
         programs * splits,
         inputs.query,
-        _described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
-        _described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
+        described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
+        described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
         part_out,
         part_lse,
         _bytes(inputs.attn_mask),
@@ -164,15 +163,15 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
     tile = chosen.query_gradient
     lists = listed(p, inputs, tile.queries, tile.keys)
     dealt = p.dropout > 0.0
-    tma = _tma(p, device, inputs.key, inputs.value, dealt=dealt)
+    tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
     dq = inputs.query.new_empty((p.batch, p.heads_q, p.seq_q, p.dim_qk))
     heads = p.batch * p.heads_q
     run.start(
         backward_kernels.query_gradient,
         heads * _tiles(p.seq_q, tile.queries),
         inputs.query,
-        _described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
-        _described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
+        described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
+        described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
         saved.grad_out,
         saved.base,
         saved.delta,
@@ -199,17 +198,17 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
     tile = chosen.key_gradients
     lists = listed(p, inputs, tile.queries, tile.keys, by_keys=True)
-    tma = _tma(p, device, inputs.query, saved.grad_out)
+    tma = suits(p, device, inputs.query, saved.grad_out)
     dk = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_qk))
     dv = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_v))
     heads = p.batch * p.heads_kv
     run.start(
         backward_kernels.key_gradients,
         heads * _tiles(p.seq_k, tile.keys),
-        _described(inputs.query, tile.queries) if tma else inputs.query,
+        described(inputs.query, tile.queries) if tma else inputs.query,
         inputs.key,
         inputs.value,
-        _described(saved.grad_out, tile.queries) if tma else saved.grad_out,
+        described(saved.grad_out, tile.queries) if tma else saved.grad_out,
         saved.base,
         saved.delta,
         _bytes(inputs.attn_mask),
@@ -380,43 +379,3 @@ def _wide(tile: Tile, *arrays: Any) -> bool:
     """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys)
     return any(x is not None and rows * x.stride(2) + 256 * x.stride(3) >= 2**31 for x in arrays)
-
-
-# -- tensor descriptors ------------------------------------------------------------------------------------------------
-
-
-def _tma(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool:
-    """Whether ``device`` is to load the arrays by tensor descriptors: that saves the registers of addresses.
-
-    A descriptor takes the host longer than a small problem takes the GPU. It wants rows of unit stride, every other
-    stride in steps of 16 bytes, and to be ``dealt`` (see ``_described``) a length in steps of 4; axes of stride 0 are
-    left to pointers.
-    """
-    if (device.capability or (0, 0)) < (9, 0) or p.batch * p.heads_q * p.seq_q * p.seq_k < _FEW_SCORES:
-        return False
-    return all(_describable(array) and (not dealt or array.shape[2] % 4 == 0) for array in arrays)
-
-
-def _describable(array: Any) -> bool:
-    if array.data_ptr() % 16 or (array.stride(3) != 1 and array.shape[3] != 1):
-        return False
-    size = array.element_size()
-    return all(
-        length == 1 or (stride > 0 and stride * size % 16 == 0 and stride * size < 2**38)
-        for length, stride in zip(array.shape[:3], array.stride()[:3], strict=True)
-    )
-
-
-def _described(array: Any, rows: int, *, dealt: bool = False) -> Any:
-    """A descriptor of all of ``array`` that loads ``rows`` rows of one head; ``dealt`` as ``columns`` in tile.py."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    b, h, length, dim = array.shape
-    step = 16 // array.element_size()
-    width = -(-dim // step) * step
-    by_b, by_h, by_l = (width if n == 1 else at for n, at in zip(array.shape[:3], array.stride()[:3], strict=True))
-    if dealt:
-        return TensorDescriptor(
-            array, [b, h, 4, length // 4, dim], [by_b, by_h, by_l, 4 * by_l, 1], [1, 1, 4, rows // 4, block(dim)]
-        )
-    return TensorDescriptor(array, [b, h, length, dim], [by_b, by_h, by_l, 1], [1, 1, rows, block(dim)])

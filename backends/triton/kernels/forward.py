@@ -118,7 +118,7 @@ def forward(
     LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or of the partial results of each split.
+    """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or what ``merge`` makes them of.
 
     The grid is one axis: splits fastest, then the heads of a section, then the tiles of rows from the last, which is
     the longest under a causal mask, to the first, then sections (of as many heads as share the L2).
@@ -235,44 +235,53 @@ def forward(
                 part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip
 
-    empty = total == 0.0  # it saw nothing
-    out = acc * (keep_scale / tl.where(empty, 1.0, total))[:, None]
-    lse = top + tl.log2(tl.where(empty, 1.0, total)) * LN2
     at64 = split * batch + b64
-    tl.store(LSE + at64 * heads_q * seq_q + h_wide * seq_q + i, lse, mask=inside)
-    o_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
-    store_rows(o_rows, out, inside, 1, dim_v, BLOCK_DV, EVEN_DV)
+    row = at64 * heads_q * seq_q + h_wide * seq_q + i
+    out_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
+    if SPLIT:  # maximum, sum and numerator, which add up exactly where the parts do
+        tl.store(LSE + row, top, mask=inside)
+        tl.store(LSE + splits.to(tl.int64) * batch * heads_q * seq_q + row, total, mask=inside)
+        out = acc * keep_scale
+    else:
+        empty = total == 0.0  # it saw nothing
+        tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2, mask=inside)
+        # An exact quotient: the mean of a power of two of equal weights is exact too.
+        out = acc * tl.div_rn(keep_scale + tl.zeros_like(total), tl.where(empty, 1.0, total))[:, None]
+    store_rows(out_rows, out, inside, 1, dim_v, BLOCK_DV, EVEN_DV)
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "rows", "splits"])
 def merge(
-    PARTS, LSES, OUT, LSE,
+    PARTS, SUMS, OUT, LSE,
     sob, soh, sol,
     heads, seq_q, rows, splits, dim_v,
     MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of the output from those of all splits, each weighed by exp(its lse - the lse of all)."""
+    """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums."""
     row = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     every = tl.arange(0, MOST_SPLITS)
-    lses = tl.load(LSES + every.to(tl.int64) * rows + row, mask=every < splits, other=float("-inf"))
-    top = tl.max(lses, 0)
+    at = every.to(tl.int64) * rows + row
+    tops = tl.load(SUMS + at, mask=every < splits, other=float("-inf"))
+    totals = tl.load(SUMS + splits.to(tl.int64) * rows + at, mask=every < splits, other=0.0)
+    top = tl.max(tops, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2((lses - base) * LOG2E), 0)
+    total = tl.sum(tl.exp2((tops - base) * LOG2E) * totals, 0)
     acc = tl.zeros((BLOCK_DV,), tl.float32)
     for first in range(0, splits, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
         at = s.to(tl.int64) * rows + row
-        weight = tl.exp2((tl.load(LSES + at, mask=s < splits, other=float("-inf")) - base) * LOG2E)
+        weight = tl.exp2((tl.load(SUMS + at, mask=s < splits, other=float("-inf")) - base) * LOG2E)
         inside = (s < splits)[:, None] & (dv < dim_v)[None, :]
         part = tl.load(PARTS + at[:, None] * dim_v + dv[None, :], mask=inside, other=0.0)
         acc += tl.sum(part * weight[:, None], 0)
     empty = total == 0.0
-    acc = acc / tl.where(empty, 1.0, total)
+    total = tl.where(empty, 1.0, total)
     b = row // (heads * seq_q)
     h = row // seq_q % heads
     i = row % seq_q
-    tl.store(OUT + b * sob + h * soh + i * sol + dv, rounded(acc, OUT.dtype.element_ty), mask=dv < dim_v)
-    tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2)
+    out = tl.div_rn(acc, total + tl.zeros_like(acc))
+    tl.store(OUT + b * sob + h * soh + i * sol + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dim_v)
+    tl.store(LSE + row, top + tl.log2(total) * LN2)

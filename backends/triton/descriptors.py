@@ -1,0 +1,52 @@
+"""Tensor descriptors, by which GPUs since Hopper load a tile without a register for each address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+from .config import block
+
+__all__ = ["described", "suits"]
+
+#: Scores of a problem that is too small for tensor descriptors to pay.
+_FEW_SCORES = 2**20
+
+
+def suits(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool:
+    """Whether ``device`` is to load the arrays by tensor descriptors: that saves the registers of addresses.
+
+    A descriptor takes the host longer than a small problem takes the GPU. It wants rows of unit stride, every other
+    stride in steps of 16 bytes, and to be ``dealt`` (see ``described``) a length in steps of 4; axes of stride 0 are
+    left to pointers.
+    """
+    if (device.capability or (0, 0)) < (9, 0) or p.batch * p.heads_q * p.seq_q * p.seq_k < _FEW_SCORES:
+        return False
+    return all(_describable(array) and (not dealt or array.shape[2] % 4 == 0) for array in arrays)
+
+
+def _describable(array: Any) -> bool:
+    if array.data_ptr() % 16 or (array.stride(3) != 1 and array.shape[3] != 1):
+        return False
+    size = array.element_size()
+    return all(
+        length == 1 or (stride > 0 and stride * size % 16 == 0 and stride * size < 2**38)
+        for length, stride in zip(array.shape[:3], array.stride()[:3], strict=True)
+    )
+
+
+def described(array: Any, rows: int, *, dealt: bool = False) -> Any:
+    """A descriptor of all of ``array`` that loads ``rows`` rows of one head; ``dealt`` as ``columns`` in tile.py."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    b, h, length, dim = array.shape
+    step = 16 // array.element_size()
+    width = -(-dim // step) * step
+    by_b, by_h, by_l = (width if n == 1 else at for n, at in zip(array.shape[:3], array.stride()[:3], strict=True))
+    if dealt:
+        return TensorDescriptor(
+            array, [b, h, 4, length // 4, dim], [by_b, by_h, by_l, 4 * by_l, 1], [1, 1, 4, rows // 4, block(dim)]
+        )
+    return TensorDescriptor(array, [b, h, length, dim], [by_b, by_h, by_l, 1], [1, 1, rows, block(dim)])
