@@ -263,9 +263,9 @@ def merge(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     every = tl.arange(0, MOST_SPLITS)
-    at = every.to(tl.int64) * rows + row
-    tops = tl.load(SUMS + at, mask=every < splits, other=float("-inf"))
-    totals = tl.load(SUMS + splits.to(tl.int64) * rows + at, mask=every < splits, other=0.0)
+    found = SUMS + every.to(tl.int64) * rows + row
+    tops = tl.load(found, mask=every < splits, other=float("-inf"))
+    totals = tl.load(found + splits.to(tl.int64) * rows, mask=every < splits, other=0.0)
     top = tl.max(tops, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((tops - base) * LOG2E) * totals, 0)
