@@ -146,7 +146,8 @@ class _Output:
             limits=self.limits,
             budget=self.budget,
             environment=environment(),
-            command=shlex.join(["attnswitch", *sys.argv[1:]]),
+            # The folder that the document lies in says nothing about the run.
+            command=shlex.join(["attnswitch", *(arg.replace(str(self.json), self.json.name) for arg in sys.argv[1:])]),
             seconds=time.monotonic() - self.start,
             stopped=self.stopped,
         )

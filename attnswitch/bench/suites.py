@@ -49,7 +49,9 @@ class Row:
             raise InvalidProblem(f"{what}: {p}: operands are drawn contiguous and finite; leave that part out")
         padded = p.mask is not None and p.mask.is_bool and p.mask.axes in ("bk", "k", "bqk", "qk")
         if self.lengths is not None and not (p.key_lengths or padded):
-            raise InvalidProblem(f"{what}: lengths, but {p} has neither `lengths` nor a padding mask `mask=bool:bk` or `bool:bqk`")
+            raise InvalidProblem(
+                f"{what}: lengths, but {p} has neither `lengths` nor a padding mask `mask=bool:bk` or `bool:bqk`"
+            )
         wanted = 1 if padded and p.mask is not None and "b" not in p.mask.axes else p.batch
         if self.lengths is not None and len(self.lengths) != wanted:
             raise InvalidProblem(f"{what}: {len(self.lengths)} lengths, expected {wanted}, one for each sequence")

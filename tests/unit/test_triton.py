@@ -1,0 +1,730 @@
+"""The Triton backend beside ``verify``: what it refuses, its tiles and splits, its memory of launches, its tile lists.
+
+Tests marked ``interpreted`` run in one process for all of them, which has TRITON_INTERPRET=1 before Triton is imported:
+this file, run as a script, runs them and prints what each raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Problem
+from attnswitch.backend import Inputs
+from attnswitch.device import Device
+from attnswitch.philox import keep_mask
+from attnswitch.problem import Mask, Memory
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+config = importlib.import_module("attnswitch.backends.triton.config")
+backend = importlib.import_module("attnswitch.backends.triton.backend")
+VARIABLE = "TRITON_INTERPRET"
+#: What is run in the process that interprets, by the names of the tests.
+INTERPRETED: dict[str, Callable[[], None]] = {}
+
+
+def interpreted(check: Callable[[], None]) -> Callable[[dict[str, str]], None]:
+    """A test of what ``check`` raised in the process that interprets."""
+    INTERPRETED[check.__name__] = check
+
+    def test(raised: dict[str, str]) -> None:
+        assert raised[check.__name__] == "", raised[check.__name__]
+
+    return test
+
+
+@pytest.fixture(scope="module")
+def raised() -> dict[str, str]:
+    """What each of the interpreted tests raised, "" for nothing."""
+    # The number of the last line of the output is the result; what libraries print comes before it.
+    ran = subprocess.run(
+        [sys.executable, __file__], env={**os.environ, VARIABLE: "1"}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
+PADDED = PLAIN.replace(nonfinite=True, causal=False, key_lengths=True)
+ROCM = Device("rocm", "MI300X")
+
+
+def refusals(problem: Problem, device: Device | str) -> tuple[str, ...]:
+    where = Device.named(device) if isinstance(device, str) else device
+    found: tuple[str, ...] = backend.TritonBackend().supports(problem, where)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "words"),
+    [
+        (PLAIN, "cpu", "TRITON_INTERPRET=1 interprets it"),
+        (PLAIN.replace(dtype="float64"), "h200", "float64"),
+        (PLAIN.replace(dim_qk=257), "h200", "dim_qk=257"),
+        (PLAIN.replace(dim_v=512), "h200", "dim_v=512"),
+        (PLAIN, "t4", "sm_75.*8.0"),
+        (PLAIN, "v100", "sm_70.*8.0"),
+        (PLAIN, ROCM, "rocm"),
+        (PLAIN.replace(query=Memory(negative=True)), "h200", "query runs backwards"),
+        (PLAIN.replace(value=Memory(negative=True)), "h200", "value runs backwards"),
+        (PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(negative=True)), "h200", "attn_mask runs backwards"),
+        (PLAIN.replace(key=Memory(align=1)), "h200", "key is aligned to 1 bytes"),
+        (PLAIN.replace(nonfinite=True), "h200", "NaN or inf"),
+        (PLAIN.replace(nonfinite=True, causal=False, window=(3, None)), "h200", "NaN or inf"),
+        (PADDED.replace(mask=Mask("bool")), "h200", "NaN or inf"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Device) else str(value),
+)
+def test_it_says_why_it_does_not_take_a_problem(
+    problem: Problem, device: Device | str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    (reason,) = refusals(problem, device)
+    pytest.importorskip("re")
+    assert __import__("re").search(words, reason)
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "rtx3090"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PLAIN,
+        PLAIN.replace(dim_qk=256, dim_v=1),
+        PLAIN.replace(key=Memory(align=2), value=Memory(strided=True), query=Memory(expanded=True)),
+        PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(align=1)),
+        PADDED,
+        PADDED.replace(key_lengths=False),
+    ],
+    ids=str,
+)
+def test_it_takes_a_problem(problem: Problem, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert refusals(problem, device) == ()
+
+
+def test_interpreted_it_takes_the_processor_and_refuses_what_it_refuses_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    assert refusals(PLAIN, "cpu") == ()
+    assert len(refusals(PLAIN.replace(dtype="float64", dim_v=300), "cpu")) == 2
+    monkeypatch.setenv(VARIABLE, "0")
+    assert len(refusals(PLAIN, "cpu")) == 1
+
+
+# -- tiles and splits --------------------------------------------------------------------------------------------------
+
+DEVICES = ("h200", "a100", "rtx3090", "b200", "cpu")
+PROBLEMS = [
+    Problem.parse(f"{sizes}.d{dim}.{dtype}{more}")
+    for sizes, dim, dtype, more in [
+        *product(["b4.h16/4.s1024"], [16, 64, 96, 128, 256], ["bf16", "fp16", "fp32"], ["", ".causal.grad"]),
+        *product(["b1.h8/1.s1x4096", "b64.h8.s1x48", "b2.h2.s4x130"], [64, 128, 256], ["bf16", "fp32"], [""]),
+        *product(["b1.h4.s512"], [64, 256], ["bf16", "fp32"], [".drop=0.1.grad", ".mask=fp32:qk.gradm"]),
+        ("b1.h1.s16384", 128, "bf16", ".causal.grad"),
+        ("b1.h1.s3x5", 1, "fp16", ".grad"),
+    ]
+]
+KERNELS = ("forward", "key_gradients", "query_gradient")
+
+
+def configs(problem: Problem, device: Device) -> list[Any]:
+    return list(config.configs(problem, device))
+
+
+def tiles(chosen: Any) -> list[Any]:
+    return [getattr(chosen, name) for name in KERNELS]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_choices_of_tiles(problem: Problem, device: str) -> None:
+    where = Device.named(device)
+    found = configs(problem, where)
+    assert {field.name for field in fields(found[0])} == {*KERNELS, "splits"}
+    assert found[0] == config._heuristic(problem, where)
+    assert len(set(found)) == len(found)
+    assert len(found) == 1 if device == "cpu" else len(found) > 10
+    for chosen in found:
+        for tile in tiles(chosen):
+            assert all(size >= 16 and size & (size - 1) == 0 for size in (tile.queries, tile.keys)), tile
+            assert tile.warps in (1, 2, 4, 8)
+            assert 1 <= tile.stages <= 4
+            assert max(tile.queries, tile.keys) <= 128  # to which rows are padded in the backward
+        assert 1 <= chosen.splits <= config.MOST_SPLITS
+        # Every split has a tile of keys of its own, so that none is launched for nothing.
+        assert chosen.splits == 1 or (chosen.splits - 1) * chosen.forward.keys < problem.seq_k
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_less_shared_memory_gives_tiles_that_fit(problem: Problem) -> None:
+    h200 = Device.named("h200")
+    roomy = configs(problem, h200)
+    small = replace(h200, shared_memory=64 * 1024)
+    found = configs(problem, small)
+    assert len(found) <= len(roomy)
+    for chosen in found:
+        for name, tile in zip(KERNELS, tiles(chosen), strict=True):
+            kept = {"forward": tile.queries // 2, "key_gradients": tile.keys, "query_gradient": tile.queries}[name]
+            moving = tile.queries if name == "key_gradients" else tile.keys
+            size = {"float32": 4}.get(problem.dtype, 2)
+            width = sum(max(16, 2 ** math.ceil(math.log2(dim))) for dim in (problem.dim_qk, problem.dim_v))
+            needed = ((kept + tile.stages * moving) * width + tile.queries * tile.keys) * size
+            # Below 32 rows and one stage there is nothing left to take away.
+            assert needed <= small.shared_memory or (max(tile.queries, tile.keys) <= 32 and tile.stages == 1), name
+    smallest = configs(problem, replace(h200, shared_memory=48 * 1024))[0]
+    for least, most in zip(tiles(smallest), tiles(roomy[0]), strict=True):
+        assert (least.queries, least.keys, least.stages) <= (most.queries, most.keys, most.stages)
+
+
+def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
+    h200 = Device.named("h200")
+    decode = Problem.parse("b1.h8/1.s1x65536.d128.bf16")
+    assert configs(decode, h200)[0].splits == 128  # of 132 SMs, as many as are merged
+    assert configs(decode, replace(h200, sms=40))[0].splits == 40
+    assert configs(decode.replace(seq_k=512), h200)[0].splits == 4  # two tiles of keys in each
+    assert configs(decode.replace(batch=132), h200)[0].splits == 1
+    assert configs(Problem.parse("b8.h16.s4096.d128.bf16"), h200)[0].splits == 1
+    assert configs(decode.replace(batch=0), h200)[0].splits == 1
+    assert config.splits(decode.replace(seq_k=33), Device.cpu(), config.Tile(32, 16, 4, 1)) == 2
+    assert config.splits(decode.replace(seq_k=32), Device.cpu(), config.Tile(32, 16, 4, 1)) == 1
+
+
+@pytest.mark.xfail(reason="the choice for the CPU asks nobody for splits, so that verify never merges any", strict=True)
+def test_the_interpreter_splits_few_queries() -> None:
+    (chosen,) = configs(Problem.parse("b1.h1.s1x65.d8.fp32"), Device.cpu())
+    assert chosen.splits == 2
+
+
+# -- the memory of launches --------------------------------------------------------------------------------------------
+
+
+class JITFunction:
+    """As much of a kernel as ``run.start`` asks for: it counts what is compiled and what is launched."""
+
+    def __init__(self) -> None:
+        self.arg_names = ["X", "MASK", "sx", "length", "scale", "seed_low", "BLOCK", "FLAG"]
+        self.compiled = 0
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **flags: Any) -> Any:
+            self.compiled += 1
+            return Compiled(self, self.compiled)
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, kernel: JITFunction, number: int) -> None:
+        self.kernel, self.number = kernel, number
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.kernel.launched.append((self.number, grid, arguments))
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``run.start`` with nothing remembered, on a GPU that is not there."""
+    run = importlib.import_module("attnswitch.backends.triton.run")
+    monkeypatch.setattr(run, "_BUILT", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    started: Callable[..., None] = run.start
+    return started
+
+
+MEMORY = torch.zeros(64)
+#: Arguments of the fake kernel, by name.
+FIRST: dict[str, Any] = {
+    "X": MEMORY, "MASK": None, "sx": 8, "length": 7, "scale": 0.5, "seed_low": 1, "BLOCK": 32, "FLAG": False,
+    "num_warps": 4,
+}  # fmt: skip
+
+
+def begin(start: Callable[..., None], kernel: JITFunction, programs: int = 3, **changes: Any) -> None:
+    values = {**FIRST, **changes}
+    flags = {name: values.pop(name) for name in ("BLOCK", "FLAG", "num_warps")}
+    start(kernel, programs, *values.values(), **flags)
+
+
+def test_the_same_facts_launch_what_is_compiled(start: Callable[..., None]) -> None:
+    kernel = JITFunction()
+    begin(start, kernel)
+    assert (kernel.compiled, kernel.launched) == (1, [])
+    other = torch.zeros(16)
+    begin(start, kernel, 5, X=other, scale=0.25, seed_low=-9)
+    assert kernel.compiled == 1
+    ((number, grid, arguments),) = kernel.launched
+    assert (number, grid) == (1, (5, 1, 1))
+    assert arguments[0] is other
+    assert arguments[1:] == (None, 8, 7, 0.25, -9, 32, False)  # the numbers of this call, and the constants behind them
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sx": 16},
+        {"length": 8},
+        {"X": MEMORY[1:]},  # not aligned to 16 bytes
+        {"X": MEMORY.to(torch.bfloat16)},
+        {"X": None},
+        {"MASK": MEMORY},
+        {"BLOCK": 64},
+        {"FLAG": True},
+        {"num_warps": 8},
+    ],
+    ids=str,
+)
+def test_other_facts_are_compiled_for(start: Callable[..., None], changes: dict[str, Any]) -> None:
+    kernel = JITFunction()
+    begin(start, kernel)
+    begin(start, kernel, **changes)
+    assert (kernel.compiled, kernel.launched) == (2, [])
+    begin(start, kernel)
+    begin(start, kernel, **changes)
+    assert kernel.compiled == 2
+    assert [number for number, _, _ in kernel.launched] == [1, 2]
+
+
+def test_other_kernels_and_gpus_are_compiled_for(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, twin = JITFunction(), JITFunction()
+    begin(start, kernel)
+    begin(start, twin)
+    assert (kernel.compiled, twin.compiled) == (1, 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    begin(start, kernel)
+    assert (kernel.compiled, kernel.launched) == (2, [])
+
+
+def test_a_descriptor_is_known_by_its_type_and_tile(start: Callable[..., None]) -> None:
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+    def described(rows: int, dtype: torch.dtype = torch.float32) -> Any:
+        return descriptor(torch.zeros((32, 16), dtype=dtype), [32, 16], [16, 1], [rows, 16])
+
+    kernel = JITFunction()
+    for array in (MEMORY, described(16), described(32), described(16, torch.float16)):
+        begin(start, kernel, X=array)
+    assert (kernel.compiled, kernel.launched) == (4, [])
+    begin(start, kernel, X=described(16))
+    assert [number for number, _, _ in kernel.launched] == [2]
+
+
+def test_too_many_are_forgotten(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnswitch.backends.triton.run._MOST", 2)
+    kernel = JITFunction()
+    for length in (1, 2, 3, 1, 3):
+        begin(start, kernel, length=length)
+    assert (kernel.compiled, [number for number, _, _ in kernel.launched]) == (4, [3])
+
+
+KERNELS_OF = {
+    "forward": ("forward", "merge"),
+    "backward": ("prepare", "query_gradient", "key_gradients"),
+    "masks": ("classify", "arrange", "mask_gradient"),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in KERNELS_OF.items() for name in names])
+def test_what_is_not_remembered_is_not_compiled_for(module: str, name: str) -> None:
+    """Triton looks at every integer argument that it is not told to leave; those have to be among what is remembered."""
+    run = importlib.import_module("attnswitch.backends.triton.run")
+    kernel = getattr(importlib.import_module(f"attnswitch.backends.triton.kernels.{module}"), name)
+    arrays, sizes = run._parts(kernel)
+    names = kernel.arg_names
+    assert all(argument.isupper() for argument in names[:arrays])
+    assert not any(argument.isupper() for argument in names[arrays:sizes])
+    free = [argument for argument in names[sizes:] if not argument.isupper()]
+    assert set(free) <= run._NUMBERS
+    # An integer of another value is another kernel to Triton; a float never is.
+    assert {"seed_low", "seed_high", "threshold"} & set(free) <= set(kernel.do_not_specialize)
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+#: Past several tiles of 16 and 32, and no multiple of one.
+LENGTH = 40
+
+
+def shown(query_heads: int, key_heads: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equal weights, dropped: output (2, Hq, L, L) with V = 1 and dV (2, Hkv, L, L) with dO = 1 show where."""
+    q = torch.zeros(2, query_heads, LENGTH, 8)
+    k = torch.zeros(2, key_heads, LENGTH, 8)
+    v = torch.eye(LENGTH).repeat(2, key_heads, 1, 1).requires_grad_()
+    out = attnswitch.attention(q, k, v, backend="triton", **options)
+    (dv,) = torch.autograd.grad(out, v, torch.eye(LENGTH).expand_as(out))
+    return out.detach(), dv
+
+
+def meant(seed: int, p: float, heads: int, rows: int = LENGTH, keys: int = LENGTH) -> torch.Tensor:
+    b, h, i = np.ogrid[:2, :heads, :rows]
+    return torch.from_numpy(keep_mask(seed, p, b, h, i, 0, keys))
+
+
+@interpreted
+def test_without_a_seed_torch_repeats_the_mask() -> None:
+    torch.manual_seed(11)
+    first, dv = shown(2, 2, dropout_p=0.5)
+    second, _ = shown(2, 2, dropout_p=0.5)
+    torch.manual_seed(11)
+    again, dv_again = shown(2, 2, dropout_p=0.5)
+    assert torch.equal(first, again)
+    assert torch.equal(dv, dv_again)
+    assert 0.3 < ((first != 0) != (second != 0)).float().mean() < 0.7  # two draws of a half agree half of the time
+    assert torch.equal(first != 0, dv.mT != 0)  # the backward drops what the forward dropped
+    assert not torch.equal(first[0, 0], first[0, 1])
+    assert not torch.equal(first[0], first[1])
+
+
+@interpreted
+def test_a_seed_means_its_mask() -> None:
+    for p, seed in ((0.5, 0), (0.25, 5), (0.9, 2**63 + 2**31 + 7), (1.0, 3), (2.0**-20, 4), (1 - 2.0**-20, 4)):
+        out, dv = shown(2, 2, dropout_p=p, seed=seed)
+        keep = meant(seed, p, 2) if p < 1 else torch.zeros(2, 2, LENGTH, LENGTH, dtype=torch.bool)
+        assert torch.equal(out != 0, keep), (p, seed)
+        assert torch.equal(dv.mT != 0, keep), (p, seed)
+        if p < 1:
+            expected = keep / (LENGTH * (1 - p))
+            torch.testing.assert_close(out, expected.float())
+            torch.testing.assert_close(dv.mT, expected.float())
+
+
+@interpreted
+def test_a_seed_means_its_mask_where_heads_share_keys() -> None:
+    for rows in (LENGTH, 4):  # a program for each head, and the heads in one tile
+        q = torch.zeros(2, 4, rows, 8)
+        k = torch.zeros(2, 1, LENGTH, 8)
+        v = torch.eye(LENGTH).repeat(2, 1, 1, 1).requires_grad_()
+        out = attnswitch.attention(q, k, v, backend="triton", dropout_p=0.5, seed=9)
+        keep = meant(9, 0.5, 4, rows)
+        assert torch.equal(out != 0, keep), rows
+        (dv,) = torch.autograd.grad(out.sum(), v)
+        torch.testing.assert_close(dv[..., 0], keep.sum((1, 2))[:, None] / (LENGTH * 0.5))
+
+
+@interpreted
+def test_a_seed_means_its_mask_where_keys_are_split() -> None:
+    q, k, v = torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, LENGTH, 8), torch.eye(LENGTH).repeat(2, 2, 1, 1)
+    for splits in (2, 3):
+        out, lse = split(Inputs(q, k, v, seed=9), splits, dropout=0.5, seeded=True)
+        assert torch.equal(out != 0, meant(9, 0.5, 2, 3)), splits
+        torch.testing.assert_close(lse, torch.full((2, 2, 3), math.log(LENGTH)))
+
+
+# -- split keys --------------------------------------------------------------------------------------------------------
+
+
+def split(inputs: Inputs, splits: int, **facts: Any) -> Any:
+    """Output and lse of a call whose keys are split, whatever the choice for the CPU says."""
+    (b, hq, lq, d), (_, hkv, lk, _) = inputs.query.shape, inputs.key.shape
+    dtype = str(inputs.query.dtype).removeprefix("torch.")
+    problem = Problem(b, hq, hkv, lq, lk, d, inputs.value.shape[3], dtype, **facts)
+    triton, cpu = backend.TritonBackend(), Device.cpu()
+    chosen = next(triton.configs(problem, cpu))
+    return triton.compile(problem, cpu, replace(chosen, splits=splits)).forward(inputs)
+
+
+@interpreted
+def test_a_mean_in_parts_is_exact() -> None:
+    """64 equal weights in parts of 48 and 16, whose logarithms no float holds: their sums do add up."""
+    values = np.random.default_rng(0).integers(-1, 2, (1, 1, 65, 64)).astype(np.float32)
+    q, k, v = torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 65, 8), torch.from_numpy(values)
+    for splits in (1, 2, 3, 5):
+        out, lse = split(Inputs(q, k, v, None, torch.tensor([64])), splits, key_lengths=True)
+        np.testing.assert_array_equal(out.numpy(), values[:, :, :64].mean(2, keepdims=True))
+        np.testing.assert_allclose(lse.numpy(), math.log(64), rtol=1e-6)
+
+
+@interpreted
+def test_parts_give_what_the_whole_gives() -> None:
+    """Even where a part sees nothing, of some rows or of all."""
+    q, k, v = operands((2, 4, 3, 8), (2, 2, 129, 8), (2, 2, 129, 5))
+    for splits in (2, 3, 9, 128):
+        for lengths, options in (
+            ([129, 20], {}),
+            ([1, 0], {}),
+            ([129, 128], {"is_causal": True, "causal_alignment": "bottom_right", "window": (40, None)}),
+            ([129, 64], {"is_causal": True}),
+        ):
+            facts = {"causal" if name == "is_causal" else name: value for name, value in options.items()}
+            facts = {"alignment" if name == "causal_alignment" else name: value for name, value in facts.items()}
+            got = split(Inputs(q, k, v, None, torch.tensor(lengths)), splits, key_lengths=True, **facts)
+            wanted: Any = attnswitch.attention(
+                q, k, v, key_lengths=lengths, return_lse=True, backend="reference", **options
+            )
+            torch.testing.assert_close(got, wanted, msg=lambda text: f"{splits} {lengths} {options}: {text}")  # noqa: B023
+
+
+# -- tile lists --------------------------------------------------------------------------------------------------------
+
+
+def visible(problem: Problem, mask: Any, lengths: list[int] | None) -> tuple[Any, Any]:
+    """Which positions are seen, and which of them the mask does not change, (B, H, Lq, Lk)."""
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
+    seen = np.broadcast_to(mask if mask.dtype == bool else mask != -np.inf, shape).copy()
+    i, j = np.arange(problem.seq_q)[:, None], np.arange(problem.seq_k)[None, :]
+    left, right = problem.window or (None, None)
+    for b in range(problem.batch):
+        end = problem.seq_k if lengths is None else lengths[b]
+        place = i + (end - problem.seq_q if problem.bottom_right else 0)
+        seen[b] &= j < end
+        if problem.causal:
+            seen[b] &= j <= place
+        if left is not None:
+            seen[b] &= j >= place - left
+        if right is not None:
+            seen[b] &= j <= place + right
+    return seen, seen & (True if mask.dtype == bool else np.broadcast_to(mask == 0, shape))
+
+
+def kinds(seen: Any, plain: Any, block_q: int, block_k: int) -> Any:
+    """0, 1, 2: nothing, something or all of a tile (tiles_q, tiles_k) is visible. Keys past the last are not there."""
+    rows, keys = seen.shape
+    ends = [(i, j) for i in range(0, rows, block_q) for j in range(0, keys, block_k)]
+    found = []
+    for i, j in ends:
+        whole = plain[i : i + block_q, j : j + block_k]
+        full = j + block_k <= keys and whole.all()
+        found.append(2 if full else int(seen[i : i + block_q, j : j + block_k].any()))
+    return np.array(found).reshape(-(-rows // block_q), -(-keys // block_k))
+
+
+def longest(full: Any) -> int:
+    return max((len(run) for run in "".join("x" if one else " " for one in full).split()), default=0)
+
+
+def hold(problem: Problem, mask: Any, lengths: list[int] | None, block_q: int, block_k: int) -> set[int]:
+    """Compare every list, by queries and by keys, with what NumPy says; the kinds of tiles that there are."""
+    lists = importlib.import_module("attnswitch.backends.triton.tiles")
+    shapes = [
+        (problem.batch, problem.heads_q, problem.seq_q, 8),
+        *2 * [(problem.batch, problem.heads_kv, problem.seq_k, 8)],
+    ]
+    inputs = Inputs(
+        *(torch.zeros(shape) for shape in shapes),
+        torch.from_numpy(mask),
+        None if lengths is None else torch.tensor(lengths),
+    )
+    seen, plain = visible(problem, mask, lengths)
+    there = set()
+    for by_keys in (False, True):
+        listed = lists.listed(problem, inputs, block_q, block_k, by_keys)
+        assert listed is not None, "it does not pay"
+        step_b, step_h, step_t = listed.strides
+        named, counts = listed.tiles.flatten(0, 2).tolist(), listed.counts.flatten(0, 2).tolist()
+        for b, h in np.ndindex(problem.batch, problem.heads_q):
+            grid = kinds(seen[b, h], plain[b, h], block_q, block_k)
+            there |= set(grid.flatten().tolist())
+            for tile, row in enumerate(grid.T if by_keys else grid):
+                at = b * step_b + h * step_h + tile * step_t
+                count, first, end = counts[at]
+                told = f"{problem}, by {'keys' if by_keys else 'queries'}, ({b}, {h}, {tile}): {row}, {counts[at]}"
+                assert (row[first:end] == 2).all(), told
+                assert end - first == longest(row == 2), told
+                outside = [t for t in np.flatnonzero(row).tolist() if not first <= t < end]
+                assert named[at][:count] == outside, told
+    return there
+
+
+def masks(problem: Problem) -> dict[str, Any]:
+    """Masks by name, of every kind of broadcasting."""
+    draw = np.random.default_rng(1)
+    b, h, q, k = problem.batch, problem.heads_q, problem.seq_q, problem.seq_k
+    lengths = np.array([k - 21, 33])[:b, None, None, None]
+    blocks = np.kron(draw.random((b, h, -(-q // 16), -(-k // 16))) < 0.6, np.ones((16, 16))) > 0
+    rare = draw.random((1, 1, q, k)) < 0.997
+    return {
+        "padding": np.arange(k) < lengths,
+        "blocks": blocks[:, :, :q, :k].copy(),
+        "empty": np.zeros((1, 1, q, k), bool),
+        "all": np.ones((b, 1, q, k), bool),
+        "nothing": np.ones((1, 1, 1, 1), bool),
+        "random": draw.random((1, h, q, k)) < 0.5,
+        "rare": rare,
+        "of rows": draw.random((1, 1, q, 1)) < 0.8,
+        "float": np.where(rare, 0.0, -np.inf).astype(np.float16),
+        "ramp": np.where(np.arange(k) < 64, 0.0, -0.5).astype(np.float16)[None, None, None],
+    }
+
+
+SPANS = Problem.parse("b2.h2.s70x100.d8.fp32")
+
+
+@interpreted
+def test_lists_name_what_is_not_empty() -> None:
+    there = set()
+    for name, mask in masks(SPANS).items():
+        for facts, lengths in (
+            ({}, None),
+            ({"causal": True}, None),
+            ({"key_lengths": True}, [100, 37]),
+            ({"causal": True, "alignment": "bottom_right", "key_lengths": True}, [90, 0]),
+            ({"window": (40, 9)}, None),
+        ):
+            if name not in ("blocks", "padding", "float") and facts not in ({}, {"causal": True}):
+                continue
+            axes = "".join(axis for axis, size in zip("bhqk", mask.shape, strict=True) if size > 1)
+            problem = SPANS.replace(mask=Mask(str(mask.dtype), axes), **facts)
+            there |= hold(problem, mask, lengths, 32, 16)
+    assert there == {0, 1, 2}
+
+
+@interpreted
+def test_lists_of_more_tiles_than_are_looked_at_at_once() -> None:
+    """The longest run lies over the 256th tile, or before it, or after."""
+    tiles = 300
+    for runs in (((3, 40), (230, 290)), ((3, 100), (230, 290)), ((3, 4), (200, 256)), ((256, 300),), ((0, 300),), ()):
+        whole = np.zeros((1, 1, 1, tiles), bool)
+        for first, end in runs:
+            whole[..., first:end] = True
+        mask = whole.repeat(16, axis=3)
+        mask[..., 5 + 16 * 150] = True  # a tile of which one key is visible
+        problem = Problem(1, 1, 1, 16, 16 * tiles, 8, 8, "float32", mask=Mask("bool", "k"))
+        hold(problem, mask, None, 16, 16)
+
+
+# -- beside the reference ----------------------------------------------------------------------------------------------
+
+
+def operands(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def both(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[torch.Tensor], ...]:
+    """Output, lse and gradients of ``triton`` and of ``reference``."""
+    results = []
+    for name in ("triton", "reference"):
+        leaves = [x.requires_grad_() for x in operands(*shapes, dtype=dtype)]
+        out, lse = attnswitch.attention(*leaves, return_lse=True, backend=name, **options)
+        upstream = operands(out.shape, lse.shape)
+        grads = torch.autograd.grad(
+            (out, lse.masked_fill(lse == -torch.inf, 0.0)), leaves, (upstream[0].to(dtype), upstream[1])
+        )
+        results.append([out.detach(), lse.detach(), *grads])
+    return tuple(results)
+
+
+def agree(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, atol: float = 1e-5, **options: Any
+) -> list[torch.Tensor]:
+    got, wanted = both(shapes, dtype, **options)
+    for what, one, other in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert one.dtype == other.dtype, what
+        torch.testing.assert_close(one, other, rtol=atol, atol=atol, msg=lambda text: f"{shapes} {what}: {text}")  # noqa: B023
+    return got
+
+
+@interpreted
+def test_empty_sizes() -> None:
+    for options in ({}, {"is_causal": True}, {"dropout_p": 0.5, "seed": 1}):
+        assert agree((0, 2, 3, 8), (0, 2, 5, 8), (0, 2, 5, 4), **options)[0].shape == (0, 2, 3, 4)
+        assert agree((2, 2, 0, 8), (2, 2, 5, 8), (2, 2, 5, 4), **options)[0].shape == (2, 2, 0, 4)
+        out, lse, *_ = agree((2, 2, 3, 8), (2, 2, 0, 8), (2, 2, 0, 4), **options)
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+    mask = torch.zeros(3, 0)
+    agree((2, 2, 3, 8), (2, 2, 0, 8), (2, 2, 0, 4), attn_mask=mask)
+
+
+@interpreted
+def test_rows_that_see_nothing() -> None:
+    mask = torch.ones(1, 1, 40, 50, dtype=torch.bool)
+    mask[..., 33:36, :] = False
+    hidden = torch.zeros(1, 1, 40, 50).masked_fill(~mask, -torch.inf)
+    shapes = (1, 2, 40, 8), (1, 2, 50, 8), (1, 2, 50, 8)
+    for options in ({"attn_mask": mask}, {"attn_mask": hidden}, {"attn_mask": mask, "is_causal": True}):
+        out, lse, dq, *_ = agree(*shapes, **options)
+        for result in (out[:, :, 33:36], dq[:, :, 33:36]):
+            assert not result.any()
+        assert (lse[:, :, 33:36] == -torch.inf).all()
+        assert lse[:, :, :33].isfinite().all()
+    bottom = {"is_causal": True, "causal_alignment": "bottom_right"}
+    assert (agree(*shapes, key_lengths=[10], **bottom)[1][:, :, :30] == -torch.inf).all()
+    assert not agree(*shapes, key_lengths=[0])[0].any()
+    assert not agree(*shapes, attn_mask=torch.zeros(50, dtype=torch.bool))[0].any()
+
+
+@interpreted
+def test_few_queries_of_heads_that_share_keys() -> None:
+    mask = torch.rand(2, 6, 5, 70, generator=torch.Generator().manual_seed(1)) < 0.7
+    for options in (
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "causal_alignment": "bottom_right", "key_lengths": [70, 4]},
+        {"window": (3, 2), "causal_alignment": "bottom_right"},
+        {"attn_mask": mask},
+        {"attn_mask": mask[:1, :, :1]},
+        {"dropout_p": 0.3, "seed": 2},
+    ):
+        agree((2, 6, 5, 8), (2, 2, 70, 8), (2, 2, 70, 8), **options)
+
+
+@interpreted
+def test_small_head_dimensions() -> None:
+    for dim_qk, dim_v in ((1, 3), (3, 1), (17, 33)):
+        for dtype, atol in ((torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 1e-1)):
+            shapes = (1, 2, 34, dim_qk), (1, 1, 35, dim_qk), (1, 1, 35, dim_v)
+            agree(*shapes, dtype=dtype, atol=atol, is_causal=True)
+
+
+@interpreted
+def test_one_query_and_many_keys() -> None:
+    for options in ({}, {"key_lengths": [900, 1]}, {"softcap": 2.0}, {"window": (100, 0), "is_causal": True}):
+        place = {"causal_alignment": "bottom_right"} if "window" in options else {}
+        agree((2, 2, 1, 16), (2, 1, 901, 16), (2, 1, 901, 16), **options, **place)
+
+
+@interpreted
+def test_the_output_lies_as_query_does() -> None:
+    shapes = (2, 40, 3, 8), (2, 50, 3, 8), (2, 50, 3, 4)
+    out = agree(*shapes, layout="BLHD", is_causal=True)[0]
+    assert (tuple(out.shape), out.stride()) == ((2, 40, 3, 4), (480, 12, 4, 1))
+    q, k, v = operands((2, 3, 40, 8), (2, 3, 50, 8), (2, 3, 50, 4))
+    assert attnswitch.attention(q, k, v, backend="triton").is_contiguous()
+    q, k, v = (x.transpose(1, 2) for x in operands(*shapes))
+    assert attnswitch.attention(q, k, v, backend="triton").stride() == (480, 4, 12, 1)
+
+
+# -- the process that interprets ---------------------------------------------------------------------------------------
+
+
+def outcome(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception:  # whatever it raises is told
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    import time
+
+    found = {}
+    for name, check in INTERPRETED.items():
+        begun = time.perf_counter()
+        found[name] = outcome(check)
+        print(f"{time.perf_counter() - begun:6.2f} s  {name}", file=sys.stderr)
+    print(json.dumps(found))
