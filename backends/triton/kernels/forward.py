@@ -83,9 +83,8 @@ def _attend(
         else:
             new_top = tl.maximum(top, tl.max(s, 1))
         base = new_top
-        if (
-            EDGE != NO_EDGE
-        ):  # a row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0
+        if EDGE != NO_EDGE:
+            # A row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         if FOLD:
             p = tl.exp2(s * factor - (base * LOG2E)[:, None])
@@ -203,8 +202,8 @@ def forward(
         last_full = tl.load(COUNTS + where * 3 + 2)
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
-    # One loop keeps its loads coming over both. But the values past a sequence's length must be cleared, which must not
-    # cost the tiles within it; and pointers, past the last key, need tests.
+    # One loop keeps the loads coming. But values past a sequence's length must be cleared, which the tiles within it
+    # must not pay for; and past the last key, pointers need tests.
     ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
     for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
         t0, t1 = begin, first_full
