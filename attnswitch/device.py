@@ -12,7 +12,7 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["KNOWN", "Device"]
+__all__ = ["KNOWN", "Device", "release"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
+from importlib import metadata
 from typing import ClassVar
 
 from attnswitch.backend import Backend, Kernel, Precision
-from attnswitch.device import Device
-from attnswitch.problem import Problem
+from attnswitch.device import Device, release
+from attnswitch.problem import DTYPES, Problem
 
 from . import config
 from .config import TritonConfig
@@ -18,6 +19,9 @@ from .config import TritonConfig
 __all__ = ["TritonBackend"]
 
 _INTERPRETER = "TRITON_INTERPRET"
+#: The oldest Triton that these kernels were verified with. Several before it miscompile such kernels on Hopper
+#: (triton#9433, triton#11047 and their kin).
+_OLDEST = (3, 6)
 
 
 class TritonBackend:
@@ -81,8 +85,6 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _itemsize(problem: Problem, role: str) -> int:
-    from attnswitch.problem import DTYPES
-
     if role == "attn_mask":
         return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
     return DTYPES[problem.dtype]
@@ -93,10 +95,19 @@ def _interpreted() -> bool:
     return os.environ.get(_INTERPRETER) == "1"
 
 
+def _version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:  # under another name, as on Windows
+        return None
+
+
 @functools.cache
 def _unavailable(interpreted: bool) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install triton, which comes with torch for Linux"
+    if (found := _version()) and release(found) < _OLDEST:
+        return f"Triton {found}: the kernels were verified from 3.6 on; torch brings it from 2.10 on"
     if interpreted:
         return None
     import torch
