@@ -87,7 +87,8 @@ def _tiles(
 
 def _heuristic(problem: Problem, device: Device) -> TritonConfig:
     if device.kind == "cpu":  # the interpreter: several tiles in lengths that it can do
-        return TritonConfig(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+        forward = Tile(32, 16, 4, 1)
+        return TritonConfig(forward, Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), splits=splits(problem, device, forward))
     wide = max(block(problem.dim_qk), block(problem.dim_v))
     if problem.dtype == "float32":
         # IEEE products run on the ordinary units, out of registers: two stages of loads are a quarter faster than one.

@@ -183,7 +183,7 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
         *_list_strides(lists),
         *_sizes(p, saved),
         min(config.heads_a_section(p, queries=False), heads),
-        p.softmax_scale,
+        float(p.softmax_scale),
         *_numbers(p, inputs),
         EVEN_K=p.seq_k % tile.keys == 0,
         TMA=tma,
@@ -220,7 +220,7 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
         *_list_strides(lists),
         *_sizes(p, saved),
         min(config.heads_a_section(p, queries=True), heads),
-        p.softmax_scale,
+        float(p.softmax_scale),
         *_numbers(p, inputs),
         EVEN_Q=p.seq_q % tile.queries == 0,
         EVEN_K=p.seq_k % tile.keys == 0,
@@ -300,7 +300,7 @@ def _numbers(p: Problem, inputs: Inputs) -> tuple[float | int, ...]:
     seed = inputs.seed or 0
     threshold = min(round(p.dropout * 2**32), 2**32 - 1)
     keep = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
-    return factor, cap, _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), _signed(threshold), keep
+    return float(factor), float(cap), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), _signed(threshold), keep
 
 
 def _signed(word: int) -> int:

@@ -209,7 +209,6 @@ def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
     assert config.splits(decode.replace(seq_k=32), Device.cpu(), config.Tile(32, 16, 4, 1)) == 1
 
 
-@pytest.mark.xfail(reason="the choice for the CPU asks nobody for splits, so that verify never merges any", strict=True)
 def test_the_interpreter_splits_few_queries() -> None:
     (chosen,) = configs(Problem.parse("b1.h1.s1x65.d8.fp32"), Device.cpu())
     assert chosen.splits == 2
