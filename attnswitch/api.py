@@ -296,7 +296,7 @@ def _plan(call: Call, backend: str | None) -> Plan:
 def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
     """Output and lse in the caller's library and layout, differentiable where torch asks for it."""
     backend, kernel = planner.compiled(plan)
-    if call.problem.dropout and call.inputs.seed is None and not backend.autograd:
+    if call.problem.dropout and call.inputs.seed is None and getattr(backend, "wants_seed", False):
         call = calls.with_drawn_seed(call)
     if call.problem.grads and not backend.autograd:
         from attnswitch import torch_op

@@ -17,8 +17,8 @@ class Inputs(NamedTuple):
     """The arrays of one call, of the backend's library.
 
     Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
-    key_lengths (B,). Kernels never write to any of them. With dropout there is always a ``seed``, but for backends with
-    ``autograd``, which may draw a mask of their own.
+    key_lengths (B,). Kernels never write to any of them. ``seed`` is the caller's, or drawn for a backend with
+    ``wants_seed``.
     """
 
     query: Array
@@ -89,7 +89,8 @@ class Backend(Protocol):
     ``library`` names the arrays its kernels take ("numpy", "torch" or "cupy"). ``autograd`` says that its output is
     differentiable by torch itself, so that nothing needs to be saved for it. A class may also have ``divergences``, the
     file of what it is known to get wrong (``attnswitch.divergences``), and ``builds_per_shape = True`` if it compiles
-    a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
+    a kernel or builds a plan for each shape: the verifier then tries many data recipes on each. One with
+    ``wants_seed = True`` is given a seed drawn for the call, where there is dropout and the caller gave none.
 
     A backend that the CPU can run by an interpreter only may have ``emulation: dict[str, str]``, the environment
     variables that call for it. Where it is asked for by name, the verifier checks it on the CPU in processes that have

@@ -31,6 +31,7 @@ class TritonBackend:
     library: ClassVar[str] = "torch"
     autograd: ClassVar[bool] = False
     builds_per_shape: ClassVar[bool] = True
+    wants_seed: ClassVar[bool] = True
     emulation: ClassVar[dict[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:
