@@ -67,6 +67,8 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
         return
     elif device.capability is not None and device.capability < (8, 0):
         yield f"{device}: needs compute capability 8.0 or later"
+    elif "+cpu" in (pytorch := dict(device.versions).get("torch", "")):
+        yield f"torch {pytorch} was built without CUDA; install a CUDA build"
     if problem.dtype == "float64":
         yield "dtype float64: the kernels exist for float16, bfloat16 and float32"
     for name in ("dim_qk", "dim_v"):

@@ -167,7 +167,7 @@ def test_every_backend_answers_a_models_problem(name: str, device: str, no_launc
     plan = attnswitch.explain(PROBLEMS[name], device=device)
     assert tuple(candidate.backend for candidate in plan.candidates) == registry.names()
     assert plan.problem == PROBLEMS[name]
-    if PROBLEMS[name].softcap and device != "cpu":  # no kernel for GPUs here has one, and the plan says so
+    if PROBLEMS[name].softcap and device == "t4":  # no kernel for Turing here has one, and the plan says so
         assert plan.chosen is None
     else:
         assert plan.backend is not None

@@ -15,7 +15,7 @@ from attnswitch import BackendUnavailable, Device, InvalidProblem, Plan, Problem
 from attnswitch.backend import Config
 
 GIB, KIB = 2**30, 2**10
-BUILT_IN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math", "tiled", "reference")
+BUILT_IN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "sdpa-math", "tiled", "reference")
 
 
 def gpu(name: str, capability: tuple[int, int], torch: str = "2.15.0", cudnn: str = "9.30.0") -> Device:
@@ -88,7 +88,7 @@ def test_a_backend_that_is_asked_for_and_is_not_available() -> None:
 
 
 def test_nothing_takes_it() -> None:
-    text = "b2.h4.s64.d32.fp16.softcap=2.0"
+    text = "b2.h4.s64.d32.fp64.softcap=2.0"
     with pytest.raises(Unsupported, match="no backend takes this problem") as caught:
         attnswitch.plan(text, device=H200)
     assert all(name in str(caught.value) for name in BUILT_IN)
@@ -124,7 +124,7 @@ CHOICES = [
     ("b2.h16.s1024.d192/128.bf16", A100, "sdpa-efficient", {"sdpa-flash": "head dimensions 192 and 128 differ"}),
     ("b2.h16.s1024.d64.fp16.mask=bool", H200, "sdpa-cudnn", {"sdpa-flash": "needs a mask"}),
     ("b2.h16.s1024.d64.fp16.lengths", T4, "sdpa-efficient", {}),
-    ("b2.h16.s1024.d64.fp16.mask=fp32", H200, "sdpa-math", {"sdpa-cudnn": "float32", "sdpa-efficient": "float32"}),
+    ("b2.h16.s1024.d64.fp16.mask=fp32", H200, "triton", {"sdpa-cudnn": "float32", "sdpa-efficient": "float32"}),
     ("b2.h16.s1024.d64.fp16.mask=fp16.grad=m", H200, "sdpa-efficient", {"sdpa-cudnn": "gradient of attn_mask"}),
     ("b2.h16.s512x1024.d64.fp16.causal", T4, "sdpa-efficient", {}),
     ("b2.h16.s512x1024.d64.fp16.causal", gpu("A100", (8, 0), cudnn="9.10.0"), "sdpa-cudnn", {"sdpa-flash": "diagonal"}),
@@ -133,19 +133,22 @@ CHOICES = [
     (
         "b2.h16/4.s1024.d64.fp32",
         gpu("H200", (9, 0), torch="2.14.0"),
-        "sdpa-math",
+        "triton",
         {"sdpa-efficient": "before torch 2.15"},
     ),
-    ("b2.h16.s1024.d64.fp16.deterministic.grad", H200, None, {"sdpa-math": "deterministic=True", "sdpa-flash": "dQ"}),
+    ("b2.h16.s1024.d64.fp16.deterministic.grad", H200, "triton", {"sdpa-flash": "dQ"}),
+    ("b2.h16.s1024.d64.fp64.deterministic.grad", H200, None, {"sdpa-math": "deterministic=True", "triton": "float64"}),
+    ("b2.h16.s1024.d64.fp16.softcap=30.0", H200, "triton", {"sdpa-flash": "softcap=30.0"}),
+    ("b2.h16.s1024.d64.fp16.softcap=30.0", T4, None, {"triton": "needs compute capability 8.0"}),
     ("b2.h16.s1024.d224.fp16.grad", RTX4090, "sdpa-efficient", {"sdpa-flash": "shared memory of RTX 4090"}),
     (
         "b2.h16.s1024.d64.fp16",
         gpu("H200", (9, 0), torch="2.15.0+cpu"),
         "sdpa-math",
-        {"sdpa-cudnn": "built without CUDA"},
+        {"sdpa-cudnn": "built without CUDA", "triton": "built without CUDA"},
     ),
-    ("b70000.h1.s128.d64.fp16", H200, "sdpa-math", {"sdpa-cudnn": "65535", "sdpa-efficient": "65535"}),
-    ("b2.h16.s1024.d64.fp16.dropout=0.5.seeded", H200, None, {"sdpa-cudnn": "seed", "tiled": "arrays are on cuda"}),
+    ("b70000.h1.s128.d64.fp16", H200, "triton", {"sdpa-cudnn": "65535", "sdpa-efficient": "65535"}),
+    ("b2.h16.s1024.d64.fp16.dropout=0.5.seeded", H200, "triton", {"sdpa-cudnn": "seed", "tiled": "arrays are on cuda"}),
 ]
 
 
@@ -308,8 +311,8 @@ def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -
 def test_a_plug_in_whose_name_is_taken(installed: Callable[..., None]) -> None:
     installed(tiled=f"{__name__}:Plugin", other=f"{__name__}:Plugin")
     installed("extra_two", other=f"{__name__}:InitRaises")
-    assert registry.names()[:6] == BUILT_IN
-    assert set(registry.names()[6:]) in (
+    assert registry.names()[: len(BUILT_IN)] == BUILT_IN
+    assert set(registry.names()[len(BUILT_IN) :]) in (
         {"tiled@extra", "other", "other@extra_two"},
         {"tiled@extra", "other", "other@extra"},
     )
