@@ -123,9 +123,10 @@ def test_time_ends_it_and_no_process_is_left() -> None:
 
 def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:
     script = f"""
-import sys
+import signal, sys
 sys.path.insert(0, {SABOTEURS!r})
 from attnswitch.verify import Case, Plan, Space, Target, run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 space = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=140)
 def progress(report, doing, outcomes):
     if report.cases == 5: print("begun", flush=True)
