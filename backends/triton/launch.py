@@ -9,6 +9,7 @@ import torch
 
 from attnswitch.backend import Inputs
 from attnswitch.device import Device
+from attnswitch.philox import BITS
 from attnswitch.problem import Problem
 
 from . import config, run
@@ -16,8 +17,8 @@ from .config import MOST_SPLITS, Tile, TritonConfig, block
 from .descriptors import described, suits
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
-from .kernels import masks as mask_kernels
-from .tiles import Lists, listed
+from .kernels import mask_gradient as mask_kernels
+from .tiles import Lists, listed, overlaps
 
 __all__ = ["Saved", "forward", "key_gradients", "mask_gradient", "on", "prepare", "query_gradient"]
 
@@ -53,12 +54,12 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     """Write output and lse."""
     tile, splits = chosen.forward, chosen.splits
     packed = config.packs(p)
-    lists = None if packed or splits > 1 else listed(p, inputs, tile.queries, tile.keys)
+    lists = None if packed or splits > 1 else listed(p, device, inputs, tile.queries, tile.keys)
     heads = p.heads_q // (p.group if packed else 1)
     programs = p.batch * heads * _tiles(config.rows(p), tile.queries)
     dealt = p.dropout > 0.0
     tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
-    overlap = splits > 1 and (device.capability or (0, 0)) >= (9, 0)
+    overlap = (splits > 1 or lists is not None) and overlaps(device)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
@@ -102,6 +103,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         LISTED=lists is not None,
         OVERLAP=overlap,
         **_flags(p, tile),
+        **({"launch_pdl": True} if overlap and lists is not None else {}),
     )
     if splits > 1:
         count = p.batch * p.heads_q * p.seq_q
@@ -161,7 +163,7 @@ def prepare(p: Problem, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_
 def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> Any:
     """Gradient of query, (B, Hq, Lq, D)."""
     tile = chosen.query_gradient
-    lists = listed(p, inputs, tile.queries, tile.keys)
+    lists = listed(p, device, inputs, tile.queries, tile.keys)
     dealt = p.dropout > 0.0
     tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
     dq = inputs.query.new_empty((p.batch, p.heads_q, p.seq_q, p.dim_qk))
@@ -197,7 +199,7 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
 def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
     tile = chosen.key_gradients
-    lists = listed(p, inputs, tile.queries, tile.keys, by_keys=True)
+    lists = listed(p, device, inputs, tile.queries, tile.keys, by_keys=True)
     tma = suits(p, device, inputs.query, saved.grad_out)
     dk = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_qk))
     dv = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_v))
@@ -298,9 +300,8 @@ def _numbers(p: Problem, inputs: Inputs) -> tuple[float | int, ...]:
     elif _folds(p):
         factor *= _LOG2E
     seed = inputs.seed or 0
-    threshold = min(round(p.dropout * 2**32), 2**32 - 1)
     keep = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
-    return float(factor), float(cap), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), _signed(threshold), keep
+    return float(factor), float(cap), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), round(p.dropout * 2**BITS), keep
 
 
 def _signed(word: int) -> int:

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from attnswitch.backend import Inputs
+from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from . import run
-from .kernels import masks
+from .kernels import lists as kernels
 
-__all__ = ["Lists", "listed"]
+__all__ = ["Lists", "listed", "overlaps"]
 
 
 class Lists(NamedTuple):
@@ -37,7 +38,14 @@ def pays(p: Problem) -> bool:
     return sharing >= (1 if p.mask.is_bool else DTYPES[p.mask.dtype])
 
 
-def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool = False) -> Lists | None:
+def overlaps(device: Device) -> bool:
+    """Whether a kernel of ``device`` may begin before the one that it waits for has ended."""
+    return (device.capability or (0, 0)) >= (9, 0)
+
+
+def listed(
+    p: Problem, device: Device, inputs: Inputs, block_m: int, block_n: int, by_keys: bool = False
+) -> Lists | None:
     """The tiles to visit of each tile of queries, or ``by_keys`` of each tile of keys; None for all."""
     mask = inputs.attn_mask
     if mask is None or not pays(p):
@@ -48,13 +56,14 @@ def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool
     heads = mask.shape[1]
     span_q = mask.shape[2] > 1 or positional
     kinds_q = tiles_q if span_q else 1
-    kinds = torch.empty((batch, heads, kinds_q, tiles_k), dtype=torch.int8, device=mask.device)
+    kinds = torch.empty((batch, heads, kinds_q, tiles_k), dtype=torch.int16, device=mask.device)
     left, right = p.window or (None, None)
     if p.causal:
         right = 0 if right is None else min(right, 0)
     strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    overlap = overlaps(device)
     run.start(
-        masks.classify,
+        kernels.classify,
         kinds.numel(),
         mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
         inputs.key_lengths,
@@ -75,6 +84,10 @@ def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool
         HAS_LENGTHS=lengths,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
+        # Beyond a length, values must be cleared, and beyond the arrays, loads tested: such a tile is no part of a run.
+        STRETCH=not by_keys and not lengths and p.seq_k % block_n == 0,
+        WORDS=not lengths and not p.positional and p.seq_k % block_n == 0 and _in_words(mask),
+        OVERLAP=overlap,
         num_warps=4,
     )
     if by_keys:
@@ -85,10 +98,10 @@ def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool
         owners, others = kinds_q, tiles_k
         steps = kinds.stride(2), kinds.stride(3)
     lists = torch.empty((batch, heads, owners, others), dtype=torch.int32, device=mask.device)
-    counts = torch.empty((batch, heads, owners, 3), dtype=torch.int32, device=mask.device)
+    counts = torch.empty((batch, heads, owners, 5), dtype=torch.int32, device=mask.device)
     run.start(
-        masks.arrange,
-        counts.numel() // 3,
+        kernels.arrange,
+        counts.numel() // 5,
         kinds,
         lists,
         counts,
@@ -96,9 +109,23 @@ def listed(p: Problem, inputs: Inputs, block_m: int, block_n: int, by_keys: bool
         others,
         *steps,
         kinds_q * tiles_k,
+        SIZE=block_m if by_keys else block_n,
         BLOCK=256,
+        OVERLAP=overlap,
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )
     step_b = heads * owners if batch > 1 else 0
     step_h = owners if heads > 1 else 0
     return Lists(lists, counts, (step_b, step_h, 1 if owners > 1 else 0))
+
+
+def _in_words(mask: Any) -> bool:
+    """Whether the keys of a bool mask lie side by side, four to an aligned word."""
+    return (
+        mask.dtype == torch.bool
+        and mask.shape[3] > 1
+        and mask.stride(3) == 1
+        and mask.data_ptr() % 4 == 0
+        and all(n == 1 or stride % 4 == 0 for n, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+    )

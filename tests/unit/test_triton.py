@@ -339,7 +339,8 @@ def test_too_many_are_forgotten(start: Callable[..., None], monkeypatch: pytest.
 KERNELS_OF = {
     "forward": ("forward", "merge"),
     "backward": ("prepare", "query_gradient", "key_gradients"),
-    "masks": ("classify", "arrange", "mask_gradient"),
+    "lists": ("classify", "arrange"),
+    "mask_gradient": ("mask_gradient",),
 }
 
 
@@ -510,15 +511,19 @@ def longest(full: Any) -> int:
 
 
 def hold(problem: Problem, mask: Any, lengths: list[int] | None, block_q: int, block_k: int) -> set[int]:
-    """Compare every list, by queries and by keys, with what NumPy says; the kinds of tiles that there are."""
+    """Compare every list, by queries and by keys, with what NumPy says; the kinds of tiles that there are.
+
+    3 stands for a tile that a run is stretched by.
+    """
     lists = importlib.import_module("attnswitch.backends.triton.tiles")
+    stretches = lengths is None and problem.seq_k % block_k == 0
     heads = torch.zeros(problem.batch, problem.heads_q, 1, 8)
     there_are = None if lengths is None else torch.tensor(lengths)
     inputs = Inputs(heads, heads, heads, torch.from_numpy(mask), there_are)
     seen, plain = visible(problem, mask, lengths)
     there = set()
     for by_keys in (False, True):
-        listed = lists.listed(problem, inputs, block_q, block_k, by_keys)
+        listed = lists.listed(problem, Device.cpu(), inputs, block_q, block_k, by_keys)
         assert listed is not None, "it does not pay"
         step_b, step_h, step_t = listed.strides
         named, counts = listed.tiles.flatten(0, 2).tolist(), listed.counts.flatten(0, 2).tolist()
@@ -527,11 +532,23 @@ def hold(problem: Problem, mask: Any, lengths: list[int] | None, block_q: int, b
             there |= set(grid.flatten().tolist())
             for tile, row in enumerate(grid.T if by_keys else grid):
                 at = b * step_b + h * step_h + tile * step_t
-                count, first, end = counts[at]
+                count, first, end, first_key, end_key = counts[at]
                 told = f"{problem}, by {'keys' if by_keys else 'queries'}, ({b}, {h}, {tile}): {row}, {counts[at]}"
                 assert (row[first:end] == 2).all(), told
                 assert end - first == longest(row == 2), told
-                outside = [t for t in np.flatnonzero(row).tolist() if not first <= t < end]
+                near = range(first, end)
+                if not by_keys:
+                    rows = slice(tile * block_q, (tile + 1) * block_q)
+                    assert plain[b, h, rows, first_key:end_key].all(), told
+                    near = range(first_key // block_k, -(-end_key // block_k))
+                    around = seen[b, h, rows, near.start * block_k : near.stop * block_k].copy()
+                    around[:, first_key - near.start * block_k : end_key - near.start * block_k] = False
+                    assert not around.any(), told
+                    there |= {3} if len(near) > end - first else set()
+                    if stretches and end < len(row) and end_key == end * block_k:  # what comes next is no padding
+                        then = seen[b, h, rows, end_key : end_key + block_k]
+                        assert not (then[:, 0].all() and (then == then[0]).all() and np.diff(then[0]).sum() == 1), told
+                outside = [t for t in np.flatnonzero(row).tolist() if t not in near]
                 assert named[at][:count] == outside, told
     return there
 
@@ -545,6 +562,8 @@ def masks(problem: Problem) -> dict[str, Any]:
     rare = draw.random((1, 1, q, k)) < 0.997
     return {
         "padding": np.arange(k) < lengths,
+        "padding of every query": np.broadcast_to(np.arange(k) < lengths, (b, 1, q, k)).copy(),
+        "padding on the left": np.arange(k) >= k - lengths,
         "blocks": blocks[:, :, :q, :k].copy(),
         "empty": np.zeros((1, 1, q, k), bool),
         "all": np.ones((b, 1, q, k), bool),
@@ -562,8 +581,13 @@ SPANS = Problem.parse("b2.h2.s70x84.d8.fp32")
 
 @interpreted
 def test_lists_name_what_is_not_empty() -> None:
+    there = hold_all(SPANS) | hold_all(SPANS.replace(seq_k=96))  # whose last tile is whole
+    assert there == {0, 1, 2, 3}
+
+
+def hold_all(spans: Problem) -> set[int]:
     there = set()
-    for name, mask in masks(SPANS).items():
+    for name, mask in masks(spans).items():
         for facts, lengths in (
             ({}, None),
             ({"causal": True}, None),
@@ -574,26 +598,26 @@ def test_lists_name_what_is_not_empty() -> None:
             if (name == "blocks") != bool(facts):  # one with everything, and the others alone
                 continue
             axes = "".join(axis for axis, size in zip("bhqk", mask.shape, strict=True) if size > 1)
-            problem = SPANS.replace(mask=Mask(str(mask.dtype), axes), **facts)
+            problem = spans.replace(mask=Mask(str(mask.dtype), axes), **facts)
             there |= hold(problem, mask, lengths, 32, 16)
-    assert there == {0, 1, 2}
+    return there
 
 
 @interpreted
 def test_lists_of_more_tiles_than_are_looked_at_at_once() -> None:
     """The longest run lies over the 256th tile, or before it, or after."""
-    kernels = importlib.import_module("attnswitch.backends.triton.kernels.masks")
+    kernels = importlib.import_module("attnswitch.backends.triton.kernels.lists")
     all_runs: list[list[tuple[int, int]]] = [
         [(3, 40), (230, 290)], [(3, 100), (230, 290)], [(3, 4), (200, 256)], [(256, 300)], [(0, 300)], [],
     ]  # fmt: skip
-    rows = torch.zeros(len(all_runs), 300, dtype=torch.int8)
+    rows = torch.zeros(len(all_runs), 300, dtype=torch.int16)
     rows[:, 150:290:7] = 1
     for row, runs in zip(rows, all_runs, strict=True):
         for first, end in runs:
             row[first:end] = 2
-    named, counts = torch.zeros(rows.shape, dtype=torch.int32), torch.zeros((len(rows), 3), dtype=torch.int32)
-    kernels.arrange[(len(rows),)](rows, named, counts, len(rows), 300, 300, 1, 0, BLOCK=256)
-    for row, runs, names, (count, first, end) in zip(rows, all_runs, named, counts.tolist(), strict=True):
+    named, counts = torch.zeros(rows.shape, dtype=torch.int32), torch.zeros((len(rows), 5), dtype=torch.int32)
+    kernels.arrange[(len(rows),)](rows, named, counts, len(rows), 300, 300, 1, 0, SIZE=16, BLOCK=256, OVERLAP=False)
+    for row, runs, names, (count, first, end, *_) in zip(rows, all_runs, named, counts.tolist(), strict=True):
         assert (first, end) == max(runs, key=lambda run: run[1] - run[0], default=(end, end)), runs
         outside = [t for t in row.nonzero().flatten().tolist() if not first <= t < end]
         assert names[:count].tolist() == outside, runs

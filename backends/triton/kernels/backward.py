@@ -65,15 +65,16 @@ def prepare(
 
 @triton.jit
 def score_gradient(
-    s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
+    s, dp, base, delta, i, n, start, MASK, mask_rows, smk, seq_k, end, offset, left, right,
     factor, cap, keep, keep_scale, hides,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """From the products q . k and dO . v of one tile, either way round: the weights after dropout, dS, and dS q . k.
 
     The last is the gradient of scale * q . k: dS itself but for softcap, which lies between it and the float mask.
-    EDGE as in the forward; with some edges, ``hides`` says whether this tile has one.
+    EDGE and STRETCH as in the forward; with some edges, ``hides`` says whether this tile has one.
     """
     if not FOLD:
         s = s * factor
@@ -82,12 +83,14 @@ def score_gradient(
         s = t * cap
     if EDGE == EVERY_EDGE:
         s, seen = hide(
-            s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-            MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
+            s, i, n, start, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+            MASK_KIND, HAS_LEFT, HAS_RIGHT, ENDS, BOUND,
         )  # fmt: skip
-        s = tl.where(seen, s, float("-inf"))
     if EDGE == SOME_EDGES and hides:
-        seen = visible(i, start + n, offset, end, left, right, HAS_LEFT, HAS_RIGHT)
+        if STRETCH:
+            seen = (start + n >= left) & (start + n < end)
+        else:
+            seen = visible(i, start + n, offset, end, left, right, True, HAS_LEFT, HAS_RIGHT)
         s = tl.where(seen, s, float("-inf"))
     p = weights(s, base, factor, FOLD)
     dropped = p
@@ -113,8 +116,8 @@ def _over_queries(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, EVEN_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, BOUND: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr,
+    ENDS: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add what the query tiles ``t0`` to ``t1`` of one head give to dK and dV. Tiles are (keys, queries)."""
     for t in tl.range(t0, t1):
@@ -122,7 +125,6 @@ def _over_queries(
         if LISTED:
             start = tl.load(TILES + t) * BLOCK_M
         i = start + tl.arange(0, BLOCK_M)
-        inside = i < seq_q
         q = tile_of(Q, b, h, start, seq_q, sql, sqd, dim, BLOCK_M, BLOCK_D, EVEN_D, not EVEN_Q, False, False, TMA, WIDE)
         do = tile_of(
             DO, b, h, start, seq_q, sdl, sdd, dim_v, BLOCK_M, BLOCK_DV, EVEN_DV, not EVEN_Q, False, False, TMA, WIDE
@@ -139,17 +141,17 @@ def _over_queries(
             )
         n = columns(BLOCK_N, DROPOUT)[:, None]
         mask_tile = MASK
-        mask_rows = tl.arange(0, BLOCK_M)[None, :]
+        mask_rows = (tl.minimum(i, seq_q - 1) - start)[None, :]
         if MASK_KIND != NO_MASK:
             mask_tile = MASK + start.to(tl.int64) * smq
         if WIDE:
             n = n.to(tl.int64)
             mask_rows = mask_rows.to(tl.int64)
         p, _, dqk = score_gradient(
-            s, dp, base[None, :], delta[None, :], i[None, :], n, first, inside[None, :],
+            s, dp, base[None, :], delta[None, :], i[None, :], n, first,
             mask_tile, mask_rows * smq, smk, seq_k, end, offset, left, right,
             factor, cap, keep, keep_scale, True,
-            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
+            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, False, ENDS, BOUND,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
         dk = product(rounded(dqk, q.dtype), q, dk)
@@ -171,7 +173,6 @@ def key_gradients(
     """DK (batch, heads_kv, Lk, dim) and DV (batch, heads_kv, Lk, dim_v): one tile of keys of one key head a program."""
     seed_low = seed_low.to(tl.uint32, bitcast=True)
     seed_high = seed_high.to(tl.uint32, bitcast=True)
-    threshold = threshold.to(tl.uint32, bitcast=True)
     tiles = tl.cdiv(seq_k, BLOCK_N)
     heads = heads_q // group
     pid = tl.program_id(0)
@@ -221,12 +222,10 @@ def key_gradients(
             where = b64 * stb + h * sth + tile * stt
             tiles_at = TILES + where * tiles_q
             begin = 0
-            mixed_end = tl.load(COUNTS + where * 3)
-            first_full = tl.load(COUNTS + where * 3 + 1)
-            last_full = tl.load(COUNTS + where * 3 + 2)
-        for part in tl.static_range(
-            3
-        ):  # tiles with an edge before, the run that sees every key, tiles with an edge after
+            mixed_end = tl.load(COUNTS + where * 5)
+            first_full = tl.load(COUNTS + where * 5 + 1)
+            last_full = tl.load(COUNTS + where * 5 + 2)
+        for part in tl.static_range(3):  # edges before, the run that sees every key, edges after
             t0, t1 = begin, first_full
             if part == 0 and MASKED:
                 t1 = mixed_end
@@ -245,7 +244,7 @@ def key_gradients(
                     dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV, EVEN_Q,
                     BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
                     HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
-                    EVERY_EDGE if part != 1 else NO_EDGE, not EVEN_K, TMA, WIDE,
+                    EVERY_EDGE if part != 1 else NO_EDGE, HAS_LENGTHS or not EVEN_K, not EVEN_K, TMA, WIDE,
                 )  # fmt: skip
     inside = j < seq_k
     kept_rows = exists[:, None]
@@ -258,16 +257,17 @@ def key_gradients(
 
 @triton.jit
 def _over_keys(
-    dq, q, do, base, delta, i, h, inside, b, head, K, V, MASK, TILES,
+    dq, q, do, base, delta, i, h, b, head, K, V, MASK, TILES,
     skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full, seq_k, end, offset, left, right, dim, dim_v,
     factor, cap, seed_low, seed_high, threshold, keep_scale,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr,
-    EDGE: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the key tiles ``t0`` to ``t1`` give to dQ."""
+    """Add what the key tiles ``t0`` to ``t1`` give to dQ; edges and STRETCH as in the forward."""
     for t in tl.range(t0, t1):
         start = t * BLOCK_N
         if LISTED:
@@ -287,9 +287,9 @@ def _over_keys(
         if WIDE:
             n = n.to(tl.int64)
         _, _, dqk = score_gradient(
-            s, dp, base, delta, i, n, start, inside, MASK, mask_rows, smk, seq_k, end, offset, left, right,
+            s, dp, base, delta, i, n, start, MASK, mask_rows, smk, seq_k, end, offset, left, right,
             factor, cap, keep, keep_scale, (t < first_full) | (t >= last_full),
-            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, BOUND,
+            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, STRETCH, ENDS, BOUND,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
     return dq
@@ -310,7 +310,6 @@ def query_gradient(
     """DQ (batch, heads_q, Lq, dim): one tile of queries of one head a program, in the order of the forward."""
     seed_low = seed_low.to(tl.uint32, bitcast=True)
     seed_high = seed_high.to(tl.uint32, bitcast=True)
-    threshold = threshold.to(tl.uint32, bitcast=True)
     tiles = tl.cdiv(seq_q, BLOCK_M)
     pid = tl.program_id(0)
     whole = section * tiles
@@ -339,13 +338,17 @@ def query_gradient(
     mixed_end = tl.cdiv(hi, BLOCK_N)
     first_full = full_lo // BLOCK_N
     last_full = full_hi // BLOCK_N
+    stretch_first = 0
+    stretch_end = 0
     if LISTED:
         where = b64 * stb + h * sth + tile * stt
         TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
-        mixed_end = tl.load(COUNTS + where * 3)
-        first_full = tl.load(COUNTS + where * 3 + 1)
-        last_full = tl.load(COUNTS + where * 3 + 2)
+        mixed_end = tl.load(COUNTS + where * 5)
+        first_full = tl.load(COUNTS + where * 5 + 1)
+        last_full = tl.load(COUNTS + where * 5 + 2)
+        stretch_first = tl.load(COUNTS + where * 5 + 3)
+        stretch_end = tl.load(COUNTS + where * 5 + 4)
     k_head = K
     v_head = V
     if not TMA:
@@ -353,12 +356,13 @@ def query_gradient(
         v_head = V + b64 * svb + head.to(tl.int64) * svh
     if MASK_KIND != NO_MASK:
         MASK += b64 * smb + h64 * smh + first.to(tl.int64) * smq
-    mask_rows = ((i64 if WIDE else i) - first)[:, None] * smq
+    mask_rows = (tl.minimum(i64 if WIDE else i, seq_q - 1) - first)[:, None] * smq
     hs = (h + tl.zeros_like(i))[:, None]
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
     ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
+    STRETCH: tl.constexpr = LISTED and EVEN_K and not HAS_LENGTHS
     for part in tl.static_range(3):  # as in the forward
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
@@ -367,6 +371,8 @@ def query_gradient(
             t0, t1 = first_full, last_full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
+        if part == 1 and STRETCH:
+            t0, t1 = stretch_first // BLOCK_N, tl.cdiv(stretch_end, BLOCK_N)
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
@@ -377,13 +383,15 @@ def query_gradient(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)) and not ONE_LOOP)
         ):
             dq = _over_keys(
-                dq, q, do, base, delta, i[:, None], hs, inside[:, None], b, head, k_head, v_head, MASK, TILES,
+                dq, q, do, base, delta, i[:, None], hs, b, head, k_head, v_head, MASK, TILES,
                 skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
-                seq_k, end, offset, left, right, dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale,
+                seq_k, stretch_end if part == 1 and STRETCH else end, offset,
+                stretch_first if part == 1 and STRETCH else left, right,
+                dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale,
                 EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                 FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
                 HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
-                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
+                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
                 part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
                 part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip

@@ -9,7 +9,7 @@ folded into exp2; elsewhere scores are in natural units.
 import triton
 import triton.language as tl
 
-from .philox import drop
+from .philox import drop, keeps, origin
 from .tile import (
     EVERY_EDGE,
     LN2,
@@ -38,7 +38,7 @@ _RUNTIME = [
 
 @triton.jit
 def _attend(
-    acc, total, top, q, i, h, inside, b, head,
+    acc, total, top, zero, q, i, h, b, head,
     K, V, MASK, TILES,
     skl, skd, svl, svd, mask_rows, smk,
     t0, t1, first_full, last_full, seq_k, end, offset, left, right,
@@ -47,18 +47,20 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EDGE: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
+    LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Take the key tiles ``t0`` to ``t1`` into the accumulator.
 
-    EDGE says which may hide positions: none, every, or those outside ``first_full`` to ``last_full``; ENDS, that keys
-    may end within a tile, and BOUND, that the arrays do.
+    EDGE says which may hide positions: none, every, or those outside ``first_full`` to ``last_full``. STRETCH: what
+    they see is the keys ``left`` to ``end``. ENDS: keys may end within a tile. BOUND: the arrays do.
     """
     for t in tl.range(t0, t1):
         start = t * BLOCK_N
         if LISTED:
             start = tl.load(TILES + t) * BLOCK_N
+        if DROPOUT:  # before the scores: the product of the tile before is still under way
+            k0, k1, k2, k3 = keeps(zero, b, h, i, start, seed_low, seed_high, threshold, BLOCK_N)
         k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, False, DROPOUT, TMA, WIDE)
         s = product(q, tl.trans(k))
         if not FOLD:
@@ -73,11 +75,13 @@ def _attend(
                 n = columns(BLOCK_N, DROPOUT)[None, :]
                 if WIDE:
                     n = n.to(tl.int64)
-                s, seen = hide(
-                    s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-                    MASK_KIND, HAS_LEFT, HAS_RIGHT, BOUND,
-                )  # fmt: skip
-                s = tl.where(seen, s, float("-inf"))
+                if STRETCH:
+                    s = tl.where((start + n >= left) & (start + n < end), s, float("-inf"))
+                else:
+                    s, _ = hide(
+                        s, i, n, start, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+                        MASK_KIND, HAS_LEFT, HAS_RIGHT, ENDS or EDGE == SOME_EDGES, BOUND,
+                    )  # fmt: skip
         if FOLD:
             new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
         else:
@@ -94,7 +98,7 @@ def _attend(
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if DROPOUT:
-            p = drop(p, b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
+            p = drop(p, k0, k1, k2, k3, BLOCK_M, BLOCK_N)
         v = tile_of(
             V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
         )
@@ -122,7 +126,7 @@ def forward(
     The grid is one axis: splits fastest, then the heads of a section, then the tiles of rows from the last, which is
     the longest under a causal mask, to the first, then sections (of as many heads as share the L2).
     """
-    if OVERLAP:  # ``merge`` may begin, up to where it waits
+    if SPLIT and OVERLAP:  # ``merge`` may begin, up to where it waits
         tl.extra.cuda.gdc_launch_dependents()
     pack = 1
     if PACKED:
@@ -137,7 +141,6 @@ def forward(
         pid = pid // splits
     seed_low = seed_low.to(tl.uint32, bitcast=True)
     seed_high = seed_high.to(tl.uint32, bitcast=True)
-    threshold = threshold.to(tl.uint32, bitcast=True)
     whole = section * tiles
     at = pid // whole * section
     here = tl.minimum(section, batch * heads - at)
@@ -175,6 +178,10 @@ def forward(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    zero = 0
+    if DROPOUT:
+        nothing = tl.zeros((BLOCK_N, BLOCK_D), q.dtype)
+        zero = origin(product(q, tl.trans(nothing)), BLOCK_M, BLOCK_N)
     k_head = K
     v_head = V
     if not TMA:
@@ -183,28 +190,36 @@ def forward(
     mask_rows = i
     if MASK_KIND != NO_MASK:
         MASK += b64 * smb + head.to(tl.int64) * smh
+        there = tl.minimum(i, seq_q - 1)
         if PACKED or WIDE:
-            mask_rows = (h - head).to(tl.int64) * smh + i_wide * smq
+            mask_rows = (h - head).to(tl.int64) * smh + there.to(tl.int64) * smq
         else:  # offsets within the tile then fit 32 bits
             MASK += first.to(tl.int64) * smq
-            mask_rows = (i - first) * smq
+            mask_rows = (there - first) * smq
     mask_rows = mask_rows[:, None]
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
     first_full = full_lo // BLOCK_N
     last_full = full_hi // BLOCK_N
+    stretch_first = 0
+    stretch_end = 0
     if LISTED:  # tiles that need the mask by name, and a run of wholly visible ones
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         where = b64 * stb + head * sth + tile * stt
         TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
-        mixed_end = tl.load(COUNTS + where * 3)
-        first_full = tl.load(COUNTS + where * 3 + 1)
-        last_full = tl.load(COUNTS + where * 3 + 2)
+        mixed_end = tl.load(COUNTS + where * 5)
+        first_full = tl.load(COUNTS + where * 5 + 1)
+        last_full = tl.load(COUNTS + where * 5 + 2)
+        stretch_first = tl.load(COUNTS + where * 5 + 3)
+        stretch_end = tl.load(COUNTS + where * 5 + 4)
     MASKED: tl.constexpr = MASK_KIND != NO_MASK
     RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
     # One loop keeps the loads coming. But values past a sequence's length must be cleared, which the tiles within it
     # must not pay for; and past the last key, pointers need tests.
     ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
+    STRETCH: tl.constexpr = LISTED and EVEN_K and not HAS_LENGTHS
     for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
         t0, t1 = begin, first_full
         if part == 0 and MASKED:
@@ -213,6 +228,8 @@ def forward(
             t0, t1 = first_full, last_full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
+        if part == 1 and STRETCH:
+            t0, t1 = stretch_first // BLOCK_N, tl.cdiv(stretch_end, BLOCK_N)
         if part == 2:
             t0, t1 = last_full, mixed_end
         if part == 2 and MASKED:
@@ -223,13 +240,15 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                acc, total, top, q, i[:, None], h[:, None], inside[:, None], b, head_kv, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
-                seq_k, end, offset, left, right, factor, cap, seed_low, seed_high, threshold, dim, dim_v,
+                acc, total, top, zero, q, i[:, None], h[:, None], b, head_kv,
+                k_head, v_head, MASK, TILES, skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
+                seq_k, stretch_end if part == 1 and STRETCH else end, offset,
+                stretch_first if part == 1 and STRETCH else left, right,
+                factor, cap, seed_low, seed_high, threshold, dim, dim_v,
                 EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                 FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
                 HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
-                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP else NO_EDGE),
+                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
                 part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
                 part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
             )  # fmt: skip

@@ -159,9 +159,13 @@ def tile_of(
 
 
 @triton.jit
-def visible(i, j, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether query i sees key j, by position and length."""
-    seen = j < end
+def visible(
+    i, j, offset, end, left, right, ENDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):  # fmt: skip
+    """Whether query i sees key j, by position, and by length where it ENDS."""
+    seen = tl.full(j.shape, 1, tl.int1)
+    if ENDS:
+        seen = j < end
     if HAS_RIGHT:
         seen = seen & (j <= i + offset + right)
     if HAS_LEFT:
@@ -171,27 +175,29 @@ def visible(i, j, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: t
 
 @triton.jit
 def hide(
-    s, i, n, start, inside, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-    MASK_KIND: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOUND: tl.constexpr,
+    s, i, n, start, end, offset, left, right, MASK, mask_rows, smk, seq_k,
+    MASK_KIND: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """``s`` plus a float mask, and which of it is visible, for keys ``start + n``.
+    """``s`` plus a float mask, -inf where it is not visible, and what is visible, for keys ``start + n``.
 
-    ``inside`` says which queries exist; BOUND, that the tile may reach past the last key (a test of every key keeps the
-    loads of the mask from being wide).
+    ``mask_rows`` are offsets of rows that exist, also for queries that do not: what those get is thrown away. ENDS:
+    keys may end within the tile. BOUND: it may reach past the last key, and the mask is read with a test of every key.
     """
     j = start + n
-    seen = visible(i, j, offset, end, left, right, HAS_LEFT, HAS_RIGHT)
+    seen = visible(i, j, offset, end, left, right, ENDS, HAS_LEFT, HAS_RIGHT)
     if MASK_KIND != NO_MASK:
         at = MASK + start.to(tl.int64) * smk + (mask_rows + n * smk)
-        there = inside
         if BOUND:
-            there = inside & (j < seq_k)
-        if MASK_KIND == BOOL_MASK:
-            seen = seen & (tl.load(at, mask=there, other=0) != 0)
+            tile = tl.load(at, mask=j < seq_k, other=0)
         else:
-            bias = float_mask(tl.load(at, mask=there, other=float("-inf")))
+            tile = tl.load(at)
+        if MASK_KIND == BOOL_MASK:
+            seen = seen & (tile != 0)
+        else:
+            bias = float_mask(tile)
             seen = seen & (bias != float("-inf"))
             s = s + bias
+    s = tl.where(seen, s, float("-inf"))
     return s, seen
 
 

@@ -1,93 +1,11 @@
-"""attn_mask: which tiles of it hide everything, something or nothing, and the gradient of a float mask.
-
-``classify`` looks at every tile once, positions and lengths included; ``arrange`` makes of it, for each tile of queries
-(or of keys), what to visit: the longest run of wholly visible tiles, and a list of all others that are not empty.
-"""
+"""The gradient of a float mask: dS, summed over what the mask is broadcast over."""
 
 import triton
 import triton.language as tl
 
 from .backward import score_gradient
 from .philox import kept
-from .tile import EVERY_EDGE, FLOAT_MASK, columns, extent, hide, load_rows, product, rounded
-
-#: What is known of a tile.
-_EMPTY = tl.constexpr(0)
-_MIXED = tl.constexpr(1)
-_FULL = tl.constexpr(2)
-
-
-@triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k", "seq_q", "seq_k", "bottom_right", "left", "right"])
-def classify(
-    MASK, LENGTHS, KINDS,
-    smb, smh, smq, smk, heads, tiles_q, tiles_k, seq_q, seq_k, bottom_right, left, right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_KIND: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """KINDS (batch or 1, heads or 1, tiles_q or 1, tiles_k) as int8: nothing, something or all of a tile is visible."""
-    pid = tl.program_id(0).to(tl.int64)
-    tile_k = pid % tiles_k
-    tile_q = pid // tiles_k % tiles_q
-    h = pid // tiles_k // tiles_q % heads
-    b = pid // tiles_k // tiles_q // heads
-    first = (tile_q * BLOCK_M).to(tl.int32)
-    start = (tile_k * BLOCK_N).to(tl.int32)
-    i = first + tl.arange(0, BLOCK_M)[:, None]
-    n = tl.arange(0, BLOCK_N)[None, :]
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
-    MASK += b * smb + h * smh
-    inside = i < seq_q
-    zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    bias, seen = hide(
-        zero, i, n.to(tl.int64), start, inside, end, offset, left, right, MASK, i.to(tl.int64) * smq, smk, seq_k,
-        MASK_KIND, HAS_LEFT, HAS_RIGHT, not EVEN_K,
-    )  # fmt: skip
-    seen = tl.broadcast_to(seen, (BLOCK_M, BLOCK_N))
-    plain = seen
-    if MASK_KIND == FLOAT_MASK:
-        plain = seen & (bias == 0.0)
-    some = tl.max(tl.max((seen & inside).to(tl.int32), 1), 0)
-    every = tl.min(tl.min((plain | (i >= seq_q)).to(tl.int32), 1), 0)
-    tl.store(KINDS + pid, tl.where(every > 0, _FULL, some * _MIXED).to(tl.int8))
-
-
-@triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit(do_not_specialize=["owners", "others", "step_owner", "step_other", "step_head"])
-def arrange(KINDS, TILES, COUNTS, owners, others, step_owner, step_other, step_head, BLOCK: tl.constexpr):
-    """For one owner a program: TILES (..., owners, others), and COUNTS (..., owners, 3).
-
-    COUNTS holds how many tiles the list names, and the first tile of the run and the one after it.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    kinds = KINDS + pid // owners * step_head + pid % owners * step_owner
-    longest = 0
-    run_end = 0
-    gap = -1  # the last tile so far that is not full
-    for first in range(0, others, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=_EMPTY)
-        gaps = tl.maximum(tl.associative_scan(tl.where(kind == _FULL, -1, t), 0, _later), gap)
-        length = t - gaps
-        here = tl.max(length, 0)
-        ends = tl.min(tl.where(length == here, t + 1, others), 0)
-        run_end = tl.where(here > longest, ends, run_end)
-        longest = tl.maximum(longest, here)
-        gap = tl.max(gaps, 0)
-    run_first = run_end - longest
-    count = 0
-    for first in range(0, others, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=_EMPTY)
-        named = ((kind != _EMPTY) & ((t < run_first) | (t >= run_end))).to(tl.int32)
-        tl.store(TILES + pid * others + count + tl.cumsum(named, 0) - 1, t, mask=named != 0)
-        count += tl.sum(named, 0)
-    tl.store(COUNTS + pid * 3, count)
-    tl.store(COUNTS + pid * 3 + 1, run_first)
-    tl.store(COUNTS + pid * 3 + 2, run_end)
+from .tile import EVERY_EDGE, columns, extent, load_rows, product, rounded
 
 
 @triton.jit(
@@ -110,7 +28,6 @@ def mask_gradient(
     """DMASK, contiguous in the shape of the mask: one tile a program, summed over what the mask is broadcast OVER."""
     seed_low = seed_low.to(tl.uint32, bitcast=True)
     seed_high = seed_high.to(tl.uint32, bitcast=True)
-    threshold = threshold.to(tl.uint32, bitcast=True)
     tiles_q = tl.cdiv(seq_q, BLOCK_M)
     tiles_k = tl.cdiv(seq_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -153,7 +70,7 @@ def mask_gradient(
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
                 mask_head = MASK + b64 * smb + h64 * smh
-                mask_rows = i64[:, None] * smq
+                mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * smq
                 for tile_k in range(first_k, last_k):
                     n = columns(BLOCK_N, DROPOUT)
                     j = tile_k * BLOCK_N + n
@@ -173,9 +90,9 @@ def mask_gradient(
                         )
                     n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
-                        s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), inside[:, None],
+                        s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32),
                         mask_head, mask_rows, smk, seq_k, end, offset, left, right, factor, cap, keep, keep_scale, True,
-                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EVERY_EDGE, True,
+                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EVERY_EDGE, False, True, True,
                     )  # fmt: skip
                     acc += ds
     out = DMASK
