@@ -217,8 +217,9 @@ def _build(launch: Launch, arch: str, problem: str) -> Build:
 
 
 def _tile(flags: dict[str, Any]) -> str:
-    sizes = [str(flags[name]) for name in ("BLOCK_M", "BLOCK_N") if name in flags]
-    return " ".join(["x".join(sizes), f"w{flags['num_warps']}", f"s{flags.get('num_stages', 3)}"]).strip()
+    how = flags.get("how")
+    sizes = f"{how.block_m}x{how.block_n} " if how else f"{flags['BLOCK_M']} " if "BLOCK_M" in flags else ""
+    return f"{sizes}w{flags['num_warps']} s{flags.get('num_stages', 3)}"
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

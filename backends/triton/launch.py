@@ -1,4 +1,4 @@
-"""From arrays to launches: strides, tensor descriptors, grids, and the flags that a kernel is compiled for."""
+"""From arrays to launches: strides, tensor descriptors and grids of each kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from attnswitch.backend import Inputs
 from attnswitch.device import Device
-from attnswitch.philox import BITS
 from attnswitch.problem import Problem
 
 from . import config, run
-from .config import MOST_SPLITS, Tile, TritonConfig, block
+from .arguments import as_bytes, mask_strides, numbers, options, position, tiles, unit, variant, wide
+from .config import MOST_SPLITS, TritonConfig, block
 from .descriptors import described, suits
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
@@ -22,9 +22,6 @@ from .tiles import Lists, listed, overlaps
 
 __all__ = ["Saved", "forward", "key_gradients", "mask_gradient", "on", "prepare", "query_gradient"]
 
-_LOG2E = 1.4426950408889634
-#: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
-_NO_CAP = 1e30
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
 
@@ -56,7 +53,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     packed = config.packs(p)
     lists = None if packed or splits > 1 else listed(p, device, inputs, tile.queries, tile.keys)
     heads = p.heads_q // (p.group if packed else 1)
-    programs = p.batch * heads * _tiles(config.rows(p), tile.queries)
+    programs = p.batch * heads * tiles(config.rows(p), tile.queries)
     dealt = p.dropout > 0.0
     tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
     overlap = (splits > 1 or lists is not None) and overlaps(device)
@@ -65,7 +62,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
         part_lse = lse.new_empty((2, splits, p.batch, p.heads_q, p.seq_q))
     strides = part_out.stride()[-4:-1] if splits > 1 else out.stride()[:3]
-    chunk = _tiles(p.seq_k, splits * tile.keys) * tile.keys
+    chunk = tiles(p.seq_k, splits * tile.keys) * tile.keys
     run.start(
         forward_kernels.forward,
         programs * splits,
@@ -74,14 +71,14 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
         part_out,
         part_lse,
-        _bytes(inputs.attn_mask),
+        as_bytes(inputs.attn_mask),
         inputs.key_lengths,
         *_list_arrays(lists),
         *inputs.query.stride(),
         *inputs.key.stride(),
         *inputs.value.stride(),
         *strides,
-        *_mask_strides(inputs.attn_mask),
+        *mask_strides(inputs.attn_mask),
         *_list_strides(lists),
         p.batch,
         p.heads_q,
@@ -90,20 +87,23 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         p.seq_k,
         p.dim_qk,
         p.dim_v,
-        *_position(p),
+        *position(p),
         min(config.heads_a_section(p, queries=False), p.batch * heads),
         splits,
         chunk,
-        *_numbers(p, inputs),
-        PACKED=packed,
-        SPLIT=splits > 1,
-        EVEN_K=p.seq_k % tile.keys == 0,
-        TMA=tma,
-        WIDE=_wide(tile, inputs.key, inputs.value, inputs.attn_mask),
-        LISTED=lists is not None,
-        OVERLAP=overlap,
-        **_flags(p, tile),
-        **({"launch_pdl": True} if overlap and lists is not None else {}),
+        *numbers(p, inputs),
+        how=variant(
+            p,
+            tile,
+            even_k=p.seq_k % tile.keys == 0,
+            packed=packed,
+            split=splits > 1,
+            tma=tma,
+            wide=wide(tile, inputs.key, inputs.value, inputs.attn_mask),
+            listed=lists is not None,
+            overlap=overlap,
+        ),
+        **options(tile, early=overlap and lists is not None),
     )
     if splits > 1:
         count = p.batch * p.heads_q * p.seq_q
@@ -131,12 +131,12 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
 
 def prepare(p: Problem, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
     """D of every row, and its lse as the other kernels want it."""
-    padded, block_m = _tiles(p.seq_q, _PADDING) * _PADDING, 32
+    padded, block_m = tiles(p.seq_q, _PADDING) * _PADDING, 32
     rows = p.batch * p.heads_q * padded
     base, delta = lse.new_empty((2, p.batch, p.heads_q, padded))
     run.start(
         backward_kernels.prepare,
-        _tiles(rows, block_m),
+        tiles(rows, block_m),
         out,
         grad_out,
         lse.contiguous(),
@@ -150,7 +150,7 @@ def prepare(p: Problem, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_
         padded,
         rows,
         p.dim_v,
-        _LOG2E if _folds(p) else 1.0,
+        unit(p),
         WITH_DLSE=grad_lse is not None,
         EVEN_DV=block(p.dim_v) == p.dim_v,
         BLOCK_M=block_m,
@@ -170,14 +170,14 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
     heads = p.batch * p.heads_q
     run.start(
         backward_kernels.query_gradient,
-        heads * _tiles(p.seq_q, tile.queries),
+        heads * tiles(p.seq_q, tile.queries),
         inputs.query,
         described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
         described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
         saved.grad_out,
         saved.base,
         saved.delta,
-        _bytes(inputs.attn_mask),
+        as_bytes(inputs.attn_mask),
         inputs.key_lengths,
         *_list_arrays(lists),
         dq,
@@ -186,12 +186,16 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
         *_sizes(p, saved),
         min(config.heads_a_section(p, queries=False), heads),
         float(p.softmax_scale),
-        *_numbers(p, inputs),
-        EVEN_K=p.seq_k % tile.keys == 0,
-        TMA=tma,
-        WIDE=_wide(tile, inputs.key, inputs.value, inputs.attn_mask),
-        LISTED=lists is not None,
-        **_flags(p, tile),
+        *numbers(p, inputs),
+        how=variant(
+            p,
+            tile,
+            even_k=p.seq_k % tile.keys == 0,
+            tma=tma,
+            wide=wide(tile, inputs.key, inputs.value, inputs.attn_mask),
+            listed=lists is not None,
+        ),
+        **options(tile),
     )
     return dq
 
@@ -206,14 +210,14 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
     heads = p.batch * p.heads_kv
     run.start(
         backward_kernels.key_gradients,
-        heads * _tiles(p.seq_k, tile.keys),
+        heads * tiles(p.seq_k, tile.keys),
         described(inputs.query, tile.queries) if tma else inputs.query,
         inputs.key,
         inputs.value,
         described(saved.grad_out, tile.queries) if tma else saved.grad_out,
         saved.base,
         saved.delta,
-        _bytes(inputs.attn_mask),
+        as_bytes(inputs.attn_mask),
         inputs.key_lengths,
         *_list_arrays(lists),
         dk,
@@ -223,13 +227,17 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
         *_sizes(p, saved),
         min(config.heads_a_section(p, queries=True), heads),
         float(p.softmax_scale),
-        *_numbers(p, inputs),
-        EVEN_Q=p.seq_q % tile.queries == 0,
-        EVEN_K=p.seq_k % tile.keys == 0,
-        TMA=tma,
-        WIDE=_wide(tile, inputs.query, saved.grad_out, inputs.attn_mask),
-        LISTED=lists is not None,
-        **_flags(p, tile),
+        *numbers(p, inputs),
+        how=variant(
+            p,
+            tile,
+            even_q=p.seq_q % tile.queries == 0,
+            even_k=p.seq_k % tile.keys == 0,
+            tma=tma,
+            wide=wide(tile, inputs.query, saved.grad_out, inputs.attn_mask),
+            listed=lists is not None,
+        ),
+        **options(tile),
     )
     return dk, dv
 
@@ -241,7 +249,7 @@ def mask_gradient(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Saved
     tile = chosen.query_gradient
     b, h, q, k = mask.shape
     grad = mask.new_empty(mask.shape)
-    programs = b * h * (_tiles(p.seq_q, tile.queries) if q > 1 else 1) * (_tiles(p.seq_k, tile.keys) if k > 1 else 1)
+    programs = b * h * (tiles(p.seq_q, tile.queries) if q > 1 else 1) * (tiles(p.seq_k, tile.keys) if k > 1 else 1)
     run.start(
         mask_kernels.mask_gradient,
         programs,
@@ -257,12 +265,13 @@ def mask_gradient(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Saved
         *_operand_strides(inputs, saved),
         *_sizes(p, saved),
         h,
-        *_numbers(p, inputs),
+        *numbers(p, inputs),
         OVER_B=b == 1,
         OVER_H=h == 1,
         OVER_Q=q == 1,
         OVER_K=k == 1,
-        **_flags(p, tile),
+        how=variant(p, tile),
+        **options(tile),
     )
     return grad
 
@@ -270,92 +279,9 @@ def mask_gradient(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Saved
 # -- arguments that the launches share ---------------------------------------------------------------------------------
 
 
-def _tiles(length: int, size: int) -> int:
-    return -(-length // size)
-
-
 def _sizes(p: Problem, saved: Saved) -> tuple[int, ...]:
     padded = saved.base.shape[2]
-    return (p.batch, p.heads_q, p.group, p.seq_q, padded, p.seq_k, p.dim_qk, p.dim_v, *_position(p))
-
-
-def _position(p: Problem) -> tuple[int, int, int]:
-    """Alignment of the diagonal, and how far to the left and right of it a query sees."""
-    left, right = _reach(p)
-    return int(p.bottom_right), left or 0, right or 0
-
-
-def _reach(p: Problem) -> tuple[int | None, int | None]:
-    left, right = p.window or (None, None)
-    if p.causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
-
-
-def _numbers(p: Problem, inputs: Inputs) -> tuple[float | int, ...]:
-    """What the products q . k are multiplied by first, the cap, the dropout's seed, threshold and factor."""
-    factor, cap = p.softmax_scale, 0.0
-    if _capped(p):
-        factor, cap = p.softmax_scale / p.softcap, p.softcap
-    elif _folds(p):
-        factor *= _LOG2E
-    seed = inputs.seed or 0
-    keep = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
-    return float(factor), float(cap), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), round(p.dropout * 2**BITS), keep
-
-
-def _signed(word: int) -> int:
-    """32 bits as the integer that Triton takes for an int32; the kernels read them as unsigned."""
-    return word - 2**32 if word >= 2**31 else word
-
-
-def _capped(p: Problem) -> bool:
-    return 0.0 < p.softcap < _NO_CAP
-
-
-def _folds(p: Problem) -> bool:
-    """Whether a score is q . k times a positive factor, which then becomes a part of exp2."""
-    plain_mask = p.mask is None or p.mask.is_bool
-    return plain_mask and not _capped(p) and p.softmax_scale > 0.0
-
-
-def _flags(p: Problem, tile: Tile) -> dict[str, Any]:
-    """What every kernel is compiled for."""
-    left, right = _reach(p)
-    return {
-        "EVEN_D": block(p.dim_qk) == p.dim_qk,
-        "EVEN_DV": block(p.dim_v) == p.dim_v,
-        "BLOCK_M": tile.queries,
-        "BLOCK_N": tile.keys,
-        "BLOCK_D": block(p.dim_qk),
-        "BLOCK_DV": block(p.dim_v),
-        "FOLD": _folds(p),
-        "SOFTCAP": _capped(p),
-        "MASK_KIND": _mask_kind(p),
-        "DROPOUT": p.dropout > 0.0,
-        "HAS_LENGTHS": p.key_lengths,
-        "HAS_LEFT": left is not None,
-        "HAS_RIGHT": right is not None,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "maxnreg": tile.registers or None,
-    }
-
-
-def _mask_kind(p: Problem) -> int:
-    return 0 if p.mask is None else 1 if p.mask.is_bool else 2
-
-
-def _bytes(mask: Any) -> Any:
-    """A bool mask as bytes: the same memory, in a type whose loads mean the same in every version of Triton."""
-    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-
-
-def _mask_strides(mask: Any) -> tuple[int, ...]:
-    """Strides of the mask, 0 along the axes that it is broadcast over."""
-    if mask is None:
-        return (0, 0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    return (p.batch, p.heads_q, p.group, p.seq_q, padded, p.seq_k, p.dim_qk, p.dim_v, *position(p))
 
 
 def _operand_strides(inputs: Inputs, saved: Saved) -> tuple[int, ...]:
@@ -364,7 +290,7 @@ def _operand_strides(inputs: Inputs, saved: Saved) -> tuple[int, ...]:
         *inputs.key.stride(),
         *inputs.value.stride(),
         *saved.grad_out.stride(),
-        *_mask_strides(inputs.attn_mask),
+        *mask_strides(inputs.attn_mask),
     )
 
 
@@ -374,9 +300,3 @@ def _list_arrays(lists: Lists | None) -> tuple[Any, Any]:
 
 def _list_strides(lists: Lists | None) -> tuple[int, int, int]:
     return (0, 0, 0) if lists is None else lists.strides
-
-
-def _wide(tile: Tile, *arrays: Any) -> bool:
-    """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
-    rows = max(tile.queries, tile.keys)
-    return any(x is not None and rows * x.stride(2) + 256 * x.stride(3) >= 2**31 for x in arrays)

@@ -11,7 +11,9 @@ from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from . import run
+from .arguments import as_bytes, mask_strides, position, tiles
 from .kernels import lists as kernels
+from .kernels.variant import Variant
 
 __all__ = ["Lists", "listed", "overlaps"]
 
@@ -50,44 +52,30 @@ def listed(
     mask = inputs.attn_mask
     if mask is None or not pays(p):
         return None
-    tiles_q, tiles_k = -(-p.seq_q // block_m), -(-p.seq_k // block_n)
-    lengths, positional = p.key_lengths, p.positional
-    batch = p.batch if mask.shape[0] > 1 or lengths else 1
+    tiles_q, tiles_k = tiles(p.seq_q, block_m), tiles(p.seq_k, block_n)
+    batch = p.batch if mask.shape[0] > 1 or p.key_lengths else 1
     heads = mask.shape[1]
-    span_q = mask.shape[2] > 1 or positional
+    span_q = mask.shape[2] > 1 or p.positional
     kinds_q = tiles_q if span_q else 1
     kinds = torch.empty((batch, heads, kinds_q, tiles_k), dtype=torch.int16, device=mask.device)
-    left, right = p.window or (None, None)
-    if p.causal:
-        right = 0 if right is None else min(right, 0)
-    strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    overlap = overlaps(device)
+    how = _variant(p, device, block_m, block_n)
     run.start(
         kernels.classify,
         kinds.numel(),
-        mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
+        as_bytes(mask),
         inputs.key_lengths,
         kinds,
-        *strides,
+        *mask_strides(mask),
         heads,
         kinds_q,
         tiles_k,
         p.seq_q,
         p.seq_k,
-        int(p.bottom_right),
-        left or 0,
-        right or 0,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        EVEN_K=p.seq_k % block_n == 0,
-        MASK_KIND=1 if mask.dtype == torch.bool else 2,
-        HAS_LENGTHS=lengths,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
+        *position(p),
         # Beyond a length, values must be cleared, and beyond the arrays, loads tested: such a tile is no part of a run.
-        STRETCH=not by_keys and not lengths and p.seq_k % block_n == 0,
-        WORDS=not lengths and not p.positional and p.seq_k % block_n == 0 and _in_words(mask),
-        OVERLAP=overlap,
+        STRETCH=not by_keys and not p.key_lengths and how.even_k,
+        WORDS=not p.key_lengths and not p.positional and how.even_k and _in_words(mask),
+        how=how,
         num_warps=4,
     )
     if by_keys:
@@ -111,13 +99,29 @@ def listed(
         kinds_q * tiles_k,
         SIZE=block_m if by_keys else block_n,
         BLOCK=256,
-        OVERLAP=overlap,
+        OVERLAP=how.overlap,
         num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
+        **({"launch_pdl": True} if how.overlap else {}),
     )
     step_b = heads * owners if batch > 1 else 0
     step_h = owners if heads > 1 else 0
     return Lists(lists, counts, (step_b, step_h, 1 if owners > 1 else 0))
+
+
+def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:
+    """What ``classify`` is compiled for, and no more: whatever else a problem has, it is the same kernel."""
+    assert p.mask is not None
+    left, right = p.window or (None, None)
+    return Variant(
+        block_m,
+        block_n,
+        even_k=p.seq_k % block_n == 0,
+        mask_kind=1 if p.mask.is_bool else 2,
+        has_lengths=p.key_lengths,
+        has_left=left is not None,
+        has_right=right is not None or p.causal,
+        overlap=overlaps(device),
+    )
 
 
 def _in_words(mask: Any) -> bool:

@@ -30,22 +30,34 @@ run = importlib.import_module("attnswitch.backends.triton.run")
 VERSION, TABLE = make_builds.committed()
 COMMITTED = make_builds.most_spilled(TABLE)
 #: Flags that are sizes which tuning chooses, and flags that say what a GPU has.
-TUNED = {"BLOCK", "BLOCK_M", "BLOCK_N", "BLOCK_S", "MOST_SPLITS"}
-OF_THE_GPU = {"TMA", "OVERLAP"}
+TUNED = {"BLOCK", "BLOCK_M", "BLOCK_S", "MOST_SPLITS", "SIZE", "block_m", "block_n"}
+OF_THE_GPU = {"OVERLAP", "overlap", "tma"}
 #: What the other flags have to be compiled for: False and True, unless it is here; and less in some kernels.
 VALUES: dict[str, set[Any]] = {
-    "MASK_KIND": {0, 1, 2},
-    "BLOCK_D": {16, 64, 128, 256},
+    "mask_kind": {0, 1, 2},
+    "block_d": {16, 64, 128, 256},
+    "block_dv": {16, 64, 128, 256},
     "BLOCK_DV": {16, 64, 128, 256},
 }
 NARROWER: dict[tuple[str, str], set[Any]] = {
-    ("classify", "MASK_KIND"): {1, 2},
-    ("mask_gradient", "MASK_KIND"): {2},
-    ("mask_gradient", "FOLD"): {False},
-    ("mask_gradient", "BLOCK_D"): {64, 128},
-    ("mask_gradient", "BLOCK_DV"): {64, 128},
+    ("classify", "mask_kind"): {1, 2},
+    ("mask_gradient", "mask_kind"): {2},
+    ("mask_gradient", "fold"): {False},
+    ("mask_gradient", "block_d"): {64, 128},
+    ("mask_gradient", "block_dv"): {64, 128},
     ("merge", "BLOCK_DV"): {64, 128},
 }
+#: What a kernel never asks of its variant.
+UNASKED = {
+    "forward": {"even_q"},
+    "key_gradients": {"overlap", "packed", "split"},
+    "query_gradient": {"even_q", "overlap", "packed", "split"},
+    "mask_gradient": {"even_k", "even_q", "listed", "overlap", "packed", "split", "tma", "wide"},
+    "classify": {
+        "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "listed", "packed", "softcap",
+        "split", "tma", "wide",
+    },
+}  # fmt: skip
 CASES = [(problem, far, device) for problem, far in make_builds.PROBLEMS for device in make_builds.DEVICES]
 Futures = dict[tuple[str, bool, str], Future[list[Any]]]
 
@@ -77,6 +89,15 @@ def test_every_kernel_compiles_and_fits(building: Futures, problem: str, far: bo
         assert not more, f"spills past {make_builds.TABLE.name}; if need be, fixtures/make_builds.py --write\n{told}"
 
 
+def asked(launch: Any) -> dict[str, Any]:
+    """The flags that decide on branches: neither sizes that tuning chooses, nor Triton's own options."""
+    name = launch.kernel.__name__
+    how = launch.flags["how"]._asdict() if "how" in launch.flags else {}
+    flags = {flag: value for flag, value in launch.flags.items() if flag.isupper()}
+    flags |= {flag: value for flag, value in how.items() if flag not in UNASKED.get(name, ())}
+    return {flag: value for flag, value in flags.items() if flag not in TUNED}
+
+
 def test_the_problems_take_every_branch() -> None:
     """On every GPU, but for the branches that the GPU decides on."""
     seen = defaultdict(set)
@@ -86,9 +107,8 @@ def test_the_problems_take_every_branch() -> None:
         for problem, far in problems:
             for launch in ahead.launches(problem, Device.named(device), far=far):
                 kernels.add(launch.kernel)
-                for flag, value in launch.flags.items():
-                    if flag.isupper() and flag not in TUNED:  # the others are Triton's own
-                        seen[launch.kernel.__name__, flag, "any" if flag in OF_THE_GPU else device].add(value)
+                for flag, value in asked(launch).items():
+                    seen[launch.kernel.__name__, flag, "any" if flag in OF_THE_GPU else device].add(value)
     assert len(kernels) == 8
     assert {problem.dtype for problem, _ in problems} == {"float16", "bfloat16", "float32"}
     for (kernel, flag, device), values in seen.items():

@@ -8,6 +8,7 @@ atomically and the bits repeat. Query heads that share a key head are summed in 
 import triton
 import triton.language as tl
 
+from .lists import visit
 from .philox import kept
 from .tile import (
     EVERY_EDGE,
@@ -65,43 +66,39 @@ def prepare(
 
 @triton.jit
 def score_gradient(
-    s, dp, base, delta, i, n, start, MASK, mask_rows, smk, seq_k, end, offset, left, right,
-    factor, cap, keep, keep_scale, hides,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
+    s, dp, base, delta, i, n, start, hides, span, mask, scores, keep, keep_scale,
+    MASK_KIND: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
     """From the products q . k and dO . v of one tile, either way round: the weights after dropout, dS, and dS q . k.
 
     The last is the gradient of scale * q . k: dS itself but for softcap, which lies between it and the float mask.
     EDGE and STRETCH as in the forward; with some edges, ``hides`` says whether this tile has one.
     """
-    if not FOLD:
+    factor, cap = scores
+    if not how.fold:
         s = s * factor
-    if SOFTCAP:
+    if how.softcap:
         t = tanh(s)
         s = t * cap
     if EDGE == EVERY_EDGE:
-        s, seen = hide(
-            s, i, n, start, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-            MASK_KIND, HAS_LEFT, HAS_RIGHT, ENDS, BOUND,
-        )  # fmt: skip
+        s, seen = hide(s, i, n, start, span, mask, MASK_KIND, ENDS, BOUND, how)
     if EDGE == SOME_EDGES and hides:
         if STRETCH:
-            seen = (start + n >= left) & (start + n < end)
+            seen = (start + n >= span[2]) & (start + n < span[0])
         else:
-            seen = visible(i, start + n, offset, end, left, right, True, HAS_LEFT, HAS_RIGHT)
+            seen = visible(i, start + n, span, True, how)
         s = tl.where(seen, s, float("-inf"))
-    p = weights(s, base, factor, FOLD)
+    p = weights(s, base, factor, how)
     dropped = p
-    if DROPOUT:
+    if how.dropout:
         dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
     if EDGE == EVERY_EDGE:  # hidden keys may hold NaN, which 0 times it is too
         ds = tl.where(seen, ds, 0.0)
     dqk = ds
-    if SOFTCAP:
+    if how.softcap:
         dqk = ds * (1.0 - t * t)
         if EDGE == EVERY_EDGE:
             dqk = tl.where(seen, dqk, 0.0)
@@ -110,48 +107,46 @@ def score_gradient(
 
 @triton.jit
 def _over_queries(
-    dk, dv, k, v, first, b, h, Q, DO, BASE, DELTA, MASK, TILES,
-    sql, sqd, sdl, sdd, smq, smk, t0, t1, seq_q, seq_k, end, offset, left, right, dim, dim_v,
-    factor, cap, seed_low, seed_high, threshold, keep_scale,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, EVEN_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr,
-    ENDS: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, mask, tiles, t0, t1, seq_q, span, scores,
+    random, keep_scale, dim, dim_v,
+    MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
-    """Add what the query tiles ``t0`` to ``t1`` of one head give to dK and dV. Tiles are (keys, queries)."""
+    """Add what the query tiles ``t0`` to ``t1`` of one head give to dK and dV. Tiles are (keys, queries).
+
+    ``mask`` has the step from query to query in place of offsets.
+    """
+    dk, dv = state
+    array, smq, smk, seq_k = mask
     for t in tl.range(t0, t1):
-        start = t * BLOCK_M
+        start = t * how.block_m
         if LISTED:
-            start = tl.load(TILES + t) * BLOCK_M
-        i = start + tl.arange(0, BLOCK_M)
-        q = tile_of(Q, b, h, start, seq_q, sql, sqd, dim, BLOCK_M, BLOCK_D, EVEN_D, not EVEN_Q, False, False, TMA, WIDE)
-        do = tile_of(
-            DO, b, h, start, seq_q, sdl, sdd, dim_v, BLOCK_M, BLOCK_DV, EVEN_DV, not EVEN_Q, False, False, TMA, WIDE
+            start = tl.load(tiles + t) * how.block_m
+        i = start + tl.arange(0, how.block_m)
+        q = tile_of(
+            q_at, b, h, start, seq_q, dim, how.block_m, how.block_d, how.even_d, not how.even_q, False, False, how
         )
-        base = tl.load(BASE + i)
-        delta = tl.load(DELTA + i)
+        do = tile_of(
+            do_at, b, h, start, seq_q, dim_v, how.block_m, how.block_dv, how.even_dv, not how.even_q, False, False, how
+        )
+        base = tl.load(base_at + i)
+        delta = tl.load(delta_at + i)
         s = product(k, tl.trans(q))
         dp = product(v, tl.trans(do))
         keep = True
-        if DROPOUT:
-            rows = tl.reshape(i, (BLOCK_M, 1))
-            keep = tl.trans(
-                kept(b, h + tl.zeros_like(rows), rows, first, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
-            )
-        n = columns(BLOCK_N, DROPOUT)[:, None]
-        mask_tile = MASK
-        mask_rows = (tl.minimum(i, seq_q - 1) - start)[None, :]
+        if how.dropout:
+            rows = tl.reshape(i, (how.block_m, 1))
+            keep = tl.trans(kept(b, h + tl.zeros_like(rows), rows, first, random, how.block_m, how.block_n))
+        n = columns(how.block_n, how.dropout)[:, None]
+        here = array
+        rows = (tl.minimum(i, seq_q - 1) - start)[None, :]
         if MASK_KIND != NO_MASK:
-            mask_tile = MASK + start.to(tl.int64) * smq
-        if WIDE:
+            here = array + start.to(tl.int64) * smq
+        if how.wide:
             n = n.to(tl.int64)
-            mask_rows = mask_rows.to(tl.int64)
+            rows = rows.to(tl.int64)
         p, _, dqk = score_gradient(
-            s, dp, base[None, :], delta[None, :], i[None, :], n, first,
-            mask_tile, mask_rows * smq, smk, seq_k, end, offset, left, right,
-            factor, cap, keep, keep_scale, True,
-            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, False, ENDS, BOUND,
+            s, dp, base[None, :], delta[None, :], i[None, :], n, first, True, span, (here, rows * smq, smk, seq_k),
+            scores, keep, keep_scale, MASK_KIND, EDGE, False, how.has_lengths or not how.even_k, not how.even_k, how,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
         dk = product(rounded(dqk, q.dtype), q, dk)
@@ -164,19 +159,18 @@ def key_gradients(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sdb, sdh, sdl, sdd, smb, smh, smq, smk, stb, sth, stt,
     batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, section,
     scale, factor, cap, seed_low, seed_high, threshold, keep_scale,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
     """DK (batch, heads_kv, Lk, dim) and DV (batch, heads_kv, Lk, dim_v): one tile of keys of one key head a program."""
-    seed_low = seed_low.to(tl.uint32, bitcast=True)
-    seed_high = seed_high.to(tl.uint32, bitcast=True)
-    tiles = tl.cdiv(seq_k, BLOCK_N)
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
+    BLOCK_D: tl.constexpr = how.block_d
+    BLOCK_DV: tl.constexpr = how.block_dv
+    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    count = tl.cdiv(seq_k, BLOCK_N)
     heads = heads_q // group
     pid = tl.program_id(0)
-    whole = section * tiles
+    whole = section * count
     at = pid // whole * section
     here = tl.minimum(section, batch * heads - at)
     tile = pid % whole // here  # the first keys are seen by most queries under a causal mask
@@ -186,110 +180,104 @@ def key_gradients(
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
     first = tile * BLOCK_N
-    j = first + columns(BLOCK_N, DROPOUT)
+    j = first + columns(BLOCK_N, how.dropout)
     j64 = j.to(tl.int64)
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
+    span = (end, offset, left, right)
     exists = j < end
-    k = load_rows(K + (b64 * skb + head64 * skh + j64 * skl)[:, None], exists, skd, dim, BLOCK_D, EVEN_D)
-    v = load_rows(V + (b64 * svb + head64 * svh + j64 * svl)[:, None], exists, svd, dim_v, BLOCK_DV, EVEN_DV)
+    k = load_rows(K + (b64 * skb + head64 * skh + j64 * skl)[:, None], exists, skd, dim, BLOCK_D, how.even_d)
+    v = load_rows(V + (b64 * svb + head64 * svh + j64 * svl)[:, None], exists, svd, dim_v, BLOCK_DV, how.even_dv)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     last = tl.minimum(first + BLOCK_N, seq_k) - 1
-    lo, full_lo, full_hi, hi = query_range(first, last, offset, seq_q, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
-    if HAS_LENGTHS:  # none of these keys is there
+    lo, full_lo, full_hi, hi = query_range(first, last, seq_q, span, how)
+    if how.has_lengths:  # none of these keys is there
         hi = tl.where(first < end, hi, 0)
         full_hi = tl.where(first < end, full_hi, 0)
     begin = lo // BLOCK_M
     mixed_end = tl.cdiv(hi, BLOCK_M)
-    first_full = full_lo // BLOCK_M
-    last_full = full_hi // BLOCK_M
+    full = (full_lo // BLOCK_M, full_hi // BLOCK_M)
     tiles_q = tl.cdiv(seq_q, BLOCK_M)
-    MASKED: tl.constexpr = MASK_KIND != NO_MASK
+    MASKED: tl.constexpr = how.mask_kind != NO_MASK
     for member in range(group):
         h = head * group + member
         h64 = h.to(tl.int64)
         q_head = Q
         do_head = DO
-        if not TMA:
+        if not how.tma:
             q_head = Q + b64 * sqb + h64 * sqh
             do_head = DO + b64 * sdb + h64 * sdh
         rows_at = (b64 * heads_q + h64) * padded
-        mask_head = MASK
+        mask = (0, 0, 0, 0)
         if MASKED:
-            mask_head = MASK + (b64 * smb + h64 * smh)
-        tiles_at = TILES
-        if LISTED:
+            mask = (MASK + (b64 * smb + h64 * smh), smq, smk, seq_k)
+        tiles = TILES
+        if how.listed:
             where = b64 * stb + h * sth + tile * stt
-            tiles_at = TILES + where * tiles_q
+            tiles = TILES + where * tiles_q
             begin = 0
-            mixed_end = tl.load(COUNTS + where * 5)
-            first_full = tl.load(COUNTS + where * 5 + 1)
-            last_full = tl.load(COUNTS + where * 5 + 2)
+            mixed_end, full, _ = visit(COUNTS + where * 5)
         for part in tl.static_range(3):  # edges before, the run that sees every key, edges after
-            t0, t1 = begin, first_full
+            t0, t1 = begin, full[0]
             if part == 0 and MASKED:
                 t1 = mixed_end
             if part == 1:
-                t0, t1 = first_full, last_full
+                t0, t1 = full
             if part == 2:
-                t0, t1 = last_full, mixed_end
+                t0, t1 = full[1], mixed_end
             if (
-                (part == 0 and (HAS_RIGHT or MASKED))
-                or (part == 1 and (LISTED or not MASKED))
-                or (part == 2 and HAS_LEFT and not MASKED)
+                (part == 0 and (how.has_right or MASKED))
+                or (part == 1 and (how.listed or not MASKED))
+                or (part == 2 and how.has_left and not MASKED)
             ):
                 dk, dv = _over_queries(
-                    dk, dv, k, v, first, b, h, q_head, do_head, BASE + rows_at, DELTA + rows_at, mask_head, tiles_at,
-                    sql, sqd, sdl, sdd, smq, smk, t0, t1, seq_q, seq_k, end, offset, left, right,
-                    dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale, EVEN_D, EVEN_DV, EVEN_Q,
-                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                    HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
-                    EVERY_EDGE if part != 1 else NO_EDGE, HAS_LENGTHS or not EVEN_K, not EVEN_K, TMA, WIDE,
+                    (dk, dv), k, v, first, b, h, (q_head, sql, sqd), (do_head, sdl, sdd), BASE + rows_at,
+                    DELTA + rows_at, mask, tiles, t0, t1, seq_q, span, (factor, cap),
+                    random, keep_scale, dim, dim_v,
+                    NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
+                    EVERY_EDGE if part != 1 else NO_EDGE, how,
                 )  # fmt: skip
     inside = j < seq_k
     kept_rows = exists[:, None]
     dk = tl.where(kept_rows, dk * scale, 0.0)
     dv = tl.where(kept_rows, dv, 0.0)
     out = (b64 * heads + head64) * seq_k + j64
-    store_rows(DK + (out * dim)[:, None], dk, inside, 1, dim, BLOCK_D, EVEN_D)
-    store_rows(DV + (out * dim_v)[:, None], dv, inside, 1, dim_v, BLOCK_DV, EVEN_DV)
+    store_rows(DK + (out * dim)[:, None], dk, inside, 1, dim, BLOCK_D, how.even_d)
+    store_rows(DV + (out * dim_v)[:, None], dv, inside, 1, dim_v, BLOCK_DV, how.even_dv)
 
 
 @triton.jit
 def _over_keys(
-    dq, q, do, base, delta, i, h, b, head, K, V, MASK, TILES,
-    skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full, seq_k, end, offset, left, right, dim, dim_v,
-    factor, cap, seed_low, seed_high, threshold, keep_scale,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr,
-    EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    dq, q, do, base, delta, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random, keep_scale,
+    dim, dim_v,
+    MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
+    BOUND: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """Add what the key tiles ``t0`` to ``t1`` give to dQ; edges and STRETCH as in the forward."""
+    end = span[0]
+    first_full, last_full = full
     for t in tl.range(t0, t1):
-        start = t * BLOCK_N
+        start = t * how.block_n
         if LISTED:
-            start = tl.load(TILES + t) * BLOCK_N
+            start = tl.load(tiles + t) * how.block_n
         k = tile_of(
-            K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
-        )
+            k_at, b, head, start, end, dim,
+            how.block_n, how.block_d, how.even_d, ENDS, how.has_lengths, how.dropout, how,
+        )  # fmt: skip
         v = tile_of(
-            V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, ENDS, False, DROPOUT, TMA, WIDE
+            v_at, b, head, start, end, dim_v, how.block_n, how.block_dv, how.even_dv, ENDS, False, how.dropout, how
         )
         s = product(q, tl.trans(k))
         dp = product(do, tl.trans(v))
         keep = True
-        if DROPOUT:
-            keep = kept(b, h, i, start, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N)
-        n = columns(BLOCK_N, DROPOUT)[None, :]
-        if WIDE:
+        if how.dropout:
+            keep = kept(b, h, i, start, random, how.block_m, how.block_n)
+        n = columns(how.block_n, how.dropout)[None, :]
+        if how.wide:
             n = n.to(tl.int64)
         _, _, dqk = score_gradient(
-            s, dp, base, delta, i, n, start, MASK, mask_rows, smk, seq_k, end, offset, left, right,
-            factor, cap, keep, keep_scale, (t < first_full) | (t >= last_full),
-            FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EDGE, STRETCH, ENDS, BOUND,
+            s, dp, base, delta, i, n, start, (t < first_full) | (t >= last_full), span, mask, scores,
+            keep, keep_scale, MASK_KIND, EDGE, STRETCH, ENDS, BOUND, how,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
     return dq
@@ -301,21 +289,20 @@ def query_gradient(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sdb, sdh, sdl, sdd, smb, smh, smq, smk, stb, sth, stt,
     batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, section,
     scale, factor, cap, seed_low, seed_high, threshold, keep_scale,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LISTED: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
     """DQ (batch, heads_q, Lq, dim): one tile of queries of one head a program, in the order of the forward."""
-    seed_low = seed_low.to(tl.uint32, bitcast=True)
-    seed_high = seed_high.to(tl.uint32, bitcast=True)
-    tiles = tl.cdiv(seq_q, BLOCK_M)
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
+    BLOCK_D: tl.constexpr = how.block_d
+    BLOCK_DV: tl.constexpr = how.block_dv
+    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    count = tl.cdiv(seq_q, BLOCK_M)
     pid = tl.program_id(0)
-    whole = section * tiles
+    whole = section * count
     at = pid // whole * section
     here = tl.minimum(section, batch * heads_q - at)
-    tile = tiles - 1 - pid % whole // here
+    tile = count - 1 - pid % whole // here
     at = at + pid % whole % here
     b = at // heads_q
     h = at % heads_q
@@ -326,74 +313,65 @@ def query_gradient(
     i = first + tl.arange(0, BLOCK_M)
     i64 = i.to(tl.int64)
     inside = i < seq_q
-    q = load_rows(Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, BLOCK_D, EVEN_D)
-    do = load_rows(DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, BLOCK_DV, EVEN_DV)
+    q = load_rows(Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, BLOCK_D, how.even_d)
+    do = load_rows(DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, BLOCK_DV, how.even_dv)
     rows = (b64 * heads_q + h64) * padded + i64
     base = tl.load(BASE + rows)[:, None]
     delta = tl.load(DELTA + rows)[:, None]
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
+    span = (end, offset, left, right)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
-    lo, full_lo, full_hi, hi = key_range(first, last, offset, end, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+    lo, full_lo, full_hi, hi = key_range(first, last, span, how)
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
-    first_full = full_lo // BLOCK_N
-    last_full = full_hi // BLOCK_N
-    stretch_first = 0
-    stretch_end = 0
-    if LISTED:
+    full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
+    stretch = (0, 0)
+    if how.listed:
         where = b64 * stb + h * sth + tile * stt
         TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
-        mixed_end = tl.load(COUNTS + where * 5)
-        first_full = tl.load(COUNTS + where * 5 + 1)
-        last_full = tl.load(COUNTS + where * 5 + 2)
-        stretch_first = tl.load(COUNTS + where * 5 + 3)
-        stretch_end = tl.load(COUNTS + where * 5 + 4)
-    k_head = K
-    v_head = V
-    if not TMA:
-        k_head = K + b64 * skb + head.to(tl.int64) * skh
-        v_head = V + b64 * svb + head.to(tl.int64) * svh
-    if MASK_KIND != NO_MASK:
-        MASK += b64 * smb + h64 * smh + first.to(tl.int64) * smq
-    mask_rows = (tl.minimum(i64 if WIDE else i, seq_q - 1) - first)[:, None] * smq
+        mixed_end, full, stretch = visit(COUNTS + where * 5)
+    if not how.tma:
+        K += b64 * skb + head.to(tl.int64) * skh
+        V += b64 * svb + head.to(tl.int64) * svh
+    mask = (0, 0, 0, 0)
+    if how.mask_kind != NO_MASK:
+        mask_rows = (tl.minimum(i64 if how.wide else i, seq_q - 1) - first)[:, None] * smq
+        mask = (MASK + b64 * smb + h64 * smh + first.to(tl.int64) * smq, mask_rows, smk, seq_k)
     hs = (h + tl.zeros_like(i))[:, None]
-    MASKED: tl.constexpr = MASK_KIND != NO_MASK
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
-    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
-    STRETCH: tl.constexpr = LISTED and EVEN_K and not HAS_LENGTHS
+    MASKED: tl.constexpr = how.mask_kind != NO_MASK
+    RAGGED: tl.constexpr = how.has_right or how.has_lengths or not how.even_k
+    ONE_LOOP: tl.constexpr = not MASKED and not how.has_lengths and (how.tma or how.even_k) and (how.has_left or RAGGED)
+    STRETCH: tl.constexpr = how.listed and how.even_k and not how.has_lengths
     for part in tl.static_range(3):  # as in the forward
-        t0, t1 = begin, first_full
+        t0, t1 = begin, full[0]
+        sees = span
         if part == 0 and MASKED:
-            t1 = mixed_end if EVEN_K else mixed_end - 1
+            t1 = mixed_end if how.even_k else mixed_end - 1
         if part == 1:
-            t0, t1 = first_full, last_full
+            t0, t1 = full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
         if part == 1 and STRETCH:
-            t0, t1 = stretch_first // BLOCK_N, tl.cdiv(stretch_end, BLOCK_N)
+            t0, t1 = stretch[0] // BLOCK_N, tl.cdiv(stretch[1], BLOCK_N)
+            sees = (stretch[1], 0, stretch[0], 0)
         if part == 2:
-            t0, t1 = last_full, mixed_end
+            t0, t1 = full[1], mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
         if (
-            (part == 0 and (HAS_LEFT or MASKED) and not ONE_LOOP)
-            or (part == 1 and (LISTED or not MASKED))
-            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)) and not ONE_LOOP)
+            (part == 0 and (how.has_left or MASKED) and not ONE_LOOP)
+            or (part == 1 and (how.listed or not MASKED))
+            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             dq = _over_keys(
-                dq, q, do, base, delta, i[:, None], hs, b, head, k_head, v_head, MASK, TILES,
-                skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
-                seq_k, stretch_end if part == 1 and STRETCH else end, offset,
-                stretch_first if part == 1 and STRETCH else left, right,
-                dim, dim_v, factor, cap, seed_low, seed_high, threshold, keep_scale,
-                EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
+                dq, q, do, base, delta, i[:, None], hs, b, head, (K, skl, skd), (V, svl, svd),
+                mask, TILES, t0, t1, full, sees, (factor, cap), random, keep_scale, dim, dim_v,
+                NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
-                part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
-                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
+                part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
+                part != 1 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
     rows = (b64 * heads_q + h64) * seq_q + i64
-    store_rows(DQ + (rows * dim)[:, None], dq * scale, inside, 1, dim, BLOCK_D, EVEN_D)
+    store_rows(DQ + (rows * dim)[:, None], dq * scale, inside, 1, dim, BLOCK_D, how.even_d)

@@ -9,6 +9,7 @@ folded into exp2; elsewhere scores are in natural units.
 import triton
 import triton.language as tl
 
+from .lists import visit
 from .philox import drop, keeps, origin
 from .tile import (
     EVERY_EDGE,
@@ -38,51 +39,44 @@ _RUNTIME = [
 
 @triton.jit
 def _attend(
-    acc, total, top, zero, q, i, h, b, head,
-    K, V, MASK, TILES,
-    skl, skd, svl, svd, mask_rows, smk,
-    t0, t1, first_full, last_full, seq_k, end, offset, left, right,
-    factor, cap, seed_low, seed_high, threshold,
-    dim, dim_v, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    state, q, zero, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random, dim, dim_v,
+    MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
+    BOUND: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
-    """Take the key tiles ``t0`` to ``t1`` into the accumulator.
+    """Take the key tiles ``t0`` to ``t1`` into ``state``: the accumulator, the sum of weights, the maximum so far.
 
-    EDGE says which may hide positions: none, every, or those outside ``first_full`` to ``last_full``. STRETCH: what
-    they see is the keys ``left`` to ``end``. ENDS: keys may end within a tile. BOUND: the arrays do.
+    EDGE says which tiles may hide positions: none, every, or those outside ``full`` (first, end). STRETCH: what those
+    see is the keys ``left`` to ``end`` of the span. ENDS: keys may end within a tile. BOUND: the arrays do.
     """
+    acc, total, top = state
+    end, left = span[0], span[2]
+    factor, cap = scores
+    first_full, last_full = full
     for t in tl.range(t0, t1):
-        start = t * BLOCK_N
+        start = t * how.block_n
         if LISTED:
-            start = tl.load(TILES + t) * BLOCK_N
-        if DROPOUT:  # before the scores: the product of the tile before is still under way
-            k0, k1, k2, k3 = keeps(zero, b, h, i, start, seed_low, seed_high, threshold, BLOCK_N)
-        k = tile_of(K, b, head, start, end, skl, skd, dim, BLOCK_N, BLOCK_D, EVEN_D, ENDS, False, DROPOUT, TMA, WIDE)
+            start = tl.load(tiles + t) * how.block_n
+        if how.dropout:  # before the scores: the product of the tile before is still under way
+            k0, k1, k2, k3 = keeps(zero, b, h, i, start, random, how.block_n)
+        k = tile_of(k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how)
         s = product(q, tl.trans(k))
-        if not FOLD:
+        if not how.fold:
             s = s * factor
-            if SOFTCAP:
+            if how.softcap:
                 s = tanh(s) * cap
         if EDGE != NO_EDGE:
             hides = True
             if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
                 hides = (t < first_full) | (t >= last_full)
             if hides:
-                n = columns(BLOCK_N, DROPOUT)[None, :]
-                if WIDE:
+                n = columns(how.block_n, how.dropout)[None, :]
+                if how.wide:
                     n = n.to(tl.int64)
                 if STRETCH:
                     s = tl.where((start + n >= left) & (start + n < end), s, float("-inf"))
                 else:
-                    s, _ = hide(
-                        s, i, n, start, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-                        MASK_KIND, HAS_LEFT, HAS_RIGHT, ENDS or EDGE == SOME_EDGES, BOUND,
-                    )  # fmt: skip
-        if FOLD:
+                    s, _ = hide(s, i, n, start, span, mask, MASK_KIND, ENDS or EDGE == SOME_EDGES, BOUND, how)
+        if how.fold:
             new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
         else:
             new_top = tl.maximum(top, tl.max(s, 1))
@@ -90,18 +84,19 @@ def _attend(
         if EDGE != NO_EDGE:
             # A row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        if FOLD:
+        if how.fold:
             p = tl.exp2(s * factor - (base * LOG2E)[:, None])
         else:
             p = tl.exp2((s - base[:, None]) * LOG2E)
         rescale = tl.exp2((top - base) * LOG2E)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        if DROPOUT:
-            p = drop(p, k0, k1, k2, k3, BLOCK_M, BLOCK_N)
+        if how.dropout:
+            p = drop(p, k0, k1, k2, k3, how.block_m, how.block_n)
         v = tile_of(
-            V, b, head, start, end, svl, svd, dim_v, BLOCK_N, BLOCK_DV, EVEN_DV, ENDS, HAS_LENGTHS, DROPOUT, TMA, WIDE
-        )
+            v_at, b, head, start, end, dim_v,
+            how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how,
+        )  # fmt: skip
         acc = product(rounded(p, v.dtype), v, acc)
         top = new_top
     return acc, total, top
@@ -114,38 +109,36 @@ def forward(
     stb, sth, stt,
     batch, heads_q, group, seq_q, seq_k, dim, dim_v, bottom_right, left, right, section, splits, chunk,
     factor, cap, seed_low, seed_high, threshold, keep_scale,
-    PACKED: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    LISTED: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
     """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or what ``merge`` makes them of.
 
     The grid is one axis: splits fastest, then the heads of a section, then the tiles of rows from the last, which is
     the longest under a causal mask, to the first, then sections (of as many heads as share the L2).
     """
-    if SPLIT and OVERLAP:  # ``merge`` may begin, up to where it waits
+    if how.split and how.overlap:  # ``merge`` may begin, up to where it waits
         tl.extra.cuda.gdc_launch_dependents()
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
+    BLOCK_D: tl.constexpr = how.block_d
+    BLOCK_DV: tl.constexpr = how.block_dv
     pack = 1
-    if PACKED:
+    if how.packed:
         pack = group
     rows = seq_q * pack
-    tiles = tl.cdiv(rows, BLOCK_M)
+    count = tl.cdiv(rows, BLOCK_M)
     heads = heads_q // pack
     pid = tl.program_id(0)
     split = 0
-    if SPLIT:
+    if how.split:
         split = pid % splits
         pid = pid // splits
-    seed_low = seed_low.to(tl.uint32, bitcast=True)
-    seed_high = seed_high.to(tl.uint32, bitcast=True)
-    whole = section * tiles
+    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    whole = section * count
     at = pid // whole * section
     here = tl.minimum(section, batch * heads - at)
     rest = pid % whole
-    tile = tiles - 1 - rest // here
+    tile = count - 1 - rest // here
     at = at + rest % here
     b = at // heads
     head = (at % heads) * pack  # the first query head of this program
@@ -157,19 +150,18 @@ def forward(
     inside = r < rows
     i = r
     h = head + tl.zeros_like(r)
-    if PACKED:
+    if how.packed:
         i = r // pack
         h = head + r % pack
     i_wide = i.to(tl.int64)
     h_wide = h.to(tl.int64)
     q_rows = Q + b64 * sqb + (h_wide * sqh + i_wide * sql)[:, None]
-    q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, EVEN_D)
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+    q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, how.even_d)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
+    span = (end, offset, left, right)
     last = tl.minimum(first + BLOCK_M, rows) - 1
-    lo, full_lo, full_hi, hi = key_range(
-        first // pack, last // pack, offset, end, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
-    )
-    if SPLIT:
+    lo, full_lo, full_hi, hi = key_range(first // pack, last // pack, span, how)
+    if how.split:
         lo = tl.maximum(lo, split * chunk)
         hi = tl.minimum(hi, (split + 1) * chunk)
         full_lo = tl.minimum(tl.maximum(full_lo, lo), tl.cdiv(tl.maximum(hi, lo), BLOCK_N) * BLOCK_N)
@@ -179,84 +171,73 @@ def forward(
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     zero = 0
-    if DROPOUT:
+    if how.dropout:
         nothing = tl.zeros((BLOCK_N, BLOCK_D), q.dtype)
         zero = origin(product(q, tl.trans(nothing)), BLOCK_M, BLOCK_N)
-    k_head = K
-    v_head = V
-    if not TMA:
-        k_head = K + b64 * skb + head_kv.to(tl.int64) * skh
-        v_head = V + b64 * svb + head_kv.to(tl.int64) * svh
-    mask_rows = i
-    if MASK_KIND != NO_MASK:
+    if not how.tma:
+        K += b64 * skb + head_kv.to(tl.int64) * skh
+        V += b64 * svb + head_kv.to(tl.int64) * svh
+    mask = (0, 0, 0, 0)
+    if how.mask_kind != NO_MASK:
         MASK += b64 * smb + head.to(tl.int64) * smh
         there = tl.minimum(i, seq_q - 1)
-        if PACKED or WIDE:
+        if how.packed or how.wide:
             mask_rows = (h - head).to(tl.int64) * smh + there.to(tl.int64) * smq
         else:  # offsets within the tile then fit 32 bits
             MASK += first.to(tl.int64) * smq
             mask_rows = (there - first) * smq
-    mask_rows = mask_rows[:, None]
+        mask = (MASK, mask_rows[:, None], smk, seq_k)
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
-    first_full = full_lo // BLOCK_N
-    last_full = full_hi // BLOCK_N
-    stretch_first = 0
-    stretch_end = 0
-    if LISTED:  # tiles that need the mask by name, and a run of wholly visible ones
-        if OVERLAP:
+    full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
+    stretch = (0, 0)
+    if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones
+        if how.overlap:
             tl.extra.cuda.gdc_wait()
         where = b64 * stb + head * sth + tile * stt
         TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
-        mixed_end = tl.load(COUNTS + where * 5)
-        first_full = tl.load(COUNTS + where * 5 + 1)
-        last_full = tl.load(COUNTS + where * 5 + 2)
-        stretch_first = tl.load(COUNTS + where * 5 + 3)
-        stretch_end = tl.load(COUNTS + where * 5 + 4)
-    MASKED: tl.constexpr = MASK_KIND != NO_MASK
-    RAGGED: tl.constexpr = HAS_RIGHT or HAS_LENGTHS or not EVEN_K
+        mixed_end, full, stretch = visit(COUNTS + where * 5)
+    MASKED: tl.constexpr = how.mask_kind != NO_MASK
+    RAGGED: tl.constexpr = how.has_right or how.has_lengths or not how.even_k
     # One loop keeps the loads coming. But values past a sequence's length must be cleared, which the tiles within it
     # must not pay for; and past the last key, pointers need tests.
-    ONE_LOOP: tl.constexpr = not MASKED and not HAS_LENGTHS and (TMA or EVEN_K) and (HAS_LEFT or RAGGED)
-    STRETCH: tl.constexpr = LISTED and EVEN_K and not HAS_LENGTHS
+    ONE_LOOP: tl.constexpr = not MASKED and not how.has_lengths and (how.tma or how.even_k) and (how.has_left or RAGGED)
+    STRETCH: tl.constexpr = how.listed and how.even_k and not how.has_lengths
     for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
-        t0, t1 = begin, first_full
+        t0, t1 = begin, full[0]
+        sees = span
         if part == 0 and MASKED:
-            t1 = mixed_end if EVEN_K else mixed_end - 1
+            t1 = mixed_end if how.even_k else mixed_end - 1
         if part == 1:
-            t0, t1 = first_full, last_full
+            t0, t1 = full
         if part == 1 and ONE_LOOP:
             t0, t1 = begin, mixed_end
         if part == 1 and STRETCH:
-            t0, t1 = stretch_first // BLOCK_N, tl.cdiv(stretch_end, BLOCK_N)
+            t0, t1 = stretch[0] // BLOCK_N, tl.cdiv(stretch[1], BLOCK_N)
+            sees = (stretch[1], 0, stretch[0], 0)
         if part == 2:
-            t0, t1 = last_full, mixed_end
+            t0, t1 = full[1], mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
         if (
-            (part == 0 and (HAS_LEFT or MASKED) and not ONE_LOOP)
-            or (part == 1 and (LISTED or not MASKED))
-            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not EVEN_K)) and not ONE_LOOP)
+            (part == 0 and (how.has_left or MASKED) and not ONE_LOOP)
+            or (part == 1 and (how.listed or not MASKED))
+            or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                acc, total, top, zero, q, i[:, None], h[:, None], b, head_kv,
-                k_head, v_head, MASK, TILES, skl, skd, svl, svd, mask_rows, smk, t0, t1, first_full, last_full,
-                seq_k, stretch_end if part == 1 and STRETCH else end, offset,
-                stretch_first if part == 1 and STRETCH else left, right,
-                factor, cap, seed_low, seed_high, threshold, dim, dim_v,
-                EVEN_D, EVEN_DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                FOLD, SOFTCAP, NO_MASK if part == 1 else MASK_KIND, DROPOUT,
-                HAS_LENGTHS, HAS_LEFT, HAS_RIGHT, LISTED and part != 1,
+                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, skl, skd), (V, svl, svd),
+                mask, TILES, t0, t1, full, sees, (factor, cap), random, dim, dim_v,
+                NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
-                part != 1 and (HAS_LENGTHS or (not EVEN_K and (part == 2 or not MASKED))),
-                part != 1 and not EVEN_K and (part == 2 or not MASKED), TMA, WIDE,
+                part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
+                part != 1 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
 
     at64 = split * batch + b64
     row = at64 * heads_q * seq_q + h_wide * seq_q + i
     out_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
-    if SPLIT:  # maximum, sum and numerator, which add up exactly where the parts do
+    if how.split:  # maximum, sum and numerator, which add up exactly where the parts do
         tl.store(LSE + row, top, mask=inside)
         tl.store(LSE + splits.to(tl.int64) * batch * heads_q * seq_q + row, total, mask=inside)
         out = acc * keep_scale
@@ -265,7 +246,7 @@ def forward(
         tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2, mask=inside)
         # An exact quotient: the mean of a power of two of equal weights is exact too.
         out = acc * tl.div_rn(keep_scale + tl.zeros_like(total), tl.where(empty, 1.0, total))[:, None]
-    store_rows(out_rows, out, inside, 1, dim_v, BLOCK_DV, EVEN_DV)
+    store_rows(out_rows, out, inside, 1, dim_v, BLOCK_DV, how.even_dv)
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "rows", "splits"])

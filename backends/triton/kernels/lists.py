@@ -50,16 +50,16 @@ def _by_words(MASK, smq, start, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 def classify(
     MASK, LENGTHS, KINDS,
     smb, smh, smq, smk, heads, tiles_q, tiles_k, seq_q, seq_k, bottom_right, left, right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_KIND: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    STRETCH: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
+    STRETCH: tl.constexpr, WORDS: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """KINDS (batch or 1, heads or 1, tiles_q or 1, tiles_k) as int16.
 
     WORDS: the mask alone decides, it is bool, and its keys lie side by side, four to an aligned word.
     """
-    if OVERLAP:  # ``arrange`` may begin, up to where it waits
+    if how.overlap:  # ``arrange`` may begin, up to where it waits
         tl.extra.cuda.gdc_launch_dependents()
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
     pid = tl.program_id(0)
     tile_k = pid % tiles_k
     tile_q = pid // tiles_k % tiles_q
@@ -75,19 +75,20 @@ def classify(
         plain = seeing
     else:
         n = tl.arange(0, BLOCK_N)[None, :]
-        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
         zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        mask = (MASK, tl.minimum(i, seq_q - 1).to(tl.int64) * smq, smk, seq_k)
         bias, seen = hide(
-            zero, i, n.to(tl.int64), start, end, offset, left, right, MASK, tl.minimum(i, seq_q - 1).to(tl.int64) * smq,
-            smk, seq_k, MASK_KIND, HAS_LEFT, HAS_RIGHT, HAS_LENGTHS or not EVEN_K, not EVEN_K,
+            zero, i, n.to(tl.int64), start, (end, offset, left, right), mask,
+            how.mask_kind, how.has_lengths or not how.even_k, not how.even_k, how,
         )  # fmt: skip
         both = (tl.broadcast_to(seen, (BLOCK_M, BLOCK_N)) & inside).to(tl.int32)
-        if MASK_KIND == FLOAT_MASK:
+        if how.mask_kind == FLOAT_MASK:
             both += tl.where(bias == 0.0, both << 16, 0)
         both = tl.sum(both, 0)
         seeing = both & 0xFFFF
         plain = seeing
-        if MASK_KIND == FLOAT_MASK:
+        if how.mask_kind == FLOAT_MASK:
             plain = both >> 16
     rows = tl.minimum(BLOCK_M, seq_q - first)
     tl.store(KINDS + pid, _kind(seeing, plain, rows, BLOCK_N, STRETCH).to(tl.int16))
@@ -148,3 +149,9 @@ def arrange(
     tl.store(COUNTS + pid * 5 + 2, run_end)
     tl.store(COUNTS + pid * 5 + 3, stretch_first)
     tl.store(COUNTS + pid * 5 + 4, stretch_end)
+
+
+@triton.jit
+def visit(counts):
+    """What ``arrange`` stored: how many tiles are named, the run (first, end) in tiles, and in keys when stretched."""
+    return tl.load(counts), (tl.load(counts + 1), tl.load(counts + 2)), (tl.load(counts + 3), tl.load(counts + 4))

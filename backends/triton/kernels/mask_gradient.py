@@ -20,14 +20,12 @@ def mask_gradient(
     batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, mask_heads,
     factor, cap, seed_low, seed_high, threshold, keep_scale,
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, MASK_KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
     """DMASK, contiguous in the shape of the mask: one tile a program, summed over what the mask is broadcast OVER."""
-    seed_low = seed_low.to(tl.uint32, bitcast=True)
-    seed_high = seed_high.to(tl.uint32, bitcast=True)
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
+    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
     tiles_q = tl.cdiv(seq_q, BLOCK_M)
     tiles_k = tl.cdiv(seq_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -55,7 +53,7 @@ def mask_gradient(
         last_b = first_b + 1
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for b in range(first_b, last_b):
-        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS)
+        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
         for h in range(first_h, last_h):
             b64 = tl.cast(b, tl.int64)
             h64 = tl.cast(h, tl.int64)
@@ -64,35 +62,44 @@ def mask_gradient(
                 i = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)
                 i64 = i.to(tl.int64)
                 inside = i < seq_q
-                q = load_rows(Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, BLOCK_D, EVEN_D)
-                do = load_rows(DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, BLOCK_DV, EVEN_DV)
+                q = load_rows(
+                    Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, how.block_d, how.even_d
+                )
+                do = load_rows(
+                    DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, how.block_dv, how.even_dv
+                )
                 rows = (b64 * heads_q + h64) * padded + i64
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
                 mask_head = MASK + b64 * smb + h64 * smh
                 mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * smq
                 for tile_k in range(first_k, last_k):
-                    n = columns(BLOCK_N, DROPOUT)
+                    n = columns(BLOCK_N, how.dropout)
                     j = tile_k * BLOCK_N + n
                     j64 = j.to(tl.int64)
                     there = j < end
-                    k = load_rows(K + (b64 * skb + head64 * skh + j64 * skl)[:, None], there, skd, dim, BLOCK_D, EVEN_D)
+                    k = load_rows(
+                        K + (b64 * skb + head64 * skh + j64 * skl)[:, None], there, skd, dim, how.block_d, how.even_d
+                    )
                     v = load_rows(
-                        V + (b64 * svb + head64 * svh + j64 * svl)[:, None], there, svd, dim_v, BLOCK_DV, EVEN_DV
+                        V + (b64 * svb + head64 * svh + j64 * svl)[:, None],
+                        there,
+                        svd,
+                        dim_v,
+                        how.block_dv,
+                        how.even_dv,
                     )
                     s = product(q, tl.trans(k))
                     dp = product(do, tl.trans(v))
                     keep = True
-                    if DROPOUT:
+                    if how.dropout:
                         hs = (h + tl.zeros_like(i))[:, None]
-                        keep = kept(
-                            b64, hs, i[:, None], tile_k * BLOCK_N, seed_low, seed_high, threshold, BLOCK_M, BLOCK_N
-                        )
+                        keep = kept(b64, hs, i[:, None], tile_k * BLOCK_N, random, BLOCK_M, BLOCK_N)
                     n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
-                        s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32),
-                        mask_head, mask_rows, smk, seq_k, end, offset, left, right, factor, cap, keep, keep_scale, True,
-                        FOLD, SOFTCAP, MASK_KIND, DROPOUT, HAS_LEFT, HAS_RIGHT, EVERY_EDGE, False, True, True,
+                        s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), True,
+                        (end, offset, left, right), (mask_head, mask_rows, smk, seq_k), (factor, cap), keep, keep_scale,
+                        how.mask_kind, EVERY_EDGE, False, True, True, how,
                     )  # fmt: skip
                     acc += ds
     out = DMASK
@@ -110,7 +117,7 @@ def mask_gradient(
         mask_batch = 0
     out += (tl.cast(mask_batch, tl.int64) * mask_heads + mask_head) * rows_out * keys_out
     i = first_q * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = first_k * BLOCK_N + columns(BLOCK_N, DROPOUT)
+    j = first_k * BLOCK_N + columns(BLOCK_N, how.dropout)
     if OVER_Q and OVER_K:
         tl.store(out, rounded(tl.sum(tl.sum(acc, 1), 0), DMASK.dtype.element_ty))
     elif OVER_Q:

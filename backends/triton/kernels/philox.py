@@ -67,11 +67,13 @@ def origin(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def keeps(zero, b, h, i, first, seed_low, seed_high, threshold, KEYS: tl.constexpr):
+def keeps(zero, b, h, i, first, random, KEYS: tl.constexpr):
     """1.0 for what is kept of a tile and 0.0 for the rest, as four of (ROWS, KEYS / 4) that lie as ``zero`` does.
 
-    ``h`` and ``i`` are (ROWS, 1); ``first``, the first key of the tile, is a multiple of 4.
+    ``h`` and ``i`` are (ROWS, 1); ``first``, the first key of the tile, is a multiple of 4; ``random`` is the two words
+    of the seed and the threshold.
     """
+    seed_low, seed_high, threshold = random
     block = (first // 4 + tl.arange(0, KEYS // 4))[None, :].to(tl.uint32)
     w0, w1, w2, w3 = _philox(block, i.to(tl.uint32), h.to(tl.uint32), b.to(tl.uint32), seed_low, seed_high, zero)
     return _keeps(w0, threshold), _keeps(w1, threshold), _keeps(w2, threshold), _keeps(w3, threshold)
@@ -85,9 +87,9 @@ def drop(p, k0, k1, k2, k3, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def kept(b, h, i, first, seed_low, seed_high, threshold, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def kept(b, h, i, first, random, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Which weights of a tile (ROWS, KEYS) stay, its keys dealt: for tiles that lie otherwise."""
-    k0, k1, k2, k3 = keeps(0, b, h, i, first, seed_low, seed_high, threshold, KEYS)
+    k0, k1, k2, k3 = keeps(0, b, h, i, first, random, KEYS)
     shape: tl.constexpr = (ROWS, KEYS // 4)
     k0, k1 = tl.broadcast_to(k0, shape), tl.broadcast_to(k1, shape)
     k2, k3 = tl.broadcast_to(k2, shape), tl.broadcast_to(k3, shape)

@@ -3,6 +3,9 @@
 Positions: i counts queries, j keys. A query stands at key ``i + offset`` and sees from ``i + offset - left`` to
 ``i + offset + right``, before ``end``. ``i`` and ``j`` are index tensors that broadcast against each other, so that the
 same functions serve a tile (queries, keys) and its transpose.
+
+What goes together is handed on together: ``span`` is (end, offset, left, right), and ``mask`` (first element, offsets
+of its rows, step from key to key, length of the keys). ``how`` is the kernel's ``Variant``.
 """
 
 import triton
@@ -27,64 +30,64 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def extent(LENGTHS, b, seq_q, seq_k, bottom_right, HAS_LENGTHS: tl.constexpr):
+def extent(LENGTHS, b, seq_q, seq_k, bottom_right, how: tl.constexpr):
     """Keys of batch entry ``b``, and the offset of its diagonal."""
     end = seq_k
-    if HAS_LENGTHS:
+    if how.has_lengths:
         end = tl.minimum(tl.maximum(tl.load(LENGTHS + b).to(tl.int32), 0), seq_k)
     return end, (end - seq_q) * bottom_right
 
 
 @triton.jit
-def key_range(
-    first, last, offset, end, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def key_range(first, last, span, how: tl.constexpr):
     """Keys that queries ``first`` to ``last`` (inclusive) need, and those among them that each of them sees.
 
-    Returns (lo, full_lo, full_hi, hi) with lo <= full_lo <= full_hi; all but hi are multiples of BLOCK_N.
+    Returns (lo, full_lo, full_hi, hi) with lo <= full_lo <= full_hi; all but hi are multiples of a tile.
     """
+    end, offset, left, right = span
     lo = 0
     full_lo = 0
     hi = end
     full_hi = end
-    if HAS_LEFT:
-        lo = tl.maximum(first + offset - left, 0) // BLOCK_N * BLOCK_N
-        full_lo = tl.cdiv(tl.maximum(last + offset - left, 0), BLOCK_N) * BLOCK_N
-    if HAS_RIGHT:
+    if how.has_left:
+        lo = tl.maximum(first + offset - left, 0) // how.block_n * how.block_n
+        full_lo = tl.cdiv(tl.maximum(last + offset - left, 0), how.block_n) * how.block_n
+    if how.has_right:
         hi = tl.minimum(end, last + offset + right + 1)
         full_hi = tl.minimum(end, first + offset + right + 1)
     hi = tl.maximum(hi, 0)
-    full_hi = tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N
-    if HAS_LEFT:
-        full_lo = tl.minimum(full_lo, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    full_hi = tl.maximum(full_hi, 0) // how.block_n * how.block_n
+    if how.has_left:
+        full_lo = tl.minimum(full_lo, tl.cdiv(hi, how.block_n) * how.block_n)
         full_hi = tl.maximum(full_hi, full_lo)
     return lo, full_lo, full_hi, hi
 
 
 @triton.jit
-def query_range(
-    first, last, offset, seq_q, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def query_range(first, last, seq_q, span, how: tl.constexpr):
     """Queries that see any of the keys ``first`` to ``last`` (inclusive), and those among them that see each.
 
     Returns (lo, full_lo, full_hi, hi) as ``key_range`` does.
     """
+    _, offset, left, right = span
     lo = 0
     full_lo = 0
     hi = seq_q
     full_hi = seq_q
-    if HAS_RIGHT:
-        lo = tl.maximum(first - offset - right, 0) // BLOCK_M * BLOCK_M
-        full_lo = tl.cdiv(tl.maximum(last - offset - right, 0), BLOCK_M) * BLOCK_M
-    if HAS_LEFT:
+    if how.has_right:
+        lo = tl.maximum(first - offset - right, 0) // how.block_m * how.block_m
+        full_lo = tl.cdiv(tl.maximum(last - offset - right, 0), how.block_m) * how.block_m
+    if how.has_left:
         hi = tl.minimum(seq_q, last - offset + left + 1)
         full_hi = tl.minimum(seq_q, first - offset + left + 1)
     hi = tl.maximum(hi, 0)
     full_hi = tl.maximum(full_hi, 0)
     # The last tile of queries may be short: what lies past the end weighs nothing, so it counts as full.
-    full_hi = tl.where(full_hi >= seq_q, tl.cdiv(seq_q, BLOCK_M) * BLOCK_M, full_hi // BLOCK_M * BLOCK_M)
-    if HAS_RIGHT:
-        full_lo = tl.minimum(full_lo, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
+    full_hi = tl.where(
+        full_hi >= seq_q, tl.cdiv(seq_q, how.block_m) * how.block_m, full_hi // how.block_m * how.block_m
+    )
+    if how.has_right:
+        full_lo = tl.minimum(full_lo, tl.cdiv(hi, how.block_m) * how.block_m)
         full_hi = tl.maximum(full_hi, full_lo)
     return lo, full_lo, full_hi, hi
 
@@ -124,73 +127,74 @@ def store_rows(rows, tile, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.
 
 @triton.jit
 def tile_of(
-    AT, b, head, start, end, stride, step, dim,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    at, b, head, start, end, dim,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """Rows ``start`` to ``start + BLOCK`` of a (batch, heads, L, dim) array, 0 beyond ``dim``; DEALT as ``columns``.
 
-    ``AT`` is a tensor descriptor of all of it (TMA), which reads 0 beyond L, or points at the head's first element, and
-    is read up to ``end`` at an EDGE. CLEAN: what lies beyond ``end`` is 0 either way, be it NaN in memory.
+    ``at`` is the array and its last two strides: a tensor descriptor of all of it (tma), which reads 0 beyond L, or the
+    head's first element, and it is read up to ``end`` at an EDGE. CLEAN: what lies beyond ``end`` is 0 either way, be
+    it NaN in memory.
     """
+    array, stride, step = at
     n = columns(BLOCK, DEALT)
-    if TMA:
+    if how.tma:
         if DEALT:  # the descriptor's L is split into (4, L / 4)
-            tile = tl.reshape(AT.load([b, head, 0, start // 4, 0]), (BLOCK, BLOCK_D))
+            tile = tl.reshape(array.load([b, head, 0, start // 4, 0]), (BLOCK, BLOCK_D))
         else:
-            tile = tl.reshape(AT.load([b, head, start, 0]), (BLOCK, BLOCK_D))
+            tile = tl.reshape(array.load([b, head, start, 0]), (BLOCK, BLOCK_D))
         if EDGE and CLEAN:
             tile = tl.where((start + n < end)[:, None], tile, 0.0)
     else:
         d = tl.arange(0, BLOCK_D)
         rows = n
-        if WIDE:
+        if how.wide:
             rows = n.to(tl.int64)
             d = d.to(tl.int64)
-        at = AT + start.to(tl.int64) * stride + rows[:, None] * stride + d[None, :] * step
+        place = array + start.to(tl.int64) * stride + rows[:, None] * stride + d[None, :] * step
         if EDGE:
-            tile = tl.load(at, mask=(start + n < end)[:, None] & (d < dim)[None, :], other=0.0)
+            tile = tl.load(place, mask=(start + n < end)[:, None] & (d < dim)[None, :], other=0.0)
         elif EVEN_D:
-            tile = tl.load(at)
+            tile = tl.load(place)
         else:
-            tile = tl.load(at, mask=(d < dim)[None, :], other=0.0)
+            tile = tl.load(place, mask=(d < dim)[None, :], other=0.0)
     return tile
 
 
 @triton.jit
-def visible(
-    i, j, offset, end, left, right, ENDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):  # fmt: skip
+def visible(i, j, span, ENDS: tl.constexpr, how: tl.constexpr):
     """Whether query i sees key j, by position, and by length where it ENDS."""
+    end, offset, left, right = span
     seen = tl.full(j.shape, 1, tl.int1)
     if ENDS:
         seen = j < end
-    if HAS_RIGHT:
+    if how.has_right:
         seen = seen & (j <= i + offset + right)
-    if HAS_LEFT:
+    if how.has_left:
         seen = seen & (j >= i + offset - left)
     return seen
 
 
 @triton.jit
 def hide(
-    s, i, n, start, end, offset, left, right, MASK, mask_rows, smk, seq_k,
-    MASK_KIND: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
+    s, i, n, start, span, mask,
+    MASK_KIND: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """``s`` plus a float mask, -inf where it is not visible, and what is visible, for keys ``start + n``.
 
-    ``mask_rows`` are offsets of rows that exist, also for queries that do not: what those get is thrown away. ENDS:
-    keys may end within the tile. BOUND: it may reach past the last key, and the mask is read with a test of every key.
+    The mask's rows exist, also for queries that do not: what those get is thrown away. ENDS: keys may end within the
+    tile. BOUND: it may reach past the last key, and the mask is read with a test of every key.
     """
     j = start + n
-    seen = visible(i, j, offset, end, left, right, ENDS, HAS_LEFT, HAS_RIGHT)
+    seen = visible(i, j, span, ENDS, how)
     if MASK_KIND != NO_MASK:
-        at = MASK + start.to(tl.int64) * smk + (mask_rows + n * smk)
+        array, rows, step, seq_k = mask
+        place = array + start.to(tl.int64) * step + (rows + n * step)
         if BOUND:
-            tile = tl.load(at, mask=j < seq_k, other=0)
+            tile = tl.load(place, mask=j < seq_k, other=0)
         else:
-            tile = tl.load(at)
+            tile = tl.load(place)
         if MASK_KIND == BOOL_MASK:
             seen = seen & (tile != 0)
         else:
@@ -249,9 +253,9 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def weights(s, base, factor, FOLD: tl.constexpr):
-    """exp(score - lse). With FOLD ``s`` are products q . k and ``base`` is lse for exp2; else both are natural."""
-    if FOLD:
+def weights(s, base, factor, how: tl.constexpr):
+    """exp(score - lse). Folded, ``s`` are products q . k and ``base`` is lse for exp2; else both are natural."""
+    if how.fold:
         p = tl.exp2(s * factor - base)
     else:
         p = tl.exp2((s - base) * LOG2E)

@@ -1,0 +1,119 @@
+"""What the launches of a problem have in common: its facts as the numbers and flags that the kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnswitch.backend import Inputs
+from attnswitch.philox import BITS
+from attnswitch.problem import Problem
+
+from .config import Tile, block
+from .kernels.variant import Variant
+
+__all__ = ["as_bytes", "mask_strides", "numbers", "options", "position", "tiles", "unit", "variant", "wide"]
+
+_LOG2E = 1.4426950408889634
+#: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
+_NO_CAP = 1e30
+
+
+def tiles(length: int, size: int) -> int:
+    """How many tiles of ``size`` cover ``length``."""
+    return -(-length // size)
+
+
+def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
+    """What a kernel is compiled for, to take ``p`` in tiles of ``tile``; ``more`` is what only some kernels ask."""
+    left, right = _reach(p)
+    return Variant(
+        block_m=tile.queries,
+        block_n=tile.keys,
+        block_d=block(p.dim_qk),
+        block_dv=block(p.dim_v),
+        even_d=block(p.dim_qk) == p.dim_qk,
+        even_dv=block(p.dim_v) == p.dim_v,
+        fold=_folds(p),
+        softcap=_capped(p),
+        mask_kind=0 if p.mask is None else 1 if p.mask.is_bool else 2,
+        dropout=p.dropout > 0.0,
+        has_lengths=p.key_lengths,
+        has_left=left is not None,
+        has_right=right is not None,
+        **more,
+    )
+
+
+def options(tile: Tile, *, early: bool = False) -> dict[str, Any]:
+    """Triton's own options. ``early``: the kernel begins before the one that it waits for has ended."""
+    chosen: dict[str, Any] = {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "maxnreg": tile.registers or None,
+    }
+    return {**chosen, "launch_pdl": True} if early else chosen
+
+
+def position(p: Problem) -> tuple[int, int, int]:
+    """Alignment of the diagonal, and how far to the left and right of it a query sees."""
+    left, right = _reach(p)
+    return int(p.bottom_right), left or 0, right or 0
+
+
+def numbers(p: Problem, inputs: Inputs) -> tuple[float | int, ...]:
+    """What the products q . k are multiplied by first, the cap, the dropout's seed, threshold and factor."""
+    factor, cap = p.softmax_scale, 0.0
+    if _capped(p):
+        factor, cap = p.softmax_scale / p.softcap, p.softcap
+    elif _folds(p):
+        factor *= _LOG2E
+    seed = inputs.seed or 0
+    keep = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
+    return float(factor), float(cap), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), round(p.dropout * 2**BITS), keep
+
+
+def unit(p: Problem) -> float:
+    """What a natural lse is multiplied by to be one for the kernels' scores."""
+    return _LOG2E if _folds(p) else 1.0
+
+
+def as_bytes(mask: Any) -> Any:
+    """A bool mask as bytes: the same memory, in a type whose loads mean the same in every version of Triton."""
+    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+
+
+def mask_strides(mask: Any) -> tuple[int, ...]:
+    """Strides of the mask, 0 along the axes that it is broadcast over."""
+    if mask is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+
+
+def wide(tile: Tile, *arrays: Any) -> bool:
+    """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
+    rows = max(tile.queries, tile.keys)
+    return any(x is not None and rows * x.stride(2) + 256 * x.stride(3) >= 2**31 for x in arrays)
+
+
+def _reach(p: Problem) -> tuple[int | None, int | None]:
+    left, right = p.window or (None, None)
+    if p.causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def _signed(word: int) -> int:
+    """32 bits as the integer that Triton takes for an int32; the kernels read them as unsigned."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _capped(p: Problem) -> bool:
+    return 0.0 < p.softcap < _NO_CAP
+
+
+def _folds(p: Problem) -> bool:
+    """Whether a score is q . k times a positive factor, which then becomes a part of exp2."""
+    plain_mask = p.mask is None or p.mask.is_bool
+    return plain_mask and not _capped(p) and p.softmax_scale > 0.0
