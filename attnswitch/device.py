@@ -141,7 +141,28 @@ def _installed_versions() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _cpu() -> Device:
-    return Device("cpu", platform.processor() or platform.machine(), versions=_installed_versions(), present=True)
+    return Device("cpu", _processor(), versions=_installed_versions(), present=True)
+
+
+def _processor() -> str:
+    """The model of this machine's processor; its architecture where the system does not say."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            model = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+    except OSError:
+        model = ""
+    return " ".join(model.split()) or platform.processor() or platform.machine()
+
+
+@functools.cache
+def _driver() -> dict[str, str]:
+    """The version of NVIDIA's driver where Linux says it, as a pair for ``Device.versions``."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8", errors="replace") as lines:
+            found = re.search(r"\s(\d+(?:\.\d+)+)\s", lines.readline())
+    except OSError:
+        found = None
+    return {"driver": found[1]} if found else {}
 
 
 @functools.cache
@@ -165,7 +186,7 @@ def _through_torch(index: int) -> Device:
             "rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),), present=True
         )
     facts = torch.cuda.get_device_properties(index)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, **_driver()}
     if cudnn := torch.backends.cudnn.version():
         major, minor = (cudnn // 10000, cudnn // 100 % 100) if cudnn >= 90000 else (cudnn // 1000, cudnn // 100 % 10)
         versions["cudnn"] = f"{major}.{minor}.{cudnn % 100}"
@@ -184,7 +205,7 @@ def _through_torch(index: int) -> Device:
 def _through_cupy(index: int) -> Device:
     cupy: Any = importlib.import_module("cupy")
     facts = cupy.cuda.runtime.getDeviceProperties(index)
-    versions = dict(_installed_versions()) | {"cupy": cupy.__version__}
+    versions = dict(_installed_versions()) | {"cupy": cupy.__version__, **_driver()}
     return Device(
         "cuda",
         facts["name"].decode(),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnswitch import planner, registry
+from attnswitch.wisdom import view
 
 sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
 
@@ -17,6 +18,17 @@ def forget_plans() -> None:
     """Drop everything remembered about backends."""
     for remembered in (registry.table, registry.load, planner.remembered, planner.kernel):
         remembered.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_wisdom(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own for what a test measures: what this machine knows is none of its business."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(folder))
+    monkeypatch.setenv("XDG_DATA_DIRS", str(folder / "system"))
+    view.reload()
+    yield folder
+    view.reload()
 
 
 @pytest.fixture

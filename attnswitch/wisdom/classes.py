@@ -1,0 +1,68 @@
+"""Which problems a record holds for: the one place where that is decided, for times and for faults."""
+
+from __future__ import annotations
+
+import math
+
+from attnswitch.problem import CONTIGUOUS, Problem
+
+__all__ = ["covers", "speed_class"]
+
+
+def speed_class(problem: Problem) -> Problem:
+    """The problem that stands for all that a time holds for.
+
+    Batch, lengths and window are rounded to powers of two, so that what is measured there serves every length from
+    0.7 to 1.4 times it: which of two kernels is the faster turns on whether the device is full, on the share of the
+    tiles that a mask leaves, and on what fits a cache, and each of these moves with the logarithm of a size. Lengths 0
+    and 1 stay apart: one query is another kernel. Head counts, head dimensions and dtype choose the kernel, so they
+    stay, and so does everything that is there or not. What is only a number in the kernel (scale, softcap, dropout) is
+    dropped, and so is how the operands lie in memory, which every candidate pays for alike.
+    """
+    window = problem.window
+    return problem.replace(
+        batch=_rounded(problem.batch),
+        seq_q=_rounded(problem.seq_q),
+        seq_k=_rounded(problem.seq_k),
+        window=None if window is None else tuple(None if side is None else _rounded(side) for side in window),
+        scale=None,
+        softcap=1.0 if problem.softcap else 0.0,
+        dropout=0.5 if problem.dropout else 0.0,
+        query=CONTIGUOUS,
+        key=CONTIGUOUS,
+        value=CONTIGUOUS,
+        attn_mask=CONTIGUOUS,
+        nonfinite=False,
+    )
+
+
+def _rounded(size: int) -> int:
+    """The power of two that is nearest by ratio; 0 and 1 are themselves."""
+    return size if size < 2 else 2 ** round(math.log2(size))
+
+
+def covers(seen: Problem, problem: Problem) -> bool:
+    """Whether a fault that was seen on ``seen`` has to be expected on ``problem``.
+
+    A case is made small before it is remembered: what it still has is what the fault needs. So the fault is expected
+    wherever all of that is there and no size is smaller. What is empty, and a scale of 0 or less, are faults of their
+    own kind, and another dtype is another kernel.
+    """
+    empty, same = (seen.is_empty or not seen.seq_k), seen.dtype == problem.dtype
+    if not same or empty != (problem.is_empty or not problem.seq_k):
+        return False
+    sizes = ("batch", "heads_q", "group", "seq_q", "seq_k", "dim_qk", "dim_v")
+    if not empty and any(getattr(problem, size) < getattr(seen, size) for size in sizes):
+        return False
+    if seen.softmax_scale <= 0 < problem.softmax_scale:
+        return False
+    if seen.dim_qk != seen.dim_v and problem.dim_qk == problem.dim_v:
+        return False
+    if not set(seen.grads) <= set(problem.grads):
+        return False
+    if (seen.causal and not problem.causal) or (seen.bottom_right and not problem.bottom_right):
+        return False
+    if seen.mask is not None and (problem.mask is None or seen.mask.is_bool != problem.mask.is_bool):
+        return False
+    needed = ("window", "key_lengths", "softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite")
+    return all(bool(getattr(problem, fact)) for fact in needed if getattr(seen, fact))

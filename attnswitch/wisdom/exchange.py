@@ -1,0 +1,103 @@
+"""Wisdom as a file that is carried from machine to machine: whole and unchanged, or refused.
+
+The first line is a head with the number of lines below it and their SHA-256, so that a file that was cut off, even
+between two lines, is known for what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from attnswitch.device import Device
+from attnswitch.errors import InvalidProblem
+from attnswitch.wisdom import store, view
+from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
+from attnswitch.wisdom.signature import machine, sign
+
+__all__ = ["adopt", "foreign", "newest", "read", "write"]
+
+VERSION = 1
+_HEAD = b'{"wisdom":'
+
+
+def write(records: Iterable[Record], path: Path) -> None:
+    """Write a file for others. Raises ``OSError``."""
+    lines = [to_line(record) for record in records]
+    body = b"".join(lines)
+    head = {"wisdom": VERSION, "lines": len(lines), "sha256": hashlib.sha256(body).hexdigest()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(json.dumps(head, separators=(",", ":")).encode() + b"\n" + body)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file that ``write`` wrote.
+
+    Raises:
+        InvalidProblem: it is not such a file, or not all of it, or a line was changed; nothing of it may be used.
+        OSError: it cannot be read.
+    """
+    head, _, body = path.read_bytes().partition(b"\n")
+    if not head.startswith(_HEAD):
+        raise InvalidProblem(
+            f"{path} is no file of exported wisdom: its first line is no head; `attnswitch wisdom export` writes one"
+        )
+    try:
+        fields = json.loads(head)
+        version, lines, digest = fields["wisdom"], int(fields["lines"]), str(fields["sha256"])
+    except (ValueError, KeyError, TypeError):
+        raise InvalidProblem(f"{path}, line 1: the head is damaged; export it again") from None
+    if version != VERSION:
+        raise InvalidProblem(f"{path} is of version {version}, and this version reads version {VERSION}")
+    records = []
+    for number, line in enumerate(body.splitlines(keepends=True), 2):
+        try:
+            records.append(from_line(line))
+        except InvalidProblem as problem:
+            raise InvalidProblem(f"{path}, line {number}: {problem}; nothing of it was taken") from None
+    if len(records) != lines:
+        raise InvalidProblem(
+            f"{path} has {len(records)} lines of wisdom and was written with {lines}: it was cut off, or added to;"
+            " nothing of it was taken"
+        )
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise InvalidProblem(f"{path} is not as it was written: its lines were changed; nothing of it was taken")
+    return records
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """One record for each thing that is said: of several that say it under the same signature, the newest."""
+    found: dict[tuple[object, ...], Record] = {}
+    for record in sorted(records, key=lambda record: record.date):
+        about = (record.case, record.right) if isinstance(record, Verdict) else ()
+        key = (type(record), record.problem, record.backend, record.signature, about)
+        found.pop(key, None)  # the newest stands where it was made
+        found[key] = record
+    return list(found.values())
+
+
+def foreign(record: Record, devices: Sequence[Device]) -> str | None:
+    """Why ``record`` does not hold here, with these devices and their software, in half a sentence; None if it does."""
+    device = next((device for device in devices if machine(device) == record.signature.device), None)
+    if device is None:
+        return f"it was measured on {record.signature.device}, which is not in this machine"
+    signature = sign(record.backend, device)
+    return signature if isinstance(signature, str) else record.signature.differs(signature)
+
+
+def adopt(path: Path, devices: Sequence[Device]) -> int:
+    """Add every record of an exported file to the user's store, or none; how many there are.
+
+    Raises:
+        InvalidProblem: the file is damaged, or a line of it does not hold here; the text says which and why.
+        OSError: it cannot be read, or the store cannot be written.
+    """
+    records = read(path)
+    for number, record in enumerate(records, 2):
+        if why := foreign(record, devices):
+            raise InvalidProblem(f"{path}, line {number} ({record.backend}): {why}; nothing of it was taken")
+    store.here().change(lambda before: newest([*before, *records]))
+    view.reload()
+    return len(records)

@@ -1,0 +1,124 @@
+"""``Time`` and ``Verdict``: what is remembered, and the line of JSON that each is on disk.
+
+A line is one JSON object that ends in a newline. Its ``sum`` is a checksum of the others, so that a line that was
+edited, cut off or overwritten is known for what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Problem
+from attnswitch.wisdom.signature import Signature
+
+__all__ = ["SCHEMA", "Record", "Time", "Verdict", "from_line", "to_line"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """What a backend needs for a problem, forward, and backward as well where the problem has gradients.
+
+    ``ms``, ``low`` and ``high`` are milliseconds: the median, the 20th and the 80th percentile of ``runs`` runs.
+    ``config`` is the text of the config that they were measured with. ``threads`` are torch's, on the CPU.
+    """
+
+    problem: Problem
+    backend: str
+    config: str
+    ms: float
+    low: float
+    high: float
+    runs: int
+    threads: int
+    signature: Signature
+    date: str
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(ms) and ms > 0 for ms in (self.ms, self.low, self.high)):
+            raise InvalidProblem(f"{self.ms} ms, {self.low} to {self.high}: expected positive numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a backend gets a case right. ``case`` names the saved case; ``why`` says what was wrong."""
+
+    problem: Problem
+    backend: str
+    right: bool
+    case: str
+    why: str
+    signature: Signature
+    date: str
+
+
+Record = Time | Verdict
+
+_KINDS: dict[str, type[Time] | type[Verdict]] = {"time": Time, "verdict": Verdict}
+_FIELDS = {
+    "time": {"config": str, "ms": float, "low": float, "high": float, "runs": int, "threads": int},
+    "verdict": {"right": bool, "case": str, "why": str},
+}
+
+
+def to_line(record: Record) -> bytes:
+    """The line, newline included."""
+    kind = "time" if isinstance(record, Time) else "verdict"
+    fields = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "problem": str(record.problem),
+        "backend": record.backend,
+        **{name: getattr(record, name) for name in _FIELDS[kind]},
+        "device": record.signature.device,
+        "versions": dict(record.signature.versions),
+        "source": record.signature.source,
+        "date": record.date,
+    }
+    return f"{_text({**fields, 'sum': _sum(fields)})}\n".encode()
+
+
+def from_line(line: bytes) -> Record:
+    """The record that ``to_line`` wrote. Raises ``InvalidProblem``, whose text says what is wrong with the line."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        raise InvalidProblem("it is no JSON: cut off, or written over") from None
+    if not isinstance(fields, dict) or "sum" not in fields:
+        raise InvalidProblem("it is no line of wisdom: it has no checksum")
+    if fields.pop("sum") != _sum(fields):
+        raise InvalidProblem("its checksum is not that of its content: it was changed by hand, or damaged")
+    if fields.get("schema") != SCHEMA:
+        raise InvalidProblem(f"it is of schema {fields.get('schema')}, and this version reads schema {SCHEMA}")
+    try:
+        kind = fields["kind"]
+        own = {name: _typed(name, fields[name], wanted) for name, wanted in _FIELDS[kind].items()}
+        return _KINDS[kind](
+            problem=Problem.parse(fields["problem"]),
+            backend=str(fields["backend"]),
+            signature=Signature(fields["device"], tuple(sorted(fields["versions"].items())), fields["source"]),
+            date=str(fields["date"]),
+            **own,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidProblem(f"it is no line of wisdom: {type(error).__name__}: {error}") from None
+
+
+def _typed(name: str, value: Any, wanted: type) -> Any:
+    if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, (int, wanted)):
+        raise TypeError(f"{name}={value!r}: expected a {wanted.__name__}")
+    return value
+
+
+def _text(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _sum(fields: dict[str, Any]) -> str:
+    return f"{zlib.crc32(_text(fields).encode()):08x}"

@@ -1,0 +1,108 @@
+"""``Signature``: everything that a time or a verdict stands and falls with."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attnswitch import registry
+from attnswitch.device import Device
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["Signature", "machine", "sign"]
+
+#: What a kernel is written in.
+_SOURCES = frozenset((".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".c"))
+#: Packages whose version counts, by the library that a backend is native to. A Device knows its own of the others.
+_PACKAGES = {"numpy": ("numpy",), "torch": ("torch", "triton"), "cupy": ("cupy-cuda13x", "cupy-cuda12x")}
+#: What a Device knows and the processor does not run.
+_OF_GPUS = ("cuda", "cudnn", "driver", "cupy", "triton")
+#: Home of the built-in backends: a file in it is a backend by itself.
+_HOME = "attnswitch.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """``device`` as ``machine`` writes it; names and versions of software; a hash of the backend's source."""
+
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    source: str
+
+    def differs(self, here: Signature) -> str | None:
+        """Why what was signed so says nothing under ``here``, in half a sentence; None if nothing differs."""
+        if self.device != here.device:
+            return f"it was measured on {self.device}, and this is {here.device}"
+        then, now = dict(self.versions), dict(here.versions)
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) != now.get(name):
+                return (
+                    f"it was measured with {name} {then.get(name, 'absent')}, and here it is {now.get(name, 'absent')}"
+                )
+        if self.source != here.source:
+            return f"the backend's source has changed since (hash {self.source}, here {here.source})"
+        return None
+
+
+def machine(device: Device) -> str:
+    """A device as a signature names it: what it is called and how much of it there is."""
+    if device.kind == "cpu":
+        return f"{device}, {os.cpu_count()} cores"
+    return f"{device}, {device.sms} SMs"
+
+
+def sign(name: str, device: Device) -> Signature | str:
+    """The signature of backend ``name`` on ``device`` as both are here; else the sentence that says why there is none.
+
+    Never raises for a backend that is broken or unknown.
+    """
+    try:
+        backend = registry.load(name)
+    except InvalidProblem:
+        return f"backend {name!r} is not known here"
+    if isinstance(backend, str):
+        return f"backend {name!r} cannot be loaded here: {backend}"
+    library = str(getattr(backend, "library", ""))
+    versions = {name: found for name in _PACKAGES.get(library, ()) if (found := _version(name)) is not None}
+    versions |= dict(device.versions) if library != "numpy" else {}
+    if device.kind == "cpu":
+        versions = {name: version for name, version in versions.items() if name not in _OF_GPUS}
+    return Signature(machine(device), tuple(sorted(versions.items())), _source(backend))
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _source(backend: Any) -> str:
+    """A hash of the folder that the backend's class is in, or of its file where it shares the folder with others."""
+    module = type(backend).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return "none"
+    package = module.rpartition(".")[0]
+    return _hash(Path(file) if package in ("", _HOME) else Path(file).parent)
+
+
+@functools.cache
+def _hash(place: Path) -> str:
+    """Twelve digits of the SHA-256 of a file, or of every source under a folder with its name."""
+    digest = hashlib.sha256()
+    files = sorted(path for path in place.rglob("*") if path.suffix in _SOURCES) if place.is_dir() else [place]
+    try:
+        for path in files:
+            digest.update(f"{path.relative_to(place).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    except OSError:  # in an archive; a change to it goes unnoticed
+        return "unread"
+    return digest.hexdigest()[:12]

@@ -1,0 +1,125 @@
+"""``Wisdom``: the records that hold on this machine now, indexed for the planner; read once a process, then kept.
+
+This is one of the two caches of a process, beside that of the plans. What this process remembers is in it at once;
+what others remember, after ``reload``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+from attnswitch.wisdom import store
+from attnswitch.wisdom.classes import covers, speed_class
+from attnswitch.wisdom.record import Record, Time, Verdict
+from attnswitch.wisdom.signature import Signature, sign
+
+__all__ = ["Wisdom", "current", "generation", "now", "reload", "remember"]
+
+
+@dataclass(slots=True)
+class Wisdom:
+    """Records by what they are about."""
+
+    times: dict[tuple[str, Signature, Problem], Time] = field(default_factory=dict)
+    #: Mismatches by backend and machine, and the verdicts that the same cases were right later.
+    faults: dict[tuple[str, str], list[Verdict]] = field(default_factory=dict)
+    mended: dict[tuple[str, str, str], list[Verdict]] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        """Index one record; a newer one takes the place of what it repeats."""
+        if isinstance(record, Time):
+            key = record.backend, record.signature, speed_class(record.problem)
+            if key not in self.times or self.times[key].date <= record.date:
+                self.times[key] = record
+        elif record.right:
+            self.mended.setdefault((record.backend, record.signature.device, record.case), []).append(record)
+        else:
+            self.faults.setdefault((record.backend, record.signature.device), []).append(record)
+
+    def time(self, backend: str, problem: Problem, device: Device) -> Time | None:
+        """What was measured of ``backend`` on the class of ``problem``, with the software that is here now."""
+        if not self.times:
+            return None
+        signature = sign(backend, device)
+        if isinstance(signature, str):
+            return None
+        return self.times.get((backend, signature, speed_class(problem)))
+
+    def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
+        """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.
+
+        It holds until other versions, of the software or of the backend, get its case right.
+        """
+        if not self.faults:
+            return None
+        signature = sign(backend, device)
+        if isinstance(signature, str):
+            return None
+        for seen in reversed(self.faults.get((backend, signature.device), ())):
+            if covers(seen.problem, problem) and self._stands(seen, signature):
+                return seen
+        return None
+
+    def standing(self, backend: str, device: Device) -> list[Verdict]:
+        """The mismatches of ``backend`` on ``device`` that no newer version has got right."""
+        signature = sign(backend, device)
+        if isinstance(signature, str):
+            return []
+        seen = self.faults.get((backend, signature.device), ())
+        return [fault for fault in seen if self._stands(fault, signature)]
+
+    def _stands(self, seen: Verdict, here: Signature) -> bool:
+        later = self.mended.get((seen.backend, seen.signature.device, seen.case), ())
+        return seen.signature == here or not any(verdict.signature != seen.signature for verdict in later)
+
+
+_lock = threading.RLock()
+_wisdom: Wisdom | None = None
+_generation = 0
+
+
+def current() -> Wisdom:
+    """The wisdom of this process, read at the first call. Never raises for what is damaged or not there."""
+    global _wisdom
+    with _lock:
+        if _wisdom is None:
+            made = Wisdom()
+            for record in store.here().read().records:
+                made.add(record)
+            _wisdom = made
+        return _wisdom
+
+
+def generation() -> int:
+    """A number that changes whenever the wisdom does: a plan holds for one."""
+    return _generation
+
+
+def remember(records: Iterable[Record]) -> None:
+    """Write ``records`` to the user's store, and plan by them from now on. Raises ``OSError`` if it cannot write."""
+    global _generation
+    kept = list(records)
+    with _lock:
+        view = current()
+        for record in kept:
+            view.add(record)
+        _generation += 1
+    store.here().append(kept)
+
+
+def reload() -> None:
+    """Forget what was read: the next plan reads the store again."""
+    global _wisdom, _generation
+    with _lock:
+        _wisdom = None
+        _generation += 1
+
+
+def now() -> str:
+    """The time as records have it, in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,155 @@
+"""``attnswitch wisdom``: what was measured and found wrong on this machine; shown, carried elsewhere, forgotten."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnswitch.device import Device
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Problem
+from attnswitch.wisdom import exchange, store, view
+from attnswitch.wisdom.classes import speed_class
+from attnswitch.wisdom.record import Record, Time
+from attnswitch.wisdom.store import Contents
+
+from . import render
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Show, export, import, merge or forget what was measured and found wrong on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command("show")
+def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the times and the mismatches that hold here, and why the other lines do not."""
+    source, contents = _read()
+    devices = Device.all()
+    held: list[Record] = []
+    unused: Counter[str] = Counter()
+    for record in exchange.newest(contents.records):
+        why = exchange.foreign(record, devices)
+        if why is None:
+            held.append(record)
+        else:
+            unused[f"{record.backend}: {why}"] += 1
+    if json:
+        document = {
+            "store": str(source.path),
+            "records": [_plain(record) for record in held],
+            "unused": dict(unused),
+            "damaged": [str(damage) for damage in contents.damaged],
+        }
+        render.write_json(document, None)
+        return
+    render.console.print(f"[dim]{render.escape(str(source.path))}[/]", soft_wrap=True)
+    _print_times([record for record in held if isinstance(record, Time)])
+    for record in held:
+        if not isinstance(record, Time):
+            word = "[green]right again[/]" if record.right else "[bold red]wrong[/]"
+            text = f"{record.backend} on {record.signature.device}, {record.problem}: {record.why} (case {record.case})"
+            render.console.print(f"{word} {render.escape(text)}", soft_wrap=True)
+    for why, count in unused.items():
+        lines = "1 line" if count == 1 else f"{count} lines"
+        render.console.print(f"[yellow]{lines} not used[/] {render.escape(why)}", soft_wrap=True)
+    for damage in contents.damaged:
+        render.console.print(f"[yellow]damaged, not used[/] {render.escape(str(damage))}", soft_wrap=True)
+    if not contents.records:
+        render.console.print("nothing was measured yet: `attnswitch tune` does", soft_wrap=True)
+
+
+@app.command("export")
+def export(file: Annotated[Path, typer.Argument(help="Written, with a head that says how much it holds.")]) -> None:
+    """Write what this machine's store holds to FILE, for `import` on one like it."""
+    _, contents = _read()
+    records = exchange.newest(contents.records)
+    exchange.write(records, file)
+    render.console.print(f"{len(records)} lines written to {render.escape(str(file))}", soft_wrap=True)
+
+
+@app.command("import")
+def import_(file: Annotated[Path, typer.Argument(help="A file of `export` or `merge`.", exists=True)]) -> None:
+    """Add FILE to the store: all of it, or nothing if a line is damaged or was not measured on a machine like this."""
+    count = exchange.adopt(file, Device.all())
+    render.console.print(f"{count} lines taken", soft_wrap=True)
+
+
+@app.command("merge")
+def merge(
+    into: Annotated[Path, typer.Argument(help="Written.")],
+    files: Annotated[list[Path], typer.Argument(help="Files of `export` or `merge`.", exists=True)],
+) -> None:
+    """Write INTO from several FILES, of any machines; of what is in more than one, the newest."""
+    records = exchange.newest([record for file in files for record in exchange.read(file)])
+    exchange.write(records, into)
+    render.console.print(f"{len(records)} lines written to {render.escape(str(into))}", soft_wrap=True)
+
+
+@app.command("forget")
+def forget(
+    everything: Annotated[bool, typer.Option("--all", help="Forget everything.")] = False,
+    stale: Annotated[
+        bool, typer.Option(help="Forget what does not hold here, or is repeated by a newer line.")
+    ] = False,
+    backend: Annotated[list[str] | None, typer.Option(help="Forget what is of this backend (repeatable).")] = None,
+    problem: Annotated[
+        list[str] | None, typer.Option(help="Forget the times of this problem's class (repeatable).")
+    ] = None,
+) -> None:
+    """Take lines out of the store; of a mismatch too, after which its backend may be chosen again."""
+    if not (everything or stale or backend or problem):
+        raise InvalidProblem("say what to forget: --all, --stale, --backend NAME or --problem TEXT")
+    classes = {speed_class(Problem.parse(text)) for text in problem or ()}
+    devices = Device.all() if stale else []
+
+    def goes(record: Record) -> bool:
+        named = record.backend in (backend or ())
+        timed = isinstance(record, Time) and speed_class(record.problem) in classes
+        return everything or named or timed or (stale and exchange.foreign(record, devices) is not None)
+
+    def kept(records: list[Record]) -> list[Record]:
+        return [record for record in (exchange.newest(records) if stale else records) if not goes(record)]
+
+    count = store.here().change(kept)
+    view.reload()
+    render.console.print(f"{count} lines forgotten", soft_wrap=True)
+
+
+def _read() -> tuple[store.Store, Contents]:
+    source = store.here()
+    return source, source.read()
+
+
+def _print_times(times: list[Time]) -> None:
+    rows = render.table("device", "problem", "backend", "ms", "±", "measured", right=("ms", "±"))
+    groups: dict[tuple[str, Problem], list[Time]] = {}
+    for time in times:
+        groups.setdefault((time.signature.device, speed_class(time.problem)), []).append(time)
+    device = ""
+    for (where, _), group in sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+        label = ["" if where == device else where, str(group[0].problem)]
+        device = where
+        for rank, time in enumerate(sorted(group, key=lambda time: time.ms)):
+            name = render.escape(time.backend)
+            spread = f"{(time.high - time.low) / 2:.2g}"
+            cells = [name if rank else f"[green]{name}[/]", f"{time.ms:.4g}", spread, time.date[:10]]
+            rows.add_row(*map(render.escape, label), *cells)
+            label = ["", ""]
+    if times:
+        render.console.print(rows)
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    shared = {"problem": str(record.problem), "backend": record.backend, "device": record.signature.device}
+    dated = {"versions": dict(record.signature.versions), "source": record.signature.source, "date": record.date}
+    if isinstance(record, Time):
+        times = {"ms": record.ms, "ms_low": record.low, "ms_high": record.high, "runs": record.runs}
+        return {**shared, "config": record.config, **times, "threads": record.threads, **dated}
+    return {**shared, "right": record.right, "case": record.case, "why": record.why, **dated}

@@ -1,0 +1,339 @@
+"""Wisdom: what a record says and holds for, the store, and files that are carried from machine to machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnswitch import Device, InvalidProblem, Problem
+from attnswitch.wisdom import exchange, store, view
+from attnswitch.wisdom.classes import covers, speed_class
+from attnswitch.wisdom.record import Record, Time, Verdict, from_line, to_line
+from attnswitch.wisdom.signature import Signature, machine, sign
+from attnswitch.wisdom.store import Store
+
+CPU = Device.cpu()
+PROBLEM = Problem.parse("b2.h4.s64.d32.fp32")
+
+
+def signature(backend: str = "tiled") -> Signature:
+    signed = sign(backend, CPU)
+    assert isinstance(signed, Signature)
+    return signed
+
+
+def time(ms: float = 1.0, problem: Problem = PROBLEM, backend: str = "tiled", date: str = "2026-11-01") -> Time:
+    return Time(problem, backend, "", ms, 0.9 * ms, 1.1 * ms, 30, 2, signature(backend), date)
+
+
+def fault(problem: Problem = PROBLEM, backend: str = "tiled", case: str = "a.json", right: bool = False) -> Verdict:
+    return Verdict(problem, backend, right, case, "reference: out", signature(backend), "2026-11-01")
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", [time(), time(problem=Problem.parse("b1.h8/2.s1x70.d64.bf16.causal-br")), fault()])
+def test_a_line_is_the_record(record: Record) -> None:
+    line = to_line(record)
+    assert from_line(line) == record
+    assert (line.count(b"\n"), line.endswith(b"\n")) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line.replace(b'"ms":1.0', b'"ms":0.5'), "its checksum is not that of its content"),
+        (lambda line: line[:-10], "it is no JSON: cut off"),
+        (lambda line: b"\0" * len(line), "it is no JSON: cut off, or written over"),
+        (lambda line: b"{}", "it has no checksum"),
+        (lambda line: b"[1]", "it is no line of wisdom"),
+    ],
+)
+def test_a_line_that_was_changed_is_refused(change: object, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        from_line(change(to_line(time())))  # type: ignore[operator]
+
+
+def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
+    from attnswitch.wisdom.record import _sum
+
+    fields = json.loads(to_line(time()))
+    del fields["sum"]
+    for name, value, message in (
+        ("schema", 2, "it is of schema 2"),
+        ("kind", "guess", "KeyError"),
+        ("ms", "fast", "expected a float"),
+        ("ms", -1.0, "expected positive numbers"),
+        ("ms", True, "expected a float"),
+        ("problem", "b1", "missing"),
+        ("versions", None, "no line of wisdom"),
+    ):
+        changed = {**fields, name: value}
+        with pytest.raises(InvalidProblem, match=message):
+            from_line(json.dumps({**changed, "sum": _sum(changed)}).encode())
+
+
+# -- what a record holds for -------------------------------------------------------------------------------------------
+
+
+def test_a_length_near_a_measured_one_is_of_its_class() -> None:
+    measured = speed_class(Problem.parse("b4.h16.s1024.d128.bf16.causal"))
+    for length in (730, 1000, 1024, 1100, 1440):
+        assert speed_class(Problem.parse(f"b4.h16.s{length}.d128.bf16.causal.scale=0.3")) == measured
+    for other in ("s700", "s1500", "s1x1024", "s1024x2048"):
+        assert speed_class(Problem.parse(f"b4.h16.{other}.d128.bf16.causal")) != measured
+    assert speed_class(Problem.parse("b4.h16.s1024.d64.bf16.causal")) != measured
+    assert speed_class(Problem.parse("b4.h16.s1024.d128.bf16")) != measured
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b0.h2.s0x3.d8.fp32",
+        "b3.h6/2.s5x1000.d8/16.fp16.window=100,*.mask=bool:bqk.lengths.softcap=3.0.dropout=0.1.grad=q",
+    ],
+)
+def test_a_class_is_a_problem_of_its_own_class(text: str) -> None:
+    found = speed_class(Problem.parse(text))
+    assert speed_class(found) == found
+
+
+SEEN = "b1.h2.s5x9.d8.fp32.causal.grad"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("b4.h8.s512.d64.fp32.causal.grad", True),
+        ("b1.h2.s5x9.d8.fp32.causal.mask=bool.grad", True),
+        ("b1.h2.s5x9.d8.fp32.causal", False),  # the forward was right
+        ("b1.h2.s5x8.d8.fp32.causal.grad", False),
+        ("b1.h2.s5x9.d8.fp16.causal.grad", False),
+        ("b1.h2.s5x9.d8.fp32.grad", False),
+        ("b1.h2.s5x0.d8.fp32.causal.grad", False),
+    ],
+)
+def test_a_fault_is_expected_wherever_what_it_needs_is_there(text: str, expected: bool) -> None:
+    assert covers(Problem.parse(SEEN), Problem.parse(text)) is expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "without"),
+    [
+        ("b1.h1.s4.d8.fp32.scale=-1.0", "b1.h1.s4.d8.fp32"),
+        ("b1.h1.s4.d8/16.fp32", "b1.h1.s4.d16.fp32"),
+        ("b1.h1.s4.d8.fp32.mask=fp32", "b1.h1.s4.d8.fp32.mask=bool"),
+        ("b1.h1.s4.d8.fp32.window=1,1", "b1.h1.s4.d8.fp32"),
+        ("b1.h1.s4.d8.fp32.nonfinite", "b1.h1.s4.d8.fp32"),
+        ("b1.h1.s4x0.d8.fp32", "b1.h1.s4.d8.fp32"),
+        ("b1.h1.s4.d8.fp32.causal-br", "b1.h1.s4.d8.fp32.causal"),
+        ("b1.h4/2.s4.d8.fp32", "b1.h4.s4.d8.fp32"),
+    ],
+)
+def test_a_fault_says_nothing_of_what_is_without_its_cause(seen: str, without: str) -> None:
+    assert covers(Problem.parse(seen), Problem.parse(seen))
+    assert not covers(Problem.parse(seen), Problem.parse(without))
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_appended_is_read(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "deep" / "wisdom.jsonl")
+    assert kept.read().records == []
+    kept.append([time(1.0), fault()])
+    kept.append([])
+    kept.append([time(2.0)])
+    assert kept.read().records == [time(1.0), fault(), time(2.0)]
+    assert kept.read().damaged == []
+
+
+@pytest.mark.parametrize("length", [1, 50, -1])
+def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path, length: int) -> None:
+    kept = Store(tmp_path / "wisdom.jsonl")
+    kept.append([time(1.0)])
+    with kept.path.open("ab") as file:
+        file.write(to_line(time(9.0))[:length])
+    assert (kept.read().records, kept.read().damaged) == ([time(1.0)], [])
+    kept.append([time(2.0)])
+    assert (kept.read().records, kept.read().damaged) == ([time(1.0), time(2.0)], [])
+
+
+def test_a_torn_first_line_and_a_long_tail(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "wisdom.jsonl")
+    kept.path.write_bytes(b"\0" * 10_000)
+    kept.append([time(1.0)])
+    assert (kept.read().records, kept.read().damaged) == ([time(1.0)], [])
+
+
+def test_a_damaged_line_is_named_and_the_others_hold(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "wisdom.jsonl")
+    kept.append([time(1.0), time(2.0), time(3.0)])
+    lines = kept.path.read_bytes().splitlines(keepends=True)
+    kept.path.write_bytes(lines[0] + lines[1].replace(b"2.0", b"0.1") + lines[2])
+    found = kept.read()
+    assert found.records == [time(1.0), time(3.0)]
+    assert [str(damage) for damage in found.damaged] == [
+        f"{kept.path}, line 2: its checksum is not that of its content: it was changed by hand, or damaged"
+    ]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Store(tmp_path / "wisdom.jsonl")
+    kept.append([time(1.0)])
+    write: Callable[[int, bytes], int] = os.write
+
+    def full(handle: int, content: bytes) -> int:
+        if len(content) < 100:
+            raise OSError(28, "No space left on device")
+        return write(handle, content[:-50])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        kept.append([time(2.0)])
+    monkeypatch.undo()
+    assert kept.path.read_bytes() == to_line(time(1.0))
+
+
+def test_what_lies_beneath_is_read_and_never_written(tmp_path: Path) -> None:
+    beneath = Store(tmp_path / "system" / "wisdom.jsonl")
+    beneath.append([time(1.0)])
+    before = beneath.path.read_bytes()
+    kept = Store(tmp_path / "own" / "wisdom.jsonl", (beneath.path, tmp_path / "absent"))
+    kept.append([time(2.0)])
+    assert kept.read().records == [time(1.0), time(2.0)]
+    assert kept.change(lambda records: []) == 1
+    assert kept.read().records == [time(1.0)]
+    assert beneath.path.read_bytes() == before
+
+
+# -- what holds here ---------------------------------------------------------------------------------------------------
+
+
+def test_times_hold_for_their_class_and_signature() -> None:
+    view.remember([time(1.0), time(3.0, date="2026-11-02"), time(2.0, date="2026-10-01")])
+    held = view.current().time("tiled", PROBLEM.replace(seq_q=60, seq_k=70), CPU)
+    assert held is not None
+    assert held.ms == 3.0  # the newest
+    view.reload()
+    assert view.current().time("tiled", PROBLEM, CPU) == held
+    assert view.current().time("reference", PROBLEM, CPU) is None
+    assert view.current().time("tiled", PROBLEM, replace(CPU, name="another")) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "cuda (NVIDIA A100, sm_80), 108 SMs"}, "it was measured on cuda .*A100.*, and this is cpu"),
+        ({"versions": (("numpy", "1.0"),)}, "it was measured with numpy 1.0, and here it is"),
+        ({"versions": (("driver", "550.1"),)}, "it was measured with driver 550.1, and here it is absent"),
+        ({"source": "0123456789ab"}, "the backend's source has changed since"),
+    ],
+)
+def test_what_was_signed_elsewhere_is_not_used(change: dict[str, object], message: str) -> None:
+    signed = replace(signature(), **change)  # type: ignore[arg-type]
+    view.remember([replace(time(), signature=signed)])
+    assert view.current().time("tiled", PROBLEM, CPU) is None
+    assert re.match(message, signed.differs(signature()) or "")
+
+
+def test_a_fault_holds_until_another_version_gets_its_case_right() -> None:
+    old = replace(signature(), source="0123456789ab")
+    view.remember([replace(fault(), signature=old)])
+    assert view.current().fault("tiled", PROBLEM, CPU) is not None  # nobody has looked whether the new source is right
+    view.remember([fault(case="another.json", right=True)])
+    assert view.current().fault("tiled", PROBLEM, CPU) is not None
+    view.remember([fault(right=True)])
+    assert view.current().fault("tiled", PROBLEM, CPU) is None
+    view.reload()
+    assert view.current().fault("tiled", PROBLEM, CPU) is None
+
+
+def test_a_fault_of_these_versions_is_not_lifted_by_them() -> None:
+    """A case that fails now and then is wrong."""
+    view.remember([fault(), fault(right=True)])
+    assert view.current().fault("tiled", PROBLEM, CPU) == fault()
+    assert view.current().standing("tiled", CPU) == [fault()]
+
+
+# -- from machine to machine -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    path = tmp_path / "carried.jsonl"
+    exchange.write([time(1.0), time(2.0, backend="reference"), fault()], path)
+    return path
+
+
+def test_an_exported_file_is_taken_whole(exported: Path) -> None:
+    assert exchange.adopt(exported, [CPU]) == 3
+    assert exchange.adopt(exported, [CPU]) == 3
+    assert store.here().read().records == exchange.read(exported)
+    assert view.current().time("reference", PROBLEM, CPU) is not None
+
+
+def cut(path: Path, lines: int) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: cut(path, 3), "has 2 lines of wisdom and was written with 3: it was cut off"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "line 4: it is no JSON: cut off"),
+        (lambda path: path.write_text(path.read_text().replace('"ms":2.0', '"ms":0.2')), "line 3: its checksum"),
+        (lambda path: path.write_bytes(to_line(time())), "its first line is no head"),
+        (lambda path: path.write_bytes(b""), "its first line is no head"),
+        (lambda path: path.write_text('{"wisdom":2,"lines":0,"sha256":""}\n'), "is of version 2"),
+        (lambda path: path.write_text('{"wisdom":1}\n'), "the head is damaged"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().splitlines()[0] + b"\n" + 3 * to_line(time(4.0))),
+            "its lines were changed",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_whole(exported: Path, harm: object, message: str) -> None:
+    harm(exported)  # type: ignore[operator]
+    with pytest.raises(InvalidProblem, match=message):
+        exchange.adopt(exported, [CPU])
+    assert store.here().read().records == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "cuda (NVIDIA A100, sm_80), 108 SMs"}, "line 3 .*A100.*, which is not in this machine; nothing"),
+        ({"versions": (("driver", "550.1"),)}, "line 3 .*driver 550.1, and here it is absent; nothing"),
+        ({"source": "0123456789ab"}, "line 3 .*the backend's source has changed"),
+    ],
+)
+def test_a_file_from_elsewhere_is_refused_whole(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "carried.jsonl"
+    exchange.write([time(), replace(time(), signature=replace(signature(), **change))], path)  # type: ignore[arg-type]
+    with pytest.raises(InvalidProblem, match=message):
+        exchange.adopt(path, [CPU])
+    assert store.here().read().records == []
+
+
+def test_a_backend_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "carried.jsonl"
+    exchange.write([replace(time(), backend="bygone")], path)
+    with pytest.raises(InvalidProblem, match="backend 'bygone' is not known here"):
+        exchange.adopt(path, [CPU])
+
+
+def test_machines_are_told_apart() -> None:
+    assert machine(Device.named("h100")) != machine(Device.named("h200"))
+    assert "cores" in machine(CPU)
+    assert signature("sdpa-math").versions != signature("tiled").versions
+    assert signature("sdpa-math").source != signature("tiled").source
+    assert isinstance(sign("no_such_module:Class", CPU), str)
+    assert isinstance(sign("bygone", CPU), str)

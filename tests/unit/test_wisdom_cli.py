@@ -1,0 +1,137 @@
+"""``attnswitch wisdom`` as it is typed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from attnswitch import Device, Problem
+from attnswitch.wisdom import exchange, store, view
+from attnswitch.wisdom.record import Time, Verdict
+from attnswitch.wisdom.signature import Signature, sign
+
+PROBLEM = Problem.parse("b2.h4.s64.d32.fp32")
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def call(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["attnswitch", "wisdom", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        text = "".join(capsys.readouterr())
+        assert "Traceback" not in text
+        return Ran(int(end.value.code or 0), text)
+
+    return call
+
+
+def signature() -> Signature:
+    signed = sign("tiled", Device.cpu())
+    assert isinstance(signed, Signature)
+    return signed
+
+
+def time(ms: float, backend: str = "tiled", problem: Problem = PROBLEM, date: str = "2026-11-01") -> Time:
+    return Time(problem, backend, "", ms, ms, ms, 30, 2, signature(), date)
+
+
+STALE = replace(time(9.0), signature=replace(signature(), source="0123456789ab"))
+FAULT = Verdict(PROBLEM, "tiled", False, "tiled-cpu.json", "reference: out", signature(), "2026-11-01")
+
+
+def test_nothing_measured(cli: Cli) -> None:
+    ran = cli("show")
+    assert ran.code == 0
+    assert "nothing was measured yet" in ran.out
+
+
+def test_what_holds_and_what_does_not(cli: Cli) -> None:
+    view.remember([time(1.5), FAULT, STALE, replace(time(2.0), backend="bygone")])
+    with store.here().path.open("ab") as file:
+        file.write(b"written by hand\n")
+    ran = cli("show")
+    assert ran.code == 0
+    assert "1.5" in ran.out
+    assert "wrong tiled on cpu" in ran.out
+    assert "(case tiled-cpu.json)" in ran.out
+    assert "1 line not used tiled: the backend's source has changed since (hash 0123456789ab" in ran.out
+    assert "backend 'bygone' is not known here" in ran.out
+    assert "line 5: it is no JSON" in ran.out
+    document = json.loads(cli("show", "--json").out)
+    assert [record.get("ms") for record in document["records"]] == [1.5, None]
+    assert len(document["unused"]) == 2
+    assert len(document["damaged"]) == 1
+
+
+def test_export_and_import(cli: Cli, no_wisdom: Path) -> None:
+    view.remember([time(1.0), time(2.0, date="2026-11-02"), FAULT])
+    assert cli("export", "out.jsonl").code == 0
+    assert cli("forget", "--all").code == 0
+    assert store.here().read().records == []
+    ran = cli("import", "out.jsonl")
+    assert (ran.code, "2 lines taken" in ran.out) == (0, True)
+    assert set(store.here().read().records) == {time(2.0, date="2026-11-02"), FAULT}
+
+
+def test_an_import_from_elsewhere(cli: Cli) -> None:
+    exchange.write([time(1.0), STALE], Path("in.jsonl"))
+    ran = cli("import", "in.jsonl")
+    assert ran.code == 2
+    assert "line 3 (tiled): the backend's source has changed since" in ran.out
+    assert store.here().read().records == []
+
+
+def test_a_merge_keeps_the_newest_of_any_machine(cli: Cli) -> None:
+    exchange.write([time(1.0), STALE], Path("a.jsonl"))
+    exchange.write([time(2.0, date="2026-11-02")], Path("b.jsonl"))
+    assert cli("merge", "both.jsonl", "a.jsonl", "b.jsonl").code == 0
+    assert set(exchange.read(Path("both.jsonl"))) == {STALE, time(2.0, date="2026-11-02")}
+    Path("a.jsonl").write_text("nothing")
+    assert cli("merge", "both.jsonl", "a.jsonl").code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (("--stale",), {1.0, 3.0, 4.0}),
+        (("--backend", "reference"), {1.0, 4.0, 9.0}),
+        (("--problem", "b2.h4.s60.d32.fp32"), {4.0}),
+        (("--all",), set()),
+    ],
+)
+def test_forget(arguments: tuple[str, ...], left: set[float], cli: Cli) -> None:
+    other = Problem.parse("b2.h4.s512.d32.fp32")
+    signed = sign("reference", Device.cpu())
+    assert isinstance(signed, Signature)
+    reference = replace(time(3.0), backend="reference", signature=signed)
+    view.remember([time(1.0), STALE, reference, time(4.0, problem=other)])
+    ran = cli("forget", *arguments)
+    assert (ran.code, f"{4 - len(left)} lines forgotten" in ran.out) == (0, True)
+    assert {record.ms for record in store.here().read().records if isinstance(record, Time)} == left
+
+
+def test_forget_asks_what(cli: Cli) -> None:
+    ran = cli("forget")
+    assert ran.code == 2
+    assert "say what to forget" in ran.out
