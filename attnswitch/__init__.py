@@ -17,6 +17,7 @@ from attnswitch.errors import (
     VerificationError,
 )
 from attnswitch.planner import Candidate, Plan
+from attnswitch.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Mask",
     "Memory",
     "Plan",
+    "Policy",
     "Problem",
     "Unsupported",
     "VerificationError",
@@ -39,6 +41,7 @@ __all__ = [
     "explain",
     "plan",
     "scaled_dot_product_attention",
+    "using",
 ]
 
 

@@ -16,6 +16,7 @@ from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.options import Options
 from attnswitch.planner import Plan
+from attnswitch.policy import Policy, effective
 from attnswitch.problem import Alignment, Problem, Window
 
 __all__ = ["attention", "attention_backward", "backends", "explain", "plan", "scaled_dot_product_attention"]
@@ -40,6 +41,7 @@ def attention(
     deterministic: bool = False,
     seed: int | None = None,
     backend: str | None = None,
+    policy: Policy | str | None = None,
 ) -> Any:
     """Exact attention, ``softmax(scale * Q K^T + ...) V``, by the best backend that takes the call.
 
@@ -63,6 +65,8 @@ def attention(
         deterministic: only backends whose results, gradients included, are bitwise repeatable.
         seed: makes the dropout mask a function of (seed, batch, head, i, j), the same on every backend.
         backend: use this one or raise; default is the planner's choice (see ``explain``).
+        policy: what that choice may rest on: "estimate", "measure" or "wisdom-only" (see ``Policy``). Default is that
+            of ``using``, then of ATTNSWITCH_POLICY, then "estimate".
 
     Returns:
         The output (B, Hq, Lq, Dv), or (output, lse), in the library, device and dtype of query. A row that sees no key
@@ -87,15 +91,22 @@ def attention(
         seed,
     )
     attend = _untraced() if "torch._dynamo" in sys.modules else _attend
-    out, lse = attend(query, key, value, attn_mask, key_lengths, options, backend)
+    out, lse = attend(query, key, value, attn_mask, key_lengths, options, backend, policy)
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, options: Options, backend: str | None
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any,
+    key_lengths: Any,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
 ) -> tuple[Array, Array | None]:
     call = calls.read(query, key, value, attn_mask, key_lengths, options)
-    return _run(call, _plan(call, backend))
+    return _run(call, _plan(call, backend, policy))
 
 
 def _untraced() -> Any:
@@ -149,6 +160,7 @@ def attention_backward(
     mask_grad: bool = False,
     key_lengths: Array | Sequence[int] | None = None,
     backend: str | None = None,
+    policy: Policy | str | None = None,
     **options: Any,
 ) -> Gradients:
     """Gradients of ``attention`` for libraries without autograd.
@@ -165,6 +177,7 @@ def attention_backward(
         mask_grad: also return the gradient of a float attn_mask, in its shape.
         key_lengths: see query.
         backend: see query.
+        policy: see query.
         **options: the other keywords of ``attention``; dropout needs a seed, since the mask must be the same again.
 
     Returns:
@@ -182,7 +195,7 @@ def attention_backward(
     if read.dropout_p and read.seed is None:
         raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
     call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
-    chosen, kernel = planner.compiled(_plan(call, backend))
+    chosen, kernel = planner.compiled(_plan(call, backend, policy))
     inputs = call.to_backend(chosen.library)
     shape = (call.problem.batch, call.problem.heads_q, call.problem.seq_q)
     gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), chosen.library)
@@ -205,9 +218,19 @@ def attention_backward(
 
 
 @overload
-def plan(query: Problem | str, *, device: Device | str = ..., backend: str | None = ...) -> Plan: ...
+def plan(
+    query: Problem | str, *, device: Device | str = ..., backend: str | None = ..., policy: Policy | str | None = ...
+) -> Plan: ...
 @overload
-def plan(query: Array, key: Array, value: Array, *, backend: str | None = ..., **options: Any) -> Plan: ...
+def plan(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    backend: str | None = ...,
+    policy: Policy | str | None = ...,
+    **options: Any,
+) -> Plan: ...
 def plan(
     query: Any,
     key: Array = None,
@@ -215,9 +238,12 @@ def plan(
     *,
     device: Device | str | None = None,
     backend: str | None = None,
+    policy: Policy | str | None = None,
     **options: Any,
 ) -> Plan:
     """The plan for a call (``plan(query, key, value, is_causal=True)``) or a described problem (``plan(problem)``).
+
+    Called with arrays of its problem, it is the attention: ``plan(query, key, value)(query, key, value)``.
 
     Args:
         query: the array, or a ``Problem`` or its text form, which then stands alone.
@@ -227,11 +253,13 @@ def plan(
         device: for a described problem: a ``Device``, or text such as "cpu" (the default), "cuda:0" or "h200", here or
             not. Arrays bring their own.
         backend: as for ``attention``.
+        policy: as for ``attention``.
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
     """
-    return planner.require(explain(query, key, value, device=device, backend=backend, **options), backend)
+    found = explain(query, key, value, device=device, backend=backend, policy=policy, **options)
+    return planner.require(found, backend)
 
 
 def explain(
@@ -241,6 +269,7 @@ def explain(
     *,
     device: Device | str | None = None,
     backend: str | None = None,
+    policy: Policy | str | None = None,
     **options: Any,
 ) -> Plan:
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
@@ -248,7 +277,8 @@ def explain(
         if key is not None or value is not None or options:
             raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
         problem = Problem.parse(query) if isinstance(query, str) else query
-        return planner.make_plan(problem, _device(device), backend)
+        place, where = _device(device)
+        return _made(problem, place, where, backend, policy)
     if device is not None:
         raise InvalidProblem(
             f"device={device!r} with arrays: they are planned for where they are; describe the problem"
@@ -263,15 +293,16 @@ def explain(
             f"{error}; the keywords are those of attention".replace("Options.__init__()", "the call")
         ) from None
     call = calls.read(query, key, value, masks["attn_mask"], masks["key_lengths"], read)
-    return planner.make_plan(call.problem, Device.of(*call.device), backend)
+    return _made(call.problem, Device.of(*call.device), _where(call), backend, policy)
 
 
-def _device(device: Device | str | None) -> Device:
+def _device(device: Device | str | None) -> tuple[Device, str]:
+    """The device, and how torch spells it where it is named."""
     if isinstance(device, Device):
-        return device
+        return device, device.kind
     if device is not None and not isinstance(device, str):
         raise InvalidProblem(f"device={device!r}: expected a Device or text such as cpu, cuda:0 or h200")
-    return Device.parse(device or "cpu")
+    return Device.parse(device or "cpu"), device or "cpu"
 
 
 def backends() -> dict[str, str | None]:
@@ -289,8 +320,52 @@ def backends() -> dict[str, str | None]:
     return found
 
 
-def _plan(call: Call, backend: str | None) -> Plan:
-    return planner.require(planner.make_plan(call.problem, Device.of(*call.device), backend), backend)
+def run_plan(
+    plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: int | None, layout: str
+) -> Any:
+    """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
+    p = plan.problem
+    options = Options(
+        p.dropout,
+        p.causal,
+        p.scale,
+        None,
+        p.alignment,
+        p.window,
+        p.softcap,
+        p.lse,
+        layout,
+        p.deterministic,
+        seed,
+    )
+    call = calls.read(query, key, value, attn_mask, key_lengths, options)
+    if call.problem != p:
+        raise InvalidProblem(f"the plan is for {p}, and the call is {call.problem}: make a plan for it")
+    out, lse = _run(call, planner.require(plan, None))
+    return (out, lse) if p.lse else out
+
+
+def _plan(call: Call, backend: str | None, policy: Policy | str | None) -> Plan:
+    plan = _made(call.problem, Device.of(*call.device), _where(call), backend, policy)
+    return planner.require(plan, backend)
+
+
+def _where(call: Call) -> str:
+    """The call's device as torch spells it."""
+    kind, index = call.device
+    return f"{kind}:{index}" if kind == "cuda" else kind
+
+
+def _made(problem: Problem, device: Device, where: str, backend: str | None, policy: Policy | str | None) -> Plan:
+    """The plan; under MEASURE, after what it lacks was measured."""
+    policy = effective(policy)
+    plan = planner.make_plan(problem, device, backend, policy)
+    if policy is Policy.MEASURE and plan.open:
+        from attnswitch.tune import sight  # torch is slow to import
+
+        if sight.measure(plan, where):
+            plan = planner.make_plan(problem, device, backend, policy)
+    return plan
 
 
 def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnswitch import divergences, registry
 from attnswitch.backend import Backend, Kernel
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
+from attnswitch.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["FAILED", "Candidate", "Plan", "compiled", "make_plan", "require"]
+if TYPE_CHECKING:
+    from attnswitch.wisdom.record import Time, Verdict
+
+__all__ = ["FAILED", "Candidate", "Plan", "compiled", "forget", "make_plan", "require"]
 
 
+#: How the reason begins why a plan chose nothing, where a backend was named.
+_FORCED = "backend="
 #: How the reason of a backend begins that raised where it should have answered.
 FAILED = "it failed while planning"
 
@@ -27,11 +35,21 @@ class Candidate:
     reasons: tuple[str, ...] = ()
     #: Why this machine cannot run it; not asked where the plan is for absent hardware.
     unavailable: str | None = None
+    #: What it took on problems of this class on this machine, and a mismatch that was found here and concerns it.
+    time: Time | None = None
+    fault: Verdict | None = None
+    #: Text of the config to compile it with, "" for the heuristic's choice.
+    config: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it can be chosen."""
+        """Whether it takes the problem, so that it can be asked for."""
         return not self.reasons and self.unavailable is None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it takes the problem and can be chosen for it."""
+        return self.fits and self.fault is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +70,14 @@ class Plan:
         """Name of the chosen backend."""
         return self.chosen.backend if self.chosen else None
 
+    @property
+    def open(self) -> bool:
+        """Whether measuring could change the choice: it is free, and between backends of which not all were."""
+        if not self.device.present or self.chosen is None or self.why.startswith("forced"):
+            return False
+        trusted = [candidate for candidate in self.candidates if candidate.trusted]
+        return len(trusted) > 1 and any(candidate.time is None for candidate in trusted)
+
     def why_not(self, candidate: Candidate) -> tuple[str, ...]:
         """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
         if candidate is self.chosen:
@@ -60,11 +86,43 @@ class Plan:
         reasons = candidate.reasons or ((candidate.unavailable,) if candidate.unavailable else ())
         if reasons:
             return reasons
-        if self.chosen is None:
+        if self.chosen is None and self.why.startswith(_FORCED):
             return ("it takes the problem, but another backend was asked for",)
         if self.why.startswith("forced"):
             return (f"it takes the problem, but backend={self.backend!r} was asked for",)
-        return (f"it takes the problem, but stands behind {self.backend} in the declared order",)
+        if fault := candidate.fault:
+            return (
+                f"it was wrong on this machine on {fault.date[:10]}: {fault.why} (case {fault.case}, {fault.problem});"
+                " it is left out until another version gets that case right",
+            )
+        if self.chosen is None:
+            return ("it takes the problem, but was not measured here",)
+        if self.chosen.time is None:
+            return (f"it takes the problem, but stands behind {self.backend} in the declared order",)
+        if candidate.time is None:
+            return ("it takes the problem, but was not measured here",)
+        return (f"it takes the problem, but took {candidate.time.ms:.4g} ms against {self.chosen.time.ms:.4g}",)
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        attn_mask: Any = None,
+        key_lengths: Any = None,
+        seed: int | None = None,
+        layout: str = "BHLD",
+    ) -> Any:
+        """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
+
+        Raises:
+            InvalidProblem: the arrays are of another problem.
+            Unsupported: the plan chose nothing.
+        """
+        from attnswitch import api
+
+        return api.run_plan(self, query, key, value, attn_mask, key_lengths, seed, layout)
 
     def __str__(self) -> str:
         lines = [f"problem  {self.problem}", f"device   {self.device}"]
@@ -89,21 +147,38 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
             next(iter(backend.configs(problem, device)))
     except Exception as error:  # a broken plug-in is a reason, not a crash
         return Candidate(name, unavailable=f"{FAILED}: {type(error).__name__}: {error}")
-    return Candidate(name, reasons, unavailable)
+    if reasons or unavailable is not None:
+        return Candidate(name, reasons, unavailable)
+    wisdom = _wisdom()
+    time = wisdom.time(name, problem, device)
+    return Candidate(
+        name, time=time, fault=wisdom.fault(name, problem, device), config="" if time is None else time.config
+    )
 
 
-def make_plan(problem: Problem, device: Device, backend: str | None = None) -> Plan:
-    """Plan ``problem`` on ``device``; never raises for want of a fitting backend.
+def _wisdom() -> Any:
+    """What this machine knows. Its modules are loaded with the first plan: an import of attnswitch stays light."""
+    from attnswitch.wisdom import view
+
+    return view.current()
+
+
+def make_plan(problem: Problem, device: Device, backend: str | None = None, policy: Policy = Policy.ESTIMATE) -> Plan:
+    """Plan ``problem`` on ``device``; never raises for want of a fitting backend, and never measures.
 
     Raises ``InvalidProblem`` for an unknown ``backend``.
     """
     if backend is not None and not isinstance(backend, str):
         raise InvalidProblem(f"backend={backend!r}: expected a name, one of {', '.join(registry.names())}")
-    return remembered(problem, device, backend)
+    return remembered(problem, device, backend, policy, _generation)
+
+
+#: Counts the changes of what plans rest on, so that one that is being made meanwhile is not kept.
+_generation = 0
 
 
 @functools.lru_cache(maxsize=4096)
-def remembered(problem: Problem, device: Device, backend: str | None) -> Plan:
+def remembered(problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int) -> Plan:
     """The plan, made once for the same facts."""
     if backend is not None:
         registry.load(backend)
@@ -115,12 +190,34 @@ def remembered(problem: Problem, device: Device, backend: str | None) -> Plan:
         named = next(candidate for candidate in candidates if candidate.backend == backend)
         if named.fits:
             return Plan(problem, device, candidates, named, f"forced by backend={backend!r}")
-        return Plan(problem, device, candidates, None, f"backend={backend!r} was asked for and does not take it")
-    chosen = next((candidate for candidate in candidates if candidate.fits), None)
-    why = (
-        "first in the declared order that takes the problem; nothing was measured" if chosen else "no backend takes it"
-    )
-    return Plan(problem, device, candidates, chosen, why)
+        return Plan(problem, device, candidates, None, f"{_FORCED}{backend!r} was asked for and does not take it")
+    return Plan(problem, device, candidates, *_choice(candidates, policy))
+
+
+def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate | None, str]:
+    """The fastest that was measured, else the first in the declared order; and why."""
+    trusted = [candidate for candidate in candidates if candidate.trusted]
+    times = sorted(((c.time.ms, c.time, c) for c in trusted if c.time is not None), key=lambda entry: entry[0])
+    if times:
+        _, first, chosen = times[0]
+        each = ", ".join(f"{candidate.backend} {ms:.4g} ms" for ms, _, candidate in times)
+        return chosen, f"measured here on {first.date[:10]}, on {first.problem}: {each}"
+    if not trusted:
+        faulty = any(candidate.fits for candidate in candidates)
+        return None, "every backend that takes it was wrong here" if faulty else "no backend takes it"
+    if policy is Policy.WISDOM_ONLY:
+        return (
+            None,
+            f"nothing was measured for it here, and the policy is {policy}; attnswitch tune --problem measures it",
+        )
+    return trusted[0], "first in the declared order that takes the problem; nothing was measured"
+
+
+def forget() -> None:
+    """Drop every plan: the wisdom has changed. Kernels are kept."""
+    global _generation
+    _generation += 1
+    remembered.cache_clear()
 
 
 def require(plan: Plan, backend: str | None) -> Plan:
@@ -133,7 +230,8 @@ def require(plan: Plan, backend: str | None) -> Plan:
     if plan.chosen is not None:
         return plan
     if backend is None:
-        raise Unsupported(f"no backend takes this problem\n{plan}", plan)
+        what = "no backend may be chosen for" if any(c.fits for c in plan.candidates) else "no backend takes"
+        raise Unsupported(f"{what} this problem\n{plan}", plan)
     named = next(candidate for candidate in plan.candidates if candidate.backend == backend)
     others = ", ".join(candidate.backend for candidate in plan.candidates if candidate.fits)
     remedy = f"leave backend out, or use one of: {others}" if others else "no other backend takes it either"
@@ -147,11 +245,18 @@ def require(plan: Plan, backend: str | None) -> Plan:
 def compiled(plan: Plan) -> tuple[Backend, Kernel]:
     """The chosen backend and its kernel for the plan's problem. Raises ``CompileError``."""
     assert plan.chosen is not None
-    return kernel(plan.chosen.backend, plan.problem, plan.device)
+    return kernel(plan.chosen.backend, plan.problem, plan.device, plan.chosen.config)
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(name: str, problem: Problem, device: Device) -> tuple[Backend, Kernel]:
-    """The kernel of backend ``name`` with its heuristic config, built once for the same facts."""
+def kernel(name: str, problem: Problem, device: Device, config: str = "") -> tuple[Backend, Kernel]:
+    """The kernel of backend ``name``, built once for the same facts.
+
+    ``config`` is the text of one of the backend's configs; the heuristic's choice is taken for "", and for a text that
+    is none of them for this problem: what was measured on one problem may not fit another of its class.
+    """
     backend: Any = registry.load(name)
-    return backend, backend.compile(problem, device, next(iter(backend.configs(problem, device))))
+    configs = iter(backend.configs(problem, device))
+    first = next(configs)
+    every = itertools.chain((first,), configs) if config else ()
+    return backend, backend.compile(problem, device, next((c for c in every if str(c) == config), first))

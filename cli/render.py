@@ -82,7 +82,9 @@ def plan(plan: planner.Plan) -> None:
     rows = table("backend", "takes it", "why it was not chosen")
     for candidate in plan.candidates:
         takes = (
-            "[green]yes[/]"
+            "[red]wrong here[/]"
+            if candidate.fault is not None
+            else "[green]yes[/]"
             if candidate.fits
             else "[yellow]no[/]"
             if candidate.unavailable is None
@@ -105,6 +107,7 @@ def plan_json(plan: planner.Plan) -> dict[str, Any]:
                 "backend": candidate.backend,
                 "fits": candidate.fits,
                 "unavailable": candidate.unavailable,
+                "ms": None if candidate.time is None else candidate.time.ms,
                 "why_not": list(plan.why_not(candidate)),
             }
             for candidate in plan.candidates

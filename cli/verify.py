@@ -123,6 +123,7 @@ def verify(
         lattice=not quick,
         targeted=not quick,
         keep_worst=keep_worst,
+        remember=True,
     )
     outputs = Outputs(json, junit, html, summary, emit_pytest)
     outputs.check(plan.corpus, ndjson)

@@ -11,9 +11,10 @@ from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
 from attnswitch.problem import Problem
 
-__all__ = ["Workload", "make", "padding"]
+__all__ = ["SEED", "Workload", "make", "padding"]
 
-_SEED = 20251120
+#: Of the tensors, and of dropout where the problem has a seed.
+SEED = 20251120
 #: Share of the positions that a bool mask leaves visible, where no lengths say which.
 _VISIBLE = 0.9
 
@@ -55,7 +56,7 @@ class Workload:
             "key_lengths": self.key_lengths,
             "return_lse": p.lse,
             "deterministic": p.deterministic,
-            "seed": _SEED if p.seeded else None,
+            "seed": SEED if p.seeded else None,
         }
 
 
@@ -63,7 +64,7 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
     """The tensors of ``row``. Gradients are of q, k and v, unless the problem names its own."""
     p = row.problem.replace(grads=(row.problem.grads or "qkv") if direction == "backward" else "")
     dtype = getattr(torch, p.dtype)
-    generator = torch.Generator(device).manual_seed(_SEED)
+    generator = torch.Generator(device).manual_seed(SEED)
 
     def normal(*shape: int, of: torch.dtype = dtype, letter: str = "") -> torch.Tensor:
         tensor = torch.randn(shape, device=device, dtype=of, generator=generator)

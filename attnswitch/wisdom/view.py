@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from attnswitch import planner
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
@@ -18,7 +19,7 @@ from attnswitch.wisdom.classes import covers, speed_class
 from attnswitch.wisdom.record import Record, Time, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
-__all__ = ["Wisdom", "current", "generation", "now", "reload", "remember"]
+__all__ = ["Wisdom", "current", "now", "reload", "remember"]
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class Wisdom:
     #: Mismatches by backend and machine, and the verdicts that the same cases were right later.
     faults: dict[tuple[str, str], list[Verdict]] = field(default_factory=dict)
     mended: dict[tuple[str, str, str], list[Verdict]] = field(default_factory=dict)
+    #: Classes that this process has measured, or tried to, at first sight.
+    sighted: set[tuple[Problem, Device]] = field(default_factory=set)
 
     def add(self, record: Record) -> None:
         """Index one record; a newer one takes the place of what it repeats."""
@@ -80,7 +83,6 @@ class Wisdom:
 
 _lock = threading.RLock()
 _wisdom: Wisdom | None = None
-_generation = 0
 
 
 def current() -> Wisdom:
@@ -95,29 +97,25 @@ def current() -> Wisdom:
         return _wisdom
 
 
-def generation() -> int:
-    """A number that changes whenever the wisdom does: a plan holds for one."""
-    return _generation
-
-
 def remember(records: Iterable[Record]) -> None:
     """Write ``records`` to the user's store, and plan by them from now on. Raises ``OSError`` if it cannot write."""
-    global _generation
     kept = list(records)
+    if not kept:
+        return
     with _lock:
         view = current()
         for record in kept:
             view.add(record)
-        _generation += 1
+        planner.forget()
     store.here().append(kept)
 
 
 def reload() -> None:
     """Forget what was read: the next plan reads the store again."""
-    global _wisdom, _generation
+    global _wisdom
     with _lock:
         _wisdom = None
-        _generation += 1
+        planner.forget()
 
 
 def now() -> str:

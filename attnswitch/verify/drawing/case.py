@@ -136,6 +136,35 @@ class Case:
             deterministic=self.deterministic,
         )
 
+    @staticmethod
+    def of(problem: Problem) -> Case:
+        """A case of ``problem`` with the plainest data: N(0,1), a random mask, lengths that are evenly spread."""
+        p = problem
+        spread = tuple(p.seq_k * (p.batch - b) // p.batch for b in range(p.batch))
+        return Case(
+            batch=p.batch,
+            heads_kv=p.heads_kv,
+            group=p.group,
+            seq_q=p.seq_q,
+            seq_k=p.seq_k,
+            dim_qk=p.dim_qk,
+            dim_v=p.dim_v,
+            dtype=p.dtype,
+            causal=p.causal,
+            alignment=p.alignment,
+            window=p.window,
+            lengths=spread if p.key_lengths else None,
+            mask=None if p.mask is None else MaskRecipe(p.mask.dtype, p.mask.axes),
+            scale=p.scale,
+            softcap=p.softcap,
+            dropout=p.dropout,
+            dropout_seed=1 if p.seeded else None,
+            lse=p.lse,
+            grads=p.grads,
+            data_seed=1,
+            deterministic=p.deterministic,
+        )
+
     def __str__(self) -> str:
         """Problem, data, and whatever differs from the plainest placing."""
         parts = [str(self.problem()), f"{self.library} arrays", f"{self.data} data (seed {self.data_seed})"]

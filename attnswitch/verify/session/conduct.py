@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from attnswitch.verify.session.pool import Here, Isolated, Pool
 from attnswitch.verify.session.reduce import reduced
 from attnswitch.verify.session.tally import INTERRUPTED, Report
 from attnswitch.verify.session.tally import Found as Recorded
+from attnswitch.wisdom import view
+from attnswitch.wisdom.verdicts import of_outcome
 
 __all__ = ["CHUNK", "Progress", "run"]
 
@@ -213,6 +216,8 @@ class _Run:
             elif event.outcomes:
                 self._drew(phase, event.outcomes[0].case)
             for outcome in event.outcomes if phase.source != "drawn" else ():
+                if outcome.verdict == "verified" and phase.source == "saved":
+                    self._remember(outcome, self.paths[outcome.case].name)
                 if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
                     self._record(outcome if phase.source == "saved" else self._smaller(pool, outcome, ""))
         elif isinstance(event, Smaller):
@@ -269,6 +274,12 @@ class _Run:
         self.smallest[outcome.kind] = outcome
         self.seen.setdefault(outcome.kind, (time.monotonic() - self.started, self.report.cases))
 
+    def _remember(self, outcome: Outcome, case: str) -> None:
+        """In this machine's wisdom. What an interpreter gets wrong says nothing about a machine."""
+        if self.plan.remember and outcome.device not in self.report.emulated:
+            with contextlib.suppress(OSError):  # a finding is worth more than its file
+                view.remember(of_outcome(outcome, case))
+
     def _record(self, outcome: Outcome) -> None:
         self.smallest.pop(outcome.kind, None)
         if outcome.kind in self.kinds:
@@ -282,5 +293,6 @@ class _Run:
                 path = corpus.save(outcome, self.plan.corpus, facts)
             except OSError:
                 path = None  # a finding is worth more than its file
+        self._remember(outcome, path.name if path is not None else corpus.digest(outcome.case))
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
         self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, cases))

@@ -18,7 +18,7 @@ from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.environment import environment
 from attnswitch.verify.session.tally import Report
 
-__all__ = ["WORST", "Saved", "default_folder", "load", "read_all", "save", "save_worst"]
+__all__ = ["WORST", "Saved", "default_folder", "digest", "load", "read_all", "save", "save_worst"]
 
 SCHEMA = 1
 #: Folder, within the corpus, of each backend's worst case.
@@ -68,7 +68,7 @@ def save(outcome: Outcome, folder: Path, facts: Mapping[str, str] = MappingProxy
     }
     words = (outcome.backend.rpartition(":")[2], outcome.device.replace(":", ""), outcome.failure.title)
     plain = "-".join("".join(letter if letter.isalnum() or letter == "-" else " " for letter in word) for word in words)
-    stem = f"{'-'.join(plain.split())}-{_digest(outcome.case)}"
+    stem = f"{'-'.join(plain.split())}-{digest(outcome.case)}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.json"
     path.write_text(json.dumps(record, indent=2, default=str) + "\n")
@@ -106,7 +106,8 @@ def save_worst(report: Report, folder: Path) -> list[Path]:
     return written
 
 
-def _digest(case: Case) -> str:
+def digest(case: Case) -> str:
+    """Eight digits that name a case."""
     import hashlib
 
     return hashlib.sha256(json.dumps(case.to_json(), sort_keys=True).encode()).hexdigest()[:8]

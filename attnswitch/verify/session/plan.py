@@ -67,6 +67,8 @@ class Plan:
     targeted: bool = False
     #: Save each backend's worst case, where it is worse than the one that is saved.
     keep_worst: bool = False
+    #: Remember in this machine's wisdom what is found wrong, and what is right again.
+    remember: bool = False
 
     def drawn(self, target: Target) -> int | None:
         """How many cases to draw for ``target``; None if there is no limit."""

@@ -1,0 +1,64 @@
+"""``Policy``: what the choice of a backend may rest on, and for how long it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["Policy", "effective", "using"]
+
+
+class Policy(enum.StrEnum):
+    """What the choice of a backend may rest on. The names are FFTW's."""
+
+    #: What was measured here if anything was, else the declared order. Never measures. The default.
+    ESTIMATE = "estimate"
+    #: What was not measured yet is, at the first call of its class, and remembered for every later process.
+    MEASURE = "measure"
+    #: Only what was measured here: a call of any other class raises ``Unsupported``.
+    WISDOM_ONLY = "wisdom-only"
+
+
+_chosen: ContextVar[Policy | None] = ContextVar("attnswitch_policy", default=None)
+
+
+@contextlib.contextmanager
+def using(policy: Policy | str) -> Iterator[None]:
+    """Within the context, calls of this thread (or task) that name no policy of their own go by ``policy``.
+
+    Raises ``InvalidProblem`` for what is no policy.
+    """
+    before = _chosen.set(_read(policy, "policy"))
+    try:
+        yield
+    finally:
+        _chosen.reset(before)
+
+
+def effective(policy: Policy | str | None) -> Policy:
+    """``policy`` if it is one, else that of the context, else of ATTNSWITCH_POLICY, which is read once.
+
+    Raises ``InvalidProblem`` for what is no policy.
+    """
+    if policy is not None:
+        return _read(policy, "policy")
+    return _chosen.get() or environment()
+
+
+@functools.cache
+def environment() -> Policy:
+    """The policy that this process was started with."""
+    return _read(os.environ.get("ATTNSWITCH_POLICY") or Policy.ESTIMATE, "ATTNSWITCH_POLICY")
+
+
+def _read(policy: Policy | str, what: str) -> Policy:
+    try:
+        return Policy(policy)
+    except ValueError:
+        raise InvalidProblem(f"{what}={policy!r}: expected one of {', '.join(Policy)}") from None

@@ -1,0 +1,5 @@
+"""Measuring which backend is the fastest for a problem, once a machine.
+
+trial   one problem: every candidate verified, tried out, its configs searched, then timed in turn
+sight   a trial within an application, at the first call of a class (policy MEASURE)
+"""

@@ -1,0 +1,65 @@
+"""Measuring at first sight, within an application's call: once a process for each class, then remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from attnswitch.errors import VerificationError
+from attnswitch.measure import Budget
+from attnswitch.planner import Plan
+from attnswitch.problem import Problem
+from attnswitch.tune import trial
+from attnswitch.tune.trial import Effort
+from attnswitch.verify.judge import check
+from attnswitch.wisdom import view
+from attnswitch.wisdom.classes import speed_class
+
+__all__ = ["measure"]
+
+_EFFORT = Effort(Budget(5.0, 20.0), search=0.0)
+#: What two threads measure at once, each measures of the other.
+_lock = threading.Lock()
+
+
+def measure(plan: Plan, where: str) -> bool:
+    """Measure the class of ``plan``'s problem on the device that torch calls ``where``; whether more is known now.
+
+    Not while a CUDA graph is captured, whose launches would be recorded; and once only, whatever came of it.
+    """
+    if where.startswith("cuda") and torch.cuda.is_current_stream_capturing():
+        return False
+    with _lock:
+        seen, sighted = (speed_class(plan.problem), plan.device), view.current().sighted
+        if seen in sighted:
+            return False
+        sighted.add(seen)
+        with _aside(where):
+            return _measured(plan.problem, where)
+
+
+def _measured(problem: Problem, where: str) -> bool:
+    try:
+        found = trial.run(problem, where, _EFFORT, check)
+    except VerificationError:  # the verifier could not tell
+        return False
+    with contextlib.suppress(OSError):  # it holds in this process all the same
+        view.remember(found.records)
+    return bool(found.records)
+
+
+@contextlib.contextmanager
+def _aside(where: str) -> Iterator[None]:
+    """Apart from what surrounds the call: its autograd mode, autocast, the current state of the random generators."""
+    kind, _, index = where.partition(":")
+    devices = [int(index or 0)] if kind == "cuda" else []
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(kind, enabled=False),
+        torch.random.fork_rng(devices),
+    ):
+        yield

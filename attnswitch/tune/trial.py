@@ -1,0 +1,256 @@
+"""One problem measured: each candidate is verified on it first, then tried out, and the good ones timed in turn.
+
+A time is that of a whole call as an application makes it: the forward, and the backward as well where the problem has
+gradients. What is found wrong on the way is remembered as well, and its times are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from attnswitch import planner, registry
+from attnswitch.bench import deviation, workload
+from attnswitch.bench.suites import Row
+from attnswitch.bench.workload import Workload
+from attnswitch.device import Device
+from attnswitch.measure import Budget, current, measure
+from attnswitch.planner import Candidate, Plan
+from attnswitch.problem import CONTIGUOUS, Problem
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.outcome import Outcome
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Record, Time, Verdict
+from attnswitch.wisdom.signature import Signature, sign
+from attnswitch.wisdom.verdicts import of_outcome
+
+__all__ = ["Effort", "Trial", "plainly", "run"]
+
+#: Tries a case on a backend of a device, in this process or in another.
+Attempt = Callable[[Case, str, str], Outcome]
+#: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
+_HOPELESS = 4.0
+#: Configs of a backend, beside the heuristic's, that are timed with the other candidates.
+_FINALISTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure: the budget of each candidate, and seconds of search for each backend with configs."""
+
+    budget: Budget = field(default_factory=Budget)
+    search: float = 5.0
+
+
+@dataclass(slots=True)
+class Trial:
+    """What came of one problem. ``failed`` says why a candidate has no time, where it was not found wrong."""
+
+    problem: Problem
+    records: list[Record] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def times(self) -> list[Time]:
+        """The times, fastest first."""
+        return sorted((record for record in self.records if isinstance(record, Time)), key=lambda time: time.ms)
+
+    @property
+    def wrong(self) -> list[Verdict]:
+        """The mismatches."""
+        return [record for record in self.records if isinstance(record, Verdict) and not record.right]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A backend with one of its configs, as a call that can be timed."""
+
+    backend: str
+    config: str
+    call: Callable[[], Any]
+    #: Milliseconds of its second run.
+    tried: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend} {self.config}".strip()
+
+
+def plainly(problem: Problem) -> Problem:
+    """``problem`` with operands that are contiguous and finite, which is how it is measured."""
+    return problem.replace(query=CONTIGUOUS, key=CONTIGUOUS, value=CONTIGUOUS, attn_mask=CONTIGUOUS, nonfinite=False)
+
+
+def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial:
+    """Measure ``problem`` on the device that torch calls ``where``. Never raises for what a candidate does."""
+    problem = plainly(problem)
+    trial = Trial(problem)
+    device = Device.parse(where)
+    plan = planner.make_plan(problem, device)
+    if problem.is_empty:
+        return trial
+    right = [
+        candidate for candidate in plan.candidates if candidate.fits and _verified(candidate, trial, where, attempt)
+    ]
+    with current(where):
+        try:
+            row = Row("tune", str(problem), problem, (), ())
+            work = workload.make(row, "backward" if problem.grads else "forward", where)
+            reference = deviation.make(work)
+        except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            trial.failed |= {candidate.backend: _first_line(error) for candidate in right}
+            return trial
+        entries = [
+            entry for candidate in right for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
+        ]
+        for backend in {entry.backend for entry in entries}:
+            entries += _searched(backend, plan, work, reference, trial, effort)
+        _time(entries, trial, device, where, effort)
+        del work, reference
+        for entry in entries:
+            entry.call = _gone
+    gc.collect()  # graphs are cycles
+    if where != "cpu":
+        torch.cuda.empty_cache()
+    return trial
+
+
+def _verified(candidate: Candidate, trial: Trial, where: str, attempt: Attempt) -> bool:
+    """Whether the verifier finds the backend right on the problem; what it finds wrong, or right again, is recorded."""
+    case = _case(trial.problem)
+    outcome = attempt(case, candidate.backend, where)
+    verdicts = list(of_outcome(outcome, f"tune {trial.problem}"))
+    trial.records += verdicts
+    if outcome.verdict != "verified":
+        why = outcome.failure.message if outcome.failure else "; ".join(outcome.reasons)
+        trial.failed[candidate.backend] = f"{outcome.verdict}: {why}"
+        return False
+    if candidate.fault is not None and not verdicts:
+        trial.failed[candidate.backend] = (
+            f"it was wrong here before: {candidate.fault.why} (case {candidate.fault.case})"
+        )
+        return False
+    return True
+
+
+def _case(problem: Problem) -> Case:
+    """The problem as a case of the verifier: its lengths and features, with few of its batch entries and heads.
+
+    The call is made again and again on it (the check "repeat"). What many heads do beside each other is seen where the
+    whole problem is tried out.
+    """
+    few = problem.replace(
+        batch=min(problem.batch, 2), heads_q=min(problem.heads_kv, 2) * problem.group, heads_kv=min(problem.heads_kv, 2)
+    )
+    case = Case.of(few)
+    return case if case.unseeded else case.replace(check="repeat")
+
+
+def _tried(
+    backend: str, configs: Iterable[str], plan: Plan, work: Workload, reference: deviation.Reference, trial: Trial
+) -> Iterator[_Entry]:
+    """The configs of a backend that give the right answer on the whole problem, twice."""
+    least, most = deviation.allowed(work.problem)
+    for config in configs:
+        chosen = Candidate(backend, config=config)
+        entry = _Entry(backend, config, functools.partial(_whole, replace(plan, chosen=chosen), work))
+        try:
+            for _ in range(2):
+                start = time.perf_counter()
+                results = entry.call()
+                if work.device != "cpu":
+                    torch.cuda.synchronize()
+                entry.tried = (time.perf_counter() - start) * 1e3
+                found = reference.deviation(results)
+                if not least <= found <= most:  # NaN is not
+                    trial.records += _wrong(entry, trial.problem, work.device, found, most)
+                    break
+            else:
+                yield entry
+        except Exception as error:  # a kernel may fail in any way
+            trial.failed[entry.name] = _first_line(error)
+
+
+def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
+    """One call as an application makes it, with the backward where the problem has gradients."""
+    p = work.problem
+    result = plan(
+        work.query,
+        work.key,
+        work.value,
+        attn_mask=work.attn_mask,
+        key_lengths=work.key_lengths,
+        seed=workload.SEED if p.seeded else None,
+    )
+    out = result[0] if p.lse else result
+    if not p.grads:
+        return (out,)
+    return torch.autograd.grad(out, work.leaves, work.grad_out)
+
+
+def _searched(
+    backend: str, plan: Plan, work: Workload, reference: deviation.Reference, trial: Trial, effort: Effort
+) -> list[_Entry]:
+    """The best configs of a backend beside the heuristic's, of those that a random search meets in its time."""
+    loaded: Any = registry.load(backend)
+    others = [str(config) for config in itertools.islice(loaded.configs(trial.problem, plan.device), 1, None)]
+    random.Random(str(trial.problem)).shuffle(others)
+    end = time.monotonic() + effort.search
+    found = list(
+        _tried(backend, itertools.takewhile(lambda _: time.monotonic() < end, others), plan, work, reference, trial)
+    )
+    return sorted(found, key=lambda entry: entry.tried)[:_FINALISTS]
+
+
+def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effort: Effort) -> None:
+    """Time the candidates that are worth it in turn, and record the best config of each backend."""
+    best = min((entry.tried for entry in entries), default=0.0)
+    worth = {entry.name: entry for entry in entries if entry.tried <= _HOPELESS * best}
+    for entry in entries:
+        if entry.name not in worth and not entry.config:
+            trial.records += _record(entry, trial.problem, device, entry.tried, entry.tried, entry.tried, 1)
+
+    def failed(name: str, error: Exception) -> None:
+        trial.failed[name] = _first_line(error)
+
+    times = measure({name: entry.call for name, entry in worth.items()}, where, budget=effort.budget, failed=failed)
+    ranked = sorted(times, key=lambda name: times[name].median)
+    for backend in dict.fromkeys(entry.backend for entry in worth.values()):
+        name = next((name for name in ranked if worth[name].backend == backend), None)
+        if name is not None:
+            t = times[name]
+            trial.records += _record(worth[name], trial.problem, device, t.median, t.low, t.high, t.runs)
+
+
+def _record(
+    entry: _Entry, problem: Problem, device: Device, ms: float, low: float, high: float, runs: int
+) -> Iterator[Record]:
+    signature = sign(entry.backend, device)
+    if isinstance(signature, Signature):
+        threads = torch.get_num_threads()
+        yield Time(problem, entry.backend, entry.config, ms, low, high, runs, threads, signature, view.now())
+
+
+def _wrong(entry: _Entry, problem: Problem, where: str, found: float, most: float) -> Iterator[Record]:
+    """A mismatch of the heuristic's config is one of the backend; another config is only left out."""
+    signature = sign(entry.backend, Device.parse(where))
+    if isinstance(signature, Signature) and not entry.config:
+        why = f"its deviation from {deviation.where(problem)} is {found:.2g}, and a right result's at most {most:.2g}"
+        yield Verdict(problem, entry.backend, False, f"tune {problem}", why, signature, view.now())
+
+
+def _first_line(error: Exception) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _gone() -> None:
+    """In place of a call that held memory."""

@@ -1,0 +1,37 @@
+"""Verdicts of the verifier as records: what it found wrong on this machine, and what it found right again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnswitch.device import Device
+from attnswitch.verify.outcome import Outcome
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Verdict
+from attnswitch.wisdom.signature import sign
+
+__all__ = ["of_outcome"]
+
+#: Characters of what was wrong.
+_LONGEST = 300
+
+
+def of_outcome(outcome: Outcome, case: str) -> Iterator[Verdict]:
+    """The record that ``outcome`` of the case called ``case`` is worth.
+
+    A mismatch is one of the backend that ran, which is what the dispatcher chose where it was asked. That a case is
+    right is worth a line only where it was wrong before, with other versions.
+    """
+    backend = outcome.chosen or outcome.backend
+    device = Device.parse(outcome.device)
+    signature = sign(backend, device)
+    if isinstance(signature, str):
+        return
+    problem = outcome.case.problem().replace(nonfinite=outcome.case.poison)
+    if outcome.failure is not None:
+        why = f"{outcome.failure.title}: {outcome.failure.message}"[:_LONGEST]
+        yield Verdict(problem, backend, False, case, why, signature, view.now())
+    elif outcome.verdict == "verified":
+        standing = view.current().standing(backend, device)
+        if any(fault.case == case and fault.signature != signature for fault in standing):
+            yield Verdict(problem, backend, True, case, "", signature, view.now())

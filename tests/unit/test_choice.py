@@ -1,0 +1,326 @@
+"""The choice by what was measured and found wrong on this machine, under each policy."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Device, InvalidProblem, Plan, Policy, Problem, Unsupported, policy, registry
+from attnswitch.problem import CONTIGUOUS
+from attnswitch.verify import Case
+from attnswitch.verify.session.conduct import run
+from attnswitch.verify.session.plan import Plan as Verification
+from attnswitch.verify.session.plan import targets
+from attnswitch.wisdom import store, view
+from attnswitch.wisdom.record import Time, Verdict
+from attnswitch.wisdom.signature import Signature, sign
+
+Register = Callable[[str, str], None]
+CPU = Device.cpu()
+TEXT = "b2.h4.s64.d32.fp32"
+
+
+def signature(backend: str) -> Signature:
+    signed = sign(backend, CPU)
+    assert isinstance(signed, Signature)
+    return signed
+
+
+def time(backend: str, ms: float, text: str = TEXT) -> Time:
+    return Time(Problem.parse(text), backend, "", ms, ms, ms, 30, 2, signature(backend), "2026-11-20T10:00:00")
+
+
+def fault(backend: str, text: str = TEXT) -> Verdict:
+    seen = "2026-11-20T10:00:00"
+    return Verdict(Problem.parse(text), backend, False, "some-case.json", "reference: out", signature(backend), seen)
+
+
+def reasons(plan: Plan, backend: str) -> str:
+    (candidate,) = (c for c in plan.candidates if c.backend == backend)
+    return "\n".join(plan.why_not(candidate))
+
+
+def tensors(length: int = 64, heads: int = 4) -> Any:
+    return (torch.randn(2, heads, length, 32) for _ in range(3))
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_measured_is_chosen_and_explained() -> None:
+    view.remember([time("sdpa-flash", 3.0), time("tiled", 1.0)])
+    plan = attnswitch.explain("b2.h4.s70.d32.fp32")
+    assert plan.backend == "tiled"
+    assert plan.why == "measured here on 2026-11-20, on b2.h4.s64.d32.fp32: tiled 1 ms, sdpa-flash 3 ms"
+    assert reasons(plan, "sdpa-flash") == "it takes the problem, but took 3 ms against 1"
+    assert reasons(plan, "sdpa-math") == "it takes the problem, but was not measured here"
+    assert attnswitch.plan("b2.h4.s512.d32.fp32").backend == "sdpa-flash"  # another class
+
+
+def test_wisdom_of_what_refuses_is_not_used() -> None:
+    """A time may come from a neighbour in the class that the backend takes."""
+    view.remember([time("sdpa-flash", 0.1), time("sdpa-math", 1.0)])
+    plan = attnswitch.plan("b2.h4.s64.d32.fp32.nonfinite")
+    assert plan.backend != "sdpa-flash"
+
+
+def test_a_backend_that_was_wrong_here_is_left_out_with_the_case() -> None:
+    view.remember([fault("sdpa-flash"), time("sdpa-flash", 0.1)])
+    plan = attnswitch.plan("b4.h4.s512.d64.fp32.causal")
+    assert plan.backend == "sdpa-math"
+    assert reasons(plan, "sdpa-flash") == (
+        "it was wrong on this machine on 2026-11-20: reference: out (case some-case.json, b2.h4.s64.d32.fp32); it is"
+        " left out until another version gets that case right"
+    )
+    assert attnswitch.plan("b1.h1.s8.d8.fp32").backend == "sdpa-flash"  # smaller than where it was seen
+    assert attnswitch.plan(TEXT, backend="sdpa-flash").backend == "sdpa-flash"  # who names it gets it
+
+
+def test_nothing_that_may_be_chosen_raises_with_every_case() -> None:
+    every = ("sdpa-flash", "sdpa-math", "tiled", "reference")
+    view.remember([fault(backend) for backend in every])
+    with pytest.raises(Unsupported, match="no backend may be chosen for this problem") as caught:
+        attnswitch.attention(*tensors())
+    assert str(caught.value).count("some-case.json") == len(every)
+
+
+def test_damaged_wisdom_breaks_no_call(no_wisdom: Path) -> None:
+    for content in (b"\xff\xfe\0", b'{"schema":1}\n', b"[]\n" * 3):
+        (no_wisdom / store.NAME).write_bytes(content)
+        view.reload()
+        assert attnswitch.attention(*tensors()).shape == (2, 4, 64, 32)
+
+
+def test_a_store_that_cannot_be_reached_breaks_no_call(
+    no_wisdom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path / "file" / "below"))
+    view.reload()
+    assert attnswitch.attention(*tensors(), policy="measure").shape == (2, 4, 64, 32)
+    assert attnswitch.plan(TEXT).chosen.time is not None  # type: ignore[union-attr]
+
+
+def test_a_config_is_compiled_as_it_was_measured(register: Register) -> None:
+    register("tunable", f"{__name__}:Tunable")
+    view.remember([time("tunable", 0.1)])
+    known = time("tunable", 0.1)
+    for config, built in (("Width(columns=4)", 4), ("", 1), ("Width(columns=99)", 1)):
+        view.remember([replace(known, config=config, date=view.now())])
+        Tunable.built.clear()
+        plan = attnswitch.plan(TEXT)
+        assert plan.backend == "tunable"
+        plan(*tensors())
+        assert Tunable.built == [built]
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+def test_wisdom_only_refuses_what_was_not_measured() -> None:
+    with pytest.raises(Unsupported, match="the policy is wisdom-only; attnswitch tune --problem measures it"):
+        attnswitch.attention(*tensors(), policy="wisdom-only")
+    view.remember([time("tiled", 1.0)])
+    assert attnswitch.plan(TEXT, policy="wisdom-only").backend == "tiled"
+    assert attnswitch.plan("b2.h4.s512.d32.fp32", backend="tiled", policy="wisdom-only").backend == "tiled"
+
+
+def test_measuring_at_first_sight_is_remembered() -> None:
+    out = attnswitch.attention(*tensors(), policy=Policy.MEASURE)
+    assert out.shape == (2, 4, 64, 32)
+    found = [record for record in store.here().read().records if isinstance(record, Time)]
+    assert {record.backend for record in found} == {"sdpa-flash", "sdpa-math", "tiled", "reference"}
+    assert {str(record.problem) for record in found} == {TEXT}
+    fastest = min(found, key=lambda record: record.ms)
+    plan = attnswitch.plan(TEXT)  # by the default policy
+    assert plan.backend == fastest.backend
+    attnswitch.attention(*tensors(70), policy=Policy.MEASURE)  # of the same class
+    assert len(store.here().read().records) == len(found)
+
+
+def test_measuring_leaves_no_trace_in_the_application() -> None:
+    operands = [tensor.requires_grad_() for tensor in tensors(33)]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attnswitch.attention(*operands, dropout_p=0.5, seed=3, policy="measure")
+    assert torch.equal(torch.rand(3), expected)
+    assert not out.requires_grad
+    assert all(tensor.grad is None for tensor in operands)
+    (first,) = {str(r.problem) for r in store.here().read().records}
+    assert first == "b2.h4.s33.d32.fp32.dropout=0.5.seeded"
+
+
+def test_gradients_are_measured_with_the_forward() -> None:
+    operands = [tensor.requires_grad_() for tensor in tensors(40)]
+    attnswitch.attention(*operands, is_causal=True, policy="measure").sum().backward()
+    found = [record for record in store.here().read().records if isinstance(record, Time)]
+    assert {str(record.problem) for record in found} == {"b2.h4.s40.d32.fp32.causal.grad"}
+    assert len(found) == 4
+
+
+def test_a_wrong_kernel_is_not_measured_but_left_out(register: Register) -> None:
+    register("saboteur", "saboteurs:ScaledOutput")
+    assert attnswitch.plan(TEXT).backend == "saboteur"
+    plan = attnswitch.plan(TEXT, policy="measure")
+    assert plan.backend != "saboteur"
+    assert "it was wrong on this machine" in reasons(plan, "saboteur")
+    verdicts = [record for record in store.here().read().records if isinstance(record, Verdict)]
+    assert [(verdict.backend, verdict.right) for verdict in verdicts] == [("saboteur", False)]
+
+
+def test_threads_that_see_a_problem_at_once_measure_it_once() -> None:
+    def call() -> None:
+        attnswitch.attention(*tensors(48), policy="measure")
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(store.here().read().records) == 4
+
+
+@pytest.mark.parametrize("name", ["wisdom-only", Policy.WISDOM_ONLY])
+def test_a_context_holds_within_and_for_its_thread(name: Any) -> None:
+    inside: list[Policy] = []
+    with attnswitch.using(name):
+        assert policy.effective(None) is Policy.WISDOM_ONLY
+        thread = threading.Thread(target=lambda: inside.append(policy.effective(None)))
+        thread.start()
+        thread.join()
+        with attnswitch.using("estimate"):
+            assert policy.effective(None) is Policy.ESTIMATE
+        assert policy.effective("measure") is Policy.MEASURE
+        with pytest.raises(Unsupported):
+            attnswitch.plan(TEXT)
+    assert inside == [Policy.ESTIMATE]
+    assert attnswitch.plan(TEXT).backend == "sdpa-flash"
+
+
+def test_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSWITCH_POLICY", "wisdom-only")
+    policy.environment.cache_clear()
+    try:
+        with pytest.raises(Unsupported, match="wisdom-only"):
+            attnswitch.plan(TEXT)
+        monkeypatch.setenv("ATTNSWITCH_POLICY", "fast")
+        policy.environment.cache_clear()
+        with pytest.raises(InvalidProblem, match="ATTNSWITCH_POLICY='fast': expected one of estimate, measure"):
+            attnswitch.plan(TEXT)
+    finally:
+        policy.environment.cache_clear()
+
+
+def test_what_is_no_policy() -> None:
+    with pytest.raises(InvalidProblem, match="policy='fast': expected one of estimate, measure, wisdom-only"):
+        attnswitch.attention(*tensors(), policy="fast")
+    with pytest.raises(InvalidProblem, match="policy=3"), attnswitch.using(3):  # type: ignore[arg-type]
+        pass
+
+
+def test_absent_hardware_is_planned_and_not_measured() -> None:
+    plan = attnswitch.explain("b2.h4.s64.d64.bf16", device="h200", policy="measure")
+    assert plan.backend == "sdpa-cudnn"
+    assert store.here().read().records == []
+
+
+# -- plans as callables ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_the_attention_of_its_problem() -> None:
+    query, key, value = tensors()
+    plan = attnswitch.plan(query, key, value, is_causal=True, return_lse=True)
+    out, lse = plan(query, key, value)
+    again, same = attnswitch.attention(query, key, value, is_causal=True, return_lse=True)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, same)
+    with pytest.raises(InvalidProblem, match=r"the plan is for b2.h4.s64.*, and the call is b2.h4.s60"):
+        plan(*tensors(60))
+
+
+def test_a_plan_that_chose_nothing_is_no_attention() -> None:
+    plan = attnswitch.explain(TEXT, backend="sdpa-cudnn")
+    with pytest.raises(Unsupported):
+        plan(*tensors())
+
+
+# -- what verify finds -------------------------------------------------------------------------------------------------
+
+
+def verification(backend: str, folder: Path, **changes: Any) -> Verification:
+    return Verification(targets(["cpu"], [backend]), 60, 3, corpus=folder, max_failures=1, **changes)
+
+
+def test_what_verify_finds_wrong_is_left_out(register: Register, tmp_path: Path) -> None:
+    register("saboteur", "saboteurs:ScaledOutput")
+    run(verification("saboteur", tmp_path))
+    assert store.here().read().records == []  # unless it is asked to remember
+    report = run(verification("saboteur", tmp_path, remember=True))
+    (found,) = report.failures
+    verdicts = [record for record in store.here().read().records if isinstance(record, Verdict)]
+    assert [(v.backend, v.right) for v in verdicts] == [("saboteur", False)]
+    assert found.path is not None
+    assert verdicts[0].case == found.path.name
+    assert verdicts[0].problem == found.outcome.case.problem()
+    assert attnswitch.plan(verdicts[0].problem).backend != "saboteur"
+    assert "(case " in reasons(attnswitch.plan(verdicts[0].problem), "saboteur")
+
+
+def test_verify_lifts_what_another_version_gets_right(tmp_path: Path) -> None:
+    """The case is replayed, and what it is of now is right."""
+    case = Case(batch=2, heads_kv=4, seq_q=5, seq_k=5, dim_qk=8, dim_v=8)
+    saved = {"schema": 1, "case": case.to_json(), "backend": "tiled", "device": "cpu"}
+    (tmp_path / "some-case.json").write_text(json.dumps(saved))
+    old = fault("tiled", str(case.problem()))
+    old = Verdict(old.problem, "tiled", False, old.case, old.why, Signature(old.signature.device, (), "old"), old.date)
+    view.remember([old])
+    assert "it was wrong" in reasons(attnswitch.plan(TEXT), "tiled")
+    run(verification("tiled", tmp_path, remember=True))
+    assert "it was wrong" not in reasons(attnswitch.plan(TEXT), "tiled")
+    assert [record.right for record in store.here().read().records if isinstance(record, Verdict)] == [False, True]
+
+
+class Width:
+    """A config with something to choose."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+
+    def __str__(self) -> str:
+        return f"Width(columns={self.columns})"
+
+
+class Tunable:
+    """The tiled backend with configs."""
+
+    name = "tunable"
+    library = "numpy"
+    autograd = False
+    built: ClassVar[list[int]] = []
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        return () if problem.query == CONTIGUOUS else ("it is only for this test",)
+
+    def configs(self, problem: Problem, device: Device) -> Any:
+        return map(Width, (1, 2, 4))
+
+    def precision(self, problem: Problem, device: Device) -> Any:
+        return registry.load("tiled").precision(problem, device)  # type: ignore[union-attr]
+
+    def compile(self, problem: Problem, device: Device, config: Width) -> Any:
+        self.built.append(config.columns)
+        tiled: Any = registry.load("tiled")
+        return tiled.compile(problem, device, next(iter(tiled.configs(problem, device))))
