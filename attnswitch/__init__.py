@@ -19,6 +19,7 @@ from attnswitch.errors import (
 from attnswitch.planner import Candidate, Plan
 from attnswitch.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
+from attnswitch.recording import record
 
 __all__ = [
     "AttnswitchError",
@@ -40,6 +41,7 @@ __all__ = [
     "backends",
     "explain",
     "plan",
+    "record",
     "scaled_dot_product_attention",
     "using",
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from attnswitch import call as calls
-from attnswitch import planner, registry
+from attnswitch import planner, recording, registry
 from attnswitch.arrays import Array
 from attnswitch.backend import Gradients
 from attnswitch.call import Call
@@ -106,6 +106,7 @@ def _attend(
     policy: Policy | str | None,
 ) -> tuple[Array, Array | None]:
     call = calls.read(query, key, value, attn_mask, key_lengths, options)
+    recording.note(call.problem)
     return _run(call, _plan(call, backend, policy))
 
 

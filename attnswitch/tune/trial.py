@@ -22,6 +22,7 @@ from attnswitch.bench import deviation, workload
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.device import Device
+from attnswitch.errors import VerificationError
 from attnswitch.measure import Budget, current, measure
 from attnswitch.planner import Candidate, Plan
 from attnswitch.problem import CONTIGUOUS, Problem
@@ -38,6 +39,8 @@ __all__ = ["Effort", "Trial", "plainly", "run"]
 Attempt = Callable[[Case, str, str], Outcome]
 #: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
 _HOPELESS = 4.0
+#: Work of a case with more than one head and batch entry, at most (``Case.work``).
+_MUCH = 2**28
 #: Configs of a backend, beside the heuristic's, that are timed with the other candidates.
 _FINALISTS = 2
 
@@ -47,7 +50,7 @@ class Effort:
     """How long to measure: the budget of each candidate, and seconds of search for each backend with configs."""
 
     budget: Budget = field(default_factory=Budget)
-    search: float = 5.0
+    search: float = 2.0
 
 
 @dataclass(slots=True)
@@ -126,7 +129,11 @@ def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial
 def _verified(candidate: Candidate, trial: Trial, where: str, attempt: Attempt) -> bool:
     """Whether the verifier finds the backend right on the problem; what it finds wrong, or right again, is recorded."""
     case = _case(trial.problem)
-    outcome = attempt(case, candidate.backend, where)
+    try:
+        outcome = attempt(case, candidate.backend, where)
+    except VerificationError as error:  # the verifier could not tell
+        trial.failed[candidate.backend] = str(error)
+        return False
     verdicts = list(of_outcome(outcome, f"tune {trial.problem}"))
     trial.records += verdicts
     if outcome.verdict != "verified":
@@ -147,10 +154,11 @@ def _case(problem: Problem) -> Case:
     The call is made again and again on it (the check "repeat"). What many heads do beside each other is seen where the
     whole problem is tried out.
     """
-    few = problem.replace(
-        batch=min(problem.batch, 2), heads_q=min(problem.heads_kv, 2) * problem.group, heads_kv=min(problem.heads_kv, 2)
-    )
-    case = Case.of(few)
+    case = Case.of(problem)
+    case = case.replace(batch=min(case.batch, 2), heads_kv=min(case.heads_kv, 2))
+    if case.work > _MUCH:
+        case = case.replace(batch=1, heads_kv=1)
+    case = case.replace(lengths=case.lengths[: case.batch] if case.lengths is not None else None)
     return case if case.unseeded else case.replace(check="repeat")
 
 
@@ -171,7 +179,7 @@ def _tried(
                 entry.tried = (time.perf_counter() - start) * 1e3
                 found = reference.deviation(results)
                 if not least <= found <= most:  # NaN is not
-                    trial.records += _wrong(entry, trial.problem, work.device, found, most)
+                    _wrong(entry, trial, work.device, found, most)
                     break
             else:
                 yield entry
@@ -214,20 +222,22 @@ def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effor
     """Time the candidates that are worth it in turn, and record the best config of each backend."""
     best = min((entry.tried for entry in entries), default=0.0)
     worth = {entry.name: entry for entry in entries if entry.tried <= _HOPELESS * best}
-    for entry in entries:
-        if entry.name not in worth and not entry.config:
-            trial.records += _record(entry, trial.problem, device, entry.tried, entry.tried, entry.tried, 1)
 
     def failed(name: str, error: Exception) -> None:
         trial.failed[name] = _first_line(error)
 
     times = measure({name: entry.call for name, entry in worth.items()}, where, budget=effort.budget, failed=failed)
     ranked = sorted(times, key=lambda name: times[name].median)
-    for backend in dict.fromkeys(entry.backend for entry in worth.values()):
+    for backend in dict.fromkeys(entry.backend for entry in entries):
+        mine = [entry for entry in entries if entry.backend == backend]
         name = next((name for name in ranked if worth[name].backend == backend), None)
         if name is not None:
             t = times[name]
             trial.records += _record(worth[name], trial.problem, device, t.median, t.low, t.high, t.runs)
+        elif not any(entry.name in worth for entry in mine):  # one that failed when it was timed has no time
+            best_of_mine = min(mine, key=lambda entry: entry.tried)
+            tried = best_of_mine.tried
+            trial.records += _record(best_of_mine, trial.problem, device, tried, tried, tried, 1)
 
 
 def _record(
@@ -239,12 +249,14 @@ def _record(
         yield Time(problem, entry.backend, entry.config, ms, low, high, runs, threads, signature, view.now())
 
 
-def _wrong(entry: _Entry, problem: Problem, where: str, found: float, most: float) -> Iterator[Record]:
-    """A mismatch of the heuristic's config is one of the backend; another config is only left out."""
+def _wrong(entry: _Entry, trial: Trial, where: str, found: float, most: float) -> None:
+    """A mismatch of the heuristic's config is one of the backend; another config is left out, and told."""
+    why = f"its deviation from {deviation.where(trial.problem)} is {found:.2g}, and a right result's at most {most:.2g}"
+    trial.failed[entry.name] = f"mismatch: {why}"
     signature = sign(entry.backend, Device.parse(where))
     if isinstance(signature, Signature) and not entry.config:
-        why = f"its deviation from {deviation.where(problem)} is {found:.2g}, and a right result's at most {most:.2g}"
-        yield Verdict(problem, entry.backend, False, f"tune {problem}", why, signature, view.now())
+        case = f"tune {trial.problem}"
+        trial.records.append(Verdict(trial.problem, entry.backend, False, case, why, signature, view.now()))
 
 
 def _first_line(error: Exception) -> str:

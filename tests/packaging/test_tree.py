@@ -64,6 +64,8 @@ def test_every_folder_with_modules_is_a_package() -> None:
     [
         "py.typed",
         "bench/suites.toml",
+        "tune/catalogue.toml",
+        "tune/models.toml",
         "verify/drawing/activations.npz",
         "verify/mutants/mutants.toml",
         "verify/report/page.html.j2",

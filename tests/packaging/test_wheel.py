@@ -19,6 +19,8 @@ DATA = {
     "attnswitch/py.typed",
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",
+    "attnswitch/tune/catalogue.toml",
+    "attnswitch/tune/models.toml",
     "attnswitch/verify/drawing/activations.npz",
     "attnswitch/verify/mutants/mutants.toml",
     "attnswitch/verify/report/page.html.j2",

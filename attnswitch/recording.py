@@ -1,0 +1,66 @@
+"""The problems that an application really makes, for ``attnswitch tune`` to measure: one a line, in their text form."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attnswitch.problem import Problem
+
+__all__ = ["Recording", "note", "record"]
+
+
+@dataclass(slots=True)
+class Recording:
+    """Problems in the order in which they were first seen; each is written to ``path``, if there is one, at once."""
+
+    path: Path | None = None
+    problems: dict[Problem, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, problem: Problem) -> None:
+        """Count one call. Raises ``OSError`` if the file cannot be written."""
+        with self._lock:
+            seen = self.problems.get(problem, 0)
+            self.problems[problem] = seen + 1
+            if not seen and self.path is not None:
+                with self.path.open("a", encoding="utf-8") as file:  # one short write, so that processes may share it
+                    file.write(f"{problem}\n")
+
+
+_current: ContextVar[Recording | None] = ContextVar("attnswitch_recording", default=None)
+
+
+@contextlib.contextmanager
+def record(path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
+    """Within the context, note the problem of each call of this thread (or task).
+
+    ``problems`` of what is yielded counts the calls of each; with ``path`` each new one is also added to that file, for
+    ``attnswitch tune --recorded``. ATTNSWITCH_RECORD=FILE does so for a whole process.
+    """
+    made = Recording(None if path is None else Path(path))
+    before = _current.set(made)
+    try:
+        yield made
+    finally:
+        _current.reset(before)
+
+
+def note(problem: Problem) -> None:
+    """Note one call, where that is asked for."""
+    recording = _current.get() or environment()
+    if recording is not None:
+        recording.add(problem)
+
+
+@functools.cache
+def environment() -> Recording | None:
+    """What this process was started to record to."""
+    path = os.environ.get("ATTNSWITCH_RECORD")
+    return Recording(Path(path)) if path else None

@@ -1,0 +1,101 @@
+"""What there is to measure: the catalogue, the shapes of a public model, or what an application recorded."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Problem
+from attnswitch.tune.trial import plainly
+from attnswitch.wisdom.classes import speed_class
+
+__all__ = ["catalogue", "distinct", "models", "of_model", "recorded"]
+
+#: The shortest prompt of a model that is worth a class of its own.
+_SHORTEST = 128
+
+
+def catalogue(kind: str) -> list[Problem]:
+    """The problems of the catalogue for a kind of device, "cpu" or "cuda"."""
+    return [Problem.parse(text) for text in _data("catalogue.toml")[kind]]
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """Every model of the table by name, with the keys that ``models.toml`` has."""
+    return _data("models.toml")
+
+
+def of_model(
+    name: str, context: int | None = None, *, batch: int = 1, dtype: str = "bf16", train: bool = False
+) -> list[Problem]:
+    """The calls that a model makes with up to ``context`` tokens, by default as many as it was trained for.
+
+    Causal models: prompts of 128 tokens to ``context``, and one token after as many. Others: whole inputs. With
+    ``train``, whole inputs alone and with gradients.
+
+    Raises ``InvalidProblem`` for a model that is not in the table, or a context that makes no sense.
+    """
+    if name not in models():
+        raise InvalidProblem(f"model {name!r} is not known; expected one of {', '.join(models())}")
+    model = models()[name]
+    context = model["context"] if context is None else context
+    if context < 1:
+        raise InvalidProblem(f"context {context}: expected a number of tokens")
+    head = f"b{batch} h{model['heads']}"
+    tail = f"d{model['dim']} {dtype}" + (f" softcap={model['softcap']}" if "softcap" in model else "")
+    if model.get("padded"):
+        tail += " mask=bool:bk"
+    found = []
+    for length in model.get("tokens") or map(str, _lengths(context)):
+        whole = f"{head} s{length} {tail}" + (" causal" if model["causal"] else "")
+        found.append(whole + (" grad" if train else ""))
+        if "window" in model and int(length) > model["window"]:
+            found.append(f"{found[-1]} window={model['window'] - 1},0")
+        if model["causal"] and not train:
+            found.append(f"{head} s1x{length} {tail}")
+    return [Problem.parse(text) for text in found]
+
+
+def _lengths(context: int) -> Iterator[int]:
+    """Powers of two below ``context``, then it."""
+    length = _SHORTEST
+    while length < context:
+        yield length
+        length *= 2
+    yield context
+
+
+def recorded(path: Path) -> list[Problem]:
+    """The problems of a file that ``attnswitch.record`` wrote.
+
+    Raises:
+        InvalidProblem: a line is none; the text says which.
+        OSError: it cannot be read.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(Problem.parse(line))
+            except InvalidProblem as error:
+                raise InvalidProblem(f"{path}, line {number}: {error}") from None
+    return found
+
+
+def distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """One problem of each class: the first; empty ones, which take no time, are left out."""
+    classes: dict[Problem, Problem] = {}
+    for problem in problems:
+        if not problem.is_empty:
+            classes.setdefault(speed_class(problem), plainly(problem))
+    return list(classes.values())
+
+
+@functools.cache
+def _data(name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("attnswitch.tune").joinpath(name).read_text(encoding="utf-8"))

@@ -1,0 +1,218 @@
+"""``attnswitch tune``: every backend verified and timed on the problems that matter, and remembered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from attnswitch.device import Device
+from attnswitch.errors import InvalidProblem
+from attnswitch.measure import Budget
+from attnswitch.problem import Problem
+from attnswitch.verify.session.environment import environment
+from attnswitch.wisdom import store
+from attnswitch.wisdom.record import Time
+
+from . import render
+from .named import present
+
+__all__ = ["tune"]
+
+SCHEMA = 1
+
+
+def tune(
+    problem: Annotated[
+        list[str] | None, typer.Option(help="Measure this problem, such as b4.h16.s4096.d128.bf16.causal (repeatable).")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Measure the calls of this model, such as llama-3-8b (repeatable).")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a model's longest call.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a model's call.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of a model's calls: bf16, fp16 or fp32.")] = "bf16",
+    train: Annotated[bool, typer.Option(help="A model's calls with gradients.")] = False,
+    recorded: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measure what attnswitch.record or ATTNSWITCH_RECORD wrote to this file.", exists=True),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ... Default: the first GPU, else the CPU.")] = None,
+    budget: Annotated[
+        float, typer.Option(min=1, metavar="MS", help="Milliseconds that each candidate is measured in.")
+    ] = Budget().run,
+    search: Annotated[
+        float, typer.Option(min=0, metavar="S", help="Seconds to search the configs of a backend in, for each problem.")
+    ] = 2.0,
+    again: Annotated[bool, typer.Option(help="Measure what is known already as well.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that one launch may take while it is verified; longer has failed.")
+    ] = 120.0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the results to FILE as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Find the fastest backend for each class of problems on this machine, and remember it for every later process.
+
+    Without --problem, --model or --recorded it measures a catalogue of usual sizes. What is known already is left out,
+    so a run that was interrupted goes on where it was. Exit code 0: good. 1: a backend was wrong, and is left out from
+    now on. 2: the tool could not do its work. 3: nothing could be measured.
+    """
+    where = present(device) if device is not None else ("cuda:0" if len(Device.all()) > 1 else "cpu")
+    output = _Output(where, json)
+    output.check()
+    found = _problems(where, problem, model, context, batch, dtype, train, recorded)
+    output.measure(found, Budget(budget / 4, budget), search, timeout, again)
+    output.show()
+    raise typer.Exit(output.exit_code)
+
+
+def _problems(
+    where: str,
+    problems: list[str] | None,
+    models: list[str] | None,
+    context: int | None,
+    batch: int,
+    dtype: str,
+    train: bool,
+    recorded: list[Path] | None,
+) -> list[Problem]:
+    """One of each class of what was named; of the catalogue where nothing was. Raises ``InvalidProblem``."""
+    from attnswitch.tune import problems as named  # torch is slow to import
+
+    if models is None and (context is not None or train):
+        raise InvalidProblem("--context and --train are of a model: name one with --model")
+    found = [Problem.parse(text) for text in problems or ()]
+    for model in models or ():
+        found += named.of_model(model, context, batch=batch, dtype=dtype, train=train)
+    for path in recorded or ():
+        found += named.recorded(path)
+    if not (problems or models or recorded):
+        found = named.catalogue(where.partition(":")[0])
+    return named.distinct(found)
+
+
+@dataclass(slots=True)
+class _Output:
+    """A run, and where it is written."""
+
+    where: str
+    json: Path | None
+    tuned: list[Any] = field(default_factory=list)
+    left_out: int = 0
+    stopped: bool = False
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether standard output is for the JSON document alone."""
+        return str(self.json) == "-"
+
+    @property
+    def exit_code(self) -> int:
+        """0 good, 1 a backend was wrong, 2 interrupted, 3 nothing could be measured."""
+        if any(tuned.trial.wrong for tuned in self.tuned):
+            return 1
+        if self.stopped:
+            return 2
+        return 0 if self.left_out or any(tuned.trial.times for tuned in self.tuned) else 3
+
+    def check(self) -> None:
+        """Find out before a long run, not after it, that the result could not be written."""
+        if self.json is None or self.quiet:
+            return
+        try:
+            self.json.parent.mkdir(parents=True, exist_ok=True)
+            self.json.open("a").close()
+        except OSError as error:
+            raise InvalidProblem(f"{self.json} cannot be written: {error}") from None
+
+    def measure(self, problems: list[Problem], budget: Budget, search: float, timeout: float, again: bool) -> None:
+        """Measure with a bar and the time left; what an interrupted run has measured is kept."""
+        from attnswitch.tune import session
+        from attnswitch.tune.trial import Effort
+
+        todo = [problem for problem in problems if again or not session.known(problem, self.where)]
+        self.left_out = len(problems) - len(todo)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = (TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, *left, console=render.console, transient=True, disable=self.quiet) as bar:
+            task = bar.add_task(str(todo[0]) if todo else "", total=len(todo))
+            try:
+                for number, tuned in enumerate(session.run(todo, self.where, Effort(budget, search), timeout), 1):
+                    self.tuned.append(tuned)
+                    bar.update(task, advance=1, description=str(todo[min(number, len(todo) - 1)]))
+                    self.write(last=number == len(todo))
+            except KeyboardInterrupt:
+                self.stopped = True
+        if not todo or self.stopped:
+            self.write(last=True)
+
+    def write(self, *, last: bool) -> None:
+        """Write the document: to a file after every problem, so that a run that is killed leaves what it had."""
+        if self.json is None or (self.quiet and not last):
+            return
+        document = {
+            "schema": SCHEMA,
+            "device": self.where,
+            "environment": environment(),
+            "seconds": round(time.monotonic() - self.start, 3),
+            "stopped": self.stopped,
+            "known_before": self.left_out,
+            "problems": [_plain(tuned) for tuned in self.tuned],
+        }
+        render.write_json(document, self.json)
+
+    def show(self) -> None:
+        """Each problem with its candidates, fastest first, and what was wrong or failed."""
+        if self.quiet:
+            return
+        rows = render.table("problem", "backend", "ms", "±", "config", "before", right=("ms", "±"))
+        for tuned in self.tuned:
+            label = str(tuned.problem)
+            for rank, t in enumerate(tuned.trial.times):
+                name = render.escape(t.backend)
+                before = "[dim]chosen before[/]" if t.backend == tuned.before else ""
+                spread = f"{(t.high - t.low) / 2:.2g}" if t.runs > 1 else "one run"
+                name = name if rank else f"[bold green]{name}[/]"
+                rows.add_row(render.escape(label), name, f"{t.ms:.4g}", spread, render.escape(t.config), before)
+                label = ""
+        if self.tuned:
+            render.console.print(rows)
+        for tuned in self.tuned:
+            for verdict in tuned.trial.wrong:
+                text = f"{verdict.backend} on {tuned.problem}: {verdict.why}"
+                render.console.print(f"[bold red]wrong, left out from now on[/] {render.escape(text)}", soft_wrap=True)
+            wrong = {verdict.backend for verdict in tuned.trial.wrong}
+            for name, why in tuned.trial.failed.items():
+                if name not in wrong:
+                    text = f"{name} on {tuned.problem}: {why}"
+                    render.console.print(f"[yellow]not measured[/] {render.escape(text)}", soft_wrap=True)
+        changed = sum(tuned.before != tuned.after for tuned in self.tuned)
+        known = f", {self.left_out} known before" if self.left_out else ""
+        ending = "; interrupted: the same command goes on" if self.stopped else ""
+        render.console.print(
+            f"{len(self.tuned)} problems measured{known}; the choice changed for {changed};"
+            f" {render.escape(str(store.here().path))}{ending}",
+            soft_wrap=True,
+        )
+
+
+def _plain(tuned: Any) -> dict[str, Any]:
+    return {
+        "problem": str(tuned.problem),
+        "before": tuned.before,
+        "after": tuned.after,
+        "times": [_time(record) for record in tuned.trial.times],
+        "wrong": [{"backend": verdict.backend, "why": verdict.why} for verdict in tuned.trial.wrong],
+        "failed": tuned.trial.failed,
+    }
+
+
+def _time(record: Time) -> dict[str, Any]:
+    spread = {"ms_low": record.low, "ms_high": record.high, "runs": record.runs}
+    return {"backend": record.backend, "config": record.config, "ms": record.ms, **spread}

@@ -1,0 +1,334 @@
+"""Tuning: what is measured, what is left out and why, runs that are taken up again, and what applications record."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Device, InvalidProblem, Problem, recording, registry
+from attnswitch.measure import Budget
+from attnswitch.tune import problems, session, trial
+from attnswitch.tune.trial import Effort
+from attnswitch.verify import Case, Failure, Outcome
+from attnswitch.verify.judge import check
+from attnswitch.wisdom import store, view
+from attnswitch.wisdom.classes import speed_class
+from attnswitch.wisdom.record import Time, Verdict
+
+Register = Callable[[str, str], None]
+QUICK = Effort(Budget(1.0, 2.0), search=0.0)
+SMALL = Problem.parse("b1.h2.s16.d8.fp32")
+
+
+# -- one problem -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["b1.h2.s16.d8.fp32", "b3.h4/2.s9x20.d8.fp32.causal-br.lengths.lse", "b2.h2.s16.d8.fp32.grad"]
+)
+def test_every_backend_that_takes_it_is_timed(text: str) -> None:
+    problem = Problem.parse(text)
+    found = trial.run(problem, "cpu", QUICK, check)
+    takes = {c.backend for c in attnswitch.explain(problem).candidates if c.fits}
+    assert {time.backend for time in found.times} == takes
+    assert (found.wrong, found.failed) == ([], {})
+    assert [time.ms for time in found.times] == sorted(time.ms for time in found.times)
+    assert all(time.problem == problem and time.low <= time.ms <= time.high for time in found.times)
+
+
+def test_the_whole_call_is_timed_backward_included() -> None:
+    forward = trial.run(Problem.parse("b2.h4.s200.d32.fp32"), "cpu", QUICK, check)
+    both = trial.run(Problem.parse("b2.h4.s200.d32.fp32.grad"), "cpu", QUICK, check)
+    times = ({time.backend: time.ms for time in found.times} for found in (forward, both))
+    alone, whole = times
+    assert whole["sdpa-math"] > 1.3 * alone["sdpa-math"]
+
+
+@pytest.mark.parametrize("name", ["ScaledOutput", "ScaleIgnored", "LastKeyDropped"])
+def test_a_wrong_backend_is_named_and_has_no_time(name: str, register: Register) -> None:
+    register("saboteur", f"saboteurs:{name}")
+    text = {"ScaleIgnored": "b1.h2.s17.d8.fp32.scale=0.0"}.get(name, "b1.h2.s17.d8.fp32")
+    found = trial.run(Problem.parse(text), "cpu", QUICK, check)
+    assert [verdict.backend for verdict in found.wrong] == ["saboteur"]
+    assert "saboteur" not in {time.backend for time in found.times}
+    assert found.times
+
+
+def test_a_fault_of_many_heads_alone_is_seen_on_the_whole_problem(register: Register) -> None:
+    """The verifier's case has two heads of each; what is timed is held against the answer as well."""
+    register("saboteur", f"{__name__}:WrongLastHead")
+    found = trial.run(Problem.parse("b1.h5.s16.d8.fp32"), "cpu", QUICK, check)
+    assert [verdict.backend for verdict in found.wrong] == ["saboteur"]
+    assert "its deviation from float32 math" in found.wrong[0].why
+
+
+def test_the_best_config_is_found_and_a_wrong_one_is_left_out(register: Register) -> None:
+    register("tunable", f"{__name__}:Tunable")
+    found = trial.run(SMALL, "cpu", Effort(Budget(1.0, 2.0), search=20.0), check)
+    (time,) = (time for time in found.times if time.backend == "tunable")
+    assert time.config == "fast"
+    assert found.wrong == []
+    assert list(found.failed) == ["tunable broken"]
+    assert found.failed["tunable broken"].startswith("mismatch: its deviation from float32 math")
+    view.remember(found.records)
+    assert {c.backend: c.config for c in attnswitch.explain(SMALL).candidates}["tunable"] == "fast"
+
+
+def test_a_kernel_that_dies_where_it_is_verified_is_never_run_here() -> None:
+    def attempt(case: Case, backend: str, device: str) -> Outcome:
+        if backend != "sdpa-math":
+            return check(case, backend, device)
+        return Outcome(case, backend, device, "mismatch", failure=Failure("crash", "it was ended by SIGSEGV"))
+
+    found = trial.run(SMALL, "cpu", QUICK, attempt)
+    assert [(verdict.backend, verdict.why) for verdict in found.wrong] == [
+        ("sdpa-math", "crash: it was ended by SIGSEGV")
+    ]
+    assert "sdpa-math" not in {time.backend for time in found.times}
+
+
+def test_an_empty_problem_takes_no_time() -> None:
+    assert trial.run(Problem.parse("b0.h1.s4.d8.fp32"), "cpu", QUICK, check).records == []
+
+
+def test_a_backend_that_was_wrong_before_is_not_timed() -> None:
+    from attnswitch.wisdom.signature import Signature, sign
+
+    signed = sign("tiled", Device.cpu())
+    assert isinstance(signed, Signature)
+    view.remember([Verdict(SMALL, "tiled", False, "some-case.json", "reference: out", signed, "2026-11-20")])
+    found = trial.run(SMALL, "cpu", QUICK, check)
+    assert "tiled" not in {time.backend for time in found.times}
+    assert found.failed["tiled"] == "it was wrong here before: reference: out (case some-case.json)"
+
+
+# -- what there is to measure ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_catalogue_has_one_problem_of_each_class(kind: str) -> None:
+    found = problems.catalogue(kind)
+    assert len(found) > 15
+    assert problems.distinct(found) == found
+
+
+@pytest.mark.parametrize("name", problems.models())
+def test_every_model_is_problems(name: str) -> None:
+    for train in (False, True):
+        found = problems.of_model(name, batch=2, train=train)
+        assert found
+        assert all(problem.batch == 2 and (problem.grads == "qkv") is train for problem in found)
+
+
+def test_a_model_has_prompts_and_tokens() -> None:
+    found = [str(problem) for problem in problems.of_model("llama-3-8b", 1000)]
+    assert found == [
+        text
+        for length in (128, 256, 512, 1000)
+        for text in (f"b1.h32/8.s{length}.d128.bf16.causal", f"b1.h32/8.s1x{length}.d128.bf16")
+    ]
+    windowed = [str(problem) for problem in problems.of_model("gemma-2-9b", 8192, dtype="fp16")]
+    assert "b1.h16/8.s8192.d256.fp16.causal.window=4095,0.softcap=50.0" in windowed
+    assert not any("window" in text for text in windowed if "s4096" in text)
+    assert [str(p) for p in problems.of_model("sdxl")] == ["b1.h10.s4096.d64.bf16", "b1.h10.s4096x77.d64.bf16"]
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(InvalidProblem, match="model 'gpt-9' is not known; expected one of llama-2-7b"):
+        problems.of_model("gpt-9")
+    with pytest.raises(InvalidProblem, match="context 0"):
+        problems.of_model("gpt2", 0)
+
+
+def test_one_of_each_class_plainly() -> None:
+    texts = ("b1.h2.s100.d8.fp32.q=align4", "b1.h2.s128.d8.fp32", "b0.h2.s1.d8.fp32", "b1.h2.s300.d8.fp32")
+    found = problems.distinct(map(Problem.parse, texts))
+    assert [str(problem) for problem in found] == ["b1.h2.s100.d8.fp32", "b1.h2.s300.d8.fp32"]
+
+
+# -- what an application recorded --------------------------------------------------------------------------------------
+
+
+def call(length: int) -> None:
+    query, key, value = torch.randn(3, 1, 2, length, 8)
+    attnswitch.attention(query, key, value, is_causal=True)
+
+
+def test_recorded_calls_are_counted_and_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "calls.txt"
+    call(4)
+    with attnswitch.record(path) as recorded:
+        for length in (5, 6, 5):
+            call(length)
+        thread = threading.Thread(target=call, args=(7,))
+        thread.start()
+        thread.join()
+    call(8)
+    counts = {str(problem): count for problem, count in recorded.problems.items()}
+    assert counts == {"b1.h2.s5.d8.fp32.causal": 2, "b1.h2.s6.d8.fp32.causal": 1}
+    assert path.read_text().splitlines() == list(counts)
+    assert problems.recorded(path) == list(recorded.problems)
+
+
+def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_tune; test_tune.call(5)"
+    environment = {**os.environ, "ATTNSWITCH_RECORD": str(tmp_path / "calls.txt")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert [str(problem) for problem in problems.recorded(tmp_path / "calls.txt")] == ["b1.h2.s5.d8.fp32.causal"]
+    assert recording.environment() is None
+
+
+def test_a_line_that_is_no_problem(tmp_path: Path) -> None:
+    path = tmp_path / "calls.txt"
+    path.write_text("b1.h2.s5.d8.fp32\n\nb1.h2\n")
+    with pytest.raises(InvalidProblem, match=r"calls.txt, line 3: .*missing"):
+        problems.recorded(path)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+
+
+Cli = Callable[..., Ran]
+BRIEF = ("--device", "cpu", "--budget", "2", "--search", "0")
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def call(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["attnswitch", "tune", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        text = "".join(capsys.readouterr())
+        assert "Traceback" not in text
+        return Ran(int(end.value.code or 0), text)
+
+    return call
+
+
+def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
+    first, second = "b1.h2.s16.d8.fp32", "b1.h2.s64.d8.fp32"
+    ran = cli(*BRIEF, "--problem", first, "--json", "-")
+    document = json.loads(ran.out)
+    assert (ran.code, document["known_before"]) == (0, 0)
+    (entry,) = document["problems"]
+    assert entry["problem"] == first
+    assert entry["after"] == entry["times"][0]["backend"] == attnswitch.plan(first).backend
+    ran = cli(*BRIEF, "--problem", first, "--problem", second)
+    assert (ran.code, "1 problems measured, 1 known before" in ran.out) == (0, True)
+    assert session.known(Problem.parse(second), "cpu")
+    ran = cli(*BRIEF, "--problem", first, "--problem", second)
+    assert (ran.code, "0 problems measured, 2 known before" in ran.out) == (0, True)
+    times = [record for record in store.here().read().records if isinstance(record, Time)]
+    assert {speed_class(time.problem) for time in times} == {
+        speed_class(Problem.parse(text)) for text in (first, second)
+    }
+
+
+def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = trial.run, list[Any]()
+
+    def twice(problem: Problem, *rest: Any) -> Any:
+        seen.append(problem)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        return run(problem, *rest)
+
+    monkeypatch.setattr(trial, "run", twice)
+    ran = cli(*BRIEF, "--problem", "b1.h2.s16.d8.fp32", "--problem", "b1.h2.s64.d8.fp32", "--json", "run.json")
+    assert (ran.code, "interrupted: the same command goes on" in ran.out) == (2, True)
+    document = json.loads(Path("run.json").read_text())
+    assert (document["stopped"], len(document["problems"])) == (True, 1)
+    assert session.known(seen[0], "cpu")
+    assert not session.known(seen[1], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "gpt-9"), "model 'gpt-9' is not known"),
+        (("--context", "100"), "name one with --model"),
+        (("--device", "h200"), "is not in this machine"),
+        (("--problem", "b1"), "missing h, s, d"),
+        (("--json", "/dev/null/x"), "cannot be written"),
+    ],
+)
+def test_a_mistake_is_explained(arguments: tuple[str, ...], message: str, cli: Cli) -> None:
+    ran = cli(*arguments)
+    assert (ran.code, message in " ".join(ran.out.split())) == (2, True)
+
+
+# -- backends of these tests -------------------------------------------------------------------------------------------
+
+
+class _Tiled:
+    name = "tiled-again"
+    library = "numpy"
+    autograd = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(registry.load("tiled"), name)
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        return ()
+
+    def configs(self, problem: Problem, device: Device) -> Any:
+        yield "heuristic"
+
+    def precision(self, problem: Problem, device: Device) -> Any:
+        return self.__getattr__("precision")(problem, device)
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Any:
+        tiled: Any = registry.load("tiled")
+        return _Kernel(tiled.compile(problem, device, next(iter(tiled.configs(problem, device)))), config)
+
+
+class _Kernel:
+    """The tiled kernel, slow unless its config is "fast"; "broken" gives another answer."""
+
+    def __init__(self, kernel: Any, config: str) -> None:
+        self.kernel, self.config = kernel, config
+        self.backward = kernel.backward
+
+    def forward(self, inputs: Any) -> Any:
+        import time
+
+        out, lse = self.kernel.forward(inputs)
+        if self.config == "last head" and out.shape[1] > 2:
+            out[:, -1] *= 1.1
+        if self.config in ("heuristic", "slow"):
+            time.sleep(0.005)
+        return (2 * out if self.config == "broken" else out), lse
+
+
+class WrongLastHead(_Tiled):
+    def configs(self, problem: Problem, device: Device) -> Any:
+        yield "last head"
+
+
+class Tunable(_Tiled):
+    def configs(self, problem: Problem, device: Device) -> Any:
+        yield from ("heuristic", "slow", "broken", "fast")
