@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-COMMANDS = ("verify", "replay", "backends", "explain", "bench", "tune", "wisdom")
+COMMANDS = ("verify", "replay", "backends", "explain", "bench", "estimate", "tune", "wisdom")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,

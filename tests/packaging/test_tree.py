@@ -62,6 +62,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
+        "peaks.toml",
         "py.typed",
         "bench/suites.toml",
         "tune/catalogue.toml",

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"attnswitch": "attnswitch", "backends": "attnswitch/backends", "cli": "attnswitch/cli"}
 DATA = {
+    "attnswitch/peaks.toml",
     "attnswitch/py.typed",
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",

@@ -1,0 +1,158 @@
+"""``Estimate``: what a problem has to cost on a device, by ``attnswitch.cost``, before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib import resources
+from typing import Any
+
+from attnswitch import cost, registry
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+__all__ = ["Direction", "Estimate", "Peak", "Tile", "estimate", "published"]
+
+#: Rows of queries in a tile, where no backend says.
+_QUERIES = 128
+#: Bytes on the chip where the device does not say: what a block may have on every GPU since compute capability 8.6.
+_SHARED = 99 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """TFLOP/s and GB/s of a device at best, and where they are from."""
+
+    tflops: float
+    gbps: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """The forward or the backward: operations, bytes to and from device memory, and milliseconds on the roofline.
+
+    ``least`` moves every operand once, which a tiled kernel reaches where a cache holds what its tiles share;
+    ``intensity`` is operations a byte. Milliseconds are None where the device's peak is not known.
+    """
+
+    flops: float
+    least: int
+    standard: int
+    intensity: float
+    intensity_standard: float
+    ms: float | None
+    ms_standard: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of a backend's heuristic config: rows of queries and keys, loads in flight, bytes on the chip."""
+
+    backend: str
+    role: str
+    queries: int
+    keys: int
+    stages: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What ``problem`` has to cost on ``device``; bytes unless a name says otherwise.
+
+    ``tiled`` is what tiles of ``queries`` rows move in the forward without any cache, ``sram`` the leading term of the
+    bound on every tiling with the ``shared`` bytes of the device.
+    """
+
+    problem: Problem
+    device: Device
+    peak: Peak | None
+    visible: float
+    forward: Direction
+    backward: Direction | None
+    queries: int
+    tiled: int
+    shared: int
+    sram: float
+    extra_standard: int
+    extra_tiled: int
+    tiles: tuple[Tile, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        found = asdict(self)
+        return found | {"problem": str(self.problem), "device": str(self.device)}
+
+
+def estimate(problem: Problem, device: Device, peak: Peak | None) -> Estimate:
+    """Work ``problem`` out on ``device``."""
+    tiles = tuple(_tiles(problem, device))
+    queries = next((tile.queries for tile in tiles if tile.role in ("", "forward")), _QUERIES)
+    shared = device.shared_memory or _SHARED
+    return Estimate(
+        problem,
+        device,
+        peak,
+        cost.visible(problem),
+        _direction(problem, peak, backward=False),
+        _direction(problem, peak, backward=True) if problem.grads else None,
+        queries,
+        cost.tiled_bytes(problem, queries),
+        shared,
+        cost.sram_bytes(problem, shared),
+        cost.extra_standard(problem),
+        cost.extra_tiled(problem),
+        tiles,
+    )
+
+
+def published(device: Device, dtype: str) -> Peak | None:
+    """What the data sheet of ``device`` says for operands of ``dtype``; None where the table has none."""
+    name = re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", device.name.lower())
+    key = max((key for key in _table() if name.startswith(key)), key=len, default=None)
+    if device.kind != "cuda" or key is None:
+        return None
+    row = _table()[key]
+    return Peak(row.get(dtype, row["float32"]), row["gbps"], f"data sheet of the {key.upper()}")
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, float]]:
+    return tomllib.loads(resources.files("attnswitch").joinpath("peaks.toml").read_text(encoding="utf-8"))
+
+
+def _direction(problem: Problem, peak: Peak | None, *, backward: bool) -> Direction:
+    work = cost.flops(problem, backward=backward)
+    least = cost.least_bytes(problem, backward=backward)
+    standard = cost.standard_bytes(problem, backward=backward)
+    times = (None, None)
+    if peak is not None:
+        times = tuple(cost.roofline(work, moved, peak.tflops, peak.gbps) for moved in (least, standard))  # type: ignore[assignment]
+    return Direction(work, least, standard, work / max(least, 1), work / max(standard, 1), *times)
+
+
+def _tiles(problem: Problem, device: Device) -> Iterator[Tile]:
+    """The tiles of every backend that takes the problem and says what its tiles are."""
+    for name in registry.names():
+        backend = registry.load(name)
+        if isinstance(backend, str) or backend.supports(problem, device):
+            continue
+        for role, tile in _parts(next(iter(backend.configs(problem, device)), None)):
+            queries, keys = (getattr(tile, axis) for axis in ("queries", "keys"))
+            stages = max(1, getattr(tile, "stages", 1))
+            shared = cost.tile_bytes(problem, queries, keys, stages)
+            yield Tile(name, role, queries, keys, stages, shared)
+
+
+def _parts(config: Any) -> Iterator[tuple[str, Any]]:
+    """The tiles in a config: it may be one, or have some as its fields."""
+    if hasattr(config, "queries") and hasattr(config, "keys"):
+        yield "", config
+    elif is_dataclass(config):
+        for field in fields(config):
+            for _, tile in _parts(getattr(config, field.name)):
+                yield field.name, tile

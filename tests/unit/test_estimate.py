@@ -1,0 +1,138 @@
+"""What a problem costs: the arithmetic against figures from papers and against counting, and the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from attnswitch import Device, Problem, cost
+from attnswitch.device import KNOWN
+from attnswitch.estimate import Peak, estimate, published
+from attnswitch.verify import Case
+from attnswitch.verify.truth.oracle import visible_positions
+
+MIB = 2**20
+HEAD = Problem.parse("b1.h1.s4096.d128.fp16")
+
+
+def test_the_worked_figures_of_flash_attention() -> None:
+    """N 4096, D 128, fp16, one head: four arrays of 1 MiB, four passes over scores of 32 MiB."""
+    assert cost.standard_bytes(HEAD) == 132 * MIB
+    assert cost.least_bytes(HEAD) == 4 * MIB
+    assert 4.4e6 < cost.sram_bytes(HEAD, 228 * 1024) < cost.sram_bytes(HEAD, 100_000) < 11e6
+    assert cost.flops(HEAD) == 4 * 4096**2 * 128
+    assert cost.extra_standard(HEAD) == 64 * MIB
+    assert cost.extra_tiled(HEAD) == 4096 * 4
+
+
+def test_tiles_without_a_cache_read_the_keys_each() -> None:
+    assert cost.tiled_bytes(HEAD, 4096) == 4 * MIB + 4096 * 4
+    assert cost.tiled_bytes(HEAD, 128) == (2 + 32 * 2) * MIB + 4096 * 4
+    grouped = Problem.parse("b2.h8/2.s64x4096.d128.fp16")
+    assert cost.tiled_bytes(grouped, 64) - cost.tiled_bytes(grouped.replace(heads_kv=8), 64) == 0
+
+
+@pytest.mark.parametrize("options", ["", ".mask=bf16:hqk", ".mask=bool:bk"])
+def test_the_backward_moves_each_array_once_at_least(options: str) -> None:
+    problem = Problem.parse(f"b2.h4/2.s8x16.d32/64.bf16{options}")
+    q, k, v, out = 2 * 4 * 8 * 32, 2 * 2 * 16 * 32, 2 * 2 * 16 * 64, 2 * 4 * 8 * 64
+    mask = {"": 0, ".mask=bf16:hqk": 4 * 8 * 16 * 2, ".mask=bool:bk": 2 * 16}[options]
+    assert cost.least_bytes(problem) == 2 * (q + k + v + out) + mask
+    assert cost.least_bytes(problem, backward=True) == 2 * (2 * (q + k + v) + 2 * out) + mask
+    scores = 2 * 4 * 8 * 16 * 2
+    assert cost.standard_bytes(problem, backward=True) - cost.least_bytes(problem, backward=True) == 7 * scores
+
+
+@pytest.mark.parametrize("sizes", ["s7x7", "s5x12", "s12x5", "s1x9", "s0x4"])
+@pytest.mark.parametrize(
+    "hiding", ["", ".causal", ".causal-br", ".window=2,1", ".bottom-right.window=3,*", ".causal.window=2,0"]
+)
+def test_the_visible_share_is_what_is_counted(sizes: str, hiding: str) -> None:
+    problem = Problem.parse(f"b1.h1.{sizes}.d8.fp32{hiding}")
+    if problem.is_empty:
+        assert cost.visible(problem) == 1.0
+        return
+    seen = visible_positions(Case.of(problem), None)
+    assert cost.visible(problem) == pytest.approx(np.broadcast_to(seen, (1, 1, problem.seq_q, problem.seq_k)).mean())
+
+
+def test_the_roofline_is_the_slower_of_the_two() -> None:
+    assert cost.roofline(1e12, 1e6, tflops=1.0, gbps=1000.0) == 1000.0
+    assert cost.roofline(1e6, 1e12, tflops=1.0, gbps=1000.0) == 1000.0
+    found = estimate(HEAD, Device.named("h200"), Peak(100.0, 1000.0, "here")).forward
+    assert found.ms == pytest.approx(4 * 4096**2 * 128 / 100e9)
+    assert found.ms_standard == pytest.approx(132 * MIB / 1e9)
+    assert found.intensity == 2048
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_device_has_a_data_sheet(name: str) -> None:
+    device = Device.named(name)
+    half, single, double = (published(device, dtype) for dtype in ("float16", "float32", "float64"))
+    assert half is not None
+    assert single is not None
+    assert double is not None
+    assert half.tflops > single.tflops > double.tflops > 0
+    bf16 = published(device, "bfloat16")
+    assert bf16 is not None
+    assert bf16.tflops == (half.tflops if device.capability >= (8, 0) else single.tflops)  # type: ignore[operator]
+
+
+def test_a_device_as_its_driver_names_it() -> None:
+    def rate(name: str) -> float | None:
+        peak = published(Device("cuda", name), "bfloat16")
+        return None if peak is None else peak.tflops
+
+    assert rate("NVIDIA H200") == rate("NVIDIA H100 80GB HBM3") == 989.4
+    assert rate("NVIDIA L40S") != rate("NVIDIA L4")
+    assert rate("NVIDIA GeForce RTX 4090") == 165.2
+    assert rate("NVIDIA Unheard") is None
+    assert published(Device.cpu(), "float32") is None
+
+
+def test_tiles_of_backends_fit_what_the_device_has() -> None:
+    device = Device.named("h200")
+    found = estimate(Problem.parse("b1.h8.s4096.d128.bf16.grad"), device, None)
+    assert {tile.role for tile in found.tiles if tile.backend == "triton"} == {
+        "forward",
+        "key_gradients",
+        "query_gradient",
+    }
+    assert all(0 < tile.shared <= device.shared_memory for tile in found.tiles)
+    assert found.backward is not None
+    assert found.backward.ms is None
+    assert cost.tile_bytes(HEAD, 128, 64, 2) == (128 * 128 + 2 * 64 * 256 + 128 * 64) * 2
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["attnswitch", "estimate", *arguments])
+    monkeypatch.setenv("COLUMNS", "250")
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("attnswitch.cli.app").main()
+    return int(end.value.code or 0)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, str(HEAD), "--device", "h200") == 0
+    out = capsys.readouterr().out
+    assert "132 MiB" in out
+    assert "4 MiB" in out
+    assert "data sheet of the H200" in out
+    assert run(monkeypatch, f"{HEAD}.causal.grad", "--device", "h200", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["forward"]["standard"] == 132 * MIB
+    assert document["visible"] == pytest.approx(0.5, abs=1e-3)
+    assert document["backward"]["flops"] == 2.5 * document["forward"]["flops"]
+
+
+def test_a_device_that_is_here_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "b1.h1.s64.d8.fp32", "--device", "cpu", "--json") == 0
+    peak = json.loads(capsys.readouterr().out)["peak"]
+    assert peak["source"] == "measured here, with a float32 matrix product and a copy"
+    assert peak["tflops"] > 0
+    assert run(monkeypatch, "b1.h1.s64.d8.fp32", "--device", "h200", "--measured") == 2
+    assert "is not in this machine" in capsys.readouterr().err
