@@ -11,7 +11,7 @@ import typer
 
 from attnswitch.errors import AttnswitchError
 
-from . import backends, bench, estimate, explain, replay, tune, verify, wisdom
+from . import backends, benches, estimate, explain, replay, tune, verify, wisdom
 from .render import error
 
 __all__ = ["app", "main"]
@@ -33,8 +33,8 @@ app.command("replay")(replay.replay)
 app.command("backends")(backends.backends)
 app.command("explain")(explain.explain)
 app.command("estimate")(estimate.estimate)
-app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
+app.add_typer(benches.app, name="bench")
 app.add_typer(wisdom.app, name="wisdom")
 
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attnswitch.bench import document
 from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.suites import Row, ad_hoc, suites
+from attnswitch.bench.table import to_csv
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.measure import Budget, Limits, limits
@@ -61,6 +62,10 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="Write the results to FILE as JSON, row by row; - for standard output."),
     ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the results to FILE as comma-separated values, row by row."),
+    ] = None,
     budget: Annotated[
         float, typer.Option(min=1, metavar="MS", help="Milliseconds that each candidate is measured in.")
     ] = Budget().run,
@@ -71,7 +76,7 @@ def bench(
     """
     where = present(device) if device is not None else ("cuda:0" if len(Device.all()) > 1 else "cpu")
     rows = [_chosen(found, _backends(backend), _peers(peer)) for found in _rows(suite, problem, row, where)]
-    output = _Output(json, where, Budget(budget / 4, budget))
+    output = _Output(json, csv, where, Budget(budget / 4, budget))
     output.check()
     output.measure(rows, ("forward", "backward") if direction == "both" else (direction,))
     if not output.quiet:
@@ -85,6 +90,7 @@ class _Output:
     """A run and where it is written."""
 
     json: Path | None
+    csv: Path | None
     device: str
     budget: Budget
     limits: Limits | None = None
@@ -107,13 +113,14 @@ class _Output:
 
     def check(self) -> None:
         """Find out before a long run, not after it, that the result could not be written."""
-        if self.json is None or self.quiet:
-            return
-        try:
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            self.json.open("a").close()
-        except OSError as error:
-            raise InvalidProblem(f"{self.json} cannot be written: {error}") from None
+        for path in (None if self.quiet else self.json, self.csv):
+            if path is None:
+                continue
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
+            except OSError as error:
+                raise InvalidProblem(f"{path} cannot be written: {error}") from None
 
     def measure(self, rows: Iterable[Row], directions: tuple[Direction, ...]) -> None:
         """Run every step with a bar that moves; what an interrupted run has measured is kept."""
@@ -137,7 +144,9 @@ class _Output:
                 self.write(last=True)
 
     def write(self, *, last: bool) -> None:
-        """Write the document: to a file after every step, so that a run that is killed leaves what it had."""
+        """Write the results: to files after every step, so that a run that is killed leaves what it had."""
+        if self.csv is not None:
+            to_csv(self.records, self.csv)
         if self.json is None or self.limits is None or (self.quiet and not last):
             return
         made = document.to_json(

@@ -2,5 +2,6 @@
 
 ``suites`` reads what is measured, ``workload`` makes a row's tensors, ``candidates`` and ``peers`` make calls of them,
 ``deviation`` holds each result against float32 math, ``run`` puts it together and yields ``record``s, ``document``
-writes them down. The protocol of the clock is ``attnswitch.measure``.
+writes them down, ``table`` as CSV. ``compare`` holds two runs against each other, ``plots`` draws one. The protocol of
+the clock is ``attnswitch.measure``.
 """

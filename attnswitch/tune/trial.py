@@ -41,6 +41,8 @@ Attempt = Callable[[Case, str, str], Outcome]
 _HOPELESS = 4.0
 #: Work of a case with more than one head and batch entry, at most (``Case.work``).
 _MUCH = 2**28
+#: Runs of a candidate that is tried out, and milliseconds after which there is no other.
+_TRIES, _TRYING = 5, 100.0
 #: Configs of a backend, beside the heuristic's, that are timed with the other candidates.
 _FINALISTS = 2
 
@@ -79,7 +81,7 @@ class _Entry:
     backend: str
     config: str
     call: Callable[[], Any]
-    #: Milliseconds of its second run.
+    #: Milliseconds of its fastest run while it was tried out.
     tried: float = 0.0
 
     @property
@@ -172,19 +174,27 @@ def _tried(
         entry = _Entry(backend, config, functools.partial(_whole, replace(plan, chosen=chosen), work))
         try:
             for _ in range(2):
-                start = time.perf_counter()
-                results = entry.call()
-                if work.device != "cpu":
-                    torch.cuda.synchronize()
-                entry.tried = (time.perf_counter() - start) * 1e3
-                found = reference.deviation(results)
+                found = reference.deviation(entry.call())
                 if not least <= found <= most:  # NaN is not
                     _wrong(entry, trial, work.device, found, most)
                     break
             else:
+                entry.tried = _least(entry.call, work.device)
                 yield entry
         except Exception as error:  # a kernel may fail in any way
             trial.failed[entry.name] = _first_line(error)
+
+
+def _least(call: Callable[[], Any], device: str) -> float:
+    """Milliseconds of the fastest of a few runs: a neighbour on the machine must not make a candidate hopeless."""
+    times: list[float] = []
+    while len(times) < _TRIES and sum(times) < _TRYING:
+        start = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return min(times)
 
 
 def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,32 @@
+"""``attnswitch bench`` and what is under it: a run, two runs compared, a run drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import bench, compare, plot
+
+__all__ = ["app"]
+
+
+class _RunByDefault(TyperGroup):
+    """``attnswitch bench quick`` means ``attnswitch bench run quick``, and so does everything that names no command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the command in where there is none."""
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_RunByDefault,
+    help="Time backends beside their peers (run, which is the default), compare two runs, or draw one.",
+    rich_markup_mode=None,
+)
+app.command("run")(bench.bench)
+app.command("compare")(compare.compare)
+app.command("plot")(plot.plot)
