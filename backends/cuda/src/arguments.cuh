@@ -1,0 +1,50 @@
+// What a launch passes to a kernel: one structure for all of them, by value. arguments.py has the same fields.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+// An array (batch, heads, rows, columns) and its strides in elements; 0 along an axis that is broadcast.
+struct Operand {
+    u8* at;
+    i64 batch, head, row, column;
+};
+
+struct Arguments {
+    Operand query;     // (batch, heads, queries, dim)
+    Operand key;       // (batch, heads / group, keys, dim)
+    Operand value;     // (batch, heads / group, keys, dim_v)
+    Operand out;       // (batch, heads, queries, dim_v), written by the forward
+    Operand grad_out;  // (batch, heads, queries, dim_v)
+    Operand mask;      // broadcast to (batch, heads, queries, keys)
+    const u8* lengths; // (batch,) integers of |length_bytes| bytes, signed where that is negative
+    i64 length_stride; // in bytes
+    void* lse;         // (batch, heads, queries), natural logarithm
+    void* grad_lse;    // the same, or null for zero
+    void* parts;       // (splits, batch, heads, queries, dim_v): numerators of split keys
+    void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums
+    void* base;        // (batch, heads, padded): lse in the unit of the exponential, +inf where a row weighs nothing
+    void* delta;       // (batch, heads, padded): rowsum(dO O) - dlse
+    void* grad_query;  // like its operand, contiguous
+    void* grad_key;
+    void* grad_value;
+    void* grad_mask;
+    double scale;      // on q . k
+    double factor;     // on q . k, before tanh or within the exponential
+    double cap;        // of softcap
+    double keep_scale; // 1 / (1 - dropout)
+    int batch, heads, group;
+    int pack;          // query heads that share a tile of rows: row r is query r / pack of head r % pack
+    int queries, padded, keys, dim, dim_v;
+    int left, right;   // keys that a query sees before and after its own
+    int bottom_right;  // whether the diagonal ends at the last key
+    int section;       // heads that run side by side
+    int splits, chunk; // parts of the keys, and keys of each
+    int length_bytes;  // 0 without lengths
+    int mask_batch, mask_heads, mask_rows, mask_columns;  // its shape
+    u32 seed_low, seed_high;
+    u32 threshold;     // a weight is dropped where its random word is below
+};

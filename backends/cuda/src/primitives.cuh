@@ -1,0 +1,150 @@
+// Every instruction that is not plain C++, by a name of its own; emulator/primitives.hpp has the same for a CPU.
+//
+// A kernel touches shared memory through these alone, so that the emulator can see races.
+#pragma once
+#include "arguments.cuh"
+
+struct f16 { u16 bits; };
+struct bf16 { u16 bits; };
+
+// 16 bytes, which is what one thread moves at a time.
+template <class T> struct alignas(16) Chunk {
+    static constexpr int SIZE = 16 / sizeof(T);
+    T at[SIZE];
+};
+
+#ifdef EMULATED
+#include "emulator/primitives.hpp"
+#else
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+#define UNROLL _Pragma("unroll")
+#define UNROLL_LITTLE _Pragma("unroll 4")
+#define INFINITE __int_as_float(0x7f800000)
+
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE u32 block_index() { return blockIdx.x; }
+
+// -- threads together --------------------------------------------------------------------------------------------------
+
+DEVICE void barrier() { __syncthreads(); }
+DEVICE void warp_barrier() { __syncwarp(); }
+template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
+
+// -- shared memory -----------------------------------------------------------------------------------------------------
+
+DEVICE u8* shared_memory() {
+    extern __shared__ __align__(16) u8 memory[];
+    return memory;
+}
+template <class V> DEVICE V load_shared(const V* at) { return *at; }
+template <class V> DEVICE void store_shared(V* at, V value) { *at = value; }
+DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
+// Copies the first `bytes` of BYTES from global to shared memory and zeroes the rest. Done by `copy_wait`, for the
+// thread that asked; for the others, by the barrier after it.
+template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "n"(BYTES), "r"(bytes) : "memory");
+#else
+    u8 moved[BYTES];
+    UNROLL for (int n = 0; n < BYTES; n++) moved[n] = n < bytes ? static_cast<const u8*>(from)[n] : u8(0);
+    UNROLL for (int n = 0; n < BYTES; n++) static_cast<u8*>(to)[n] = moved[n];
+#endif
+}
+DEVICE void copy_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until no more than PENDING of this thread's groups of copies are under way.
+template <int PENDING> DEVICE void copy_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// -- tensor cores ------------------------------------------------------------------------------------------------------
+
+// Four 8 x 8 matrices of 16 bits: lane l names row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of
+// row l / 4 of each; transposed, of column l / 4.
+DEVICE void load_matrices(u32 (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+}
+DEVICE void load_matrices_transposed(u32 (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8). Lane l holds of c, rows l / 4 (c0, c1) and l / 4 + 8 (c2, c3), columns
+// 2 (l % 4) and the next.
+template <class T>
+DEVICE void multiply_accumulate(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], u32 b0, u32 b1);
+template <>
+DEVICE void multiply_accumulate<f16>(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+DEVICE void multiply_accumulate<bf16>(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// -- numbers -----------------------------------------------------------------------------------------------------------
+
+DEVICE float widen(f16 x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+}
+DEVICE f16 narrow_f16(float x) {
+    f16 narrow;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
+    return narrow;
+}
+DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
+
+// e^x in the unit that the machine is fast in: 2^x in float (2 units in the last place, subnormals are 0).
+DEVICE float power(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+DEVICE double power(double x) { return exp(x); }
+DEVICE float logarithm(float x) { return logf(x); }
+DEVICE double logarithm(double x) { return log(x); }
+DEVICE float tangent(float x) { return tanhf(x); }
+DEVICE double tangent(double x) { return tanh(x); }
+DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+// NaN yields.
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE double larger(double a, double b) { return fmax(a, b); }
+
+// Two numbers rounded to 16 bits, the first in the low half.
+template <class T> DEVICE u32 pack_pair(float low, float high);
+template <> DEVICE u32 pack_pair<f16>(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+template <> DEVICE u32 pack_pair<bf16>(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+#endif
