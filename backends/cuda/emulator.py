@@ -1,0 +1,114 @@
+"""The kernels on a CPU: the same sources, compiled by g++ against ``src/emulator``, for checking them without a GPU.
+
+Threads of a block are fibers. Shared memory and copies under way hold NaN until they are written, and an access that no
+barrier orders is an error; so is a barrier that some threads never reach.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from attnswitch.errors import CompileError
+
+from . import cache, sources
+from .arguments import Arguments
+from .variant import Variant
+
+__all__ = ["VARIABLE", "Library", "is_wanted", "launch", "load", "unavailable"]
+
+#: The environment variable that has kernels emulated.
+VARIABLE = "ATTNSWITCH_CUDA_EMULATE"
+_OPTIONS = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-DEMULATED",
+    "-fvisibility=hidden",
+    "-U_FORTIFY_SOURCE",
+    "-fno-stack-protector",
+)
+#: The emulator runs one block at a time, and autograd calls from threads of its own.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def is_wanted() -> bool:
+    """Whether this process is to emulate the kernels."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why kernels cannot be emulated here; None if they can."""
+    if shutil.which("g++") is None:
+        return f"{VARIABLE}=1 emulates the kernels on the CPU, which takes g++; install it"
+    return None
+
+
+def launch(variant: Variant, blocks: int, arguments: Arguments) -> None:
+    """Run ``blocks`` blocks. Raises ``RuntimeError`` for what a GPU would do at random: races, barriers not met."""
+    names = tuple(name for name, _ in variant.flags)
+    library = _loaded(variant._replace(flags=()), names)
+    library.run(variant.threads, blocks, arguments, variant.shared, tuple(value for _, value in variant.flags))
+
+
+class Library:
+    """A kernel that was compiled for this machine."""
+
+    def __init__(self, path: Path, kernel: str) -> None:
+        library = ctypes.CDLL(str(path))
+        self._name = kernel
+        self._kernel = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
+        self._flags = (ctypes.c_int * 32).in_dll(library, "flags")
+        self._emulate = library.emulate
+        self._emulate.restype = ctypes.c_char_p
+
+    def run(
+        self, threads: int, blocks: int, arguments: Arguments, shared: int = 0, flags: tuple[int, ...] = ()
+    ) -> None:
+        """Run ``blocks`` blocks of ``threads`` threads with ``shared`` bytes of shared memory. Raises as ``launch``."""
+        with _ONE_AT_A_TIME:
+            self._flags[: len(flags)] = list(flags)
+            wrong = self._emulate(self._kernel, ctypes.byref(arguments), blocks, threads, ctypes.c_size_t(shared))
+        if wrong:
+            raise RuntimeError(f"{self._name}, emulated: {wrong.decode()}")
+
+
+@functools.cache
+def _loaded(variant: Variant, flags: tuple[str, ...]) -> Library:
+    defines = {**variant.sizes, **{name: f"flags[{number}]" for number, name in enumerate(flags)}}
+    return load(variant.source, variant.kernel, defines)
+
+
+def load(source: str, kernel: str, defines: Mapping[str, str | int]) -> Library:
+    """The kernel of that name in the file ``source``, below ``src`` or anywhere. Raises ``CompileError``."""
+    macros = (f'-DSOURCE="{source}"', *(f"-D{name}={value}" for name, value in defines.items()))
+    own = sources.files().get(source) or Path(source).read_text()
+    parts = (*_OPTIONS, *macros, own, "g++", _version(), *(text for pair in sources.files().items() for text in pair))
+    return Library(cache.kept(parts, ".so", lambda: _compile(macros)), kernel)
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _compile(macros: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "kernel.so"
+        main = sources.FOLDER / "emulator" / "kernel.cpp"
+        ran = subprocess.run(
+            ["g++", *_OPTIONS, *macros, "-I", str(sources.FOLDER), str(main), "-o", out], capture_output=True, text=True
+        )
+        if ran.returncode:
+            raise CompileError(f"g++ could not compile for the emulator, {' '.join(macros)}:\n{ran.stderr}")
+        return out.read_bytes()

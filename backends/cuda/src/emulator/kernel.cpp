@@ -1,0 +1,2 @@
+// A kernel with all that it needs to run on a CPU: SOURCE is its file.
+#include SOURCE

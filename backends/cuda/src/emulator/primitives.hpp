@@ -1,0 +1,240 @@
+// The instructions of primitives.cuh on a CPU, and the entry by which emulator.py launches a kernel.
+#pragma once
+#include <math.h>
+#include <string.h>
+
+#include "emulator/shadow.hpp"
+
+#define DEVICE inline
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+#define KERNEL EXPORTED void
+#define UNROLL
+#define UNROLL_LITTLE
+#define INFINITE __builtin_inff()
+
+// Flags are variables here and constants on a GPU: one build serves all problems of a type and tile.
+EXPORTED int flags[32];
+int flags[32];
+
+DEVICE int thread_index() { return emulator::machine.current; }
+DEVICE u32 block_index() { return emulator::machine.block; }
+
+// -- threads together --------------------------------------------------------------------------------------------------
+
+DEVICE void barrier() { emulator::wait_for(emulator::Wait::block); }
+
+DEVICE void warp_barrier() {
+    emulator::together([](void**) { emulator::machine.warp_barriers[emulator::machine.current / 32]++; }, nullptr);
+}
+
+template <class V> struct Shuffle {
+    V value, result;
+    int lanes;
+};
+
+template <class V> DEVICE V shuffle_xor(V value, int lanes) {
+    Shuffle<V> mine = {value, value, lanes};
+    emulator::together(
+        [](void** all) {
+            for (int n = 0; n < 32; n++) {
+                Shuffle<V>* const at = static_cast<Shuffle<V>*>(all[n]);
+                at->result = static_cast<Shuffle<V>*>(all[n ^ at->lanes])->value;
+            }
+        },
+        &mine);
+    return mine.result;
+}
+
+// -- shared memory -----------------------------------------------------------------------------------------------------
+
+DEVICE u8* shared_memory() { return emulator::shared.memory; }
+
+template <class V> DEVICE V load_shared(const V* at) {
+    emulator::touch(at, sizeof(V), false, thread_index());
+    return *at;
+}
+template <class V> DEVICE void store_shared(V* at, V value) {
+    emulator::touch(at, sizeof(V), true, thread_index());
+    *at = value;
+}
+
+// Copies that a thread has asked for and not waited for. Until then their target holds NaN.
+struct Copy {
+    u8* to;
+    const u8* from;
+    int size, bytes, group;
+};
+struct Copies {
+    Copy list[1 << 13];
+    int count, group;
+};
+inline Copies copies[1024];
+
+template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes) {
+    Copies& mine = copies[thread_index()];
+    emulator::touch(to, BYTES, true, thread_index());
+    memset(to, 0xff, BYTES);
+    if (bytes > BYTES || bytes < 0) emulator::fail("a copy of more bytes than it has room for");
+    if (bytes && reinterpret_cast<size_t>(from) % BYTES) emulator::fail("a copy from an odd address");
+    if (mine.count == sizeof mine.list / sizeof *mine.list) return emulator::fail("too many copies under way");
+    mine.list[mine.count++] = Copy{static_cast<u8*>(to), static_cast<const u8*>(from), BYTES, bytes, mine.group};
+}
+DEVICE void copy_commit() { copies[thread_index()].group++; }
+
+template <int PENDING> DEVICE void copy_wait() {
+    Copies& mine = copies[thread_index()];
+    int left = 0;
+    for (int n = 0; n < mine.count; n++) {
+        const Copy copy = mine.list[n];
+        if (copy.group >= mine.group - PENDING) {
+            mine.list[left++] = copy;
+            continue;
+        }
+        emulator::touch(copy.to, copy.size, true, thread_index());
+        if (copy.bytes) memcpy(copy.to, copy.from, copy.bytes);
+        memset(copy.to + copy.bytes, 0, copy.size - copy.bytes);
+    }
+    mine.count = left;
+}
+
+// -- numbers -----------------------------------------------------------------------------------------------------------
+
+DEVICE u32 float_bits(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+DEVICE float bits_float(u32 bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+DEVICE u32 multiply_high(u32 a, u32 b) { return u64(a) * b >> 32; }
+
+DEVICE float widen(f16 x) {
+    const int sign = x.bits >> 15, exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+    float size = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(1024 + fraction, exponent - 25);
+    if (exponent == 31) size = fraction ? NAN : INFINITY;
+    return sign ? -size : size;
+}
+DEVICE f16 narrow_f16(float x) {
+    const u16 sign = float_bits(x) >> 16 & 0x8000;
+    if (x != x) return f16{0x7fff};
+    const float size = fabsf(x);
+    if (size >= 65520) return f16{u16(sign | 0x7c00)};
+    const int exponent = size < 0x1p-14f ? -14 : ilogbf(size);
+    const int fraction = int(nearbyintf(ldexpf(size, 10 - exponent)));  // in units of the last place, to even
+    return f16{u16(sign | (size < 0x1p-14f ? fraction : (exponent + 15 << 10) + fraction - 1024))};
+}
+
+// numbers.cuh has bfloat16, in plain C++.
+DEVICE bf16 narrow_bf16(float x);
+DEVICE float widen(bf16 x);
+
+template <class T> DEVICE u32 pack_pair(float low, float high);
+template <> DEVICE u32 pack_pair<f16>(float low, float high) {
+    return narrow_f16(low).bits | u32(narrow_f16(high).bits) << 16;
+}
+template <> DEVICE u32 pack_pair<bf16>(float low, float high) {
+    return narrow_bf16(low).bits | u32(narrow_bf16(high).bits) << 16;
+}
+
+DEVICE float power(float x) { return exp2f(x); }
+DEVICE double power(double x) { return exp(x); }
+DEVICE float logarithm(float x) { return logf(x); }
+DEVICE double logarithm(double x) { return log(x); }
+DEVICE float tangent(float x) { return tanhf(x); }
+DEVICE double tangent(double x) { return tanh(x); }
+DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE double larger(double a, double b) { return fmax(a, b); }
+
+// -- tensor cores ------------------------------------------------------------------------------------------------------
+
+struct Matrices {
+    u32* to;
+    const void* row;
+};
+
+template <bool TRANSPOSED> void load_four(void** all) {
+    for (int n = 0; n < 32; n++)
+        for (int matrix = 0; matrix < 4; matrix++) {
+            const int major = n / 4, minor = 2 * (n % 4);
+            u16 pair[2];
+            for (int k = 0; k < 2; k++) {
+                const int row = TRANSPOSED ? minor + k : major, column = TRANSPOSED ? major : minor + k;
+                const void* const from = static_cast<Matrices*>(all[8 * matrix + row])->row;
+                if (reinterpret_cast<size_t>(from) % 16) emulator::fail("a row of a matrix at an odd address");
+                const u16* const element = static_cast<const u16*>(from) + column;
+                emulator::touch(element, 2, false, emulator::machine.current / 32 * 32 + 8 * matrix + row);
+                pair[k] = *element;
+            }
+            static_cast<Matrices*>(all[n])->to[matrix] = pair[0] | u32(pair[1]) << 16;
+        }
+}
+
+DEVICE void load_matrices(u32 (&to)[4], const void* row) {
+    Matrices mine = {to, row};
+    emulator::together(load_four<false>, &mine);
+}
+DEVICE void load_matrices_transposed(u32 (&to)[4], const void* row) {
+    Matrices mine = {to, row};
+    emulator::together(load_four<true>, &mine);
+}
+
+struct Multiply {
+    float* c[4];
+    const u32* a;
+    u32 b[2];
+};
+
+template <class T> DEVICE float half_of(u32 pair, int which) { return widen(T{u16(pair >> 16 * which)}); }
+
+template <class T>
+DEVICE void multiply_accumulate(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], u32 b0, u32 b1) {
+    Multiply mine = {{&c0, &c1, &c2, &c3}, a, {b0, b1}};
+    emulator::together(
+        [](void** all) {
+            Multiply* lanes[32];
+            for (int n = 0; n < 32; n++) lanes[n] = static_cast<Multiply*>(all[n]);
+            float a[16][16], b[16][8];
+            for (int n = 0; n < 32; n++)
+                for (int k = 0; k < 2; k++) {
+                    for (int quarter = 0; quarter < 4; quarter++)
+                        a[n / 4 + 8 * (quarter % 2)][2 * (n % 4) + k + 8 * (quarter / 2)] =
+                            half_of<T>(lanes[n]->a[quarter], k);
+                    for (int half = 0; half < 2; half++)
+                        b[2 * (n % 4) + k + 8 * half][n / 4] = half_of<T>(lanes[n]->b[half], k);
+                }
+            for (int n = 0; n < 32; n++)
+                for (int quarter = 0; quarter < 4; quarter++) {
+                    const int row = n / 4 + 8 * (quarter / 2), column = 2 * (n % 4) + quarter % 2;
+                    double sum = *lanes[n]->c[quarter];
+                    for (int k = 0; k < 16; k++) sum += double(a[row][k]) * b[k][column];
+                    *lanes[n]->c[quarter] = float(sum);
+                }
+        },
+        &mine);
+}
+
+// -- launches ----------------------------------------------------------------------------------------------------------
+
+inline const Arguments* given;
+inline void (*launched)(Arguments);
+
+// Runs `blocks` blocks of `kernel`, and returns what went wrong, or null.
+EXPORTED const char* emulate(void (*kernel)(Arguments), const Arguments* arguments, u32 blocks, int threads,
+                             size_t shared_bytes) {
+    given = arguments;
+    launched = kernel;
+    emulator::make_fibers(threads);
+    emulator::machine.kernel = [] { launched(*given); };
+    for (u32 n = 0; n < blocks && !emulator::machine.error[0]; n++) {
+        emulator::machine.block = n;
+        emulator::poison(shared_bytes);
+        for (int k = 0; k < threads; k++) copies[k].count = 0;
+        emulator::run_block();
+    }
+    return emulator::machine.error[0] ? emulator::machine.error : nullptr;
+}
