@@ -10,7 +10,7 @@ from typing import Any, overload
 from attnswitch import call as calls
 from attnswitch import planner, recording, registry
 from attnswitch.arrays import Array
-from attnswitch.backend import Gradients
+from attnswitch.backend import Gradients, native
 from attnswitch.call import Call
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
@@ -197,24 +197,25 @@ def attention_backward(
         raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
     call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
     chosen, kernel = planner.compiled(_plan(call, backend, policy))
-    inputs = call.to_backend(chosen.library)
+    library = native(chosen, call.library)
+    inputs = call.to_backend(library)
     shape = (call.problem.batch, call.problem.heads_q, call.problem.seq_q)
-    gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), chosen.library)
-    lse_gradient = calls.beside(grad_lse, "grad_lse", call, shape, chosen.library)
+    gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), library)
+    lse_gradient = calls.beside(grad_lse, "grad_lse", call, shape, library)
     saved_out, saved_lse = None, None
     if chosen.autograd:  # torch keeps what it needs while the backward runs the forward again
         pass
     elif out is None or lse is None:
         saved_out, saved_lse = kernel.forward(inputs)
     else:
-        saved_out = calls.beside(out, "out", call, (*shape, call.problem.dim_v), chosen.library)
-        saved_lse = calls.beside(lse, "lse", call, shape, chosen.library)
+        saved_out = calls.beside(out, "out", call, (*shape, call.problem.dim_v), library)
+        saved_lse = calls.beside(lse, "lse", call, shape, library)
     grads = kernel.backward(inputs, saved_out, saved_lse, gradient, lse_gradient)
-    q, k, v = (call.to_caller(grad, chosen.library) for grad in grads[:3])
+    q, k, v = (call.to_caller(grad, library) for grad in grads[:3])
     mask = grads.attn_mask
     if mask is not None:  # four axes here, and as many as the caller gave there
         mask = mask[(0,) * (4 - calls.rank(attn_mask))]
-    mask = call.to_caller(mask, chosen.library, heads=False)
+    mask = call.to_caller(mask, library, heads=False)
     return Gradients(q, k, v, mask)
 
 
@@ -374,10 +375,11 @@ def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
     backend, kernel = planner.compiled(plan)
     if call.problem.dropout and call.inputs.seed is None and getattr(backend, "wants_seed", False):
         call = calls.with_drawn_seed(call)
+    library = native(backend, call.library)
     if call.problem.grads and not backend.autograd:
         from attnswitch import torch_op
 
-        out, lse = torch_op.differentiable(call, kernel, backend.library)
+        out, lse = torch_op.differentiable(call, kernel, library)
         return (calls.swap_heads(out) if call.layout == "BLHD" else out), lse
-    out, lse = kernel.forward(call.to_backend(backend.library))
-    return call.to_caller(out, backend.library), call.to_caller(lse, backend.library, heads=False)
+    out, lse = kernel.forward(call.to_backend(library))
+    return call.to_caller(out, library), call.to_caller(lse, library, heads=False)

@@ -10,7 +10,7 @@ from attnswitch.arrays import Array
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-__all__ = ["Backend", "Config", "Gradients", "Inputs", "Kernel", "Precision"]
+__all__ = ["Backend", "Config", "Gradients", "Inputs", "Kernel", "Precision", "native"]
 
 
 class Inputs(NamedTuple):
@@ -86,7 +86,8 @@ class Precision:
 class Backend(Protocol):
     """One way to compute attention.
 
-    ``library`` names the arrays its kernels take ("numpy", "torch" or "cupy"). ``autograd`` says that its output is
+    ``library`` names the arrays its kernels take ("numpy", "torch" or "cupy"); one whose kernels take those of several
+    as they are names them all in ``libraries: tuple[str, ...]``. ``autograd`` says that its output is
     differentiable by torch itself, so that nothing needs to be saved for it. A class may also have ``divergences``, the
     file of what it is known to get wrong (``attnswitch.divergences``), and ``builds_per_shape = True`` if it compiles
     a kernel or builds a plan for each shape: the verifier then tries many data recipes on each. One with
@@ -116,3 +117,8 @@ class Backend(Protocol):
 
     def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
         """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""
+
+
+def native(backend: Backend, library: str) -> str:
+    """The library whose arrays ``backend`` is given for a caller's of ``library``: the same, if it takes them."""
+    return library if library in getattr(backend, "libraries", ()) else backend.library

@@ -33,6 +33,7 @@ TABLE = (
     Row("sdpa-flash", "attnswitch.backends.sdpa.flash:FlashBackend"),
     Row("sdpa-efficient", "attnswitch.backends.sdpa.efficient:EfficientBackend"),
     Row("triton", "attnswitch.backends.triton.backend:TritonBackend"),
+    Row("cuda", "attnswitch.backends.cuda.backend:CudaBackend"),
     Row("sdpa-math", "attnswitch.backends.sdpa.math:MathBackend"),
     Row("tiled", "attnswitch.backends.tiled:TiledBackend"),
     Row("reference", "attnswitch.backends.reference:ReferenceBackend"),

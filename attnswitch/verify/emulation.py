@@ -38,9 +38,10 @@ def begin(wanted: Mapping[str, str]) -> None:
     """Set the variables in this process, for as long as it lives.
 
     Raises ``InvalidProblem`` if a library that reads one of them, which is the first word of its name, is imported.
+    attnswitch itself reads them whenever it asks.
     """
     new = {variable: value for variable, value in wanted.items() if os.environ.get(variable) != value}
-    late = {variable.partition("_")[0].lower() for variable in new} & sys.modules.keys()
+    late = {variable.partition("_")[0].lower() for variable in new} & sys.modules.keys() - {"attnswitch"}
     if late:
         raise InvalidProblem(
             f"{text(new)} is not set, and {', '.join(sorted(late))}, which reads it as it is imported, has been"

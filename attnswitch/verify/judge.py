@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from attnswitch import registry
+from attnswitch.backend import native
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
 from attnswitch.planner import FAILED, Plan, make_plan
@@ -132,7 +133,8 @@ def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None
     chosen = registry.load(backend) if backend else ""
     if case.work > _SURROUNDED:
         return None
-    return Neighbours(expected(case), case.library if isinstance(chosen, str) else chosen.library, device)
+    library = case.library if isinstance(chosen, str) else native(chosen, case.library)
+    return Neighbours(expected(case), library, device)
 
 
 def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:

@@ -18,6 +18,7 @@ FOLDERS = {"attnswitch": "attnswitch", "backends": "attnswitch/backends", "cli":
 DATA = {
     "attnswitch/peaks.toml",
     "attnswitch/py.typed",
+    *(f"attnswitch/{path.relative_to(ROOT)}" for path in (ROOT / "backends/cuda/src").rglob("*.*")),
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",
     "attnswitch/tune/catalogue.toml",

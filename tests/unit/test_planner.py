@@ -15,7 +15,7 @@ from attnswitch import BackendUnavailable, Device, InvalidProblem, Plan, Problem
 from attnswitch.backend import Config
 
 GIB, KIB = 2**30, 2**10
-BUILT_IN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "sdpa-math", "tiled", "reference")
+BUILT_IN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "cuda", "sdpa-math", "tiled", "reference")
 
 
 def gpu(name: str, capability: tuple[int, int], torch: str = "2.15.0", cudnn: str = "9.30.0") -> Device:
@@ -88,7 +88,7 @@ def test_a_backend_that_is_asked_for_and_is_not_available() -> None:
 
 
 def test_nothing_takes_it() -> None:
-    text = "b2.h4.s64.d32.fp64.softcap=2.0"
+    text = "b2.h4.s64.d320.fp64.softcap=2.0"
     with pytest.raises(Unsupported, match="no backend takes this problem") as caught:
         attnswitch.plan(text, device=H200)
     assert all(name in str(caught.value) for name in BUILT_IN)
@@ -117,7 +117,7 @@ CHOICES = [
     ),
     ("b2.h16.s1024.d64.bf16", T4, "sdpa-math", {"sdpa-efficient": "dtype bfloat16"}),
     ("b2.h16.s1024.d64.fp32", H200, "sdpa-efficient", {"sdpa-cudnn": "dtype float32", "sdpa-flash": "dtype float32"}),
-    ("b2.h16.s1024.d64.fp64", H200, "sdpa-math", {"sdpa-efficient": "dtype float64"}),
+    ("b2.h16.s1024.d64.fp64", H200, "cuda", {"sdpa-efficient": "dtype float64", "triton": "dtype float64"}),
     ("b2.h16.s1024.d256.bf16", H200, "sdpa-cudnn", {}),
     ("b2.h16.s1024.d256.bf16", A100, "sdpa-flash", {"sdpa-cudnn": "head dimension 256: at most 128"}),
     ("b2.h16.s1024.d512.bf16", H200, "sdpa-efficient", {"sdpa-cudnn": "at most 256", "sdpa-flash": "at most 256"}),
@@ -137,14 +137,25 @@ CHOICES = [
         {"sdpa-efficient": "before torch 2.15"},
     ),
     ("b2.h16.s1024.d64.fp16.deterministic.grad", H200, "triton", {"sdpa-flash": "dQ"}),
-    ("b2.h16.s1024.d64.fp64.deterministic.grad", H200, None, {"sdpa-math": "deterministic=True", "triton": "float64"}),
+    (
+        "b2.h16.s1024.d64.fp64.deterministic.grad",
+        H200,
+        "cuda",
+        {"sdpa-math": "deterministic=True", "triton": "float64"},
+    ),
+    ("b2.h16.s1024.d64.fp32.softcap=30.0", T4, "cuda", {"triton": "needs compute capability 8.0"}),
     ("b2.h16.s1024.d64.fp16.softcap=30.0", H200, "triton", {"sdpa-flash": "softcap=30.0"}),
-    ("b2.h16.s1024.d64.fp16.softcap=30.0", T4, None, {"triton": "needs compute capability 8.0"}),
+    (
+        "b2.h16.s1024.d64.fp16.softcap=30.0",
+        T4,
+        None,
+        {"triton": "needs compute capability 8.0", "cuda": "compute capability 8.0"},
+    ),
     ("b2.h16.s1024.d224.fp16.grad", RTX4090, "sdpa-efficient", {"sdpa-flash": "shared memory of RTX 4090"}),
     (
         "b2.h16.s1024.d64.fp16",
         gpu("H200", (9, 0), torch="2.15.0+cpu"),
-        "sdpa-math",
+        "cuda",  # for arrays of CuPy
         {"sdpa-cudnn": "built without CUDA", "triton": "built without CUDA"},
     ),
     ("b70000.h1.s128.d64.fp16", H200, "triton", {"sdpa-cudnn": "65535", "sdpa-efficient": "65535"}),

@@ -1,0 +1,113 @@
+"""``cuda``: the project's own kernels in CUDA C++, for NVIDIA GPUs, and for the CPU in an emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import ClassVar
+
+from attnswitch.backend import Backend, Kernel, Precision
+from attnswitch.device import Device
+from attnswitch.problem import DTYPES, Problem
+
+from . import config, emulator
+from .config import CudaConfig
+
+__all__ = ["CudaBackend"]
+
+#: Positions and their differences are held in 32 bits.
+_MOST_POSITIONS = 2**29
+
+
+class CudaBackend:
+    """Every feature of the contract in every type, with memory linear in the sequence length."""
+
+    name: ClassVar[str] = "cuda"
+    library: ClassVar[str] = "torch"
+    libraries: ClassVar[tuple[str, ...]] = ("torch", "cupy", "numpy")
+    autograd: ClassVar[bool] = False
+    builds_per_shape: ClassVar[bool] = True
+    wants_seed: ClassVar[bool] = True
+    emulation: ClassVar[dict[str, str]] = {emulator.VARIABLE: "1"}
+
+    def unavailable(self) -> str | None:
+        """For want of CuPy, or of a GPU that it sees; or of a compiler where it is to be emulated."""
+        return emulator.unavailable() if emulator.is_wanted() else _unavailable()
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """GPUs from compute capability 7.5 on, for 16-bit types from 8.0 on; head dimensions to 256."""
+        return tuple(_reasons(problem, device))
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[CudaConfig]:
+        """See ``config``."""
+        return config.configs(problem, device)
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
+        wide = problem.dtype == "float64"
+        return Precision("float64" if wide else "float32", weights="storage", statistics="lse")
+
+    def compile(self, problem: Problem, device: Device, config: CudaConfig) -> Kernel:
+        """The kernels for ``problem``; NVRTC compiles each at its first launch, unless it is in the cache."""
+        from .kernel import CudaKernel
+
+        return CudaKernel(problem, config)
+
+
+def _reasons(problem: Problem, device: Device) -> Iterator[str]:
+    if device.kind == "cpu":
+        if not emulator.is_wanted():
+            yield f"it runs on GPUs, and the arrays are on the CPU; {emulator.VARIABLE}=1 emulates it there, slowly"
+            return
+    elif device.kind != "cuda":
+        yield f"it is written for NVIDIA GPUs, and the arrays are on {device.kind}"
+        return
+    elif device.capability is not None and device.capability < (7, 5):
+        yield f"{device}: needs compute capability 7.5 or later"
+    elif device.capability is not None and device.capability < (8, 0) and DTYPES[problem.dtype] == 2:
+        yield f"{device}: {problem.dtype} is multiplied by instructions of compute capability 8.0 and later"
+    for name in ("dim_qk", "dim_v"):
+        if (dim := getattr(problem, name)) > 256:
+            yield f"{name}={dim}: a head dimension of at most 256 fits a tile"
+    if (positions := problem.seq_q + problem.seq_k) > _MOST_POSITIONS:
+        yield f"{positions} queries and keys: positions are counted to {_MOST_POSITIONS}"
+    for role in ("query", "key", "value", "attn_mask"):
+        memory = getattr(problem, role)
+        if memory.align < 8 and memory.align < _itemsize(problem, role):
+            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    if problem.nonfinite and (problem.positional or problem.mask is not None):
+        yield (
+            "NaN or inf in the arrays, and positions are hidden: a tile's product with hidden values would let them"
+            " leak; replace them, or hide whole keys with key_lengths"
+        )
+
+
+def _itemsize(problem: Problem, role: str) -> int:
+    if role == "attn_mask":
+        return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
+    return DTYPES[problem.dtype]
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for drivers of CUDA 12"
+    import torch
+
+    emulated = f"{emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
+    if torch.version.cuda is not None:
+        return None if torch.cuda.is_available() else f"torch finds no NVIDIA GPU; {emulated}"
+    try:  # CuPy's arrays need no torch with CUDA; without a driver there is no need to import it
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # each part of CUDA that is missing or too old has its own way to fail
+        return f"CuPy finds no NVIDIA GPU ({error}); {emulated}"
+    return None if count else f"CuPy finds no NVIDIA GPU; {emulated}"
+
+
+_: type[Backend] = CudaBackend

@@ -1,0 +1,221 @@
+"""Tile sizes, warps, stages and splits of the CUDA kernels, and the shared memory that they take: nowhere else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attnswitch.backend import Config
+from attnswitch.device import Device
+from attnswitch.problem import DTYPES, Problem
+
+__all__ = ["ROWS_A_BLOCK", "CudaConfig", "Tile", "block", "configs", "heads_a_section", "packs", "rows", "shared"]
+
+#: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
+_SHARED = 99 * 1024
+#: Bytes of keys and values that the blocks running at one time may share in the L2.
+_SECTION = 16 * 2**20
+#: Most splits of the keys of one row.
+_MOST_SPLITS = 256
+#: Rows, one to a warp, of a block of the kernels that have no tiles.
+ROWS_A_BLOCK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of queries and of keys in a tile, warps of a block, and stages of its pipeline of loads.
+
+    ``resident`` is how many blocks are to fit an SM, which bounds the registers of each.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CudaConfig(Config):
+    """Tiles of the kernels that cost: the forward, and the gradients of key and value, of query, of a float mask."""
+
+    forward: Tile
+    key_gradients: Tile
+    query_gradient: Tile
+    mask_gradient: Tile
+    #: Keys are split among this many blocks; 1 is none.
+    splits: int = 1
+    #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
+    key_and_value: bool = True
+
+
+def on_tensor_cores(problem: Problem) -> bool:
+    """Whether products run on tensor cores (``mma.cuh``) or on the ordinary units (``simt.cuh``)."""
+    return problem.dtype in ("float16", "bfloat16")
+
+
+def block(dim: int, problem: Problem) -> int:
+    """The head dimension as a kernel sees it: whole steps of a matrix instruction, or of 8 lanes with 16 bytes each."""
+    step = 16 if on_tensor_cores(problem) else 8 * 16 // DTYPES[problem.dtype]
+    return -(-dim // step) * step
+
+
+def packs(problem: Problem) -> bool:
+    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
+    return problem.group > 1 and problem.seq_q * problem.group <= 64
+
+
+def rows(problem: Problem) -> int:
+    """Rows of queries for each head of the grid."""
+    return problem.seq_q * (problem.group if packs(problem) else 1)
+
+
+def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
+    """The heuristic's choice, then every other combination that fits the device."""
+    best = _emulated(problem) if device.kind == "cpu" else _heuristic(problem, device)
+    yield best
+    if device.kind == "cpu":
+        return
+    tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
+    searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
+    for tile in searched:
+        if tile != best.forward and _suits(tile, "forward", problem, device):
+            yield replace(best, forward=tile, splits=_splits(problem, device, tile))
+    for tile in searched if problem.grads else ():
+        if tile != best.query_gradient and _suits(tile, "query_gradient", problem, device):
+            yield replace(best, query_gradient=tile)
+        turned = replace(tile, queries=tile.keys, keys=tile.queries)
+        if turned != best.key_gradients and _suits(turned, "key_gradients", problem, device):
+            yield replace(best, key_gradients=turned)
+
+
+def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
+    """Whether a warp gets whole rows, and few enough for its registers, and the tile fits shared memory."""
+    own = tile.keys if kernel == "key_gradients" else tile.queries
+    each, left_over = divmod(own, tile.warps)
+    least, most = (16, 32) if on_tensor_cores(problem) else (4, 32)
+    return not left_over and least <= each <= most and each % least == 0 and _fits(tile, kernel, problem, device)
+
+
+def _emulated(problem: Problem) -> CudaConfig:
+    """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline."""
+    forward = Tile(32, 16, 2, 2)
+    few = rows(problem) <= 16
+    if few:
+        forward = Tile(16, 16, 1, 3)
+    # Split where it can be, since that is what is to be checked.
+    splits = 3 if few and problem.seq_k > 2 * forward.keys else 1
+    return CudaConfig(
+        forward,
+        key_gradients=Tile(16, 32, 2, 3),
+        query_gradient=Tile(32, 32, 1, 1),
+        mask_gradient=Tile(32, 16, 2, 1),
+        splits=splits,
+        key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
+    )
+
+
+def _heuristic(problem: Problem, device: Device) -> CudaConfig:
+    wide = max(problem.dim_qk, problem.dim_v)
+    together = wide <= 128
+    if problem.dtype == "float64":
+        together = wide <= 64
+        forward = Tile(64, 32, 4, 1) if wide <= 128 else Tile(32, 32, 4, 1)
+        query_gradient = Tile(32, 32, 4, 1) if wide <= 128 else Tile(16, 16, 4, 1)
+        key_gradients = replace(query_gradient, queries=query_gradient.keys, keys=query_gradient.queries)
+    elif problem.dtype == "float32":
+        forward = Tile(128, 64, 4, 1, 2) if wide <= 64 else Tile(64, 32, 4, 1, 2)
+        query_gradient = Tile(64, 64, 4, 1, 2) if wide <= 64 else Tile(64, 32, 4, 1, 2)
+        key_gradients = replace(query_gradient, queries=query_gradient.keys, keys=query_gradient.queries)
+    elif wide <= 64:
+        forward, query_gradient, key_gradients = Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2), Tile(32, 128, 4, 2, 2)
+    elif wide <= 128:
+        forward, query_gradient, key_gradients = Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2), Tile(32, 64, 4, 2, 2)
+    else:
+        forward, query_gradient, key_gradients = Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)
+    if (few := rows(problem)) <= 64:
+        # Blocks of few warps, several to an SM, with tiles of keys in flight: keys stream at the memory's speed.
+        height = max(16, 1 << (max(few, 1) - 1).bit_length())
+        forward = Tile(height, 64 if on_tensor_cores(problem) else 32, max(1, height // 16), 3)
+    mask_gradient = Tile(64, 32, 4, 1) if on_tensor_cores(problem) or wide <= 64 else Tile(32, 32, 4, 1)
+    chosen = CudaConfig(
+        _shrunk(forward, "forward", problem, device),
+        _shrunk(key_gradients, "key_gradients", problem, device),
+        _shrunk(query_gradient, "query_gradient", problem, device),
+        _shrunk(mask_gradient, "mask_gradient", problem, device),
+        key_and_value=together,
+    )
+    return replace(chosen, splits=_splits(problem, device, chosen.forward))
+
+
+def _splits(problem: Problem, device: Device, tile: Tile) -> int:
+    """Among how many blocks the keys of one tile of queries are split, so that every SM has as many as fit.
+
+    A split holds at least two tiles of keys.
+    """
+    blocks = problem.batch * problem.heads_q * -(-rows(problem) // tile.queries)
+    blocks //= problem.group if packs(problem) else 1
+    if not blocks:
+        return 1
+    room = (device.shared_memory or _SHARED) // shared("forward", tile, problem)
+    wanted = (device.sms or 64) * max(1, min(room, 16 // tile.warps))
+    splits = max(1, min(wanted // blocks, problem.seq_k // (2 * tile.keys), _MOST_SPLITS))
+    tiles = -(-problem.seq_k // tile.keys)
+    return -(-tiles // -(-tiles // splits)) if tiles else 1  # none is launched for nothing
+
+
+def heads_a_section(problem: Problem, *, queries: bool) -> int:
+    """How many heads run side by side before the next begin: as many as leave their keys and values in the L2.
+
+    ``queries``: the blocks of a section share queries and their gradients instead.
+    """
+    length = problem.seq_q if queries else problem.seq_k
+    each = max(1, length * (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype])
+    together = max(1, _SECTION // each)
+    return together if queries or packs(problem) else together * problem.group
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+
+
+def shared(kernel: str, tile: Tile, problem: Problem) -> int:
+    """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
+    size, real = DTYPES[problem.dtype], 8 if problem.dtype == "float64" else 4
+    pad = 16 // size
+    dim, dim_v = (block(n, problem) + pad for n in (problem.dim_qk, problem.dim_v))
+    rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
+    if kernel == "mask_gradient":
+        return max((rows + columns) * (dim + dim_v) * size, rows * columns * real)
+    own = dim if kernel == "forward" else dim + dim_v
+    stage = columns * (dim + dim_v) * size
+    if kernel == "key_gradients":
+        stage += 2 * columns * real
+    scratch = 0 if on_tensor_cores(problem) else rows * (columns + pad) * size
+    return rows * own * size + tile.stages * stage + scratch
+
+
+def _fits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
+    return shared(kernel, tile, problem) <= (device.shared_memory or _SHARED)
+
+
+def _shrunk(tile: Tile, kernel: str, problem: Problem, device: Device) -> Tile:
+    """``tile`` with fewer stages, rows that go by, own rows and warps, in this order, until it fits."""
+    turned = kernel == "key_gradients"
+    own, by = (tile.keys, tile.queries) if turned else (tile.queries, tile.keys)
+    least_by, least_own = (16, 16) if on_tensor_cores(problem) else (8, 4)  # of a warp
+    warps, stages = tile.warps, tile.stages
+    while not _fits(tile, kernel, problem, device):
+        if stages > 1:
+            stages -= 1
+        elif by > least_by:
+            by //= 2
+        elif own // warps > least_own:
+            own //= 2
+        elif warps > 1:
+            own, warps = own // 2, warps // 2
+        else:
+            break
+        queries, keys = (by, own) if turned else (own, by)
+        tile = replace(tile, queries=queries, keys=keys, warps=warps, stages=stages)
+    return tile

@@ -1,0 +1,89 @@
+"""Arrays of torch, CuPy and NumPy as a launch needs them: addresses, strides, results, devices and streams.
+
+Nothing is converted: CuPy's and NumPy's strides are of either sign, and all are taken as they are. NumPy's arrays are
+for the emulator. Results on the CPU start out as NaN, so that what is not written shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import Any
+
+from attnswitch.arrays import library_of
+
+__all__ = ["address", "dtype_name", "empty", "on", "step", "stream", "strides"]
+
+
+def address(array: Any) -> int:
+    """Where the first element is."""
+    match library_of(array):
+        case "torch":
+            return int(array.data_ptr())
+        case "cupy":
+            return int(array.data.ptr)
+    return int(array.__array_interface__["data"][0])
+
+
+def strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements, 0 along axes of length 1, where they mean nothing."""
+    if library_of(array) == "torch":
+        steps = array.stride()
+    else:
+        steps = tuple(stride // array.itemsize for stride in array.strides)
+    return tuple(0 if size == 1 else stride for size, stride in zip(array.shape, steps, strict=True))
+
+
+def dtype_name(array: Any) -> str:
+    """The name of its type: "float32", "int64"."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def step(array: Any) -> int:
+    """Bytes from one element of a single axis to the next."""
+    return int(strides(array)[0]) * int(array.itemsize)
+
+
+def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+    """A result: contiguous, of ``like``'s library and device, and of its type where ``dtype`` does not name another."""
+    library = library_of(like)
+    if library == "torch":
+        torch: Any = sys.modules["torch"]
+        made = like.new_empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
+        if not made.is_cuda and made.device.type != "meta":
+            made.view(torch.uint8).fill_(0xFF) if made.numel() else None
+        return made
+    made = sys.modules[library].empty(shape, dtype or like.dtype)
+    if library == "numpy" and made.size:
+        made.view("uint8").fill(0xFF)
+    return made
+
+
+def on(array: Any) -> Any:
+    """The device of ``array`` as the current one."""
+    match library_of(array):
+        case "torch" if array.is_cuda:
+            torch: Any = sys.modules["torch"]
+            if array.device.index != torch.cuda.current_device():
+                return torch.cuda.device(array.device)
+        case "cupy":
+            return array.device
+    return contextlib.nullcontext()
+
+
+def stream(array: Any) -> Any:
+    """The current stream of the library and device of ``array``, as CuPy takes it."""
+    if library_of(array) == "torch":
+        torch: Any = sys.modules["torch"]
+        index = array.device.index
+        return _external(torch.cuda.current_stream(index).cuda_stream, index)
+    cupy: Any = sys.modules["cupy"]
+    return cupy.cuda.get_current_stream()
+
+
+@functools.lru_cache(maxsize=256)
+def _external(pointer: int, index: int) -> Any:
+    import cupy
+
+    return cupy.cuda.ExternalStream(pointer, index)

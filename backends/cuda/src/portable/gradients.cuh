@@ -1,0 +1,24 @@
+// From the products of one tile to the gradients of its scores, as every kernel of the backward needs them.
+//
+// With P = exp(S - lse) and delta = rowsum(dO O) - dlse: dS = P (dP - delta), where dP = dO V^T.
+#pragma once
+#include "portable/scores.cuh"
+
+// Turns s, after `hide`, into the weights after dropout, dp into the gradients of the scores, and `inner` into those of
+// scale * q . k, which softcap lies between (the same without it). `base` and `delta` are of the element's query.
+template <class Base, class Delta>
+DEVICE void score_gradients(Scores& s, Scores& dp, const Scores& tangents, Scores& inner, const Arguments& a, Base base,
+                            Delta delta, const Kept& kept) {
+    const Real factor = FOLD ? Real(a.factor) : UNIT, keep_scale = Real(a.keep_scale);
+    UNROLL for (int m = 0; m < ROWS; m++)
+        UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) {
+            const bool hidden = s[m][n] == -INFINITE;
+            const Real p = FOLD ? power(s[m][n] * factor - base(m, n)) : power((s[m][n] - base(m, n)) * factor);
+            const Real kept_scale = !DROPOUT ? Real(1) : kept.at(m, n) ? keep_scale : Real(0);
+            s[m][n] = DROPOUT && kept_scale == 0 ? Real(0) : p * kept_scale;
+            const Real weight = DROPOUT && kept_scale == 0 ? Real(0) : dp[m][n] * kept_scale;
+            // What is hidden may be NaN, which 0 times it is too.
+            dp[m][n] = hidden ? Real(0) : p * (weight - delta(m, n));
+            inner[m][n] = !SOFTCAP ? dp[m][n] : hidden ? Real(0) : dp[m][n] * (1 - tangents[m][n] * tangents[m][n]);
+        }
+}

@@ -1,0 +1,105 @@
+// The gradients of key and value, (batch, heads / group, keys, dim or dim_v): dK = scale dS^T Q and dV = P^T dO.
+//
+// A block takes BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N queries
+// that see any of them: tiles are transposed, (keys, queries), so that S^T and dS^T are left operands where they are. It
+// owns what it writes: nothing is added atomically, and the bits repeat. Where registers do not hold both gradients, two
+// launches make one each (WITH_KEY, WITH_VALUE).
+//
+// Shared memory: key [BLOCK_M][BLOCK_D], value [BLOCK_M][BLOCK_DV], then STAGES times query [BLOCK_N][BLOCK_D], grad_out
+// [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products. One barrier for each tile.
+#include "portable/gradients.cuh"
+#include "portable/tiles.cuh"
+#include "schedule.cuh"
+
+constexpr int KEY = BLOCK_M * PITCH<BLOCK_D>, VALUE = BLOCK_M * PITCH<BLOCK_DV>;
+constexpr int QUERY = BLOCK_N * PITCH<BLOCK_D>, GRAD_OUT = BLOCK_N * PITCH<BLOCK_DV>;
+constexpr int LINES = 2 * BLOCK_N * sizeof(Real) / sizeof(T);
+constexpr int STAGE = QUERY + GRAD_OUT + LINES;
+static_assert((KEY + VALUE + STAGES * STAGE) * sizeof(T) + SCRATCH == SHARED_BYTES,
+              "config.py counts the same shared memory");
+
+KERNEL key_gradients(const Arguments a) {
+    T* const key = reinterpret_cast<T*>(shared_memory());
+    T* const value = key + KEY;
+    T* const stages = value + VALUE;
+    T* const scratch = stages + STAGES * STAGE;
+
+    const int heads = a.heads / a.group;
+    const Place at = place(a, heads, ceil_div(a.keys, BLOCK_M), false);  // most queries see the first keys
+    const int b = at.batch, first = at.tile * BLOCK_M;
+    const i64 head_kv = at.head;
+    const Extent e = extent(a, b);
+
+    const T* const keys = reinterpret_cast<const T*>(a.key.at) + b * a.key.batch + head_kv * a.key.head;
+    const T* const values = reinterpret_cast<const T*>(a.value.at) + b * a.value.batch + head_kv * a.value.head;
+    load_rows<BLOCK_M, BLOCK_D>(key, lines(keys, a.key, first, e.end), a.key.column, a.dim, KEY_BYTES);
+    load_rows<BLOCK_M, BLOCK_DV>(value, lines(values, a.value, first, e.end), a.value.column, a.dim_v, VALUE_BYTES);
+
+    const auto mine = [&](int m) { return first + warp_row() + row(m); };
+    const int last = smaller(first + BLOCK_M, e.end) - 1;
+    Reach reached = {{0, 0}, {0, 0}};
+    if (first < e.end) reached = reach(queries_of(a, e, first), queries_of(a, e, last));
+    if (last < smaller(first + BLOCK_M, a.keys) - 1) reached.every = Span{0, 0};  // some are past the sequence's end
+    const int first_tile = reached.first_tile(), tiles = reached.tiles();
+
+    Real key_sums[ROWS][COLUMNS<BLOCK_D>], value_sums[ROWS][COLUMNS<BLOCK_DV>];
+    clear(key_sums);
+    clear(value_sums);
+
+    const auto load = [&](int t, int slot) {
+        const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
+        const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch + h * a.query.head;
+        const T* const upstream =
+            reinterpret_cast<const T*>(a.grad_out.at) + b * a.grad_out.batch + h * a.grad_out.head;
+        T* const query = stages + slot * STAGE;
+        load_rows<BLOCK_N, BLOCK_D>(query, lines(queries, a.query, start, a.queries), a.query.column, a.dim,
+                                    QUERY_BYTES);
+        load_rows<BLOCK_N, BLOCK_DV>(query + QUERY, lines(upstream, a.grad_out, start, a.queries), a.grad_out.column,
+                                     a.dim_v, GRAD_OUT_BYTES);
+        const i64 line = (i64(b) * a.heads + h) * a.padded + start;
+        Real* const of_rows = reinterpret_cast<Real*>(query + QUERY + GRAD_OUT);
+        for (int n = thread_index() * Chunk<Real>::SIZE; n < 2 * BLOCK_N; n += 32 * WARPS * Chunk<Real>::SIZE)
+            copy_async<16>(of_rows + n,
+                           n < BLOCK_N ? reinterpret_cast<const Real*>(a.base) + line + n
+                                       : reinterpret_cast<const Real*>(a.delta) + line + n - BLOCK_N,
+                           16);
+    };
+    pipeline(tiles * a.group, load, [&](int t, int slot) {
+        const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
+        const auto sees = [&](int m) { return queries_of(a, e, mine(m)); };
+        const auto mask = [&](int m) { return b * a.mask.batch + h * a.mask.head + mine(m) * a.mask.column; };
+        const T* const query = stages + slot * STAGE;
+        const T* const upstream = query + QUERY;
+        const Real* const of_rows = reinterpret_cast<const Real*>(upstream + GRAD_OUT);
+        Scores s, dp, tangents, inner;
+        clear(s);
+        clear(dp);
+        product_nt<BLOCK_N, BLOCK_D>(s, key + warp_row() * PITCH<BLOCK_D>, query);
+        if (WITH_KEY) product_nt<BLOCK_N, BLOCK_DV>(dp, value + warp_row() * PITCH<BLOCK_DV>, upstream);
+        scale_scores(s, tangents, a);
+        hide(s, a, start, reached.hides(start), sees, mask, a.mask.row);
+        Real base[COLUMNS<BLOCK_N>], delta[COLUMNS<BLOCK_N>];
+        UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) {
+            base[n] = load_shared(of_rows + score_column(n));
+            delta[n] = load_shared(of_rows + BLOCK_N + score_column(n));
+        }
+        Kept kept;
+        if (DROPOUT) kept = kept_by_columns(a, b, h, first + warp_row(), start);
+        score_gradients(
+            s, dp, tangents, inner, a, [&](int, int n) { return base[n]; }, [&](int, int n) { return delta[n]; }, kept);
+        if (WITH_VALUE) product_nn<BLOCK_N, BLOCK_DV>(value_sums, s, upstream, scratch);
+        if (WITH_KEY) product_nn<BLOCK_N, BLOCK_D>(key_sums, inner, query, scratch);
+    });
+
+    UNROLL for (int m = 0; m < ROWS; m++) {
+        const int j = mine(m);
+        if (j >= a.keys) continue;
+        const i64 line = (i64(b) * heads + head_kv) * a.keys + j;
+        if (WITH_KEY) {
+            UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) key_sums[m][c] *= Real(a.scale);
+            store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_key) + line * a.dim, key_sums[m], a.dim);
+        }
+        if (WITH_VALUE)
+            store_sums<T, BLOCK_DV>(reinterpret_cast<T*>(a.grad_value) + line * a.dim_v, value_sums[m], a.dim_v);
+    }
+}

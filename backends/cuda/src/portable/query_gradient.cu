@@ -1,0 +1,83 @@
+// The gradient of query, (batch, heads, queries, dim): dQ = scale dS K.
+//
+// A block takes BLOCK_M queries of one head and visits the tiles of BLOCK_N keys that any of them sees, as the forward.
+// S and dP are computed again for each.
+//
+// Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
+// value [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier for each tile of keys.
+#include "portable/gradients.cuh"
+#include "portable/tiles.cuh"
+#include "schedule.cuh"
+
+constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, GRAD_OUT = BLOCK_M * PITCH<BLOCK_DV>;
+constexpr int KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
+static_assert((QUERY + GRAD_OUT + STAGES * (KEY + VALUE)) * sizeof(T) + SCRATCH == SHARED_BYTES,
+              "config.py counts the same shared memory");
+
+KERNEL query_gradient(const Arguments a) {
+    T* const query = reinterpret_cast<T*>(shared_memory());
+    T* const grad_out = query + QUERY;
+    T* const stages = grad_out + GRAD_OUT;
+    T* const scratch = stages + STAGES * (KEY + VALUE);
+
+    const Place at = place(a, a.heads, ceil_div(a.queries, BLOCK_M), true);
+    const int b = at.batch, h = at.head, first = at.tile * BLOCK_M;
+    const i64 head_kv = h / a.group;
+
+    const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch + h * a.query.head;
+    const T* const upstream = reinterpret_cast<const T*>(a.grad_out.at) + b * a.grad_out.batch + h * a.grad_out.head;
+    load_rows<BLOCK_M, BLOCK_D>(query, lines(queries, a.query, first, a.queries), a.query.column, a.dim, QUERY_BYTES);
+    load_rows<BLOCK_M, BLOCK_DV>(grad_out, lines(upstream, a.grad_out, first, a.queries), a.grad_out.column, a.dim_v,
+                                 GRAD_OUT_BYTES);
+
+    const Extent e = extent(a, b);
+    const i64 line = (i64(b) * a.heads + h) * a.padded;
+    const auto mine = [&](int m) { return first + warp_row() + row(m); };
+    const auto sees = [&](int m) { return mine(m) < a.queries ? keys_of(a, e, mine(m)) : Span{0, 0}; };
+    const auto mask = [&](int m) { return b * a.mask.batch + h * a.mask.head + mine(m) * a.mask.row; };
+    Real base[ROWS], delta[ROWS];
+    UNROLL for (int m = 0; m < ROWS; m++) {
+        base[m] = reinterpret_cast<const Real*>(a.base)[line + mine(m)];
+        delta[m] = reinterpret_cast<const Real*>(a.delta)[line + mine(m)];
+    }
+    const int last = smaller(first + BLOCK_M, a.queries) - 1;
+    const Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
+    const int first_tile = reached.first_tile();
+
+    Real sums[ROWS][COLUMNS<BLOCK_D>];
+    clear(sums);
+
+    const T* const keys = reinterpret_cast<const T*>(a.key.at) + b * a.key.batch + head_kv * a.key.head;
+    const T* const values = reinterpret_cast<const T*>(a.value.at) + b * a.value.batch + head_kv * a.value.head;
+    const auto load = [&](int t, int slot) {
+        const int start = (first_tile + t) * BLOCK_N;
+        T* const key = stages + slot * (KEY + VALUE);
+        load_rows<BLOCK_N, BLOCK_D>(key, lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES);
+        load_rows<BLOCK_N, BLOCK_DV>(key + KEY, lines(values, a.value, start, e.end), a.value.column, a.dim_v,
+                                     VALUE_BYTES);
+    };
+    pipeline(reached.tiles(), load, [&](int t, int slot) {
+        const int start = (first_tile + t) * BLOCK_N;
+        const T* const key = stages + slot * (KEY + VALUE);
+        Scores s, dp, tangents, inner;
+        clear(s);
+        clear(dp);
+        product_nt<BLOCK_N, BLOCK_D>(s, query + warp_row() * PITCH<BLOCK_D>, key);
+        product_nt<BLOCK_N, BLOCK_DV>(dp, grad_out + warp_row() * PITCH<BLOCK_DV>, key + KEY);
+        scale_scores(s, tangents, a);
+        hide(s, a, start, reached.hides(start), sees, mask, a.mask.column);
+        Kept kept;
+        if (DROPOUT) kept = kept_by_rows(a, b, [&](int) { return h; }, mine, start);
+        score_gradients(
+            s, dp, tangents, inner, a, [&](int m, int) { return base[m]; }, [&](int m, int) { return delta[m]; }, kept);
+        product_nn<BLOCK_N, BLOCK_D>(sums, inner, key, scratch);
+    });
+
+    UNROLL for (int m = 0; m < ROWS; m++) {
+        const int i = mine(m);
+        if (i >= a.queries) continue;
+        UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) sums[m][c] *= Real(a.scale);
+        const i64 to = ((i64(b) * a.heads + h) * a.queries + i) * a.dim;
+        store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_query) + to, sums[m], a.dim);
+    }
+}

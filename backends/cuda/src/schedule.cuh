@@ -1,0 +1,22 @@
+// Which tile of which head a block works on. The grid is one axis, so that no axis runs out.
+//
+// Splits vary fastest, then the heads of a section (as many as share the L2), then the tiles of rows, then sections.
+#pragma once
+#include "numbers.cuh"
+
+struct Place {
+    int batch, head;  // of the heads that the grid counts
+    int tile, split;
+};
+
+DEVICE Place place(const Arguments& a, int heads, int tiles, bool last_first) {
+    u32 at = block_index();
+    const int split = at % a.splits;
+    at /= a.splits;
+    const u32 whole = u32(a.section) * tiles;
+    const u32 first = at / whole * a.section;
+    const u32 here = smaller<u32>(a.section, u32(a.batch) * heads - first);
+    const int tile = at % whole / here;
+    const u32 head = first + at % whole % here;
+    return Place{int(head / heads), int(head % heads), last_first ? tiles - 1 - tile : tile, split};
+}

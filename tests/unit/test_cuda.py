@@ -1,0 +1,421 @@
+"""The CUDA backend beside ``verify``: refusals, tiles, and in the emulator what a launch has to get right."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Problem, planner
+from attnswitch.device import Device
+from attnswitch.problem import Mask, Memory
+
+backend = importlib.import_module("attnswitch.backends.cuda.backend")
+config = importlib.import_module("attnswitch.backends.cuda.config")
+emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+run = importlib.import_module("attnswitch.backends.cuda.run")
+VARIABLE = emulator.VARIABLE
+compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins without the variable, and leaves no plan of an emulated backend."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    planner.remembered.cache_clear()
+    yield
+    planner.remembered.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def emulated(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(cache))
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
+PADDED = PLAIN.replace(nonfinite=True, causal=False, key_lengths=True)
+
+
+def refusals(problem: Problem, device: Device | str) -> tuple[str, ...]:
+    where = Device.named(device) if isinstance(device, str) else device
+    found: tuple[str, ...] = backend.CudaBackend().supports(problem, where)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "words"),
+    [
+        (PLAIN, "cpu", f"{VARIABLE}=1 emulates it"),
+        (PLAIN.replace(dim_qk=257), "h200", "dim_qk=257"),
+        (PLAIN.replace(dim_v=512), "h200", "dim_v=512"),
+        (PLAIN, "t4", "sm_75.*bfloat16.*8.0"),
+        (PLAIN.replace(dtype="float32"), "v100", "sm_70.*7.5"),
+        (PLAIN, Device("rocm", "MI300X"), "rocm"),
+        (PLAIN.replace(seq_k=2**29), "h200", "positions"),
+        (PLAIN.replace(key=Memory(align=1)), "h200", "key is aligned to 1 bytes"),
+        (PLAIN.replace(nonfinite=True), "h200", "NaN or inf"),
+        (PADDED.replace(mask=Mask("bool")), "h200", "NaN or inf"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Device) else str(value),
+)
+def test_it_says_why_it_does_not_take_a_problem(problem: Problem, device: Device | str, words: str) -> None:
+    (reason,) = refusals(problem, device)
+    assert re.search(words, reason)
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "rtx3090"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PLAIN,
+        PLAIN.replace(dtype="float64", dim_qk=256, dim_v=1),
+        PLAIN.replace(key=Memory(align=2), value=Memory(strided=True), query=Memory(negative=True, expanded=True)),
+        PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(align=1)),
+        PADDED,
+    ],
+    ids=str,
+)
+def test_it_takes_a_problem(problem: Problem, device: str) -> None:
+    assert refusals(problem, device) == ()
+    assert refusals(problem.replace(dtype="float32", key=Memory()), "t4") == ()
+
+
+def test_emulated_it_takes_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    assert refusals(PLAIN, "cpu") == ()
+    assert len(refusals(PLAIN.replace(dim_qk=300, dim_v=300), "cpu")) == 2
+    monkeypatch.setenv(VARIABLE, "0")
+    assert len(refusals(PLAIN, "cpu")) == 1
+
+
+def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    backend._unavailable.cache_clear()
+    assert re.search(r"attnswitch\[cuda13\]", backend.CudaBackend().unavailable())
+    backend._unavailable.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_that_it_can_be_emulated() -> None:
+    assert VARIABLE in backend.CudaBackend().unavailable()
+
+
+# -- tiles and splits --------------------------------------------------------------------------------------------------
+
+DEVICES = ("h200", "a100", "rtx3090", "b200", "t4", "cpu")
+PROBLEMS = [
+    Problem.parse(f"{sizes}.d{dim}.{dtype}{more}")
+    for sizes, dim, dtype, more in [
+        *product(
+            ["b4.h16/4.s1024"], ["16", "64", "96", "128", "256", "256/1"], ["bf16", "fp32", "fp64"], ["", ".grad"]
+        ),
+        *product(["b1.h8/1.s1x4096", "b64.h8.s1x48", "b2.h2.s4x130"], ["64", "256"], ["bf16", "fp32", "fp64"], [""]),
+        ("b1.h4.s512", "80", "fp16", ".mask=fp32:qk.grad=qkvm"),
+        ("b1.h1.s0x5", "1", "fp16", ".grad"),
+        ("b1.h1.s5x0", "1", "fp32", ".grad"),
+    ]
+]
+KERNELS = ("forward", "key_gradients", "query_gradient", "mask_gradient")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
+    where = Device.named(device)
+    found = list(config.configs(problem, where))
+    assert len(set(found)) == len(found)
+    assert device != "cpu" or len(found) == 1
+    tensor = config.on_tensor_cores(problem)
+    for chosen in found:
+        for name in KERNELS:
+            tile = getattr(chosen, name)
+            own, by = (tile.keys, tile.queries) if name == "key_gradients" else (tile.queries, tile.keys)
+            assert own % (tile.warps * (16 if tensor else 4)) == 0, (name, tile)
+            assert by % (16 if tensor else 8) == 0, (name, tile)
+            assert max(own, by) <= 128, "to which rows are padded in the backward"
+            assert device == "cpu" or config.shared(name, tile, problem) <= (where.shared_memory or 0), (name, tile)
+        assert chosen.splits >= 1
+        assert chosen.splits == 1 or problem.seq_k > (chosen.splits - 1) * chosen.forward.keys
+
+
+def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
+    h200 = Device.named("h200")
+
+    def splits(text: str) -> int:
+        return int(next(config.configs(Problem.parse(text), h200)).splits)
+
+    assert splits("b1.h32/8.s1x131072.d128.bf16") * 8 >= 132
+    assert splits("b4.h16.s2048.d128.bf16") == 1
+    assert splits("b1.h8.s1x64.d128.bf16") == 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "padded"),
+    [(1, "bfloat16", 16), (72, "float16", 80), (256, "bfloat16", 256), (33, "float32", 64), (17, "float64", 32)],
+)
+def test_head_dimensions_are_padded_to_steps(dim: int, dtype: str, padded: int) -> None:
+    assert config.block(dim, PLAIN.replace(dtype=dtype)) == padded
+
+
+# -- launches, emulated ------------------------------------------------------------------------------------------------
+
+SIZES = {"batch": 2, "heads": 4, "heads_kv": 2, "queries": 37, "keys": 53, "dim": 24, "dim_v": 40}
+DTYPES = {"float32": 2e-6, "float64": 1e-14, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def operands(dtype: str = "float32", **sizes: int) -> tuple[Any, Any, Any]:
+    s = {**SIZES, **sizes}
+    generator = torch.Generator().manual_seed(1)
+    shapes = (
+        (s["batch"], s["heads"], s["queries"], s["dim"]),
+        (s["batch"], s["heads_kv"], s["keys"], s["dim"]),
+        (s["batch"], s["heads_kv"], s["keys"], s["dim_v"]),
+    )
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    kind = getattr(torch, dtype)
+    return q.to(kind), k.to(kind), v.to(kind)
+
+
+def compare(arrays: Any, tolerance: float, mask: Any = None, **options: Any) -> None:
+    """Output, lse and every gradient beside ``tiled`` in float64."""
+    results = []
+    for name, wide in (("cuda", False), ("tiled", True)):
+        given = [array.detach().to(torch.float64) if wide else array.detach() for array in arrays]
+        given = [array.requires_grad_() for array in given]
+        extra: dict[str, Any] = (
+            {} if mask is None else {"attn_mask": (mask.double() if wide and mask.is_floating_point() else mask)}
+        )
+        grads = list(given)
+        if mask is not None and mask.is_floating_point():
+            extra["attn_mask"] = extra["attn_mask"].detach().requires_grad_()
+            grads.append(extra["attn_mask"])
+        query, key, value = given
+        out, lse = attnswitch.attention(query, key, value, return_lse=True, backend=name, **extra, **options)
+        generator = torch.Generator().manual_seed(2)
+        upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+        upstream_lse = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(lse.dtype)
+        alive = torch.isfinite(lse)
+        total = (out * upstream).sum() + (torch.where(alive, lse, 0) * upstream_lse).sum()
+        results.append([out.detach(), torch.where(alive, lse, -7.0).detach(), *torch.autograd.grad(total, grads)])
+    for got, expected in zip(*results, strict=True):
+        size = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "causal_alignment": "bottom_right", "window": (20, None), "key_lengths": [53, 30]},
+        {"softcap": 2.0, "scale": -0.3, "dropout_p": 0.3, "seed": 2**40 + 7},
+        {"dropout_p": 1.0, "seed": 3},
+    ],
+    ids=["plain", "positions", "softcap-dropout", "all-dropped"],
+)
+def test_results_are_those_of_the_tiled_backend(dtype: str, options: dict[str, Any]) -> None:
+    compare(operands(dtype), DTYPES[dtype], **options)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("kind", ["bool", "float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(2, 4, 37, 53), (53,), (37, 1), (2, 1, 1, 53), (1, 4, 37, 1), (1, 1, 1, 1)], ids=str)
+def test_masks_of_every_type_and_shape(kind: str, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(shape, generator=generator)
+    mask = drawn < 0.5 if kind == "bool" else drawn.to(getattr(torch, kind))
+    compare(operands(), {"float16": 2e-3, "bfloat16": 2e-2}.get(kind, 1e-5), mask)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_hidden_by_a_float_mask() -> None:
+    mask = torch.zeros(37, 53)
+    mask[:, 10:20] = -torch.inf
+    mask[5] = -torch.inf
+    compare(operands(), 1e-5, mask)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_the_least_number_in_all_of_a_row_hides_nothing() -> None:
+    q, k, v = operands()
+    out = attnswitch.attention(q, k, v, attn_mask=torch.full((53,), torch.finfo(torch.float32).min), backend="cuda")
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out))
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"queries": 1, "keys": 300, "heads": 8},  # split, with the heads of a group in one tile
+        {"queries": 3, "keys": 130, "heads": 2, "dim": 5, "dim_v": 3},
+        {"queries": 0},
+        {"keys": 0},
+        {"batch": 0},
+        {"dim": 256, "dim_v": 130, "queries": 17, "keys": 33},
+    ],
+    ids=str,
+)
+def test_sizes(dtype: str, sizes: dict[str, int]) -> None:
+    compare(operands(dtype, **sizes), DTYPES[dtype], is_causal=sizes.get("queries", 9) > 1)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
+def test_only_the_gradients_that_are_asked_for(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[Any] = []
+    start = run.start
+
+    def record(variant: Any, *rest: Any) -> None:
+        names.append(variant)
+        start(variant, *rest)
+
+    monkeypatch.setattr(run, "start", record)
+    arrays = operands()
+    leaves = [array.requires_grad_(letter in wanted) for letter, array in zip("qkv", arrays, strict=True)]
+    out = attnswitch.attention(*leaves, backend="cuda")
+    found = torch.autograd.grad(out.sum(), [leaf for leaf in leaves if leaf.requires_grad])
+    again = [leaf.detach().requires_grad_() for leaf in leaves]
+    every = torch.autograd.grad(attnswitch.attention(*again, backend="cuda").sum(), again)
+    expected = [grad for letter, grad in zip("qkv", every, strict=True) if letter in wanted]
+    for got, right in zip(found, expected, strict=True):
+        assert torch.equal(got, right)
+    first = [variant.kernel for variant in names[: names.index(next(v for v in names[1:] if v.kernel == "forward"), 1)]]
+    assert ("query_gradient" in first) == ("q" in wanted)
+    assert ("key_gradients" in first) == bool({"k", "v"} & set(wanted))
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_any_strides(dtype: str) -> None:
+    """Turned, sliced, expanded and offset operands give the bits that plain ones give."""
+    q, k, v = operands(dtype)
+    plain = attnswitch.attention(q, k, v, backend="cuda")
+
+    def offset(array: Any, by: int) -> Any:
+        room = torch.full((array.numel() + by,), torch.nan, dtype=array.dtype)
+        room[by:] = array.flatten()
+        return room[by:].view(array.shape)
+
+    def turned(array: Any) -> Any:
+        return array.mT.contiguous().mT
+
+    def sliced(array: Any) -> Any:
+        room = torch.full((*array.shape[:3], 2 * array.shape[3]), torch.nan, dtype=array.dtype)
+        room[..., ::2] = array
+        return room[..., ::2]
+
+    changes: list[Callable[[Any], Any]] = [turned, sliced, *(partial(offset, by=by) for by in (1, 2, 4))]
+    for change in changes:
+        arrays = [change(array) for array in (q, k, v)]
+        assert torch.equal(attnswitch.attention(*arrays, backend="cuda"), plain)
+    one = k[:, :1].expand(-1, 2, -1, -1)
+    both = attnswitch.attention(q, one.contiguous(), v, backend="cuda")
+    assert torch.equal(attnswitch.attention(q, one, v, backend="cuda"), both)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_numpy_arrays_may_run_backwards() -> None:
+    q, k, v = (array.numpy() for array in operands())
+    plain = attnswitch.attention(q, k, v, backend="cuda")
+    back = [np.ascontiguousarray(array[..., ::-1, ::-1])[..., ::-1, ::-1] for array in (q, k, v)]
+    assert all(array.strides[3] < 0 for array in back)
+    found = attnswitch.attention(*back, backend="cuda")
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, plain)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_lengths_of_every_integer_type() -> None:
+    q, k, v = operands(batch=4)
+    values = [53, 0, 17, 1]
+    expected = attnswitch.attention(q, k, v, key_lengths=values, backend="cuda")
+    for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
+        lengths = torch.tensor(values).to(getattr(torch, name))
+        apart = torch.tensor([n for value in values for n in (value, 99)]).to(getattr(torch, name))[::2]
+        for given in (lengths, apart):
+            assert torch.equal(attnswitch.attention(q, k, v, key_lengths=given, backend="cuda"), expected), name
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_sections_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few heads run side by side, each is done once."""
+    arrays = operands(batch=3, heads=6)
+    plain = attnswitch.attention(*arrays, is_causal=True, backend="cuda")
+    for section in (1, 2, 4, 5):
+        monkeypatch.setattr(config, "heads_a_section", lambda *_, section=section, **__: section)
+        compare(arrays, DTYPES["float32"], is_causal=True)
+        assert torch.equal(attnswitch.attention(*arrays, is_causal=True, backend="cuda"), plain)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("warps", "stages", "rows"), [(1, 1, 32), (2, 2, 32), (4, 3, 64), (1, 3, 16)])
+def test_tiles_change_nothing_but_rounding(
+    dtype: str, warps: int, stages: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = config.Tile(rows, 32, warps, stages)
+    turned = config.Tile(32, rows, warps, stages)
+    chosen = config.CudaConfig(tile, turned, tile, replace(tile, stages=1))
+    monkeypatch.setattr(config, "_emulated", lambda _: chosen)
+    planner.kernel.cache_clear()
+    compare(operands(dtype), DTYPES[dtype], is_causal=True, dropout_p=0.25, seed=9)
+    planner.kernel.cache_clear()
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_uniform_weights_are_exact_over_splits() -> None:
+    q, k, v = operands(queries=1, keys=64, dim=16)
+    v = torch.round(v * 4)
+    found = attnswitch.attention(torch.zeros_like(q), k, v, backend="cuda")
+    assert next(config.configs(Problem.parse("b2.h4/2.s1x64.d16/40.fp32"), Device.cpu())).splits > 1
+    assert torch.equal(found, v.mean(2, keepdim=True).repeat_interleave(2, 1))
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_output_lies_as_query_does() -> None:
+    q, k, v = operands()
+    inside = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert attnswitch.attention(inside, k, v, backend="cuda").transpose(1, 2).is_contiguous()
+    assert attnswitch.attention(q, k, v, backend="cuda").is_contiguous()
+
+
+def test_softmax_scale_of_a_softcap_that_caps_nothing() -> None:
+    launch = importlib.import_module("attnswitch.backends.cuda.launch")
+    assert not launch._capped(PLAIN.replace(softcap=1e30))
+    assert launch._folds(PLAIN.replace(softcap=1e30))
+    assert not launch._folds(PLAIN.replace(scale=-1.0))
+    assert math.isclose(PLAIN.softmax_scale, 128**-0.5)
