@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from attnswitch.backend import Inputs
+from attnswitch.philox import BITS
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import config, memory, run
@@ -201,7 +202,7 @@ def _arguments(p: Problem, inputs: Inputs, saved: Saved | None = None) -> Argume
     a.keep_scale = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
     seed = inputs.seed or 0
     a.seed_low, a.seed_high = seed & 0xFFFFFFFF, seed >> 32
-    a.threshold = min(round(p.dropout * 2**32), 2**32 - 1)
+    a.threshold = min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1)  # of a whole word
     a.batch, a.heads, a.group, a.pack = p.batch, p.heads_q, p.group, 1
     a.queries, a.keys, a.dim, a.dim_v = p.seq_q, p.seq_k, p.dim_qk, p.dim_v
     a.left, a.right = _sight(p)
