@@ -11,13 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from attnswitch.philox import ROUNDS, philox4x32
+
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
 #: All that a source expects to be told.
-SIZES = {"WARPS": 2, "RESIDENT": 1, "STORAGE": "float", "PHILOX_ROUNDS": 10}
+SIZES = {"WARPS": 2, "RESIDENT": 1, "STORAGE": "float", "PHILOX_ROUNDS": ROUNDS}
 HEAD = '#include "numbers.cuh"\n#include "philox.cuh"\n'
 SHARED = "float* const shared = reinterpret_cast<float*>(shared_memory());\n"
 IN_OUT = "const float* in = (const float*)a.query.at; float* out = (float*)a.lse;\n"
@@ -153,8 +155,6 @@ def test_copies_arrive_when_they_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_philox_is_the_one_of_the_contract(tmp_path: Path) -> None:
-    from attnswitch.philox import philox4x32
-
     out = np.zeros((64, 4), np.uint32)
     body = "const Words w = philox(thread_index(), 7, 3, 1, 0xdeadbeef, 0x12345678);\n"
     body += "for (int n = 0; n < 4; n++) ((u32*)a.lse)[4 * thread_index() + n] = w.at[n];"
