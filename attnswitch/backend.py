@@ -60,7 +60,10 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Tile sizes and the like; backends subclass it. This one says: nothing to choose."""
+    """Tile sizes and the like; backends subclass it. This one says: nothing to choose.
+
+    Its ``str`` names it among the configs of a backend: in wisdom, and in ``attnswitch bench --config``.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,9 @@ class TiledConfig(Config):
     block_q: int = 64
     block_k: int = 64
 
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_k}"
+
 
 class TiledBackend:
     """Every feature in float32 (float64 for float64) with memory linear in the sequence length."""

@@ -54,6 +54,13 @@ def bench(
         list[str] | None,
         typer.Option(help="Measure this peer in place of the suite's (repeatable): torch, flex, or none."),
     ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="Beside each backend's own choice, measure its configs whose text has PART (repeatable); '' is all.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ... Default: the first GPU, else the CPU.")] = None,
     direction: Annotated[
         Literal["forward", "backward", "both"], typer.Option(help="Backward is the gradients alone.")
@@ -75,7 +82,10 @@ def bench(
     Exit code 0: good. 1: a result was wrong. 2: the tool could not do its work. 3: nothing was measured.
     """
     where = present(device) if device is not None else ("cuda:0" if len(Device.all()) > 1 else "cpu")
-    rows = [_chosen(found, _backends(backend), _peers(peer)) for found in _rows(suite, problem, row, where)]
+    rows = [
+        _chosen(found, _backends(backend), _peers(peer), tuple(config or ()))
+        for found in _rows(suite, problem, row, where)
+    ]
     output = _Output(json, csv, where, Budget(budget / 4, budget))
     output.check()
     output.measure(rows, ("forward", "backward") if direction == "both" else (direction,))
@@ -195,8 +205,10 @@ def _peers(names: list[str] | None) -> tuple[str, ...] | None:
     return tuple(name for name in dict.fromkeys(names) if name != NONE)
 
 
-def _chosen(row: Row, backends: tuple[str, ...] | None, peers: tuple[str, ...] | None) -> Row:
+def _chosen(row: Row, backends: tuple[str, ...] | None, peers: tuple[str, ...] | None, configs: tuple[str, ...]) -> Row:
     """``row`` with the candidates asked for in place of its own."""
     return row.replace(
-        backends=row.backends if backends is None else backends, peers=row.peers if peers is None else peers
+        backends=row.backends if backends is None else backends,
+        peers=row.peers if peers is None else peers,
+        configs=configs,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,14 +14,17 @@ import attnswitch
 from attnswitch import registry
 from attnswitch.bench.record import Status
 from attnswitch.bench.workload import Workload
+from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["AUTO", "Attend", "Refused", "of_backend"]
+__all__ = ["AUTO", "Attend", "Refused", "of_backend", "with_configs"]
 
 #: One attention call, ready to run: the output, differentiable where the workload's operands require gradients.
 Attend = Callable[[], torch.Tensor]
 #: The dispatcher's own choice, as a candidate.
 AUTO = "auto"
+#: What a plan does not know of a call beside its arrays.
+_OF_PLANS = ("attn_mask", "key_lengths", "seed")
 
 
 class Refused(Exception):
@@ -30,8 +35,22 @@ class Refused(Exception):
         self.status: Status = status
 
 
+def with_configs(names: tuple[str, ...], parts: tuple[str, ...], work: Workload) -> Iterator[str]:
+    """Each backend, and after it, by name and text, its configs for ``work`` whose text has one of ``parts``."""
+    for name in names:
+        yield name
+        loaded: Any = registry.load(name) if parts and name in registry.names() else ""
+        if not isinstance(loaded, str) and not loaded.supports(work.problem, Device.parse(work.device)):
+            configs = (str(c) for c in islice(loaded.configs(work.problem, Device.parse(work.device)), 1, None))
+            yield from (f"{name} {text}" for text in configs if any(part in text for part in parts))
+
+
 def of_backend(name: str, work: Workload) -> Attend:
-    """The public call with ``backend=name``, as a user makes it. Raises ``Refused``."""
+    """The public call with ``backend=name``, as a user makes it; with a config, if its text follows the name.
+
+    Raises ``Refused``.
+    """
+    name, _, config = name.partition(" ")
     backend = None if name == AUTO else name
     if backend is not None and ":" not in name and name not in registry.names():
         raise Refused(f"backend {name!r} is not known here", "unavailable")
@@ -47,4 +66,7 @@ def of_backend(name: str, work: Workload) -> Attend:
         named = next(candidate for candidate in plan.candidates if candidate.backend == backend)
         raise Refused("; ".join(plan.why_not(named)), "refused" if named.reasons else "unavailable")
     attend: Callable[[], Any] = functools.partial(attnswitch.attention, *operands, backend=backend, **keywords)
+    if config:
+        plan = replace(plan, chosen=replace(plan.chosen, config=config))
+        attend = functools.partial(plan, *operands, **{name: keywords[name] for name in _OF_PLANS})
     return (lambda: attend()[0]) if work.problem.lse else attend

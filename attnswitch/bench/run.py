@@ -12,7 +12,7 @@ import torch
 
 from attnswitch import cost
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.candidates import Attend, Refused, of_backend
+from attnswitch.bench.candidates import Attend, Refused, of_backend, with_configs
 from attnswitch.bench.peers import PEERS
 from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.suites import Row
@@ -77,9 +77,10 @@ def run(step: Step, device: str, limits: Limits, budget: Budget) -> Iterator[Rec
                 entry.fail(error)
             yield from (entry.record for entry in entries)
             return
+        backends = tuple(with_configs(step.row.backends, step.row.configs, work))
+        entries = [_Entry(_blank(step, name)) for name in (*backends, *step.row.peers)]
         for index, entry in enumerate(entries):
-            is_peer = index >= len(step.row.backends)
-            _prepare(entry, step, work, is_peer=is_peer)
+            _prepare(entry, step, work, is_peer=index >= len(backends))
             _try_out(entry, work, reference)
         if step.row.kind != "memory":
             _time(entries, step.row.problem, device, limits, budget)

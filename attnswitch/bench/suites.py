@@ -24,7 +24,10 @@ _PEERS = ("torch",)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One problem to measure, and with what. ``lengths`` are key lengths, or those of a bool padding mask."""
+    """One problem to measure, and with what. ``lengths`` are key lengths, or those of a bool padding mask.
+
+    ``configs``: beside its own choice, each backend is measured with those of its configs whose text has one of these.
+    """
 
     suite: str
     name: str
@@ -34,6 +37,7 @@ class Row:
     directions: tuple[Direction, ...] = ("forward", "backward")
     kind: Kind = "speed"
     lengths: tuple[int, ...] | None = None
+    configs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         what = f"suite {self.suite}, row {self.name!r}"

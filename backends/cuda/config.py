@@ -35,6 +35,9 @@ class Tile:
     stages: int
     resident: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}"
+
 
 @dataclass(frozen=True, slots=True)
 class CudaConfig(Config):
@@ -48,6 +51,11 @@ class CudaConfig(Config):
     splits: int = 1
     #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
     key_and_value: bool = True
+
+    def __str__(self) -> str:
+        keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
+        parts = (f"forward {self.forward}", keys, f"queries {self.query_gradient}", f"mask {self.mask_gradient}")
+        return ", ".join((*parts, f"splits {self.splits}"))
 
 
 def on_tensor_cores(problem: Problem) -> bool:

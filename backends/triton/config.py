@@ -34,6 +34,10 @@ class Tile:
     #: Most registers of a thread, 0 for as many as the compiler likes: fewer let more programs share an SM.
     registers: int = 0
 
+    def __str__(self) -> str:
+        limit = f" r{self.registers}" if self.registers else ""
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}{limit}"
+
 
 @dataclass(frozen=True, slots=True)
 class TritonConfig(Config):
@@ -44,6 +48,10 @@ class TritonConfig(Config):
     query_gradient: Tile
     #: Keys are split among this many programs; 1 is none.
     splits: int = 1
+
+    def __str__(self) -> str:
+        parts = (f"forward {self.forward}", f"keys {self.key_gradients}", f"queries {self.query_gradient}")
+        return ", ".join((*parts, f"splits {self.splits}"))
 
 
 def block(dim: int) -> int:

@@ -210,6 +210,23 @@ def test_backends_that_do_not_run_are_listed_with_their_reason() -> None:
     assert "softcap=2.0" in (found["sdpa-math"].why or "")
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_configs_are_candidates_by_their_text(direction: Any) -> None:
+    names = "tiled", "sdpa-math", "sdpa-cudnn"
+    found = records("b1.h1.s40.d8.fp32", *names, direction=direction, configs=("16x32", "128x"))
+    tiles = "16x32", "128x16", "128x32", "128x64", "128x128", "128x256"
+    assert list(found) == ["tiled", *(f"tiled {tile}" for tile in tiles), "sdpa-math", "sdpa-cudnn"]
+    assert [name for name, record in found.items() if record.status != "measured"] == ["sdpa-cudnn"]
+    assert tuple(records("b1.h1.s40.d8.fp32", *names, direction=direction)) == names
+
+
+def test_a_config_that_is_named_is_what_runs() -> None:
+    work = workload.make(row("b1.h2.s40.d8.fp32", "tiled"), "forward", "cpu")
+    whole, parts = (candidates.of_backend(name, work)() for name in ("tiled", "tiled 16x16"))
+    torch.testing.assert_close(whole, parts)
+    assert not torch.equal(whole, parts)  # sums in another order
+
+
 def test_auto_is_the_dispatchers_own_choice() -> None:
     assert records("b1.h1.s8.d8.fp32", "auto")["auto"].status == "measured"
     with pytest.raises(Refused, match="no backend takes it"):
