@@ -419,3 +419,37 @@ def test_softmax_scale_of_a_softcap_that_caps_nothing() -> None:
     assert launch._folds(PLAIN.replace(softcap=1e30))
     assert not launch._folds(PLAIN.replace(scale=-1.0))
     assert math.isclose(PLAIN.softmax_scale, 128**-0.5)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"is_causal": True}, (0, 64)),
+        ({"window": (10, 3)}, (0, 96)),
+        ({"window": (0, 0), "causal_alignment": "bottom_right"}, (96, 160)),
+        ({"key_lengths": [90]}, (0, 90)),
+        ({"attn_mask": "padding"}, (64, 128)),
+    ],
+    ids=str,
+)
+def test_tiles_that_hide_everything_are_not_loaded(
+    dtype: str, options: dict[str, Any], seen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in them would show: it is left to the kernels here to keep away from it."""
+    monkeypatch.setenv("ATTNSWITCH_CHECK_FINITE", "never")
+    q, k, v = operands(dtype, batch=1, queries=64, keys=160)
+    if "attn_mask" in options:
+        mask = torch.zeros(160, dtype=torch.bool)
+        mask[70:100] = True
+        options = {"attn_mask": mask}
+    for array in (k, v):
+        array[:, :, : seen[0]] = torch.nan
+        array[:, :, seen[1] :] = torch.nan
+    leaves = [array.requires_grad_() for array in (q, k, v)]
+    out = attnswitch.attention(*leaves, backend="cuda", **options)
+    assert torch.isfinite(out).all()
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert torch.isfinite(grad).all()

@@ -11,7 +11,7 @@
 // Invariants: after each tile, `sums` and `total` are relative to the row's `top`; a thread's `total` is of its own
 // columns until the end. Scores that need nothing but a positive factor (FOLD) are never multiplied: the factor is a part
 // of the exponential, and `top` is the largest q . k. A row that has seen no key keeps top = -inf and weights of 0.
-#include "portable/scores.cuh"
+#include "portable/hull.cuh"
 #include "portable/tiles.cuh"
 #include "schedule.cuh"
 
@@ -52,6 +52,7 @@ KERNEL forward(const Arguments a) {
         reached.any.from = larger(reached.any.from, at.split * a.chunk);
         reached.any.to = smaller(reached.any.to, (at.split + 1) * a.chunk);
     }
+    reached.any = hull(a, b, head, a.pack, reached.any, reinterpret_cast<int*>(stages));
     const int first_tile = reached.first_tile();
 
     Real sums[ROWS][COLUMNS<BLOCK_DV>], top[ROWS], total[ROWS];

@@ -8,6 +8,7 @@
 // Shared memory: key [BLOCK_M][BLOCK_D], value [BLOCK_M][BLOCK_DV], then STAGES times query [BLOCK_N][BLOCK_D], grad_out
 // [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products. One barrier for each tile.
 #include "portable/gradients.cuh"
+#include "portable/hull.cuh"
 #include "portable/tiles.cuh"
 #include "schedule.cuh"
 
@@ -40,6 +41,8 @@ KERNEL key_gradients(const Arguments a) {
     Reach reached = {{0, 0}, {0, 0}};
     if (first < e.end) reached = reach(queries_of(a, e, first), queries_of(a, e, last));
     if (last < smaller(first + BLOCK_M, a.keys) - 1) reached.every = Span{0, 0};  // some are past the sequence's end
+    const Span left = hull(a, b, head_kv * a.group, a.group, Span{first, last + 1}, reinterpret_cast<int*>(stages));
+    if (left.to <= left.from) reached.any = Span{0, 0};
     const int first_tile = reached.first_tile(), tiles = reached.tiles();
 
     Real key_sums[ROWS][COLUMNS<BLOCK_D>], value_sums[ROWS][COLUMNS<BLOCK_DV>];

@@ -6,6 +6,7 @@
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
 // value [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier for each tile of keys.
 #include "portable/gradients.cuh"
+#include "portable/hull.cuh"
 #include "portable/tiles.cuh"
 #include "schedule.cuh"
 
@@ -41,7 +42,8 @@ KERNEL query_gradient(const Arguments a) {
         delta[m] = reinterpret_cast<const Real*>(a.delta)[line + mine(m)];
     }
     const int last = smaller(first + BLOCK_M, a.queries) - 1;
-    const Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
+    Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
+    reached.any = hull(a, b, h, 1, reached.any, reinterpret_cast<int*>(stages));
     const int first_tile = reached.first_tile();
 
     Real sums[ROWS][COLUMNS<BLOCK_D>];
