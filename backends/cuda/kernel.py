@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from attnswitch.backend import Gradients, Inputs
@@ -14,7 +13,6 @@ from .config import CudaConfig
 __all__ = ["CudaKernel"]
 
 
-@dataclass(frozen=True, slots=True)
 class CudaKernel:
     """Forward in one launch, or two where the keys are split; backward in three or four, and one for a float mask.
 
@@ -22,38 +20,38 @@ class CudaKernel:
     nothing.
     """
 
-    problem: Problem
-    config: CudaConfig
+    def __init__(self, problem: Problem, config: CudaConfig) -> None:
+        p = self.problem = problem
+        self._rows = (p.batch, p.heads_q, p.seq_q)
+        self._real = "float64" if p.dtype == "float64" else "float32"
+        self._forward = launch.Forward(p, config)
+        self._prepare = launch.Prepare(p)
+        self._query = launch.QueryGradient(p, config) if "q" in p.grads else None
+        self._keys = launch.KeyGradients(p, config) if "k" in p.grads or "v" in p.grads else None
+        self._mask = launch.MaskGradient(p, config) if "m" in p.grads else None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""
-        p = self.problem
-        real = "float64" if p.dtype == "float64" else "float32"
         with memory.on(inputs.query):
-            out = _like(inputs.query, p.dim_v)
-            lse = memory.empty((p.batch, p.heads_q, p.seq_q), inputs.query, real)
-            launch.forward(p, self.config, inputs, out, lse)
+            out = _like(inputs.query, self.problem.dim_v)
+            lse = memory.empty(self._rows, inputs.query, self._real)
+            self._forward(inputs, out, lse)
         return out, lse
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
-        p = self.problem
-        query = key = value = mask = None
         with memory.on(inputs.query):
-            saved = launch.prepare(p, inputs, out, lse, grad_out, grad_lse)
-            if "q" in p.grads:
-                query = launch.query_gradient(p, self.config, inputs, saved)
-            if wanted := "".join(letter for letter in "kv" if letter in p.grads):
-                key, value = launch.key_gradients(p, self.config, inputs, saved, wanted)
-            if "m" in p.grads:
-                mask = launch.mask_gradient(p, self.config, inputs, saved)
+            saved = self._prepare(inputs, out, lse, grad_out, grad_lse)
+            query = self._query(inputs, saved) if self._query else None
+            key, value = self._keys(inputs, saved) if self._keys else (None, None)
+            mask = self._mask(inputs, saved) if self._mask else None
         return Gradients(query, key, value, mask)
 
 
 def _like(query: Any, dim: int) -> Any:
     """An output (batch, heads, L, dim) that lies in memory in the order of ``query``, heads inside L or L inside."""
     b, h, length, _ = query.shape
-    steps = memory.strides(query)
-    if h > 1 and length > 1 and abs(steps[1]) < abs(steps[2]):
+    _, _, by_head, by_row, _ = memory.place(query)
+    if h > 1 and length > 1 and abs(by_head) < abs(by_row):
         return memory.empty((b, length, h, dim), query).swapaxes(1, 2)
     return memory.empty((b, h, length, dim), query)

@@ -1,8 +1,9 @@
-"""From arrays to launches: arguments, grids, and the flags that a kernel is compiled for."""
+"""From arrays to launches: each launch of a problem is prepared once, and given addresses and strides at every call."""
 
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any, NamedTuple
 
 from attnswitch.backend import Inputs
@@ -10,11 +11,11 @@ from attnswitch.philox import BITS
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import config, memory, run
-from .arguments import Arguments, Operand
+from .arguments import Arguments
 from .config import ROWS_A_BLOCK, CudaConfig, Tile, block
 from .variant import Variant
 
-__all__ = ["Saved", "forward", "key_gradients", "mask_gradient", "prepare", "query_gradient"]
+__all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved"]
 
 _LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
@@ -22,10 +23,12 @@ _NO_CAP = 1e30
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
 _MASK_KINDS = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
+#: ``arguments.Operand``, written in one go.
+_OPERAND = struct.Struct("=5q")
 
 
 class Saved(NamedTuple):
-    """What the backward works on beside the inputs: dO, and for each row what ``prepare`` made of lse and dO.
+    """What the backward works on beside the inputs: dO, and for each row what ``Prepare`` made of lse and dO.
 
     ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles).
     """
@@ -38,90 +41,138 @@ class Saved(NamedTuple):
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def forward(p: Problem, chosen: CudaConfig, inputs: Inputs, out: Any, lse: Any) -> None:
-    """Write output and lse."""
-    tile, splits = chosen.forward, chosen.splits
-    a = _arguments(p, inputs)
-    a.out, a.lse = _operand(out), memory.address(lse)
-    a.pack = p.group if config.packs(p) else 1
-    heads = p.heads_q // a.pack
-    a.section = min(config.heads_a_section(p, queries=False), max(1, p.batch * heads))
-    a.splits, a.chunk = splits, _tiles(p.seq_k, splits * tile.keys) * tile.keys
-    if splits > 1:
-        parts = memory.empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), lse)
-        sums = memory.empty((2, splits, p.batch, p.heads_q, p.seq_q), lse)
+class Forward:
+    """Writes output and lse: one launch, and another that merges them where the keys are split."""
+
+    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
+        tile, splits = chosen.forward, chosen.splits
+        a = _constants(p)
+        a.pack = p.group if config.packs(p) else 1
+        heads = p.heads_q // a.pack
+        a.section = min(config.heads_a_section(p, queries=False), max(1, p.batch * heads))
+        a.splits, a.chunk = splits, _tiles(p.seq_k, splits * tile.keys) * tile.keys
+        self._constants = a
+        self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": int(splits > 1)})
+        self._blocks = p.batch * heads * _tiles(config.rows(p), tile.queries) * splits
+        self._rows = (splits, p.batch, p.heads_q, p.seq_q)
+        self._dim = p.dim_v
+        self._merge = _of_rows("merge", p, {}) if splits > 1 else None
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
+        """Launch it. ``out`` and ``lse`` are written."""
+        a = _arguments(self._constants, inputs)
+        _put(a, Arguments.out.offset, out)
+        a.lse = memory.address(lse)
+        if self._merge is None:
+            run.start(self._variant, self._blocks, a, out)
+            return
+        parts = memory.empty((*self._rows, self._dim), lse)
+        sums = memory.empty((2, *self._rows), lse)
         a.parts, a.sums = memory.address(parts), memory.address(sums)
-    flags = {**_flags(p, inputs), "SPLIT": int(splits > 1)}
-    blocks = p.batch * heads * _tiles(config.rows(p), tile.queries) * splits
-    run.start(_variant("forward", p, tile, flags), blocks, a, out)
-    if splits > 1:
-        lines = p.batch * p.heads_q * p.seq_q
-        run.start(_of_rows("merge", p, {}), _tiles(lines, ROWS_A_BLOCK), a, out)
+        run.start(self._variant, self._blocks, a, out)
+        run.start(self._merge, _tiles(math.prod(self._rows[1:]), ROWS_A_BLOCK), a, out)
 
 
-def prepare(p: Problem, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
+class Prepare:
     """D of every row, and its lse as the other kernels want it."""
-    padded = _tiles(p.seq_q, _PADDING) * _PADDING
-    base, delta = (memory.empty((p.batch, p.heads_q, padded), lse) for _ in range(2))
-    saved = Saved(grad_out, base, delta)
-    a = _arguments(p, inputs, saved)
-    lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
-    a.out, a.lse = _operand(out), memory.address(lse)
-    a.grad_lse = None if grad_lse is None else memory.address(grad_lse)
-    blocks = _tiles(p.batch * p.heads_q * padded, ROWS_A_BLOCK)
-    run.start(_of_rows("prepare", p, {"FOLD": int(_folds(p))}), blocks, a, lse)
-    return saved
+
+    def __init__(self, p: Problem) -> None:
+        self._constants = _constants(p)
+        self._variant = _of_rows("prepare", p, {"FOLD": int(_folds(p))})
+        self._shape = (p.batch, p.heads_q, _tiles(p.seq_q, _PADDING) * _PADDING)
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
+        """Launch it."""
+        saved = Saved(grad_out, memory.empty(self._shape, lse), memory.empty(self._shape, lse))
+        a = _arguments(self._constants, inputs, saved)
+        lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
+        _put(a, Arguments.out.offset, out)
+        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
+        run.start(self._variant, _tiles(math.prod(self._shape), ROWS_A_BLOCK), a, lse)
+        return saved
 
 
-def query_gradient(p: Problem, chosen: CudaConfig, inputs: Inputs, saved: Saved) -> Any:
+class QueryGradient:
     """Gradient of query, (B, Hq, Lq, D)."""
-    tile = chosen.query_gradient
-    grad = memory.empty((p.batch, p.heads_q, p.seq_q, p.dim_qk), inputs.query)
-    a = _arguments(p, inputs, saved)
-    a.grad_query = memory.address(grad)
-    heads = p.batch * p.heads_q
-    a.section = min(config.heads_a_section(p, queries=False), max(1, heads))
-    flags = _flags(p, inputs, saved)
-    run.start(_variant("query_gradient", p, tile, flags), heads * _tiles(p.seq_q, tile.queries), a, grad)
-    return grad
+
+    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
+        a = _constants(p)
+        heads = p.batch * p.heads_q
+        a.section = min(config.heads_a_section(p, queries=False), max(1, heads))
+        self._constants = a
+        self._variant = _variant("query_gradient", p, chosen.query_gradient, _flags(p))
+        self._blocks = heads * _tiles(p.seq_q, chosen.query_gradient.queries)
+        self._shape = (p.batch, p.heads_q, p.seq_q, p.dim_qk)
+
+    def __call__(self, inputs: Inputs, saved: Saved) -> Any:
+        """Launch it."""
+        grad = memory.empty(self._shape, inputs.query)
+        a = _arguments(self._constants, inputs, saved)
+        a.grad_query = memory.address(grad)
+        run.start(_for(self._variant, saved), self._blocks, a, grad)
+        return grad
 
 
-def key_gradients(p: Problem, chosen: CudaConfig, inputs: Inputs, saved: Saved, wanted: str) -> tuple[Any, Any]:
-    """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv), those of the letters "k" and "v" in ``wanted``."""
-    tile = chosen.key_gradients
-    a = _arguments(p, inputs, saved)
-    key = value = None
-    if "k" in wanted:
-        key = memory.empty((p.batch, p.heads_kv, p.seq_k, p.dim_qk), inputs.key)
-        a.grad_key = memory.address(key)
-    if "v" in wanted:
-        value = memory.empty((p.batch, p.heads_kv, p.seq_k, p.dim_v), inputs.key)
-        a.grad_value = memory.address(value)
-    heads = p.batch * p.heads_kv
-    a.section = min(config.heads_a_section(p, queries=True), max(1, heads))
-    for together in (wanted,) if chosen.key_and_value else wanted:
-        flags = {
-            **_flags(p, inputs, saved),
-            "WITH_KEY": int("k" in together),
-            "WITH_VALUE": int("v" in together),
-        }
-        variant = _variant("key_gradients", p, tile, flags)
-        run.start(variant, heads * _tiles(p.seq_k, tile.keys), a, inputs.key)
-    return key, value
+class KeyGradients:
+    """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv), those that are asked for, by one launch or two."""
+
+    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
+        a = _constants(p)
+        heads = p.batch * p.heads_kv
+        a.section = min(config.heads_a_section(p, queries=True), max(1, heads))
+        self._constants = a
+        wanted = "".join(letter for letter in "kv" if letter in p.grads)
+        self._variants = [
+            _variant(
+                "key_gradients",
+                p,
+                chosen.key_gradients,
+                {**_flags(p), "WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)},
+            )
+            for letters in ((wanted,) if chosen.key_and_value else wanted)
+        ]
+        self._blocks = heads * _tiles(p.seq_k, chosen.key_gradients.keys)
+        rows = (p.batch, p.heads_kv, p.seq_k)
+        self._key = (*rows, p.dim_qk) if "k" in wanted else None
+        self._value = (*rows, p.dim_v) if "v" in wanted else None
+
+    def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
+        """Launch it."""
+        a = _arguments(self._constants, inputs, saved)
+        key = value = None
+        if self._key is not None:
+            key = memory.empty(self._key, inputs.key)
+            a.grad_key = memory.address(key)
+        if self._value is not None:
+            value = memory.empty(self._value, inputs.key)
+            a.grad_value = memory.address(value)
+        for variant in self._variants:
+            run.start(_for(variant, saved), self._blocks, a, inputs.key)
+        return key, value
 
 
-def mask_gradient(p: Problem, chosen: CudaConfig, inputs: Inputs, saved: Saved) -> Any:
+class MaskGradient:
     """Gradient of a float mask, in its shape."""
-    mask, tile = inputs.attn_mask, chosen.mask_gradient
-    assert mask is not None
-    b, h, q, k = mask.shape
-    grad = memory.empty((b, h, q, k), mask)
-    a = _arguments(p, inputs, saved)
-    a.grad_mask = memory.address(grad)
-    a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
-    blocks = b * h * (_tiles(p.seq_q, tile.queries) if q != 1 else 1) * (_tiles(p.seq_k, tile.keys) if k != 1 else 1)
-    run.start(_variant("mask_gradient", p, tile, _flags(p, inputs, saved)), blocks, a, grad)
-    return grad
+
+    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
+        assert p.mask_shape is not None
+        tile = chosen.mask_gradient
+        a = _constants(p)
+        b, h, q, k = p.mask_shape
+        a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
+        self._constants = a
+        self._variant = _variant("mask_gradient", p, tile, _flags(p))
+        self._shape = (b, h, q, k)
+        self._blocks = b * h * (_tiles(q, tile.queries) if q != 1 else 1) * (_tiles(k, tile.keys) if k != 1 else 1)
+
+    def __call__(self, inputs: Inputs, saved: Saved) -> Any:
+        """Launch it."""
+        assert inputs.attn_mask is not None
+        grad = memory.empty(self._shape, inputs.attn_mask)
+        a = _arguments(self._constants, inputs, saved)
+        a.grad_mask = memory.address(grad)
+        run.start(_for(self._variant, saved), self._blocks, a, grad)
+        return grad
 
 
 # -- what a kernel is compiled for -------------------------------------------------------------------------------------
@@ -149,8 +200,14 @@ def _of_rows(kernel: str, p: Problem, flags: dict[str, int]) -> Variant:
     return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=tuple(flags.items()))
 
 
-def _flags(p: Problem, inputs: Inputs, saved: Saved | None = None) -> dict[str, int]:
-    flags = {
+def _for(variant: Variant, saved: Saved) -> Variant:
+    """The variant for the upstream gradient of one call, which is no part of the problem."""
+    copied = _copied(_memory(saved.grad_out), variant.dtype)
+    return variant._replace(flags=(*variant.flags, ("GRAD_OUT_BYTES", copied)))
+
+
+def _flags(p: Problem) -> dict[str, int]:
+    return {
         "FOLD": int(_folds(p)),
         "SOFTCAP": int(_capped(p)),
         "MASK_KIND": 0 if p.mask is None else _MASK_KINDS[p.mask.dtype],
@@ -159,9 +216,6 @@ def _flags(p: Problem, inputs: Inputs, saved: Saved | None = None) -> dict[str, 
         "KEY_BYTES": _copied(p.key, p.dtype),
         "VALUE_BYTES": _copied(p.value, p.dtype),
     }
-    if saved is not None:  # dO is no part of the problem
-        flags["GRAD_OUT_BYTES"] = _copied(_memory(saved.grad_out), p.dtype)
-    return flags
 
 
 def _copied(operand: Memory, dtype: str) -> int:
@@ -171,43 +225,70 @@ def _copied(operand: Memory, dtype: str) -> int:
 
 def _memory(array: Any) -> Memory:
     """How ``array`` lies, as far as copies care."""
-    steps, size = memory.strides(array), DTYPES[memory.dtype_name(array)]
+    address, *steps = memory.place(array)
+    size = array.itemsize
     strided = array.shape[3] > 1 and steps[3] != 1
-    align = math.gcd(16, memory.address(array), *(stride * size for stride in steps[:3]))
-    return Memory(align=align, strided=strided)
+    return Memory(align=math.gcd(16, address, *(stride * size for stride in steps[:3])), strided=strided)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _arguments(p: Problem, inputs: Inputs, saved: Saved | None = None) -> Arguments:
-    """What every launch of a call passes."""
-    a = Arguments()
-    a.query, a.key, a.value = _operand(inputs.query), _operand(inputs.key), _operand(inputs.value)
-    if inputs.attn_mask is not None:
-        a.mask = _operand(inputs.attn_mask)
-    lengths = inputs.key_lengths
-    if lengths is not None:
-        name = memory.dtype_name(lengths)
-        a.lengths, a.length_stride = memory.address(lengths), memory.step(lengths)
-        a.length_bytes = int(lengths.itemsize) if name.startswith("u") else -int(lengths.itemsize)
-    if saved is not None:
-        a.grad_out = _operand(saved.grad_out)
-        a.base, a.delta, a.padded = memory.address(saved.base), memory.address(saved.delta), saved.base.shape[2]
-    a.scale, a.factor, a.cap = p.softmax_scale, p.softmax_scale, 0.0
+def _constants(p: Problem) -> Arguments:
+    """What every call of a problem passes."""
+    left, right = _sight(p)
+    a = Arguments(
+        scale=p.softmax_scale,
+        factor=p.softmax_scale,
+        keep_scale=1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout),
+        threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
+        batch=p.batch,
+        heads=p.heads_q,
+        group=p.group,
+        pack=1,
+        queries=p.seq_q,
+        padded=_tiles(p.seq_q, _PADDING) * _PADDING,
+        keys=p.seq_k,
+        dim=p.dim_qk,
+        dim_v=p.dim_v,
+        left=left,
+        right=right,
+        bottom_right=int(p.bottom_right),
+        splits=1,
+    )
     if _capped(p):
         a.factor, a.cap = p.softmax_scale / p.softcap, p.softcap
     elif _folds(p) and p.dtype != "float64":
         a.factor *= _LOG2E
-    a.keep_scale = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
-    seed = inputs.seed or 0
-    a.seed_low, a.seed_high = seed & 0xFFFFFFFF, seed >> 32
-    a.threshold = min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1)  # of a whole word
-    a.batch, a.heads, a.group, a.pack = p.batch, p.heads_q, p.group, 1
-    a.queries, a.keys, a.dim, a.dim_v = p.seq_q, p.seq_k, p.dim_qk, p.dim_v
-    a.left, a.right = _sight(p)
-    a.bottom_right, a.splits = int(p.bottom_right), 1
     return a
+
+
+def _arguments(constants: Arguments, inputs: Inputs, saved: Saved | None = None) -> Arguments:
+    """``constants`` with the arrays of a call."""
+    a = Arguments.from_buffer_copy(constants)
+    _put(a, Arguments.query.offset, inputs.query)
+    _put(a, Arguments.key.offset, inputs.key)
+    _put(a, Arguments.value.offset, inputs.value)
+    if inputs.attn_mask is not None:
+        address, *steps = memory.place(inputs.attn_mask)  # 0 along the axes that it is broadcast over
+        kept = (0 if size == 1 else stride for size, stride in zip(inputs.attn_mask.shape, steps, strict=True))
+        _OPERAND.pack_into(a, Arguments.mask.offset, address, *kept)
+    if inputs.key_lengths is not None:
+        size = int(inputs.key_lengths.itemsize)
+        a.lengths, stride = memory.place(inputs.key_lengths)
+        a.length_stride = stride * size
+        a.length_bytes = size if memory.dtype_name(inputs.key_lengths).startswith("u") else -size
+    if inputs.seed is not None:
+        a.seed_low, a.seed_high = inputs.seed & 0xFFFFFFFF, inputs.seed >> 32
+    if saved is not None:
+        _put(a, Arguments.grad_out.offset, saved.grad_out)
+        a.base, a.delta = memory.address(saved.base), memory.address(saved.delta)
+    return a
+
+
+def _put(a: Arguments, offset: int, array: Any) -> None:
+    """Write an operand."""
+    _OPERAND.pack_into(a, offset, *memory.place(array))
 
 
 def _sight(p: Problem) -> tuple[int, int]:
@@ -218,18 +299,16 @@ def _sight(p: Problem) -> tuple[int, int]:
     return unlimited if left is None else left, min(right, 0) if p.causal else right
 
 
-def _operand(array: Any) -> Operand:
-    return Operand(memory.address(array), *memory.strides(array))
-
-
 def _contiguous(array: Any) -> Any:
     """(B, H, L) without gaps, as the kernels read it."""
     if array is None:
         return None
     _, h, length = array.shape
     wanted = (h * length, length, 1)
-    as_wanted = all(s == w for n, s, w in zip(array.shape, memory.strides(array), wanted, strict=True) if n > 1)
-    return array if as_wanted else array.contiguous() if hasattr(array, "contiguous") else array.copy(order="C")
+    steps = memory.place(array)[1:]
+    if all(step == want for size, step, want in zip(array.shape, steps, wanted, strict=True) if size > 1):
+        return array
+    return array.contiguous() if hasattr(array, "contiguous") else array.copy(order="C")
 
 
 def _tiles(length: int, size: int) -> int:

@@ -13,36 +13,29 @@ from typing import Any
 
 from attnswitch.arrays import library_of
 
-__all__ = ["address", "dtype_name", "empty", "on", "step", "stream", "strides"]
+__all__ = ["address", "dtype_name", "empty", "on", "place", "stream"]
 
 
 def address(array: Any) -> int:
     """Where the first element is."""
+    return place(array)[0]
+
+
+def place(array: Any) -> tuple[int, ...]:
+    """Where the first element is, and the strides in elements."""
     match library_of(array):
         case "torch":
-            return int(array.data_ptr())
+            return array.data_ptr(), *array.stride()
         case "cupy":
-            return int(array.data.ptr)
-    return int(array.__array_interface__["data"][0])
-
-
-def strides(array: Any) -> tuple[int, ...]:
-    """Strides in elements, 0 along axes of length 1, where they mean nothing."""
-    if library_of(array) == "torch":
-        steps = array.stride()
-    else:
-        steps = tuple(stride // array.itemsize for stride in array.strides)
-    return tuple(0 if size == 1 else stride for size, stride in zip(array.shape, steps, strict=True))
+            pointer = array.data.ptr
+        case _:
+            pointer = array.__array_interface__["data"][0]
+    return pointer, *(stride // array.itemsize for stride in array.strides)
 
 
 def dtype_name(array: Any) -> str:
     """The name of its type: "float32", "int64"."""
     return str(array.dtype).removeprefix("torch.")
-
-
-def step(array: Any) -> int:
-    """Bytes from one element of a single axis to the next."""
-    return int(strides(array)[0]) * int(array.itemsize)
 
 
 def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:

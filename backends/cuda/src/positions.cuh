@@ -1,7 +1,7 @@
 // Which keys a query sees, and which queries see a key, by position and length: each an interval.
 //
-// Query i stands at key i + offset and sees from i + offset - left to i + offset + right, before `end`. Both ends of the
-// interval grow with i, so that the first and last row of a tile say what all of its rows see.
+// Query i stands at key i + offset and sees from i + offset - left to i + offset + right, before `end`. Both ends of
+// the interval grow with i, so that the first and last row of a tile say what all of its rows see.
 #pragma once
 #include "numbers.cuh"
 

@@ -26,13 +26,13 @@ template <class T> struct alignas(16) Chunk {
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
 
-// -- threads together --------------------------------------------------------------------------------------------------
+// -- threads together -------------------------------------------------------------------------------------------------
 
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
 
-// -- shared memory -----------------------------------------------------------------------------------------------------
+// -- shared memory ----------------------------------------------------------------------------------------------------
 
 DEVICE u8* shared_memory() {
     extern __shared__ __align__(16) u8 memory[];
@@ -70,7 +70,7 @@ template <int PENDING> DEVICE void copy_wait() {
 #endif
 }
 
-// -- tensor cores ------------------------------------------------------------------------------------------------------
+// -- tensor cores -----------------------------------------------------------------------------------------------------
 
 // Four 8 x 8 matrices of 16 bits: lane l names row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of
 // row l / 4 of each; transposed, of column l / 4.
@@ -102,7 +102,7 @@ DEVICE void multiply_accumulate<bf16>(float& c0, float& c1, float& c2, float& c3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// -- numbers -----------------------------------------------------------------------------------------------------------
+// -- numbers ----------------------------------------------------------------------------------------------------------
 
 DEVICE float widen(f16 x) {
     float wide;

@@ -19,7 +19,7 @@ int flags[32];
 DEVICE int thread_index() { return emulator::machine.current; }
 DEVICE u32 block_index() { return emulator::machine.block; }
 
-// -- threads together --------------------------------------------------------------------------------------------------
+// -- threads together -------------------------------------------------------------------------------------------------
 
 DEVICE void barrier() { emulator::wait_for(emulator::Wait::block); }
 
@@ -45,7 +45,7 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
     return mine.result;
 }
 
-// -- shared memory -----------------------------------------------------------------------------------------------------
+// -- shared memory ----------------------------------------------------------------------------------------------------
 
 DEVICE u8* shared_memory() { return emulator::shared.memory; }
 
@@ -97,7 +97,7 @@ template <int PENDING> DEVICE void copy_wait() {
     mine.count = left;
 }
 
-// -- numbers -----------------------------------------------------------------------------------------------------------
+// -- numbers ----------------------------------------------------------------------------------------------------------
 
 DEVICE u32 float_bits(float x) {
     u32 bits;
@@ -150,7 +150,7 @@ DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); 
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
 
-// -- tensor cores ------------------------------------------------------------------------------------------------------
+// -- tensor cores -----------------------------------------------------------------------------------------------------
 
 struct Matrices {
     u32* to;
@@ -218,7 +218,7 @@ DEVICE void multiply_accumulate(float& c0, float& c1, float& c2, float& c3, cons
         &mine);
 }
 
-// -- launches ----------------------------------------------------------------------------------------------------------
+// -- launches ---------------------------------------------------------------------------------------------------------
 
 inline const Arguments* given;
 inline void (*launched)(Arguments);

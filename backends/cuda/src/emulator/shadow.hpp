@@ -1,7 +1,7 @@
 // Shared memory that knows who touched it: who wrote and read each 2 bytes since the last barrier.
 //
-// Two threads that touch the same bytes, one of them writing, with no barrier of both between, are a race, whichever came
-// first here.
+// Two threads that touch the same bytes, one of them writing, with no barrier of both between, are a race, whichever
+// came first here.
 #pragma once
 #include "emulator/fibers.hpp"
 

@@ -1,16 +1,17 @@
 // The forward: online softmax over tiles of keys (FlashAttention-2), for many queries or, split over the keys, for few.
 //
-// out (batch, heads, queries, dim_v) and lse (batch, heads, queries) of softmax(scores) value. A block takes BLOCK_M rows
-// of one batch entry and one key head, and visits the tiles of BLOCK_N keys that any of them sees. A row is a query of one
-// head, or, packed, of all query heads that share the key head: row r is query r / pack of head r % pack of the pack, so
-// that a few queries still fill a tile and their keys are loaded once.
+// out (batch, heads, queries, dim_v) and lse (batch, heads, queries) of softmax(scores) value. A block takes BLOCK_M
+// rows of one batch entry and one key head, and visits the tiles of BLOCK_N keys that any of them sees. A row is a
+// query of one head, or, packed, of all query heads that share the key head: row r is query r / pack of head r % pack
+// of the pack, so that a few queries still fill a tile and their keys are loaded once.
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], then STAGES times key [BLOCK_N][BLOCK_D] and value [BLOCK_N][BLOCK_DV], then
 // the scratch of the products. One barrier for each tile of keys, in `pipeline`.
 //
 // Invariants: after each tile, `sums` and `total` are relative to the row's `top`; a thread's `total` is of its own
-// columns until the end. Scores that need nothing but a positive factor (FOLD) are never multiplied: the factor is a part
-// of the exponential, and `top` is the largest q . k. A row that has seen no key keeps top = -inf and weights of 0.
+// columns until the end. Scores that need nothing but a positive factor (FOLD) are never multiplied: the factor is a
+// part of the exponential, and `top` is the largest q . k. A row that has seen no key keeps top = -inf and weights of
+// 0.
 #include "portable/hull.cuh"
 #include "portable/tiles.cuh"
 #include "schedule.cuh"

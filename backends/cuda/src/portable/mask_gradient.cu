@@ -1,8 +1,8 @@
 // The gradient of a float mask, contiguous in the shape of the mask: dS, summed over what the mask is broadcast over.
 //
-// A block takes one tile of the mask: BLOCK_M of its rows (or its only row) by BLOCK_N of its columns (or its only one),
-// of one of its heads and batch entries (or the only one). It goes through every tile of scores that the mask's tile was
-// added to, in one order, so that the bits repeat.
+// A block takes one tile of the mask: BLOCK_M of its rows (or its only row) by BLOCK_N of its columns (or its only
+// one), of one of its heads and batch entries (or the only one). It goes through every tile of scores that the mask's
+// tile was added to, in one order, so that the bits repeat.
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], key [BLOCK_N][BLOCK_D], value
 // [BLOCK_N][BLOCK_DV]; at the end, of the same memory, the sums [BLOCK_M][BLOCK_N].
@@ -38,7 +38,8 @@ KERNEL mask_gradient(const Arguments a) {
 
     Scores sums;
     clear(sums);
-    const int last_b = a.mask_batch == 1 ? a.batch : mask_batch + 1, last_h = a.mask_heads == 1 ? a.heads : mask_head + 1;
+    const int last_b = a.mask_batch == 1 ? a.batch : mask_batch + 1;
+    const int last_h = a.mask_heads == 1 ? a.heads : mask_head + 1;
     const int last_q = one_row ? tiles_q : tile_q + 1, last_k = one_column ? tiles_k : tile_k + 1;
     for (int b = mask_batch; b < last_b; b++) {
         const Extent e = extent(a, b);
@@ -119,8 +120,7 @@ KERNEL mask_gradient(const Arguments a) {
             for (int n = one_column ? 0 : c; n < (one_column ? BLOCK_N : c + 1); n++)
                 sum += load_shared(tile + m * BLOCK_N + n);
         const int i = tile_q * BLOCK_M + r, j = tile_k * BLOCK_N + c;
-        if (i < a.mask_rows && j < a.mask_columns)
-            store_mask_gradient(a, ((i64(mask_batch) * a.mask_heads + mask_head) * a.mask_rows + i) * a.mask_columns + j,
-                                sum);
+        const i64 line = (i64(mask_batch) * a.mask_heads + mask_head) * a.mask_rows + i;
+        if (i < a.mask_rows && j < a.mask_columns) store_mask_gradient(a, line * a.mask_columns + j, sum);
     }
 }

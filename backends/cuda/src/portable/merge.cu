@@ -1,8 +1,9 @@
-// Split keys put together: out (batch, heads, queries, dim_v) and lse from the numerators, maxima and sums of the splits.
+// Split keys put together: out (batch, heads, queries, dim_v) and lse from the numerators, maxima and sums of the
+// splits.
 //
 // A warp takes one row: its lanes find the largest maximum and the total, then add up the columns, split after split.
-// Parts are weighed by maximum and sum, never by lse: the logarithm of 64 is not exact, and the mean of 64 equal weights
-// is. Maxima are in the unit of the exponential.
+// Parts are weighed by maximum and sum, never by lse: the logarithm of 64 is not exact, and the mean of 64 equal
+// weights is. Maxima are in the unit of the exponential.
 #include "portable/warps.cuh"
 
 KERNEL merge(const Arguments a) {

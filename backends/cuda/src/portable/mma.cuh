@@ -4,8 +4,8 @@
 // 16 (a / 2) + lane / 4 + 8 (a % 2), its column c is 8 (c / 2) + 2 (lane % 4) + c % 2. Sums lie the same way as scores,
 // so that scores become the left operand of the next product where they are.
 //
-// In shared memory rows lie PITCH elements apart: 16 bytes more than they hold, an odd number of 16 bytes, so that eight
-// rows that are read at once lie in different banks.
+// In shared memory rows lie PITCH elements apart: 16 bytes more than they hold, an odd number of 16 bytes, so that
+// eight rows that are read at once lie in different banks.
 #pragma once
 #include "numbers.cuh"
 

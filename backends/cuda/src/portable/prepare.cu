@@ -1,7 +1,7 @@
 // What the backward needs of each row: delta = rowsum(dO O) - dlse, and base = lse in the unit of the exponential.
 //
-// Both (batch, heads, padded), in whole tiles of rows: base is +inf for rows that see nothing and for those past the last
-// query, so that they weigh 0 without a test. A warp takes one row.
+// Both (batch, heads, padded), in whole tiles of rows: base is +inf for rows that see nothing and for those past the
+// last query, so that they weigh 0 without a test. A warp takes one row.
 #include "portable/warps.cuh"
 
 KERNEL prepare(const Arguments a) {

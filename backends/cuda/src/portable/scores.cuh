@@ -35,8 +35,9 @@ DEVICE void scale_scores(Scores& s, Scores& tangents, const Arguments& a) {
 }
 
 // Scores plus a float mask, and -inf where a position is hidden, for the columns from `start`. `hides` says that the
-// tile may hold positions that a row does not see. `sees(m)` is the interval that a thread's row sees, `mask(m)` where its
-// row of the mask begins, and `step` the mask's stride along columns: made anew, not kept from tile to tile in registers.
+// tile may hold positions that a row does not see. `sees(m)` is the interval that a thread's row sees, `mask(m)` where
+// its row of the mask begins, and `step` the mask's stride along columns: made anew, not kept from tile to tile in
+// registers.
 template <class Sees, class Mask>
 DEVICE void hide(Scores& s, const Arguments& a, int start, bool hides, Sees sees, Mask mask, i64 step) {
     if (MASK_KIND == NO_MASK && !hides) return;
@@ -70,9 +71,9 @@ struct Kept {
     }
 };
 
-// Philox makes the numbers of four neighbouring keys at once, and four keys lie with 4 / EACH lanes, STEP apart, that hold
-// EACH of them. So a lane makes the numbers of every (4 / EACH)th element for all of these lanes, and they exchange bits.
-// `words(m, n)` are the numbers of the block that element (m, n) is in.
+// Philox makes the numbers of four neighbouring keys at once, and four keys lie with 4 / EACH lanes, STEP apart, that
+// hold EACH of them. So a lane makes the numbers of every (4 / EACH)th element for all of these lanes, and they
+// exchange bits. `words(m, n)` are the numbers of the block that element (m, n) is in.
 template <int STEP, int EACH, class Make> DEVICE Kept deal(const Arguments& a, Make words) {
     constexpr int SHARING = 4 / EACH, GROUPS = (ROWS * COLUMNS<BLOCK_N> + 3) / 4, AT_ONCE = 8;
     const int mine = lane() / STEP % SHARING;

@@ -1,8 +1,8 @@
 // Tile products of float and double on the ordinary units, in IEEE arithmetic: one fused multiply-add a term.
 //
-// A warp owns WARP_ROWS rows of a tile of scores; its lanes stand in 4 rows of 8. A thread's row a is lane / 8 + 4 a, its
-// column c of scores lane % 8 + 8 c: it multiplies ROWS by COLUMNS out of registers, so that 16 bytes read from shared
-// memory feed many terms. Of sums it holds chunks of 16 bytes, 8 chunks apart, which are read and written whole.
+// A warp owns WARP_ROWS rows of a tile of scores; its lanes stand in 4 rows of 8. A thread's row a is lane / 8 + 4 a,
+// its column c of scores lane % 8 + 8 c: it multiplies ROWS by COLUMNS out of registers, so that 16 bytes read from
+// shared memory feed many terms. Of sums it holds chunks of 16 bytes, 8 chunks apart, which are read and written whole.
 //
 // In shared memory rows lie PITCH elements apart, an odd number of 16 bytes: eight rows that are read at once lie in
 // different banks. Scores that become the left operand of a product pass through SCRATCH, where a warp has rows of its
@@ -28,14 +28,16 @@ DEVICE int row(int a) { return lane() / 8 + 4 * a; }
 DEVICE int score_column(int c) { return lane() % 8 + 8 * c; }
 DEVICE int sum_column(int c) { return (lane() % 8 + 8 * (c / VECTOR)) * VECTOR + c % VECTOR; }
 
+DEVICE Chunk<T> load_chunk(const T* at) { return load_shared(reinterpret_cast<const Chunk<T>*>(at)); }
+
 // sums (rows, N) += a (rows, DEPTH) b (N, DEPTH)^T, both in shared memory.
 template <int N, int DEPTH> DEVICE void product_nt(Real (&sums)[ROWS][COLUMNS<N>], const T* a, const T* b) {
     UNROLL_LITTLE for (int k = 0; k < DEPTH; k += VECTOR) {
         Chunk<T> left[ROWS];
         UNROLL for (int m = 0; m < ROWS; m++)
-            left[m] = load_shared(reinterpret_cast<const Chunk<T>*>(a + row(m) * PITCH<DEPTH> + k));
+            left[m] = load_chunk(a + row(m) * PITCH<DEPTH> + k);
         UNROLL for (int n = 0; n < COLUMNS<N>; n++) {
-            const Chunk<T> right = load_shared(reinterpret_cast<const Chunk<T>*>(b + score_column(n) * PITCH<DEPTH> + k));
+            const Chunk<T> right = load_chunk(b + score_column(n) * PITCH<DEPTH> + k);
             UNROLL for (int v = 0; v < VECTOR; v++)
                 UNROLL for (int m = 0; m < ROWS; m++)
                     sums[m][n] = multiply_add(left[m].at[v], right.at[v], sums[m][n]);
@@ -54,11 +56,10 @@ DEVICE void product_nn(Real (&sums)[ROWS][COLUMNS<WIDTH>], const Real (&p)[ROWS]
     UNROLL_LITTLE for (int k = 0; k < N; k += VECTOR) {
         Chunk<T> left[ROWS];
         UNROLL for (int m = 0; m < ROWS; m++)
-            left[m] = load_shared(reinterpret_cast<const Chunk<T>*>(mine + row(m) * PITCH<N> + k));
+            left[m] = load_chunk(mine + row(m) * PITCH<N> + k);
         UNROLL for (int v = 0; v < VECTOR; v++)
             UNROLL for (int n = 0; n < COLUMNS<WIDTH>; n += VECTOR) {
-                const Chunk<T> right =
-                    load_shared(reinterpret_cast<const Chunk<T>*>(b + (k + v) * PITCH<WIDTH> + sum_column(n)));
+                const Chunk<T> right = load_chunk(b + (k + v) * PITCH<WIDTH> + sum_column(n));
                 UNROLL for (int w = 0; w < VECTOR; w++)
                     UNROLL for (int m = 0; m < ROWS; m++)
                         sums[m][n + w] = multiply_add(left[m].at[v], right.at[w], sums[m][n + w]);

@@ -18,13 +18,14 @@ DEVICE Lines lines(const T* head, const Operand& operand, int first, int rows) {
 // One copy after another by each thread, of BYTES. `source(r)` is where row r begins, or null if there is none.
 template <int COUNT, int WIDTH, int BYTES, class Source> DEVICE void copy_rows(T* tile, Source source, int dim) {
     constexpr int STEP = BYTES / sizeof(T), PARTS = WIDTH / STEP;
+    const T* const anywhere = source(0);  // a tile has a row, and a copy of nothing an address
     UNROLL for (int n = 0; n < COUNT * PARTS; n += 32 * WARPS) {
         const int part = n + thread_index();
         if (COUNT * PARTS % (32 * WARPS) != 0 && part >= COUNT * PARTS) break;
         const int r = part / PARTS, d = part % PARTS * STEP;
         const T* const from = source(r);
         const int there = from ? smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES) : 0;
-        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, there ? from + d : from, there);
+        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, there ? from + d : anywhere, there);
     }
 }
 
@@ -56,8 +57,8 @@ DEVICE void gather_rows(T* tile, Source source, i64 column, int dim) {
     }
 }
 
-// Rows 0 to COUNT of a tile, WIDTH columns each, of which `dim` are there; the rest is 0. `bytes` is how much one copy may
-// move: 16, 8 or 4 where rows lie in steps of that, and the size of an element where nothing is known.
+// Rows 0 to COUNT of a tile, WIDTH columns each, of which `dim` are there; the rest is 0. `bytes` is how much one copy
+// may move: 16, 8 or 4 where rows lie in steps of that, and the size of an element where nothing is known.
 template <int COUNT, int WIDTH, class Source>
 DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes) {
     if (bytes == 16)
@@ -70,8 +71,9 @@ DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes) {
         gather_rows<COUNT, WIDTH>(tile, source, column, dim);
 }
 
-// Calls use(t, slot) for tile t of `count`, once load(t, slot) has brought it; STAGES - 1 loads run ahead. What was asked
-// for before counts as a part of the first tile. At `use` all threads have the tile; none is still in the one before.
+// Calls use(t, slot) for tile t of `count`, once load(t, slot) has brought it; STAGES - 1 loads run ahead. What was
+// asked for before counts as a part of the first tile. At `use` all threads have the tile; none is still in the one
+// before.
 template <class Load, class Use> DEVICE void pipeline(int count, Load load, Use use) {
     UNROLL for (int t = 0; t < STAGES - 1; t++) {
         if (t < count) load(t, t);
