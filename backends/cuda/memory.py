@@ -13,7 +13,7 @@ from typing import Any
 
 from attnswitch.arrays import library_of
 
-__all__ = ["address", "dtype_name", "empty", "on", "place", "stream"]
+__all__ = ["address", "dtype_name", "empty", "on", "on_cpu", "place", "stream"]
 
 
 def address(array: Any) -> int:
@@ -44,13 +44,19 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
     if library == "torch":
         torch: Any = sys.modules["torch"]
         made = like.new_empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
-        if not made.is_cuda and made.device.type != "meta":
-            made.view(torch.uint8).fill_(0xFF) if made.numel() else None
+        if on_cpu(made) and made.numel():
+            made.view(torch.uint8).fill_(0xFF)
         return made
     made = sys.modules[library].empty(shape, dtype or like.dtype)
-    if library == "numpy" and made.size:
+    if on_cpu(made) and made.size:
         made.view("uint8").fill(0xFF)
     return made
+
+
+def on_cpu(array: Any) -> bool:
+    """Whether it is the CPU's memory that the array is in."""
+    library = library_of(array)
+    return library == "numpy" or (library == "torch" and bool(array.device.type == "cpu"))
 
 
 def on(array: Any) -> Any:

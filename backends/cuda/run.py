@@ -22,10 +22,10 @@ _UNASKED = 48 * 1024
 
 
 def start(variant: Variant, blocks: int, arguments: Arguments, like: Any) -> None:
-    """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one."""
+    """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them."""
     if blocks == 0:
         return
-    if emulator.is_wanted():
+    if memory.on_cpu(like):
         emulator.launch(variant, blocks, arguments)
         return
     function = _loaded(variant, _index(like))

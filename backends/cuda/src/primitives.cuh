@@ -53,9 +53,14 @@ template <int BYTES> DEVICE void copy_async(void* to, const void* from, int byte
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                      ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "n"(BYTES), "r"(bytes) : "memory");
 #else
-    u8 moved[BYTES];
-    UNROLL for (int n = 0; n < BYTES; n++) moved[n] = n < bytes ? static_cast<const u8*>(from)[n] : u8(0);
-    UNROLL for (int n = 0; n < BYTES; n++) static_cast<u8*>(to)[n] = moved[n];
+    struct alignas(BYTES) Block {
+        u32 words[BYTES / 4];
+    };
+    if (bytes == BYTES)
+        *static_cast<Block*>(to) = *static_cast<const Block*>(from);
+    else
+        for (int n = 0; n < BYTES; n++)
+            static_cast<u8*>(to)[n] = n < bytes ? static_cast<const u8*>(from)[n] : u8(0);
 #endif
 }
 DEVICE void copy_commit() {
