@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from attnswitch.call import Call
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.options import Options
+from attnswitch.options import of as options_of
 from attnswitch.planner import Plan
 from attnswitch.policy import Policy, effective
 from attnswitch.problem import Alignment, Problem, Window
@@ -77,7 +79,7 @@ def attention(
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
-    options = Options(
+    options = options_of(
         dropout_p,
         is_causal,
         scale,
@@ -105,8 +107,15 @@ def _attend(
     backend: str | None,
     policy: Policy | str | None,
 ) -> tuple[Array, Array | None]:
+    policy = effective(policy)
+    if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
+        found = hot.attend(query, key, value, attn_mask, options, backend, policy)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
     call = calls.read(query, key, value, attn_mask, key_lengths, options)
     recording.note(call.problem)
+    if call.library == "torch":
+        importlib.import_module("attnswitch.hot")  # for the next one
     return _run(call, _plan(call, backend, policy))
 
 
@@ -327,7 +336,7 @@ def run_plan(
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
     p = plan.problem
-    options = Options(
+    options = options_of(
         p.dropout,
         p.causal,
         p.scale,
@@ -340,10 +349,15 @@ def run_plan(
         p.deterministic,
         seed,
     )
-    call = calls.read(query, key, value, attn_mask, key_lengths, options)
-    if call.problem != p:
-        raise InvalidProblem(f"the plan is for {p}, and the call is {call.problem}: make a plan for it")
-    out, lse = _run(call, planner.require(plan, None))
+    found = None
+    if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
+        found = hot.attend(query, key, value, attn_mask, options, plan.backend, Policy.ESTIMATE, plan)
+    if found is None:
+        call = calls.read(query, key, value, attn_mask, key_lengths, options)
+        if call.problem != p:
+            raise InvalidProblem(f"the plan is for {p}, and the call is {call.problem}: make a plan for it")
+        found = _run(call, planner.require(plan, None))
+    out, lse = found
     return (out, lse) if p.lse else out
 
 

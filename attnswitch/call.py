@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 import numbers
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnswitch import arrays
+from attnswitch import arrays, finite
 from attnswitch.arrays import Array, Facts
 from attnswitch.backend import Inputs
 from attnswitch.errors import InvalidProblem
 from attnswitch.options import Options
 from attnswitch.problem import DTYPES, Mask, Memory, Problem
 
-__all__ = ["Call", "beside", "rank", "read", "swap_heads", "with_drawn_seed"]
+__all__ = ["Call", "beside", "describe", "rank", "read", "swap_heads", "with_drawn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +70,38 @@ def read(
         arrays.take(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value"))
     )
     library = arrays.library_of(query)
-    _check_alike(q, k, v)
-    if options.layout == "BLHD":
-        query, key, value = (swap_heads(array) for array in (query, key, value))
-        q, k, v = (_swapped(facts) for facts in (q, k, v))
-    _check_shapes(q, k, v, options)
-
-    mask, mask_memory = None, Memory()
+    m = None
     if attn_mask is not None:
         attn_mask, m = arrays.take(attn_mask, "attn_mask")
-        _check_beside(m, "attn_mask", q.library, q.device)
-        mask, attn_mask, m = _read_mask(m, attn_mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-        mask_memory = m.memory
-    lengths = None if key_lengths is None else _read_lengths(key_lengths, q, k.shape[2], library)
-
     if grads is None:
         grads = _autograd(q.library, query, key, value, attn_mask)
-    problem = _described(
+    problem = describe(q, k, v, m, key_lengths is not None, options, grads)
+    if options.layout == "BLHD":
+        query, key, value = (swap_heads(array) for array in (query, key, value))
+    if m is not None and len(m.shape) < 4:
+        attn_mask = attn_mask[(None,) * (4 - len(m.shape))]  # type: ignore[index]
+    lengths = None if key_lengths is None else _read_lengths(key_lengths, q, problem.seq_k, library)
+    inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
+    if finite.looked_for(finite.when(), q.device[0]) and not finite.finite(inputs[:3]):
+        problem = problem.replace(nonfinite=True)
+    return Call(problem, library, q.library, q.device, inputs, options.layout, caller)
+
+
+def describe(q: Facts, k: Facts, v: Facts, m: Facts | None, key_lengths: bool, options: Options, grads: str) -> Problem:
+    """The problem of a call, from the facts of query, key, value and attn_mask as the caller passed them.
+
+    Raises ``InvalidProblem`` where they do not go together.
+    """
+    _check_alike(q, k, v)
+    if options.layout == "BLHD":
+        q, k, v = (_swapped(facts) for facts in (q, k, v))
+    _check_shapes(q, k, v, options)
+    mask, mask_memory = None, Memory()
+    if m is not None:
+        _check_beside(m, "attn_mask", q.library, q.device)
+        mask, m = _described_mask(m, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        mask_memory = m.memory
+    return _described(
         batch=q.shape[0],
         heads_q=q.shape[1],
         heads_kv=k.shape[1],
@@ -101,7 +114,7 @@ def read(
         alignment=options.causal_alignment,
         window=options.window,
         mask=mask,
-        key_lengths=lengths is not None,
+        key_lengths=key_lengths,
         scale=options.scale,
         softcap=options.softcap,
         dropout=options.dropout_p,
@@ -114,10 +127,6 @@ def read(
         value=v.memory,
         attn_mask=mask_memory,
     )
-    inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
-    if _reads_values(q.device[0]) and _nonfinite(inputs):
-        problem = problem.replace(nonfinite=True)
-    return Call(problem, library, q.library, q.device, inputs, options.layout, caller)
 
 
 #: Equal facts make the same problem, validated once.
@@ -185,8 +194,8 @@ def _swapped(facts: Facts) -> Facts:
     )
 
 
-def _read_mask(m: Facts, array: Array, scores: tuple[int, int, int, int]) -> tuple[Mask, Array, Facts]:
-    """The mask's description, the mask as four axes, and its facts."""
+def _described_mask(m: Facts, scores: tuple[int, int, int, int]) -> tuple[Mask, Facts]:
+    """The mask's description, and its facts with four axes."""
     rank = len(m.shape)
     full = (1,) * (4 - rank) + m.shape
     if not 1 <= rank <= 4 or any(size not in (1, wanted) for size, wanted in zip(full, scores, strict=True)):
@@ -200,7 +209,7 @@ def _read_mask(m: Facts, array: Array, scores: tuple[int, int, int, int]) -> tup
         )
     axes = "".join(axis for axis, size, wanted in zip("bhqk", full, scores, strict=True) if size == wanted)
     m = m._replace(shape=full, strides=(0,) * (4 - rank) + m.strides)
-    return Mask(m.dtype, axes), array[(None,) * (4 - rank)] if rank < 4 else array, m
+    return Mask(m.dtype, axes), m
 
 
 def _read_lengths(lengths: Any, query: Facts, seq_k: int, library: str) -> Array:
@@ -252,38 +261,12 @@ def _autograd(library: str, query: Array, key: Array, value: Array, attn_mask: A
     if library != "torch" or not sys.modules["torch"].is_grad_enabled():
         return ""
     operands = zip("qkvm", (query, key, value, attn_mask), strict=True)
-    return "".join(letter for letter, array in operands if array is not None and array.requires_grad)
+    return "".join(letter for letter, array in operands if getattr(array, "requires_grad", False))
 
 
 def rank(array: Array) -> int:
     """Number of axes of a caller's array."""
     return len(arrays.take(array, "attn_mask")[1].shape)
-
-
-def _reads_values(device: str) -> bool:
-    """Whether NaN and inf are looked for: on the CPU, unless ATTNSWITCH_CHECK_FINITE says always or never."""
-    when = os.environ.get("ATTNSWITCH_CHECK_FINITE", "cpu")
-    if when not in ("cpu", "always", "never"):
-        raise InvalidProblem(f"ATTNSWITCH_CHECK_FINITE={when!r}: expected cpu, always or never")
-    return when == "always" or (when == "cpu" and device == "cpu")
-
-
-def _nonfinite(inputs: Inputs) -> bool:
-    """Whether query, key or value holds NaN or inf.
-
-    A sum that is finite proves that every term is: one pass, no temporary.
-    """
-    library = arrays.library_of(inputs.key)
-    if library == "numpy":
-        numpy: Any = sys.modules["numpy"]
-        with numpy.errstate(all="ignore"):
-            return not all(
-                numpy.isfinite(numpy.sum(x, dtype=numpy.float64)) or numpy.isfinite(x).all() for x in inputs[:3]
-            )
-    torch: Any = sys.modules["torch"]
-    with torch.no_grad():
-        tensors = [arrays.passage(x, library, "torch") for x in inputs[:3]]
-        return not all(math.isfinite(x.sum().item()) or bool(x.isfinite().all()) for x in tensors)
 
 
 def beside(array: Array | None, role: str, call: Call, shape: tuple[int, ...], library: str) -> Array | None:

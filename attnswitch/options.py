@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Window
 
-__all__ = ["Options"]
+__all__ = ["Options", "of"]
 
 _LAYOUTS = ("BHLD", "BLHD")
 
 
-@dataclass(frozen=True, slots=True)
+#: Numbers whose value is all there is to them.
+_NUMBERS = (float, int, type(None))
+_SIDES = (int, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """Everything about a call that is not an array; the names and defaults are ``attention``'s."""
+    """Everything about a call that is not an array; the names and defaults are ``attention``'s.
+
+    ``shared`` says that all calls with the same arguments have this very object, which stands for them.
+    """
 
     dropout_p: float = 0.0
     is_causal: bool = False
@@ -30,6 +39,7 @@ class Options:
     layout: str = "BHLD"
     deterministic: bool = False
     seed: int | None = None
+    shared: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("is_causal", "return_lse", "deterministic"):
@@ -59,6 +69,38 @@ class Options:
             if not 0 <= seed < 2**64:
                 raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
             object.__setattr__(self, "seed", seed)
+
+
+def of(
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+    causal_alignment: Any,
+    window: Any,
+    softcap: Any,
+    return_lse: Any,
+    layout: Any,
+    deterministic: Any,
+    seed: Any,
+) -> Options:
+    """The options of a call, shared where numbers and flags say all that is no array. Raises ``InvalidProblem``."""
+    rest = (scale, enable_gqa, causal_alignment, window, softcap, return_lse, layout, deterministic, seed)
+    plain = type(scale) in _NUMBERS and type(dropout_p) in _NUMBERS and type(softcap) in _NUMBERS and seed is None
+    if plain and (window is None or (type(window) is tuple and all(type(side) in _SIDES for side in window))):
+        try:
+            return _shared(dropout_p, is_causal, *rest)
+        except TypeError:  # what is not hashable is no option
+            pass
+    return Options(dropout_p, is_causal, *rest)
+
+
+#: By type as well: 1 is no flag, and True no number.
+@functools.lru_cache(maxsize=1024, typed=True)
+def _shared(*arguments: Any) -> Options:
+    made = Options(*arguments)
+    object.__setattr__(made, "shared", True)
+    return made
 
 
 def _index(value: Any) -> int:

@@ -18,7 +18,7 @@ from attnswitch.problem import Problem
 if TYPE_CHECKING:
     from attnswitch.wisdom.record import Time, Verdict
 
-__all__ = ["FAILED", "Candidate", "Plan", "compiled", "forget", "make_plan", "require"]
+__all__ = ["FAILED", "Candidate", "Plan", "compiled", "forget", "generation", "make_plan", "require"]
 
 
 #: How the reason begins why a plan chose nothing, where a backend was named.
@@ -52,11 +52,12 @@ class Candidate:
         return self.fits and self.fault is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """The choice for one problem on one device, with all the others and why. ``str(plan)`` explains it.
 
-    ``chosen`` is None where nothing fits (``explain`` returns such plans, ``plan`` raises instead).
+    Called with arrays of its problem, it is the attention. ``chosen`` is None where nothing fits (``explain`` returns
+    such plans, ``plan`` raises instead).
     """
 
     problem: Problem
@@ -173,13 +174,18 @@ def make_plan(problem: Problem, device: Device, backend: str | None = None, poli
     return remembered(problem, device, backend, policy, _generation)
 
 
+def generation() -> int:
+    """A number that changes with whatever plans rest on: what is kept of a plan holds for one."""
+    return _generation
+
+
 #: Counts the changes of what plans rest on, so that one that is being made meanwhile is not kept.
 _generation = 0
 
 
 @functools.lru_cache(maxsize=4096)
 def remembered(problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int) -> Plan:
-    """The plan, made once for the same facts."""
+    """The plan, made once for the same facts and ``generation``."""
     if backend is not None:
         registry.load(backend)
     names = registry.names()
@@ -214,7 +220,7 @@ def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate 
 
 
 def forget() -> None:
-    """Drop every plan: the wisdom has changed. Kernels are kept."""
+    """Drop every plan: the wisdom has changed, or what backends there are. Kernels are kept."""
     global _generation
     _generation += 1
     remembered.cache_clear()

@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
 
 def forget_plans() -> None:
     """Drop everything remembered about backends."""
-    for remembered in (registry.table, registry.load, planner.remembered, planner.kernel):
+    for remembered in (registry.table, registry.load, planner.kernel):
         remembered.cache_clear()
+    planner.forget()
 
 
 @pytest.fixture(autouse=True)

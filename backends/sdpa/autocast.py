@@ -10,15 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from attnswitch.backend import Inputs
 
-__all__ = ["is_on", "shielded"]
+__all__ = ["available", "shielded"]
 
 #: Output and lse of some inputs.
 Compute = Callable[[Inputs], tuple[Any, Any]]
 
 
-def is_on(kind: str) -> bool:
-    """Whether an autocast region for this kind of device surrounds the call."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def available(kind: str) -> str | None:
+    """What torch calls this kind of device, if it has autocast regions for it."""
+    kind = "cuda" if kind == "rocm" else kind
+    return kind if torch.amp.is_autocast_available(kind) else None
 
 
 def shielded(kind: str, compute: Compute, inputs: Inputs) -> tuple[Any, Any]:

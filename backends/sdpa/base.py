@@ -57,7 +57,10 @@ class SdpaBackend:
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
         """The kernel for ``problem``."""
         raised = torch.float64 if problem.dtype == "float64" else torch.float32
-        return SdpaKernel(problem, self.launcher(problem, device), raised if self.raises_mask(device) else None)
+        mask_dtype = raised if self.raises_mask(device) else None
+        empty = problem.is_empty or problem.seq_k == 0
+        plain = None if problem.needs_mask or empty else masks.compose_plain(problem)
+        return SdpaKernel(problem, self.launcher(problem, device), mask_dtype, plain, autocast.available(device.kind))
 
     def raises_mask(self, device: Device) -> bool:
         """Whether a float mask is raised to the accumulator's type, rather than given in the operands'."""
@@ -97,16 +100,23 @@ class SdpaKernel:
     problem: Problem
     launch: Launch
     mask_dtype: torch.dtype | None
+    #: What hides where no mask is needed, which is the same in every call; None where one is, or nothing is attended.
+    plain: masks.Hiding | None = None
+    #: Kind of device, where that has autocast regions.
+    autocasts: str | None = None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, differentiable by torch, and lse where the problem asks for it."""
-        kind = inputs.query.device.type
-        if autocast.is_on(kind):  # it would cast the operands, and with them the dtype of the result
+        kind = self.autocasts
+        if kind is not None and torch.is_autocast_enabled(kind):  # it would cast the operands, and so the result
             return autocast.shielded(kind, self.forward, inputs)
         p = self.problem
+        if self.plain is not None:
+            out, lse = self.launch(p, inputs, self.plain)
+            return out, lse if p.lse else None
         if p.is_empty or p.seq_k == 0:
             return _empty(p, inputs)
-        if p.key_lengths and kind != "cpu":
+        if p.key_lengths and inputs.query.device.type != "cpu":
             inputs = _without_padding(inputs)
         hiding = masks.compose(p, inputs, self.mask_dtype)
         out, lse = self.launch(p, inputs, hiding)
@@ -119,8 +129,8 @@ class SdpaKernel:
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients through torch's autograd, for callers without it; the forward runs again."""
-        kind = grad_out.device.type
-        if autocast.is_on(kind):
+        kind = self.autocasts
+        if kind is not None and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self.backward(inputs, out, lse, grad_out, grad_lse)
         operands = dict(zip("qkvm", inputs[:4], strict=True))

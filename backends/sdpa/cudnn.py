@@ -66,7 +66,7 @@ def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]
     q, k, v = (copied_if_expanded(padded(x, 8)) for x in inputs[:3])
     scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
     added = None if hiding.mask is None else bias(hiding.mask, q, scores)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, added, True, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
     )
     return with_aligned_gradient(out)[..., : problem.dim_v], lse.reshape(scores[:3])

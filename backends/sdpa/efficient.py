@@ -56,7 +56,7 @@ def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]
     added = None if hiding.mask is None else bias(hiding.mask, q, scores)
     # The lse is always asked for: the backward needs it even where only the mask has a gradient, and without it the
     # kernel of torch before 2.15 misreads keys whose head axis is expanded (pytorch#191937).
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         q, k, v, added, True, problem.dropout, hiding.causal, scale=problem.softmax_scale
     )
     return with_aligned_gradient(out)[..., : problem.dim_v], lse[..., : problem.seq_q]

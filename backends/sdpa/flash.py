@@ -78,9 +78,11 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _launch_cpu(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    q, k, v = (dense_rows(x) for x in inputs[:3])
+    q, k, v = inputs[:3]
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        q, k, v = (dense_rows(x) for x in inputs[:3])
     mask = None if hiding.mask is None else additive(hiding.mask, q.dtype)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, hiding.causal, attn_mask=mask, scale=problem.softmax_scale
     )
     return out, lse
@@ -88,7 +90,7 @@ def _launch_cpu(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, 
 
 def _launch_cuda(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
     q, k, v = (padded(x, 8) for x in inputs[:3])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
         q, k, v, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
     )
     return with_aligned_gradient(out)[..., : problem.dim_v], lse

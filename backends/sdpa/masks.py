@@ -9,7 +9,7 @@ import torch
 from attnswitch.backend import Inputs
 from attnswitch.problem import Problem
 
-__all__ = ["Hiding", "compose"]
+__all__ = ["Hiding", "compose", "compose_plain"]
 
 
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
@@ -37,7 +37,7 @@ class Hiding(NamedTuple):
 def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) -> Hiding:
     """The mask, the causal flag and the dead rows of one call; a float mask in ``dtype``, or as it came."""
     if not problem.needs_mask:
-        return Hiding(causal=problem.plainly_causal and not problem.sees_all)
+        return compose_plain(problem)
     visible = _positions(problem, inputs)
     mask = inputs.attn_mask
     if mask is None:
@@ -57,6 +57,11 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
     shift = torch.where(alive & (top.abs() > SATURATED), top, 0.0)
     mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
     return Hiding(mask if dtype is None else mask.to(dtype), alive=alive, shift=shift)
+
+
+def compose_plain(problem: Problem) -> Hiding:
+    """What hides in a problem that needs no mask: causal or nothing, whatever the arrays."""
+    return Hiding(causal=problem.plainly_causal and not problem.sees_all)
 
 
 def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:

@@ -48,7 +48,7 @@ def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, None
     # otherwise; and it would add a bool mask as 0 and 1.
     kind = torch.float64 if problem.dtype == "float64" else torch.float32
     q, k, v = (x.to(kind) for x in inputs[:3])
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
         q,
         k,
         v,

@@ -260,6 +260,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         for remembered in (*vars(registry).values(), *vars(planner).values()):
             if hasattr(remembered, "cache_clear"):
                 remembered.cache_clear()
+        planner.forget()
 
     def add(package: str = "extra", **points: str) -> None:
         folder = tmp_path / f"{package}-1.0.dist-info"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,13 +12,12 @@ from typing import Any
 import numpy as np
 
 import attnswitch
-from attnswitch import arrays
+from attnswitch import arrays, finite
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.layouts import Storage, host, place
 
 __all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "malformed", "missing", "place_operands"]
 
-_FINITE = "ATTNSWITCH_CHECK_FINITE"
 _TENSORS = ("out", "grad query", "grad key", "grad value")
 
 #: Runs a function in some surroundings: a stream, an autocast region. The plain one just calls it.
@@ -209,13 +207,5 @@ def hosted(results: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def finite_check(always: bool) -> Iterator[None]:
     """Have NaN and inf looked for on a GPU too: poison is refused only where it is seen."""
-    before = os.environ.get(_FINITE)
-    if always:
-        os.environ[_FINITE] = "always"
-    try:
+    with finite.checking("always") if always else contextlib.nullcontext():
         yield
-    finally:
-        if always:
-            os.environ.pop(_FINITE, None)
-            if before is not None:
-                os.environ[_FINITE] = before

@@ -52,5 +52,5 @@ def unguarded(name: str) -> Iterator[None]:
 
 def forget() -> None:
     """Drop what was planned and compiled: what a backend takes has changed."""
-    planner.remembered.cache_clear()
+    planner.forget()
     planner.kernel.cache_clear()

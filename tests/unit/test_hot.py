@@ -1,0 +1,279 @@
+"""Calls like one before: what is looked up is what every step would find, and whatever differs is told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import InvalidProblem, Unsupported, finite, hot
+from attnswitch import call as calls
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Time
+from attnswitch.wisdom.signature import Signature, sign
+
+Register = Callable[[str, str], None]
+
+
+def tensors(length: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+    return [torch.randn(1, heads, length, 16, dtype=dtype) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_before() -> Iterator[None]:
+    hot.ready.cache_clear()
+    yield
+    hot.ready.cache_clear()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one for each call that goes through every step."""
+    seen: list[object] = []
+    read = calls.read
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        seen.append(arguments)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(calls, "read", counted)
+    return seen
+
+
+def slowly(*operands: Any, **options: Any) -> list[torch.Tensor]:
+    """Output, lse and gradients through every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "attend", lambda *_: None)
+        return quickly(*operands, **options)
+
+
+def quickly(*operands: Any, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)  # for dropout
+    result = attnswitch.attention(*operands, **options)
+    results = list(result) if isinstance(result, tuple) else [result]
+    wanted = [tensor for tensor in operands if tensor.requires_grad]
+    return results + (list(torch.autograd.grad(results[0].sum(), wanted)) if wanted else [])
+
+
+def agree(ones: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert torch.equal(one, other)
+        assert (one.stride(), one.dtype, one.requires_grad) == (other.stride(), other.dtype, other.requires_grad)
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "lse": {"return_lse": True},
+    "window": {"window": (3, None)},
+    "dropout": {"dropout_p": 0.5},
+    "named": {"backend": "sdpa-math"},
+    "policy": {"policy": "estimate"},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME)
+@pytest.mark.parametrize("layout", ["BHLD", "BLHD"])
+@pytest.mark.parametrize("grads", [False, True])
+def test_it_is_as_through_every_step(options: dict[str, Any], layout: str, grads: bool, steps: list[object]) -> None:
+    operands = [tensor.requires_grad_(grads) for tensor in tensors(8, 8)]
+    expected = slowly(*operands, layout=layout, **options)
+    assert len(steps) == 1
+    for _ in range(2):
+        agree(quickly(*operands, layout=layout, **options), expected)
+    takes = attnswitch.explain(*operands, layout=layout, **{n: o for n, o in options.items() if n != "policy"}).backend
+    assert len(steps) == 2 + (0 if str(takes).startswith("sdpa") else 2)  # explain reads too; NumPy is not for here
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_every_rank(rank: int, dtype: torch.dtype, steps: list[object]) -> None:
+    operands = tensors()
+    for _ in range(2):
+        mask = (torch.rand((1, 2, 8, 8)[4 - rank :]) > 0.3).to(dtype)
+        agree(quickly(*operands, attn_mask=mask), slowly(*operands, attn_mask=mask))
+    assert len(steps) == 2
+
+
+def variants() -> list[tuple[Any, dict[str, Any]]]:
+    """Each is another problem, or another choice, than the first; none may be taken for another."""
+    q, k, v = tensors()
+    aside = torch.randn(2 * 8 * 16 + 1)[1:].view(1, 2, 8, 16)  # 4 bytes off alignment
+    return [
+        ((q, k, v), {}),
+        ((q, k[:, :, :7], v[:, :, :7]), {}),
+        ((q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}),
+        ((aside, k, v), {}),
+        (tuple(tensors(dtype=torch.float64)), {}),
+        ((q.clone().requires_grad_(), k, v), {}),
+        ((q, k, v.clone().requires_grad_()), {}),
+        ((q, k, v), {"is_causal": True}),
+        ((q, k, v), {"scale": 1.0}),
+        ((q, k, v), {"scale": 0.0}),
+        ((q, k, v), {"backend": "sdpa-math"}),
+        ((q, k, v), {"layout": "BLHD"}),
+        ((q, k, v), {"window": (1, 1)}),
+        ((q, k, v), {"window": (1, 2)}),
+        ((q, k, v), {"dropout_p": 0.5}),
+        ((q, k, v), {"attn_mask": torch.ones(8, 8, dtype=torch.bool).tril()}),
+        ((q, k, v), {"attn_mask": torch.randn(8, 8)}),
+        ((q, k, v), {"attn_mask": torch.randn(1, 8)}),
+        ((q, k, v), {"attn_mask": torch.randn(8, 8).requires_grad_()}),
+    ]
+
+
+def test_every_fact_counts(steps: list[object]) -> None:
+    made = variants()
+    for _ in range(2):  # in one order, and with every other one known
+        for operands, options in made:
+            agree(quickly(*operands, **options), slowly(*operands, **options))
+    assert hot.ready.cache_info().misses == len(made)
+    assert hot.ready.cache_info().hits == len(made)
+    assert len(steps) == 2 * len(made)
+
+
+def test_what_is_wrong_is_refused_after_a_right_call_too() -> None:
+    q, k, v = tensors()
+    attnswitch.attention(q, k, v, is_causal=True, scale=1.0)
+    for options, message in (
+        ({"is_causal": 1, "scale": 1.0}, "is_causal=1: expected True or False"),
+        ({"is_causal": True, "scale": True}, "scale=True: expected a number"),
+        ({"is_causal": True, "scale": 1.0, "layout": ["BHLD"]}, "layout="),
+        ({"is_causal": True, "scale": 1.0, "window": (True, 1)}, "window="),
+        ({"is_causal": True, "scale": 1.0, "policy": "fast"}, "policy='fast'"),
+        ({"is_causal": True, "scale": 1.0, "backend": "fastest"}, "backend 'fastest' is not known"),
+    ):
+        with pytest.raises(InvalidProblem, match=message):
+            attnswitch.attention(q, k, v, **options)
+    for operands in (
+        (q, k, v[:, :, :4]),
+        (q[0], k[0], v[0]),
+        (q, k.double(), v),
+        (q, k.numpy(), v),
+        (q.to_sparse(), k, v),
+    ):
+        with pytest.raises(InvalidProblem):
+            attnswitch.attention(*operands, is_causal=True, scale=1.0)
+    with pytest.raises(Unsupported):
+        attnswitch.attention(q, k, v, backend="sdpa-flash", softcap=3.0)
+
+
+def test_a_scale_that_is_changed_in_place_is_read_again() -> None:
+    q, k, v = tensors()
+    scale: Any = torch.tensor(0.1)
+    first = attnswitch.attention(q, k, v, scale=scale)
+    scale.fill_(2.0)
+    assert not torch.allclose(first, attnswitch.attention(q, k, v, scale=scale))
+
+
+def test_nan_is_seen_in_every_call() -> None:
+    q, k, v = tensors()
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[:, 3] = False
+    clean = attnswitch.attention(q, k, v, attn_mask=mask)
+    poisoned = k.clone()
+    poisoned[:, :, 3] = torch.nan
+    for _ in range(2):
+        assert torch.equal(attnswitch.attention(q, k, v, attn_mask=mask), clean)
+        torch.testing.assert_close(attnswitch.attention(q, poisoned, v, attn_mask=mask), clean)
+    with finite.checking("never"):
+        assert attnswitch.attention(q, poisoned, v, attn_mask=mask).isnan().any()
+    torch.testing.assert_close(attnswitch.attention(q, poisoned, v, attn_mask=mask), clean)
+
+
+def test_the_mode_of_autograd_is_a_fact() -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in tensors())
+    for _ in range(2):
+        assert attnswitch.attention(q, k, v).requires_grad
+        with torch.no_grad():
+            assert not attnswitch.attention(q, k, v).requires_grad
+        with torch.inference_mode():
+            assert not attnswitch.attention(q, k, v).requires_grad
+
+
+def test_autocast_casts_nothing_here_either() -> None:
+    q, k, v = tensors()
+    first = attnswitch.attention(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = attnswitch.attention(q, k, v)
+    assert again.dtype == torch.float32
+    assert torch.equal(first, again)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch's own, by make_dual
+def test_function_transforms_are_refused_as_before() -> None:
+    q, k, v = tensors()
+    attnswitch.attention(q, k, v)
+    with pytest.raises(InvalidProblem, match=r"inside torch\.func"):
+        torch.func.grad(lambda q: attnswitch.attention(q, k, v).sum())(q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))  # type: ignore[no-untyped-call]
+        with pytest.raises(InvalidProblem, match="forward-mode tangent"):
+            attnswitch.attention(dual, k, v)
+
+
+def test_subclasses_and_other_libraries_go_through_every_step(steps: list[object]) -> None:
+    class Named(torch.Tensor):
+        pass
+
+    q, k, v = tensors()
+    attnswitch.attention(q.as_subclass(Named), k, v)
+    attnswitch.attention(*(tensor.numpy() for tensor in (q, k, v)))
+    attnswitch.attention(q, k, v, key_lengths=[8])
+    attnswitch.attention(q, k, v, dropout_p=0.5, seed=1)
+    assert len(steps) == 4
+    assert isinstance(attnswitch.attention(torch.nn.Parameter(q), k, v), torch.Tensor)
+
+
+def test_wisdom_that_changes_is_noticed() -> None:
+    q, k, v = tensors()
+    problem = attnswitch.plan(q, k, v).problem
+    names = ("sdpa-math", "sdpa-flash")
+    for name in names:
+        signed = sign(name, attnswitch.Device.cpu())
+        assert isinstance(signed, Signature)
+        ms = 1e-3 if name == "sdpa-math" else 1.0
+        view.remember([Time(problem, name, "", ms, ms, ms, 30, 1, signed, view.now())])
+        agree(quickly(q, k, v), quickly(q, k, v, backend="sdpa-math"))
+    assert attnswitch.plan(q, k, v).backend == "sdpa-math"
+
+
+def test_backends_that_change_are_noticed(register: Register) -> None:
+    q, k, v = tensors()
+    right = quickly(q, k, v)
+    register("saboteur", "saboteurs:ScaledOutput")
+    assert not torch.equal(quickly(q, k, v)[0], right[0])
+
+
+def test_a_plan_is_called_so_too(steps: list[object]) -> None:
+    q, k, v = tensors()
+    plan = attnswitch.plan(q, k, v, is_causal=True)
+    assert len(steps) == 1
+    assert torch.equal(plan(q, k, v), attnswitch.attention(q, k, v, is_causal=True))
+    assert torch.equal(plan(q, k, v), plan(q, k, v))
+    assert len(steps) == 1
+    with pytest.raises(InvalidProblem, match="the plan is for"):
+        plan(*tensors(9))
+    with pytest.raises(InvalidProblem, match="the plan is for"):
+        plan(q, k, v, attn_mask=torch.ones(8, 8))
+
+
+def test_calls_are_recorded_so_too() -> None:
+    q, k, v = tensors()
+    with attnswitch.record() as recorded:
+        for _ in range(3):
+            attnswitch.attention(q, k, v)
+    assert list(recorded.problems.values()) == [3]
+
+
+def test_empty_sizes() -> None:
+    for _ in range(2):
+        assert attnswitch.attention(*tensors(0)).shape == (1, 2, 0, 16)
+        out = attnswitch.attention(tensors()[0], *tensors(0)[:2])
+        assert np.all(out.numpy() == 0)
