@@ -205,6 +205,7 @@ def attention_backward(
     if read.dropout_p and read.seed is None:
         raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
     call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
+    recording.note(call.problem)
     chosen, kernel = planner.compiled(_plan(call, backend, policy))
     library = native(chosen, call.library)
     inputs = call.to_backend(library)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnswitch import divergences, registry
+from attnswitch import cost, divergences, registry
 from attnswitch.backend import Backend, Kernel
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
@@ -16,7 +16,7 @@ from attnswitch.policy import Policy
 from attnswitch.problem import Problem
 
 if TYPE_CHECKING:
-    from attnswitch.wisdom.record import Time, Verdict
+    from attnswitch.wisdom.record import Time, Untimed, Verdict
 
 __all__ = ["FAILED", "Candidate", "Plan", "compiled", "forget", "generation", "make_plan", "require"]
 
@@ -35,8 +35,10 @@ class Candidate:
     reasons: tuple[str, ...] = ()
     #: Why this machine cannot run it; not asked where the plan is for absent hardware.
     unavailable: str | None = None
-    #: What it took on problems of this class on this machine, and a mismatch that was found here and concerns it.
+    #: What it took on problems of this class on this machine, or why that could not be measured.
     time: Time | None = None
+    untimed: Untimed | None = None
+    #: A mismatch that was found on this machine and concerns it.
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.
     config: str = ""
@@ -50,6 +52,11 @@ class Candidate:
     def trusted(self) -> bool:
         """Whether it takes the problem and can be chosen for it."""
         return self.fits and self.fault is None
+
+    @property
+    def open(self) -> bool:
+        """Whether it can be chosen and nobody has tried to measure it."""
+        return self.trusted and self.time is None and self.untimed is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +84,7 @@ class Plan:
         if not self.device.present or self.chosen is None or self.why.startswith("forced"):
             return False
         trusted = [candidate for candidate in self.candidates if candidate.trusted]
-        return len(trusted) > 1 and any(candidate.time is None for candidate in trusted)
+        return len(trusted) > 1 and any(candidate.open for candidate in trusted)
 
     def why_not(self, candidate: Candidate) -> tuple[str, ...]:
         """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
@@ -96,13 +103,14 @@ class Plan:
                 f"it was wrong on this machine on {fault.date[:10]}: {fault.why} (case {fault.case}, {fault.problem});"
                 " it is left out until another version gets that case right",
             )
-        if self.chosen is None:
-            return ("it takes the problem, but was not measured here",)
-        if self.chosen.time is None:
+        if self.chosen is not None and self.chosen.time is None:
             return (f"it takes the problem, but stands behind {self.backend} in the declared order",)
-        if candidate.time is None:
+        if untimed := candidate.untimed:
+            return (f"it takes the problem, but could not be measured here on {untimed.date[:10]}: {untimed.why}",)
+        if self.chosen is None or self.chosen.time is None or candidate.time is None:
             return ("it takes the problem, but was not measured here",)
-        return (f"it takes the problem, but took {candidate.time.ms:.4g} ms against {self.chosen.time.ms:.4g}",)
+        told = _said(candidate.time, self.chosen.time)
+        return (f"it takes the problem, but took {told} against {self.chosen.time.ms:.4g}",)
 
     def __call__(
         self,
@@ -150,18 +158,19 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         return Candidate(name, unavailable=f"{FAILED}: {type(error).__name__}: {error}")
     if reasons or unavailable is not None:
         return Candidate(name, reasons, unavailable)
-    wisdom = _wisdom()
-    time = wisdom.time(name, problem, device)
-    return Candidate(
-        name, time=time, fault=wisdom.fault(name, problem, device), config="" if time is None else time.config
-    )
+    return _known(name, problem, device)
 
 
-def _wisdom() -> Any:
-    """What this machine knows. Its modules are loaded with the first plan: an import of attnswitch stays light."""
-    from attnswitch.wisdom import view
+def _known(name: str, problem: Problem, device: Device) -> Candidate:
+    """A backend that takes the problem, with what this machine knows of it."""
+    from attnswitch.wisdom import view  # slow to import, and first needed here
+    from attnswitch.wisdom.record import Time
 
-    return view.current()
+    wisdom = view.current()
+    found, fault = wisdom.time(name, problem, device), wisdom.fault(name, problem, device)
+    if isinstance(found, Time):
+        return Candidate(name, time=found, fault=fault, config=found.config)
+    return Candidate(name, untimed=found, fault=fault)
 
 
 def make_plan(problem: Problem, device: Device, backend: str | None = None, policy: Policy = Policy.ESTIMATE) -> Plan:
@@ -172,6 +181,16 @@ def make_plan(problem: Problem, device: Device, backend: str | None = None, poli
     if backend is not None and not isinstance(backend, str):
         raise InvalidProblem(f"backend={backend!r}: expected a name, one of {', '.join(registry.names())}")
     return remembered(problem, device, backend, policy, _generation)
+
+
+def _pace(time: Time) -> float:
+    """Milliseconds an operation: two times of a class may be of problems of unlike size."""
+    return time.ms / max(cost.flops(time.problem), 1.0)
+
+
+def _said(time: Time, beside: Time) -> str:
+    """A time, with its problem where that is not the one of the time that it stands beside."""
+    return f"{time.ms:.4g} ms" + ("" if time.problem == beside.problem else f" on {time.problem}")
 
 
 def generation() -> int:
@@ -203,10 +222,9 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
 def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate | None, str]:
     """The fastest that was measured, else the first in the declared order; and why."""
     trusted = [candidate for candidate in candidates if candidate.trusted]
-    times = sorted(((c.time.ms, c.time, c) for c in trusted if c.time is not None), key=lambda entry: entry[0])
-    if times:
-        _, first, chosen = times[0]
-        each = ", ".join(f"{candidate.backend} {ms:.4g} ms" for ms, _, candidate in times)
+    if times := sorted(((c.time, c) for c in trusted if c.time is not None), key=lambda entry: _pace(entry[0])):
+        first, chosen = times[0]
+        each = ", ".join(f"{candidate.backend} {_said(time, first)}" for time, candidate in times)
         return chosen, f"measured here on {first.date[:10]}, on {first.problem}: {each}"
     if not trusted:
         faulty = any(candidate.fits for candidate in candidates)

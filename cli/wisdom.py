@@ -13,7 +13,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom.classes import speed_class
-from attnswitch.wisdom.record import Record, Time
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.store import Contents
 
 from . import render
@@ -52,7 +52,10 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
     render.console.print(f"[dim]{render.escape(str(source.path))}[/]", soft_wrap=True)
     _print_times([record for record in held if isinstance(record, Time)])
     for record in held:
-        if not isinstance(record, Time):
+        if isinstance(record, Untimed):
+            text = f"{record.backend} on {record.signature.device}, {record.problem}: {record.why}"
+            render.console.print(f"[yellow]not measured[/] {render.escape(text)}", soft_wrap=True)
+        elif isinstance(record, Verdict):
             word = "[green]right again[/]" if record.right else "[bold red]wrong[/]"
             text = f"{record.backend} on {record.signature.device}, {record.problem}: {record.why} (case {record.case})"
             render.console.print(f"{word} {render.escape(text)}", soft_wrap=True)
@@ -111,7 +114,7 @@ def forget(
 
     def goes(record: Record) -> bool:
         named = record.backend in (backend or ())
-        timed = isinstance(record, Time) and speed_class(record.problem) in classes
+        timed = not isinstance(record, Verdict) and speed_class(record.problem) in classes
         return everything or named or timed or (stale and exchange.foreign(record, devices) is not None)
 
     def kept(records: list[Record]) -> list[Record]:
@@ -152,4 +155,6 @@ def _plain(record: Record) -> dict[str, Any]:
     if isinstance(record, Time):
         times = {"ms": record.ms, "ms_low": record.low, "ms_high": record.high, "runs": record.runs}
         return {**shared, "config": record.config, **times, "threads": record.threads, **dated}
+    if isinstance(record, Untimed):
+        return {**shared, "untimed": record.why, **dated}
     return {**shared, "right": record.right, "case": record.case, "why": record.why, **dated}

@@ -32,9 +32,9 @@ class Tuned:
 
 
 def known(problem: Problem, where: str) -> bool:
-    """Whether every backend that may be chosen for the class of ``problem`` was measured, with what is here now."""
+    """Whether measuring was tried of all that may be chosen for the class of ``problem``, with what is here now."""
     plan = planner.make_plan(problem, Device.parse(where))
-    return plan.chosen is not None and all(c.time is not None for c in plan.candidates if c.trusted)
+    return plan.chosen is not None and not any(candidate.open for candidate in plan.candidates)
 
 
 def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float) -> Iterator[Tuned]:

@@ -29,7 +29,7 @@ from attnswitch.problem import CONTIGUOUS, Problem
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
 from attnswitch.wisdom import view
-from attnswitch.wisdom.record import Record, Time, Verdict
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 from attnswitch.wisdom.verdicts import of_outcome
 
@@ -96,12 +96,22 @@ def plainly(problem: Problem) -> Problem:
 
 def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial:
     """Measure ``problem`` on the device that torch calls ``where``. Never raises for what a candidate does."""
-    problem = plainly(problem)
-    trial = Trial(problem)
+    trial = Trial(plainly(problem))
     device = Device.parse(where)
+    if not problem.is_empty:
+        _measure(trial, device, where, effort, attempt)
+    done = {record.backend for record in trial.records}
+    for backend, why in trial.failed.items():
+        signature = sign(backend, device)  # of a config, whose name is no backend's, there is none
+        if backend not in done and isinstance(signature, Signature):
+            trial.records.append(Untimed(trial.problem, backend, why, signature, view.now()))
+    return trial
+
+
+def _measure(trial: Trial, device: Device, where: str, effort: Effort, attempt: Attempt) -> None:
+    """Verify, try out and time the candidates."""
+    problem = trial.problem
     plan = planner.make_plan(problem, device)
-    if problem.is_empty:
-        return trial
     right = [
         candidate for candidate in plan.candidates if candidate.fits and _verified(candidate, trial, where, attempt)
     ]
@@ -112,7 +122,7 @@ def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial
             reference = deviation.make(work)
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
             trial.failed |= {candidate.backend: _first_line(error) for candidate in right}
-            return trial
+            return
         entries = [
             entry for candidate in right for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
         ]
@@ -125,7 +135,6 @@ def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial
     gc.collect()  # graphs are cycles
     if where != "cpu":
         torch.cuda.empty_cache()
-    return trial
 
 
 def _verified(candidate: Candidate, trial: Trial, where: str, attempt: Attempt) -> bool:

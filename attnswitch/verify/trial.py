@@ -145,6 +145,9 @@ class Trial:
     @functools.cached_property
     def variant(self) -> str:
         """The kernel that ran: its config, where the backend has more than one."""
+        plan = make_plan(self.case.problem(), self._device, self.chosen)
+        if plan.chosen is not None and plan.chosen.config:
+            return plan.chosen.config
         config = next(iter(self._backend.configs(self.case.problem(), self._device)), None)
         return "" if config is None or type(config) is Config else str(config)
 

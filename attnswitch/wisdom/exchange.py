@@ -72,7 +72,7 @@ def newest(records: Sequence[Record]) -> list[Record]:
     found: dict[tuple[object, ...], Record] = {}
     for record in sorted(records, key=lambda record: record.date):
         about = (record.case, record.right) if isinstance(record, Verdict) else ()
-        key = (type(record), record.problem, record.backend, record.signature, about)
+        key = (isinstance(record, Verdict), record.problem, record.backend, record.signature, about)
         found.pop(key, None)  # the newest stands where it was made
         found[key] = record
     return list(found.values())

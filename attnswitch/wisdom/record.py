@@ -1,4 +1,4 @@
-"""``Time`` and ``Verdict``: what is remembered, and the line of JSON that each is on disk.
+"""``Time``, ``Untimed`` and ``Verdict``: what is remembered, and the line of JSON that each is on disk.
 
 A line is one JSON object that ends in a newline. Its ``sum`` is a checksum of the others, so that a line that was
 edited, cut off or overwritten is known for what it is.
@@ -16,7 +16,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.wisdom.signature import Signature
 
-__all__ = ["SCHEMA", "Record", "Time", "Verdict", "from_line", "to_line"]
+__all__ = ["SCHEMA", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
 
 SCHEMA = 1
 
@@ -58,18 +58,30 @@ class Verdict:
     date: str
 
 
-Record = Time | Verdict
+@dataclass(frozen=True, slots=True)
+class Untimed:
+    """Why a backend has no time for a problem that it takes: measuring was tried, and it is not tried again."""
 
-_KINDS: dict[str, type[Time] | type[Verdict]] = {"time": Time, "verdict": Verdict}
-_FIELDS = {
+    problem: Problem
+    backend: str
+    why: str
+    signature: Signature
+    date: str
+
+
+Record = Time | Untimed | Verdict
+
+_KINDS: dict[str, type[Time] | type[Untimed] | type[Verdict]] = {"time": Time, "untimed": Untimed, "verdict": Verdict}
+_FIELDS: dict[str, dict[str, type]] = {
     "time": {"config": str, "ms": float, "low": float, "high": float, "runs": int, "threads": int},
+    "untimed": {"why": str},
     "verdict": {"right": bool, "case": str, "why": str},
 }
 
 
 def to_line(record: Record) -> bytes:
     """The line, newline included."""
-    kind = "time" if isinstance(record, Time) else "verdict"
+    kind = next(name for name, made in _KINDS.items() if type(record) is made)
     fields = {
         "schema": SCHEMA,
         "kind": kind,

@@ -98,8 +98,8 @@ def _source(backend: Any) -> str:
 def _hash(place: Path) -> str:
     """Twelve digits of the SHA-256 of a file, or of every source under a folder with its name."""
     digest = hashlib.sha256()
-    files = sorted(path for path in place.rglob("*") if path.suffix in _SOURCES) if place.is_dir() else [place]
     try:
+        files = sorted(path for path in place.rglob("*") if path.suffix in _SOURCES) if place.is_dir() else [place]
         for path in files:
             digest.update(f"{path.relative_to(place).as_posix()}\0".encode())
             digest.update(path.read_bytes())

@@ -16,7 +16,7 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
 from attnswitch.wisdom.classes import covers, speed_class
-from attnswitch.wisdom.record import Record, Time, Verdict
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
 __all__ = ["Wisdom", "current", "now", "reload", "remember"]
@@ -26,7 +26,7 @@ __all__ = ["Wisdom", "current", "now", "reload", "remember"]
 class Wisdom:
     """Records by what they are about."""
 
-    times: dict[tuple[str, Signature, Problem], Time] = field(default_factory=dict)
+    times: dict[tuple[str, Signature, Problem], Time | Untimed] = field(default_factory=dict)
     #: Mismatches by backend and machine, and the verdicts that the same cases were right later.
     faults: dict[tuple[str, str], list[Verdict]] = field(default_factory=dict)
     mended: dict[tuple[str, str, str], list[Verdict]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Wisdom:
 
     def add(self, record: Record) -> None:
         """Index one record; a newer one takes the place of what it repeats."""
-        if isinstance(record, Time):
+        if isinstance(record, Time | Untimed):
             key = record.backend, record.signature, speed_class(record.problem)
             if key not in self.times or self.times[key].date <= record.date:
                 self.times[key] = record
@@ -44,8 +44,11 @@ class Wisdom:
         else:
             self.faults.setdefault((record.backend, record.signature.device), []).append(record)
 
-    def time(self, backend: str, problem: Problem, device: Device) -> Time | None:
-        """What was measured of ``backend`` on the class of ``problem``, with the software that is here now."""
+    def time(self, backend: str, problem: Problem, device: Device) -> Time | Untimed | None:
+        """What was measured of ``backend`` on the class of ``problem``, with the software that is here now.
+
+        None where nobody tried.
+        """
         if not self.times:
             return None
         signature = sign(backend, device)

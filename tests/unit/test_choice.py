@@ -65,6 +65,14 @@ def test_the_fastest_measured_is_chosen_and_explained() -> None:
     assert attnswitch.plan("b2.h4.s512.d32.fp32").backend == "sdpa-flash"  # another class
 
 
+def test_times_of_unlike_problems_are_compared_by_their_work() -> None:
+    """Both are of one class: the second has four times the work of the first."""
+    view.remember([time("sdpa-flash", 1.0, "b2.h4.s46.d32.fp32"), time("tiled", 3.0, "b2.h4.s90.d32.fp32")])
+    plan = attnswitch.explain("b2.h4.s70.d32.fp32")
+    assert plan.backend == "tiled"
+    assert reasons(plan, "sdpa-flash") == "it takes the problem, but took 1 ms on b2.h4.s46.d32.fp32 against 3"
+
+
 def test_wisdom_of_what_refuses_is_not_used() -> None:
     """A time may come from a neighbour in the class that the backend takes."""
     view.remember([time("sdpa-flash", 0.1), time("sdpa-math", 1.0)])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,12 +48,18 @@ def test_every_backend_that_takes_it_is_timed(text: str) -> None:
     assert all(time.problem == problem and time.low <= time.ms <= time.high for time in found.times)
 
 
-def test_the_whole_call_is_timed_backward_included() -> None:
-    forward = trial.run(Problem.parse("b2.h4.s200.d32.fp32"), "cpu", QUICK, check)
-    both = trial.run(Problem.parse("b2.h4.s200.d32.fp32.grad"), "cpu", QUICK, check)
-    times = ({time.backend: time.ms for time in found.times} for found in (forward, both))
-    alone, whole = times
-    assert whole["sdpa-math"] > 1.3 * alone["sdpa-math"]
+@pytest.mark.parametrize("grads", ["", ".grad"])
+def test_the_whole_call_is_timed_backward_included(grads: str, register: Register) -> None:
+    register("tunable", f"{__name__}:Tunable")
+    _Kernel.forwards = _Kernel.backwards = 0
+    found = trial.run(Problem.parse(f"b1.h2.s16.d8.fp32{grads}"), "cpu", QUICK, _verified)
+    assert "tunable" in {time.backend for time in found.times}
+    assert _Kernel.forwards > 2  # twice to be looked at, then timed
+    assert _Kernel.backwards == (_Kernel.forwards if grads else 0)
+
+
+def _verified(case: Case, backend: str, device: str) -> Outcome:
+    return Outcome(case, backend, device, "verified", backend)
 
 
 @pytest.mark.parametrize("name", ["ScaledOutput", "ScaleIgnored", "LastKeyDropped"])
@@ -96,6 +103,19 @@ def test_a_kernel_that_dies_where_it_is_verified_is_never_run_here() -> None:
         ("sdpa-math", "crash: it was ended by SIGSEGV")
     ]
     assert "sdpa-math" not in {time.backend for time in found.times}
+
+
+def test_what_cannot_be_measured_is_known_for_it_and_not_tried_again(register: Register) -> None:
+    register("greedy", f"{__name__}:Greedy")
+    found = trial.run(SMALL, "cpu", QUICK, check)
+    assert (found.wrong, list(found.failed)) == ([], ["greedy"])
+    view.remember(found.records)
+    assert session.known(SMALL, "cpu")
+    plan = attnswitch.plan(SMALL, policy="measure")
+    (candidate,) = (candidate for candidate in plan.candidates if candidate.backend == "greedy")
+    (why,) = plan.why_not(candidate)
+    assert why.startswith("it takes the problem, but could not be measured here on 2")
+    assert why.endswith(": refused: out of memory: it wants a terabyte")
 
 
 def test_an_empty_problem_takes_no_time() -> None:
@@ -179,6 +199,13 @@ def test_recorded_calls_are_counted_and_written_once(tmp_path: Path) -> None:
     assert counts == {"b1.h2.s5.d8.fp32.causal": 2, "b1.h2.s6.d8.fp32.causal": 1}
     assert path.read_text().splitlines() == list(counts)
     assert problems.recorded(path) == list(recorded.problems)
+
+
+def test_gradients_of_arrays_without_autograd_are_recorded() -> None:
+    query = np.ones((1, 1, 3, 8), np.float32)
+    with attnswitch.record() as recorded:
+        attnswitch.attention_backward(query, query, query, query)
+    assert [str(problem) for problem in recorded.problems] == ["b1.h1.s3.d8.fp32.grad"]
 
 
 def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
@@ -309,14 +336,23 @@ class _Tiled:
 class _Kernel:
     """The tiled kernel, slow unless its config is "fast"; "broken" gives another answer."""
 
+    forwards = 0
+    backwards = 0
+
     def __init__(self, kernel: Any, config: str) -> None:
         self.kernel, self.config = kernel, config
-        self.backward = kernel.backward
+
+    def backward(self, *saved: Any) -> Any:
+        _Kernel.backwards += 1
+        return self.kernel.backward(*saved)
 
     def forward(self, inputs: Any) -> Any:
         import time
 
+        _Kernel.forwards += 1
         out, lse = self.kernel.forward(inputs)
+        if self.config == "greedy":
+            raise MemoryError("it wants a terabyte")
         if self.config == "last head" and out.shape[1] > 2:
             out[:, -1] *= 1.1
         if self.config in ("heuristic", "slow"):
@@ -327,6 +363,13 @@ class _Kernel:
 class WrongLastHead(_Tiled):
     def configs(self, problem: Problem, device: Device) -> Any:
         yield "last head"
+
+
+class Greedy(_Tiled):
+    """Takes everything, and has memory for nothing."""
+
+    def configs(self, problem: Problem, device: Device) -> Any:
+        yield "greedy"
 
 
 class Tunable(_Tiled):

@@ -14,7 +14,7 @@ import pytest
 from attnswitch import Device, InvalidProblem, Problem
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom.classes import covers, speed_class
-from attnswitch.wisdom.record import Record, Time, Verdict, from_line, to_line
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import Signature, machine, sign
 from attnswitch.wisdom.store import Store
 
@@ -39,7 +39,12 @@ def fault(problem: Problem = PROBLEM, backend: str = "tiled", case: str = "a.jso
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("record", [time(), time(problem=Problem.parse("b1.h8/2.s1x70.d64.bf16.causal-br")), fault()])
+UNTIMED = Untimed(PROBLEM, "tiled", "out of memory", signature(), "2026-11-03")
+
+
+@pytest.mark.parametrize(
+    "record", [time(), time(problem=Problem.parse("b1.h8/2.s1x70.d64.bf16.causal-br")), fault(), UNTIMED]
+)
 def test_a_line_is_the_record(record: Record) -> None:
     line = to_line(record)
     assert from_line(line) == record
@@ -220,7 +225,7 @@ def test_what_lies_beneath_is_read_and_never_written(tmp_path: Path) -> None:
 def test_times_hold_for_their_class_and_signature() -> None:
     view.remember([time(1.0), time(3.0, date="2026-11-02"), time(2.0, date="2026-10-01")])
     held = view.current().time("tiled", PROBLEM.replace(seq_q=60, seq_k=70), CPU)
-    assert held is not None
+    assert isinstance(held, Time)
     assert held.ms == 3.0  # the newest
     view.reload()
     assert view.current().time("tiled", PROBLEM, CPU) == held
@@ -242,6 +247,14 @@ def test_what_was_signed_elsewhere_is_not_used(change: dict[str, object], messag
     view.remember([replace(time(), signature=signed)])
     assert view.current().time("tiled", PROBLEM, CPU) is None
     assert re.match(message, signed.differs(signature()) or "")
+
+
+def test_that_there_is_no_time_takes_the_place_of_one_and_the_other_way_round() -> None:
+    view.remember([time(1.0), UNTIMED])
+    assert view.current().time("tiled", PROBLEM, CPU) == UNTIMED
+    assert exchange.newest(store.here().read().records) == [UNTIMED]
+    view.remember([time(2.0, date="2026-11-04")])
+    assert view.current().time("tiled", PROBLEM, CPU) == time(2.0, date="2026-11-04")
 
 
 def test_a_fault_holds_until_another_version_gets_its_case_right() -> None:
