@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from attnswitch import call as calls
 from attnswitch import finite, planner, recording
 from attnswitch.arrays import Facts
-from attnswitch.backend import Inputs, Kernel
+from attnswitch.backend import Inputs, Kernel, native
 from attnswitch.call import Call
 from attnswitch.device import Device
 from attnswitch.options import Options
@@ -135,7 +135,7 @@ def ready(
     if plan.chosen is None or plan.problem != problem or (policy is Policy.MEASURE and plan.open):
         return None
     chosen, kernel = planner.compiled(plan)
-    if chosen.library != "torch" or (problem.dropout and getattr(chosen, "wants_seed", False)):
+    if native(chosen, "torch") != "torch" or (problem.dropout and getattr(chosen, "wants_seed", False)):
         return None
     wrapped = bool(problem.grads) and not chosen.autograd
     return Ready(problem, where, kernel, finite.looked_for(when, where[0]), wrapped)

@@ -101,7 +101,8 @@ class Plan:
         if fault := candidate.fault:
             return (
                 f"it was wrong on this machine on {fault.date[:10]}: {fault.why} (case {fault.case}, {fault.problem});"
-                " it is left out until another version gets that case right",
+                " it is left out until another version gets that case right, or until"
+                f" `attnswitch wisdom forget --backend {candidate.backend}`",
             )
         if self.chosen is not None and self.chosen.time is None:
             return (f"it takes the problem, but stands behind {self.backend} in the declared order",)

@@ -19,8 +19,12 @@ __all__ = ["Signature", "machine", "sign"]
 
 #: What a kernel is written in.
 _SOURCES = frozenset((".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".c"))
-#: Packages whose version counts, by the library that a backend is native to. A Device knows its own of the others.
-_PACKAGES = {"numpy": ("numpy",), "torch": ("torch", "triton"), "cupy": ("cupy-cuda13x", "cupy-cuda12x")}
+#: Packages whose version counts, by the libraries that a backend is native to. A Device knows its own of the others.
+_PACKAGES = {
+    "numpy": ("numpy",),
+    "torch": ("torch", "triton"),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+}
 #: What a Device knows and the processor does not run.
 _OF_GPUS = ("cuda", "cudnn", "driver", "cupy", "triton")
 #: Home of the built-in backends: a file in it is a backend by itself.
@@ -68,9 +72,10 @@ def sign(name: str, device: Device) -> Signature | str:
         return f"backend {name!r} is not known here"
     if isinstance(backend, str):
         return f"backend {name!r} cannot be loaded here: {backend}"
-    library = str(getattr(backend, "library", ""))
-    versions = {name: found for name in _PACKAGES.get(library, ()) if (found := _version(name)) is not None}
-    versions |= dict(device.versions) if library != "numpy" else {}
+    libraries = dict.fromkeys((backend.library, *getattr(backend, "libraries", ())))
+    packages = [package for library in libraries for package in _PACKAGES.get(library, ())]
+    versions = {package: found for package in packages if (found := _version(package)) is not None}
+    versions |= dict(device.versions) if set(libraries) != {"numpy"} else {}
     if device.kind == "cpu":
         versions = {name: version for name, version in versions.items() if name not in _OF_GPUS}
     return Signature(machine(device), tuple(sorted(versions.items())), _source(backend))

@@ -86,7 +86,7 @@ def test_a_backend_that_was_wrong_here_is_left_out_with_the_case() -> None:
     assert plan.backend == "sdpa-math"
     assert reasons(plan, "sdpa-flash") == (
         "it was wrong on this machine on 2026-11-20: reference: out (case some-case.json, b2.h4.s64.d32.fp32); it is"
-        " left out until another version gets that case right"
+        " left out until another version gets that case right, or until `attnswitch wisdom forget --backend sdpa-flash`"
     )
     assert attnswitch.plan("b1.h1.s8.d8.fp32").backend == "sdpa-flash"  # smaller than where it was seen
     assert attnswitch.plan(TEXT, backend="sdpa-flash").backend == "sdpa-flash"  # who names it gets it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -277,3 +278,23 @@ def test_empty_sizes() -> None:
         assert attnswitch.attention(*tensors(0)).shape == (1, 2, 0, 16)
         out = attnswitch.attention(tensors()[0], *tensors(0)[:2])
         assert np.all(out.numpy() == 0)
+
+
+def test_a_call_like_one_before_is_short() -> None:
+    """Functions entered on the way to the kernel: what costs time there, and does not depend on the machine's mood."""
+    q, k, v = tensors()
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    with finite.checking("never"):
+        attnswitch.attention(q, k, v, backend="sdpa-flash")
+        sys.setprofile(note)
+        try:
+            attnswitch.attention(q, k, v, backend="sdpa-flash")
+        finally:
+            sys.setprofile(None)
+    assert "ready" not in entered
+    assert len(entered) <= 16, entered
