@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import resources
+from itertools import islice
 from typing import Any
 
 from attnswitch import cost, registry
@@ -50,7 +51,7 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of a backend's heuristic config: rows of queries and keys, loads in flight, bytes on the chip."""
+    """A tile of a backend's config: rows of queries and keys, loads in flight, bytes on the chip."""
 
     backend: str
     role: str
@@ -88,9 +89,9 @@ class Estimate:
         return found | {"problem": str(self.problem), "device": str(self.device)}
 
 
-def estimate(problem: Problem, device: Device, peak: Peak | None) -> Estimate:
-    """Work ``problem`` out on ``device``."""
-    tiles = tuple(_tiles(problem, device))
+def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bool = False) -> Estimate:
+    """Work ``problem`` out on ``device``; with the tiles of all ``configs``, or of each backend's first choice."""
+    tiles = tuple(dict.fromkeys(_tiles(problem, device, None if configs else 1)))
     queries = next((tile.queries for tile in tiles if tile.role in ("", "forward")), _QUERIES)
     shared = device.shared_memory or _SHARED
     return Estimate(
@@ -135,13 +136,14 @@ def _direction(problem: Problem, peak: Peak | None, *, backward: bool) -> Direct
     return Direction(work, least, standard, work / max(least, 1), work / max(standard, 1), *times)
 
 
-def _tiles(problem: Problem, device: Device) -> Iterator[Tile]:
-    """The tiles of every backend that takes the problem and says what its tiles are."""
+def _tiles(problem: Problem, device: Device, most: int | None) -> Iterator[Tile]:
+    """The tiles of every backend that takes the problem and says what its tiles are, of at most so many configs."""
     for name in registry.names():
         backend = registry.load(name)
         if isinstance(backend, str) or backend.supports(problem, device):
             continue
-        for role, tile in _parts(next(iter(backend.configs(problem, device)), None)):
+        configs = islice(backend.configs(problem, device), most)
+        for role, tile in (part for config in configs for part in _parts(config)):
             queries, keys = (getattr(tile, axis) for axis in ("queries", "keys"))
             stages = max(1, getattr(tile, "stages", 1))
             shared = cost.tile_bytes(problem, queries, keys, stages)

@@ -29,6 +29,9 @@ def estimate(
     measured: Annotated[
         bool, typer.Option(help="Measure what the device reaches, in place of its data sheet. It must be here.")
     ] = False,
+    configs: Annotated[
+        bool, typer.Option(help="The tiles of every config that a backend has, and not of its first choice alone.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Work out operations, bytes, memory and the time on the roofline, of the standard and of the tiled algorithm."""
@@ -38,7 +41,7 @@ def estimate(
     peak = None if measured else estimates.published(where, described.dtype)
     if peak is None and (measured or where.present):
         peak = _measured(present(name))
-    found = estimates.estimate(described, where, peak)
+    found = estimates.estimate(described, where, peak, configs=configs)
     if json:
         render.write_json(found.to_json(), None)
     else:

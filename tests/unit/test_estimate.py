@@ -105,6 +105,9 @@ def test_tiles_of_backends_fit_what_the_device_has() -> None:
     assert all(0 < tile.shared <= device.shared_memory for tile in found.tiles)
     assert found.backward is not None
     assert found.backward.ms is None
+    every = estimate(found.problem, device, None, configs=True).tiles
+    assert set(found.tiles) < set(every)
+    assert len(every) == len(set(every)) > 2 * len(found.tiles)
     assert cost.tile_bytes(HEAD, 128, 64, 2) == (128 * 128 + 2 * 64 * 256 + 128 * 64) * 2
 
 
