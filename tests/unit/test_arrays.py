@@ -15,7 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 
 import attnswitch
 from attnswitch import Gradients, Problem, registry
-from attnswitch.backend import Backend, Config, Inputs, Kernel, Precision
+from attnswitch.arrays import library_of, passage
+from attnswitch.backend import Backend, Config, Inputs, Kernel, Precision, native
 from attnswitch.device import Device
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
@@ -168,6 +169,20 @@ class TorchSpy(Spy):
     behind: ClassVar[str] = "sdpa-math"
 
 
+class BothSpy(Spy):
+    """One that takes the arrays of two libraries as they are, and gives back the same."""
+
+    library: ClassVar[str] = "torch"
+    libraries: ClassVar[tuple[str, ...]] = ("torch", "numpy")
+
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        self.seen.append(inputs)
+        library = library_of(inputs.query)
+        results = self.kernel.forward(inputs.map(lambda array: passage(array, library, "numpy")))
+        out, lse = (passage(result, "numpy", library) for result in results)
+        return out, lse
+
+
 _: type[Backend] = Spy
 
 
@@ -186,6 +201,20 @@ def test_no_copy_on_the_way(name: str, dtype: str, seen: list[Inputs]) -> None:
     mask = library.make(rng.random((1, 1, 3, 5)) > 0.2)
     attnswitch.attention(*arrays, attn_mask=mask, backend="spy")
     assert [address(x) for x in seen[0][:4]] == [library.address(x) for x in (*arrays, mask)]
+
+
+def test_a_backend_of_two_libraries_is_given_either_as_it_is(register: Callable[[str, str], None]) -> None:
+    register("spy", f"{__name__}:BothSpy")
+    Spy.seen.clear()
+    for name in ("numpy", "torch"):
+        library = LIBRARIES[name]
+        arrays = [library.make(x.astype(np.float32)) for x in (Q, K, V)]
+        out = attnswitch.attention(*arrays, backend="spy")
+        assert [given is array for given, array in zip(Spy.seen[-1][:3], arrays, strict=True)] == [True] * 3
+        assert isinstance(out, library.kind)
+    both = registry.load("spy")
+    assert not isinstance(both, str)
+    assert [native(both, library) for library in ("numpy", "torch", "cupy")] == ["numpy", "torch", "torch"]
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

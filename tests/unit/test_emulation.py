@@ -191,6 +191,12 @@ def test_it_is_too_late_once_the_library_is_there(monkeypatch: pytest.MonkeyPatc
     assert run(Plan(small(RIGHT), 5, 0)).exit_code == 0
 
 
+def test_it_is_never_too_late_for_what_attnswitch_reads_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSWITCH_SLOWLY", "0")
+    emulation.begin({"ATTNSWITCH_SLOWLY": "1"})
+    assert os.environ["ATTNSWITCH_SLOWLY"] == "1"
+
+
 def test_one_process_is_not_emulated_and_on_a_gpu_at_once() -> None:
     both = (*small(RIGHT), Target("cuda:0", (RIGHT,), Space()))
     with pytest.raises(
