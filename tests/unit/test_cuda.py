@@ -260,6 +260,16 @@ def test_hidden_by_a_float_mask() -> None:
 
 @compiled
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("window", [(0, 16), (3, 0), (None, 5)])
+def test_a_split_that_the_window_leaves_nothing_of(window: tuple[int | None, int]) -> None:
+    """With a padding mask, whose hull of nothing is nothing."""
+    arrays = operands(queries=1, keys=64)
+    compare(arrays, 1e-5, torch.linspace(-1, 1, 64), window=window)
+    compare(arrays, 1e-5, torch.arange(64) % 3 > 0, window=window)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
 def test_the_least_number_in_all_of_a_row_hides_nothing() -> None:
     q, k, v = operands()
     out = attnswitch.attention(q, k, v, attn_mask=torch.full((53,), torch.finfo(torch.float32).min), backend="cuda")

@@ -6,7 +6,7 @@
 // (and `heads` heads); `keys` where it has not. Threads come together; `scratch` is shared memory for 2 WARPS integers,
 // free again afterwards.
 DEVICE Span hull(const Arguments& a, int b, int head, int heads, Span keys, int* scratch) {
-    if (MASK_KIND == NO_MASK || a.mask.row != 0 || (heads > 1 && a.mask.head != 0)) return keys;
+    if (MASK_KIND == NO_MASK || a.mask.row != 0 || (heads > 1 && a.mask.head != 0) || keys.to <= keys.from) return keys;
     const i64 line = b * a.mask.batch + head * a.mask.head;
     Span found = {keys.to, keys.from};
     for (int j = keys.from + thread_index(); j < keys.to; j += 32 * WARPS) {
