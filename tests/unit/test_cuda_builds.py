@@ -1,0 +1,148 @@
+"""The CUDA kernels compile for GPUs that are not here, fit them, and spill no more registers than they did."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnswitch import Problem
+from attnswitch.device import Device
+from attnswitch.problem import Memory
+
+pytest.importorskip("cupy")
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("make_cuda_builds", ROOT / "fixtures" / "make_cuda_builds.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+make_builds = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(make_builds)
+ahead = make_builds.ahead
+nvrtc = make_builds.nvrtc
+run = importlib.import_module("attnswitch.backends.cuda.run")
+
+VERSION, TABLE = make_builds.committed()
+COMMITTED = make_builds.most_spilled(TABLE)
+#: Compiled here: each problem for one architecture, the next problem for the next, and all that is common on Hopper;
+#: the table has all of both.
+ARCHS = tuple(make_builds.TARGETS)
+CASES = sorted(
+    {
+        *((problem, ARCHS[n % len(ARCHS)]) for n, problem in enumerate(make_builds.PROBLEMS)),
+        *((problem, "sm_90a") for problem in make_builds.PROBLEMS[:3]),
+    }
+)
+#: What flags have to be compiled for, in some kernel of some problem.
+VALUES: dict[str, set[int]] = {
+    **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "SPLIT", "WITH_KEY", "WITH_VALUE")},
+    "MASK_KIND": {0, 1, 2, 3, 4, 5},
+    "QUERY_BYTES": {2, 4, 16},
+    "KEY_BYTES": {4, 8, 16},
+    "VALUE_BYTES": {4, 8, 16},
+    "GRAD_OUT_BYTES": {16},
+}
+
+
+@pytest.fixture(scope="module")
+def building(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[list[Any]]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        with make_builds.pool() as pool:
+            yield {
+                (problem, arch): pool.submit(ahead.build, problem, make_builds.TARGETS[arch], arch)
+                for problem, arch in CASES
+            }
+
+
+@pytest.mark.parametrize(("problem", "arch"), CASES)
+def test_kernels_compile_and_fit(building: dict[tuple[str, str], Future[list[Any]]], problem: str, arch: str) -> None:
+    builds = building[problem, arch].result()
+    told = "\n".join(make_builds.lines(builds))
+    assert builds
+    assert not any(build.failure for build in builds), told
+    assert max(build.shared for build in builds) <= Device.named(make_builds.TARGETS[arch]).shared_memory, told
+    if nvrtc.version() == VERSION:  # each version allots registers in its own way
+        most = make_builds.most_spilled(builds)
+        more = [
+            f"{key}: {COMMITTED.get(key)} -> {spilled}"
+            for key, spilled in most.items()
+            if spilled > COMMITTED.get(key, -1)
+        ]
+        table = make_builds.TABLE.name
+        assert not more, f"spills past {table}; if need be, fixtures/make_cuda_builds.py --write\n{more}\n{told}"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_wide_types_compile_for_gpus_without_asynchronous_copies(dtype: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
+        builds = ahead.build(f"b4.h16.s1024.d64.{dtype}.mask=bf16.grad=qkvm", "t4", "sm_75")
+    assert not any(build.failure for build in builds), builds
+
+
+def test_the_table_holds_every_problem_for_every_architecture() -> None:
+    assert {(build.problem, build.arch) for build in TABLE} == {
+        (problem, arch) for problem in make_builds.PROBLEMS for arch in ARCHS
+    }
+
+
+def test_the_problems_take_every_branch() -> None:
+    seen = defaultdict(set)
+    kernels = set()
+    dtypes = set()
+    for text in make_builds.PROBLEMS:
+        for variant in ahead.variants(Problem.parse(text), Device.named("h200")):
+            kernels.add(variant.kernel)
+            dtypes.add(variant.dtype)
+            for flag, value in variant.flags:
+                seen[flag].add(value)
+    assert kernels == {"forward", "merge", "prepare", "query_gradient", "key_gradients", "mask_gradient"}
+    assert dtypes == {"float16", "bfloat16", "float32", "float64"}
+    assert seen.keys() == VALUES.keys()
+    for flag, values in seen.items():
+        assert VALUES[flag] <= values, flag
+
+
+def test_problems_are_named_as_builds_are() -> None:
+    assert [str(Problem.parse(text)) for text in make_builds.PROBLEMS] == list(make_builds.PROBLEMS)
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+PLAIN = Problem.parse("b4.h16.s1024.d128.bf16.causal.grad")
+
+
+def test_launches_are_recorded_and_not_made() -> None:
+    start = run.start
+    names = [variant.kernel for variant in ahead.variants(PLAIN, Device.named("h200"))]
+    assert names == ["forward", "prepare", "query_gradient", "key_gradients"]
+    assert run.start is start
+
+
+@pytest.mark.parametrize(
+    ("memory", "copied"),
+    [
+        (Memory(), 16),
+        (Memory(align=8), 8),
+        (Memory(align=2), 2),
+        (Memory(strided=True), 2),
+        (Memory(expanded=True), 16),
+    ],
+)
+def test_copies_are_as_wide_as_memory_allows(memory: Memory, copied: int) -> None:
+    forward = ahead.variants(PLAIN.replace(key=memory), Device.named("h200"))[0]
+    assert dict(forward.flags)["KEY_BYTES"] == copied
+
+
+def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(ahead.config, "shared", lambda *_: 1)  # the sources count their shared memory themselves
+    builds = list(ahead.builds(Problem.parse("b1.h1.s64.d64.bf16"), Device.named("h200"), "sm_90a"))
+    assert "config.py counts the same shared memory" in builds[0].failure
