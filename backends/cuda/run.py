@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from attnswitch.errors import CompileError
+
 from . import emulator, memory
 from .arguments import Arguments
 from .variant import Variant
@@ -49,8 +51,10 @@ def _loaded(variant: Variant, index: int) -> Any:
     major, minor = (runtime.deviceGetAttribute(attribute, index) for attribute in (75, 76))  # compute capability
     arch = nvrtc.architecture((major, minor))
     if arch is None:
-        raise RuntimeError(
-            f"NVRTC {nvrtc.version()} compiles for no architecture of compute capability {major}.{minor}"
+        found = ".".join(map(str, nvrtc.version()))
+        raise CompileError(
+            f"{variant} for compute capability {major}.{minor}: NVRTC {found} compiles for none that it runs; install"
+            " a CuPy for the CUDA of the driver, with its NVRTC"
         )
     module = function.Module()
     module.load(nvrtc.cubin(variant, arch))

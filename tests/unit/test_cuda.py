@@ -176,6 +176,32 @@ def test_head_dimensions_are_padded_to_steps(dim: int, dtype: str, padded: int) 
     assert config.block(dim, PLAIN.replace(dtype=dtype)) == padded
 
 
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_passes_all_arguments_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+    variant = importlib.import_module("attnswitch.backends.cuda.variant").Variant("merge", "float32", warps=4, shared=7)
+    launched: list[Any] = []
+
+    def loaded(what: Any, index: int) -> Any:
+        return lambda *parts, **options: launched.append((what, index, parts, options))
+
+    monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
+    monkeypatch.setattr(run.memory, "stream", lambda _: "a stream")
+    monkeypatch.setattr(run, "_index", lambda _: 3)
+    monkeypatch.setattr(run, "_loaded", loaded)
+    a = arguments.Arguments(batch=3, scale=0.5)
+    run.start(variant, 0, a, None)
+    assert launched == []
+    run.start(variant, 5, a, None)
+    ((what, index, (grid, threads, (packed,)), options),) = launched
+    assert (what, index, grid, threads) == (variant, 3, (5,), (128,))
+    assert options == {"shared_mem": 7, "stream": "a stream"}
+    assert packed.size == 1
+    assert packed.tobytes() == bytes(a)
+
+
 # -- launches, emulated ------------------------------------------------------------------------------------------------
 
 SIZES = {"batch": 2, "heads": 4, "heads_kv": 2, "queries": 37, "keys": 53, "dim": 24, "dim_v": 40}
@@ -374,6 +400,22 @@ def test_lengths_of_every_integer_type() -> None:
         apart = torch.tensor([n for value in values for n in (value, 99)]).to(getattr(torch, name))[::2]
         for given in (lengths, apart):
             assert torch.equal(attnswitch.attention(q, k, v, key_lengths=given, backend="cuda"), expected), name
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+def test_saved_results_may_lie_anyhow() -> None:
+    q, k, v = (array.numpy() for array in operands())
+    out, lse = attnswitch.attention(q, k, v, return_lse=True, backend="cuda")
+    upstream = np.ones_like(out)
+    plain = attnswitch.attention_backward(upstream, q, k, v, out=out, lse=lse, backend="cuda")
+
+    def turned(array: Any) -> Any:
+        return np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2)
+
+    found = attnswitch.attention_backward(turned(upstream), q, k, v, out=turned(out), lse=turned(lse), backend="cuda")
+    for got, expected in zip(found[:3], plain[:3], strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @compiled

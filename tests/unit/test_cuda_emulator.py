@@ -183,6 +183,8 @@ RACES = [
     ("if (t % 2) warp_barrier(); else out[t] = shuffle_xor(1.f, 1);", "different instructions"),
     ("store_shared(shared + 256 + t, 1.f);", "shared memory is left"),
     ("store_shared(shared - 1 - t, 1.f);", "shared memory is left"),
+    ("store_shared(shared + (1 << 28), 1.f);", "shared memory is left"),  # it goes no further
+    ("u32 to[4]; load_matrices(to, shared + (1 << 28));", "shared memory is left"),
     ("copy_async<16>(own, in + 1, 16); copy_commit(); copy_wait<0>();", "odd address"),
 ]
 ORDERED = [

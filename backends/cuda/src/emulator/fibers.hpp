@@ -33,6 +33,7 @@ struct Machine {
     int current;
     unsigned block;
     jmp_buf scheduler;
+    bool inside;  // a fiber, not the scheduler
     void (*kernel)();
     unsigned barriers;        // that the block has passed
     unsigned* warp_barriers;  // that each warp has passed, those of the block included
@@ -41,9 +42,11 @@ struct Machine {
 
 inline Machine machine;
 
+// Ends the run. The fiber that fails goes no further; the scheduler has to see to that itself.
 inline void fail(const char* what) {
     if (!machine.error[0])
         snprintf(machine.error, sizeof machine.error, "block %u, thread %d: %s", machine.block, machine.current, what);
+    if (machine.inside) _longjmp(machine.scheduler, 1);
 }
 
 // Hands over to the scheduler, until what is waited for has come.
@@ -71,7 +74,11 @@ inline void resume(int thread) {
     machine.current = thread;
     Fiber& fiber = machine.fibers[thread];
     fiber.wait = Wait::nothing;
-    if (_setjmp(machine.scheduler)) return;
+    if (_setjmp(machine.scheduler)) {
+        machine.inside = false;
+        return;
+    }
+    machine.inside = true;
     if (fiber.begun) _longjmp(fiber.here, 1);
     fiber.begun = true;
     setcontext(&fiber.start);

@@ -165,9 +165,9 @@ template <bool TRANSPOSED> void load_four(void** all) {
             for (int k = 0; k < 2; k++) {
                 const int row = TRANSPOSED ? minor + k : major, column = TRANSPOSED ? major : minor + k;
                 const void* const from = static_cast<Matrices*>(all[8 * matrix + row])->row;
-                if (reinterpret_cast<size_t>(from) % 16) emulator::fail("a row of a matrix at an odd address");
+                if (reinterpret_cast<size_t>(from) % 16) return emulator::fail("a row of a matrix at an odd address");
                 const u16* const element = static_cast<const u16*>(from) + column;
-                emulator::touch(element, 2, false, emulator::machine.current / 32 * 32 + 8 * matrix + row);
+                if (!emulator::touch(element, 2, false, emulator::machine.current / 32 * 32 + 8 * matrix + row)) return;
                 pair[k] = *element;
             }
             static_cast<Matrices*>(all[n])->to[matrix] = pair[0] | u32(pair[1]) << 16;

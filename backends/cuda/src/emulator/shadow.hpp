@@ -45,16 +45,21 @@ inline bool ordered(const Visit& visit, int thread) {
     return visit.warp == thread / WARP && visit.warp_barriers != machine.warp_barriers[visit.warp];
 }
 
-inline void touch(const void* at, size_t bytes, bool writes, int thread) {
+// Whether `thread` may touch the bytes; if not, the run fails.
+inline bool touch(const void* at, size_t bytes, bool writes, int thread) {
+    const auto no = [](const char* why) {
+        fail(why);
+        return false;
+    };
     const size_t from = static_cast<const unsigned char*>(at) - shared.memory;
-    if (from + bytes > shared.bytes || from > shared.bytes) return fail("shared memory is left");
-    if (from % bytes % 16) return fail("shared memory is touched at an odd address");
+    if (from + bytes > shared.bytes || from > shared.bytes) return no("shared memory is left");
+    if (from % bytes % 16) return no("shared memory is touched at an odd address");
     const Visit now = {thread, thread / WARP, machine.barriers, machine.warp_barriers[thread / WARP]};
     for (size_t n = from / 2; n < (from + bytes + 1) / 2; n++) {
         Word& word = shared.words[n];
-        if (!ordered(word.written, thread)) return fail("a race: shared memory was written with no barrier since");
+        if (!ordered(word.written, thread)) return no("a race: shared memory was written with no barrier since");
         if (writes) {
-            if (!ordered(word.read, thread)) return fail("a race: shared memory was read with no barrier since");
+            if (!ordered(word.read, thread)) return no("a race: shared memory was read with no barrier since");
             word.written = now;
         } else if (word.read.thread == -1 || word.read.barriers != machine.barriers) {
             word.read = now;
@@ -64,6 +69,7 @@ inline void touch(const void* at, size_t bytes, bool writes, int thread) {
             word.read = Visit{MANY, now.warp, machine.barriers, now.warp_barriers};
         }
     }
+    return true;
 }
 
 }  // namespace emulator
