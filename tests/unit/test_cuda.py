@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Problem, finite, planner
+from attnswitch import Problem, finite, hot
 from attnswitch.device import Device
 from attnswitch.problem import Mask, Memory
+from attnswitch.verify.launch import unguarded
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
@@ -29,13 +30,19 @@ VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
 
+def forget() -> None:
+    """Drop what was planned, compiled and prepared."""
+    unguarded.forget()
+    hot.ready.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without the variable, and leaves no plan of an emulated backend."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    planner.remembered.cache_clear()
+    forget()
     yield
-    planner.remembered.cache_clear()
+    forget()
 
 
 @pytest.fixture(scope="module")
@@ -426,6 +433,7 @@ def test_sections_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = attnswitch.attention(*arrays, is_causal=True, backend="cuda")
     for section in (1, 2, 4, 5):
         monkeypatch.setattr(config, "heads_a_section", lambda *_, section=section, **__: section)
+        forget()
         compare(arrays, DTYPES["float32"], is_causal=True)
         assert torch.equal(attnswitch.attention(*arrays, is_causal=True, backend="cuda"), plain)
 
@@ -441,9 +449,8 @@ def test_tiles_change_nothing_but_rounding(
     turned = config.Tile(32, rows, warps, stages)
     chosen = config.CudaConfig(tile, turned, tile, replace(tile, stages=1))
     monkeypatch.setattr(config, "_emulated", lambda _: chosen)
-    planner.kernel.cache_clear()
+    forget()
     compare(operands(dtype), DTYPES[dtype], is_causal=True, dropout_p=0.25, seed=9)
-    planner.kernel.cache_clear()
 
 
 @compiled
