@@ -47,6 +47,6 @@ def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float)
         pool = stack.enter_context(apart.pool(where, AUTO, timeout))
         for problem in problems:
             before = planner.make_plan(problem, device).backend
-            found = trial.run(problem, where, effort, pool.attempt)
+            found = trial.run(problem, where, effort, pool.examine)
             view.remember(found.records)
             yield Tuned(problem, before, planner.make_plan(problem, device).backend, found)

@@ -13,7 +13,7 @@ from attnswitch.planner import Plan
 from attnswitch.problem import Problem
 from attnswitch.tune import trial
 from attnswitch.tune.trial import Effort
-from attnswitch.verify.judge import check
+from attnswitch.verify.judge import examine
 from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import speed_class
 
@@ -41,7 +41,7 @@ def measure(plan: Plan, where: str) -> bool:
 
 
 def _measured(problem: Problem, where: str) -> bool:
-    found = trial.run(problem, where, _EFFORT, check)
+    found = trial.run(problem, where, _EFFORT, examine)
     with contextlib.suppress(OSError):  # it holds in this process all the same
         view.remember(found.records)
     return bool(found.records)

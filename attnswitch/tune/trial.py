@@ -11,7 +11,7 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ from attnswitch.wisdom.verdicts import of_outcome
 
 __all__ = ["Effort", "Trial", "plainly", "run"]
 
-#: Tries a case on a backend of a device, in this process or in another.
-Attempt = Callable[[Case, str, str], Outcome]
+#: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
+Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
 #: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
 _HOPELESS = 4.0
 #: Work of a case with more than one head and batch entry, at most (``Case.work``).
@@ -94,12 +94,12 @@ def plainly(problem: Problem) -> Problem:
     return problem.replace(query=CONTIGUOUS, key=CONTIGUOUS, value=CONTIGUOUS, attn_mask=CONTIGUOUS, nonfinite=False)
 
 
-def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial:
+def run(problem: Problem, where: str, effort: Effort, examine: Examine) -> Trial:
     """Measure ``problem`` on the device that torch calls ``where``. Never raises for what a candidate does."""
     trial = Trial(plainly(problem))
     device = Device.parse(where)
     if not problem.is_empty:
-        _measure(trial, device, where, effort, attempt)
+        _measure(trial, device, where, effort, examine)
     done = {record.backend for record in trial.records}
     for backend, why in trial.failed.items():
         signature = sign(backend, device)  # of a config, whose name is no backend's, there is none
@@ -108,13 +108,17 @@ def run(problem: Problem, where: str, effort: Effort, attempt: Attempt) -> Trial
     return trial
 
 
-def _measure(trial: Trial, device: Device, where: str, effort: Effort, attempt: Attempt) -> None:
+def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: Examine) -> None:
     """Verify, try out and time the candidates."""
     problem = trial.problem
     plan = planner.make_plan(problem, device)
-    right = [
-        candidate for candidate in plan.candidates if candidate.fits and _verified(candidate, trial, where, attempt)
-    ]
+    fitting = [candidate for candidate in plan.candidates if candidate.fits]
+    try:
+        outcomes = examine(_case(problem), [candidate.backend for candidate in fitting], where)
+    except VerificationError as error:  # the verifier could not tell
+        trial.failed |= {candidate.backend: str(error) for candidate in fitting}
+        return
+    right = [c for c, outcome in zip(fitting, outcomes, strict=True) if _verified(c, outcome, trial)]
     with current(where):
         try:
             row = Row("tune", str(problem), problem, (), ())
@@ -137,14 +141,8 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, attempt: 
         torch.cuda.empty_cache()
 
 
-def _verified(candidate: Candidate, trial: Trial, where: str, attempt: Attempt) -> bool:
-    """Whether the verifier finds the backend right on the problem; what it finds wrong, or right again, is recorded."""
-    case = _case(trial.problem)
-    try:
-        outcome = attempt(case, candidate.backend, where)
-    except VerificationError as error:  # the verifier could not tell
-        trial.failed[candidate.backend] = str(error)
-        return False
+def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
+    """Whether the verifier found the backend right on the problem; what it found wrong, or right again, is recorded."""
     verdicts = list(of_outcome(outcome, f"tune {trial.problem}"))
     trial.records += verdicts
     if outcome.verdict != "verified":

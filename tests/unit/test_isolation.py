@@ -15,7 +15,7 @@ import pytest
 
 from attnswitch import VerificationError
 from attnswitch.verify import Case, Plan, Report, Space, Target, load, run
-from attnswitch.verify.session import conduct, pool
+from attnswitch.verify.session import apart, conduct, pool
 from attnswitch.verify.session.process import Process
 
 SABOTEURS = str(Path(__file__).parents[1] / "saboteurs")
@@ -41,6 +41,18 @@ def test_a_run_gives_the_same_in_workers_as_here() -> None:
     assert {found.outcome.kind for found in two.failures} == {found.outcome.kind for found in here.failures}
     assert two.workers == 2
     assert one.environment["torch"] == here.environment["torch"]
+
+
+def test_one_of_several_that_ends_the_process_takes_no_other_with_it() -> None:
+    case = Case(seq_q=4, seq_k=4, window=(0, 0))
+    names = ("tiled", "saboteurs:Segfaults", "saboteurs:ScaledOutput", "reference")
+    with apart.pool("cpu", "tiled", 60.0) as workers:
+        outcomes = workers.examine(case, names, "cpu")
+        (again,) = workers.examine(case, ("tiled",), "cpu")
+    assert [outcome.backend for outcome in outcomes] == list(names)
+    assert [outcome.verdict for outcome in outcomes] == ["verified", "mismatch", "mismatch", "verified"]
+    assert [outcome.failure and outcome.failure.check for outcome in outcomes] == [None, "crash", "reference", None]
+    assert again.verdict == "verified"
 
 
 def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from attnswitch.measure import Budget
 from attnswitch.tune import problems, session, trial
 from attnswitch.tune.trial import Effort
 from attnswitch.verify import Case, Failure, Outcome
-from attnswitch.verify.judge import check
+from attnswitch.verify.judge import examine
 from attnswitch.wisdom import store, view
 from attnswitch.wisdom.classes import speed_class
 from attnswitch.wisdom.record import Time, Verdict
@@ -40,7 +40,7 @@ SMALL = Problem.parse("b1.h2.s16.d8.fp32")
 )
 def test_every_backend_that_takes_it_is_timed(text: str) -> None:
     problem = Problem.parse(text)
-    found = trial.run(problem, "cpu", QUICK, check)
+    found = trial.run(problem, "cpu", QUICK, examine)
     takes = {c.backend for c in attnswitch.explain(problem).candidates if c.fits}
     assert {time.backend for time in found.times} == takes
     assert (found.wrong, found.failed) == ([], {})
@@ -58,15 +58,15 @@ def test_the_whole_call_is_timed_backward_included(grads: str, register: Registe
     assert _Kernel.backwards == (_Kernel.forwards if grads else 0)
 
 
-def _verified(case: Case, backend: str, device: str) -> Outcome:
-    return Outcome(case, backend, device, "verified", backend)
+def _verified(case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
+    return [Outcome(case, backend, device, "verified", backend) for backend in backends]
 
 
 @pytest.mark.parametrize("name", ["ScaledOutput", "ScaleIgnored", "LastKeyDropped"])
 def test_a_wrong_backend_is_named_and_has_no_time(name: str, register: Register) -> None:
     register("saboteur", f"saboteurs:{name}")
     text = {"ScaleIgnored": "b1.h2.s17.d8.fp32.scale=0.0"}.get(name, "b1.h2.s17.d8.fp32")
-    found = trial.run(Problem.parse(text), "cpu", QUICK, check)
+    found = trial.run(Problem.parse(text), "cpu", QUICK, examine)
     assert [verdict.backend for verdict in found.wrong] == ["saboteur"]
     assert "saboteur" not in {time.backend for time in found.times}
     assert found.times
@@ -75,14 +75,14 @@ def test_a_wrong_backend_is_named_and_has_no_time(name: str, register: Register)
 def test_a_fault_of_many_heads_alone_is_seen_on_the_whole_problem(register: Register) -> None:
     """The verifier's case has two heads of each; what is timed is held against the answer as well."""
     register("saboteur", f"{__name__}:WrongLastHead")
-    found = trial.run(Problem.parse("b1.h5.s16.d8.fp32"), "cpu", QUICK, check)
+    found = trial.run(Problem.parse("b1.h5.s16.d8.fp32"), "cpu", QUICK, examine)
     assert [verdict.backend for verdict in found.wrong] == ["saboteur"]
     assert "its deviation from float32 math" in found.wrong[0].why
 
 
 def test_the_best_config_is_found_and_a_wrong_one_is_left_out(register: Register) -> None:
     register("tunable", f"{__name__}:Tunable")
-    found = trial.run(SMALL, "cpu", Effort(Budget(1.0, 2.0), search=20.0), check)
+    found = trial.run(SMALL, "cpu", Effort(Budget(1.0, 2.0), search=20.0), examine)
     (time,) = (time for time in found.times if time.backend == "tunable")
     assert time.config == "fast"
     assert found.wrong == []
@@ -93,12 +93,16 @@ def test_the_best_config_is_found_and_a_wrong_one_is_left_out(register: Register
 
 
 def test_a_kernel_that_dies_where_it_is_verified_is_never_run_here() -> None:
-    def attempt(case: Case, backend: str, device: str) -> Outcome:
-        if backend != "sdpa-math":
-            return check(case, backend, device)
-        return Outcome(case, backend, device, "mismatch", failure=Failure("crash", "it was ended by SIGSEGV"))
+    def crashed(case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
+        crash = Failure("crash", "it was ended by SIGSEGV")
+        return [
+            Outcome(case, backend, device, "mismatch", failure=crash)
+            if backend == "sdpa-math"
+            else examine(case, (backend,), device)[0]
+            for backend in backends
+        ]
 
-    found = trial.run(SMALL, "cpu", QUICK, attempt)
+    found = trial.run(SMALL, "cpu", QUICK, crashed)
     assert [(verdict.backend, verdict.why) for verdict in found.wrong] == [
         ("sdpa-math", "crash: it was ended by SIGSEGV")
     ]
@@ -107,7 +111,7 @@ def test_a_kernel_that_dies_where_it_is_verified_is_never_run_here() -> None:
 
 def test_what_cannot_be_measured_is_known_for_it_and_not_tried_again(register: Register) -> None:
     register("greedy", f"{__name__}:Greedy")
-    found = trial.run(SMALL, "cpu", QUICK, check)
+    found = trial.run(SMALL, "cpu", QUICK, examine)
     assert (found.wrong, list(found.failed)) == ([], ["greedy"])
     view.remember(found.records)
     assert session.known(SMALL, "cpu")
@@ -119,7 +123,7 @@ def test_what_cannot_be_measured_is_known_for_it_and_not_tried_again(register: R
 
 
 def test_an_empty_problem_takes_no_time() -> None:
-    assert trial.run(Problem.parse("b0.h1.s4.d8.fp32"), "cpu", QUICK, check).records == []
+    assert trial.run(Problem.parse("b0.h1.s4.d8.fp32"), "cpu", QUICK, examine).records == []
 
 
 def test_a_backend_that_was_wrong_before_is_not_timed() -> None:
@@ -128,7 +132,7 @@ def test_a_backend_that_was_wrong_before_is_not_timed() -> None:
     signed = sign("tiled", Device.cpu())
     assert isinstance(signed, Signature)
     view.remember([Verdict(SMALL, "tiled", False, "some-case.json", "reference: out", signed, "2026-11-20")])
-    found = trial.run(SMALL, "cpu", QUICK, check)
+    found = trial.run(SMALL, "cpu", QUICK, examine)
     assert "tiled" not in {time.backend for time in found.times}
     assert found.failed["tiled"] == "it was wrong here before: reference: out (case some-case.json)"
 

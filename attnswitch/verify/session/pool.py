@@ -246,26 +246,42 @@ class Isolated:
         unguarded: bool = False,
     ) -> Outcome:
         """See ``Pool``. ``unguarded`` runs the backend on what it refuses."""
+        found = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout)
+        return found if isinstance(found, Outcome) else _only(found, case, backend, device)
+
+    def examine(self, case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
+        """One case on several backends, which share the reference.
+
+        If one of them takes the process with it, each is tried alone, so that the others are judged all the same.
+        """
+        found = self._launch(Given(device, ((case, tuple(backends)),)), None)
+        if isinstance(found, Outcome):
+            return [self.attempt(case, backend, device) for backend in backends]
+        return list(found)
+
+    def _launch(self, job: Given, timeout: float | None) -> tuple[Outcome, ...] | Outcome:
+        """The outcomes of a job of one case, or the one of the backend that ended the process."""
+        device, ((case, backends),) = job.device, job.cases
         process = self._spare.pop(device, None) or self._process(device)
         timeout = timeout or self._plan.timeout
-        outcome: Outcome | None = None
+        outcomes: tuple[Outcome, ...] | None = None
         try:
-            process.send(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded))
+            process.send(job)
             while True:
                 while not wait([process.events], timeout=_GLANCE):
                     process.watch(timeout)
                 event = process.receive()
                 if isinstance(event, Examined):
-                    outcome = _only(event.outcomes, case, backend, device)
+                    outcomes = event.outcomes
                 elif isinstance(event, Done):
-                    assert outcome is not None
+                    assert outcomes is not None
                     self._spare[device] = process
-                    return outcome
+                    return outcomes
                 elif isinstance(event, Lost):
                     return event.outcome
         except Died as death:
             failure = Failure("hang" if death.hung else "crash", death.how)
-            return Outcome(case, backend, device, "mismatch", failure=failure)
+            return Outcome(case, backends[0], device, "mismatch", failure=failure)
         finally:
             if self._spare.get(device) is not process:
                 process.end()
