@@ -447,7 +447,7 @@ def test_explain_gives_every_backend_its_line(cli: Cli) -> None:
 
 
 def test_explain_exits_with_two_where_nothing_fits(cli: Cli) -> None:
-    ran = cli("explain", "b1.h1.s8.d8.fp32.dropout=0.5.seeded.softcap=2.0", "--device", "t4")
+    ran = cli("explain", "b1.h1.s8.d512.fp32.softcap=2.0", "--device", "t4")
     assert (ran.code, "choice   none (no backend takes it)" in ran.out) == (2, True)
     forced = cli("explain", "b1.h1.s8.d8.fp32.softcap=2.0", "--backend", "sdpa-math", "--json")
     assert (forced.code, json.loads(forced.out)["backend"]) == (2, None)
