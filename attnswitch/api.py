@@ -79,7 +79,15 @@ def attention(
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
-    options = options_of(
+    attend = _untraced() if "torch._dynamo" in sys.modules else _attend
+    out, lse = attend(
+        query,
+        key,
+        value,
+        attn_mask,
+        key_lengths,
+        backend,
+        policy,
         dropout_p,
         is_causal,
         scale,
@@ -92,8 +100,6 @@ def attention(
         deterministic,
         seed,
     )
-    attend = _untraced() if "torch._dynamo" in sys.modules else _attend
-    out, lse = attend(query, key, value, attn_mask, key_lengths, options, backend, policy)
     return (out, lse) if return_lse else out
 
 
@@ -103,11 +109,12 @@ def _attend(
     value: Array,
     attn_mask: Any,
     key_lengths: Any,
-    options: Options,
     backend: str | None,
     policy: Policy | str | None,
+    *rest: Any,
 ) -> tuple[Array, Array | None]:
-    policy = effective(policy)
+    """Output and lse; ``rest`` are the options in the order of ``options.of``."""
+    options, policy = options_of(*rest), effective(policy)
     if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
         found = hot.attend(query, key, value, attn_mask, options, backend, policy)
         if found is not None:
