@@ -107,7 +107,9 @@ class Plan:
         if self.chosen is not None and self.chosen.time is None:
             return (f"it takes the problem, but stands behind {self.backend} in the declared order",)
         if untimed := candidate.untimed:
-            return (f"it takes the problem, but could not be measured here on {untimed.date[:10]}: {untimed.why}",)
+            return (
+                f"it takes the problem, but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}",
+            )
         if self.chosen is None or self.chosen.time is None or candidate.time is None:
             return ("it takes the problem, but was not measured here",)
         told = _said(candidate.time, self.chosen.time)

@@ -177,9 +177,13 @@ class _Output:
             for rank, t in enumerate(tuned.trial.times):
                 name = render.escape(t.backend)
                 before = "[dim]chosen before[/]" if t.backend == tuned.before else ""
-                spread = f"{(t.high - t.low) / 2:.2g}" if t.runs > 1 else "one run"
+                spread = f"{(t.high - t.low) / 2:.2g}"
                 name = name if rank else f"[bold green]{name}[/]"
                 rows.add_row(render.escape(label), name, f"{t.ms:.4g}", spread, render.escape(t.config), before)
+                label = ""
+            for name, ratio in tuned.trial.hopeless.items():
+                cells = (f"[dim]{render.escape(name)}[/]", "-", "", f"[dim]{ratio:.3g} times the fastest[/]", "")
+                rows.add_row(render.escape(label), *cells)
                 label = ""
         if self.tuned:
             render.console.print(rows)
@@ -210,6 +214,7 @@ def _plain(tuned: Any) -> dict[str, Any]:
         "times": [_time(record) for record in tuned.trial.times],
         "wrong": [{"backend": verdict.backend, "why": verdict.why} for verdict in tuned.trial.wrong],
         "failed": tuned.trial.failed,
+        "hopeless": tuned.trial.hopeless,
     }
 
 

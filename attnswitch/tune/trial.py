@@ -23,7 +23,7 @@ from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.device import Device
 from attnswitch.errors import VerificationError
-from attnswitch.measure import Budget, current, measure
+from attnswitch.measure import Budget, Timing, current, measure
 from attnswitch.planner import Candidate, Plan
 from attnswitch.problem import CONTIGUOUS, Problem
 from attnswitch.verify.drawing.case import Case
@@ -62,6 +62,8 @@ class Trial:
     problem: Problem
     records: list[Record] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    #: How many times as long as the fastest a backend took when it was tried out, where that was too much to time it.
+    hopeless: dict[str, float] = field(default_factory=dict)
 
     @property
     def times(self) -> list[Time]:
@@ -101,7 +103,8 @@ def run(problem: Problem, where: str, effort: Effort, examine: Examine) -> Trial
     if not problem.is_empty:
         _measure(trial, device, where, effort, examine)
     done = {record.backend for record in trial.records}
-    for backend, why in trial.failed.items():
+    slow = {name: f"it took {ratio:.3g} times as long as the fastest" for name, ratio in trial.hopeless.items()}
+    for backend, why in (trial.failed | slow).items():
         signature = sign(backend, device)  # of a config, whose name is no backend's, there is none
         if backend not in done and isinstance(signature, Signature):
             trial.records.append(Untimed(trial.problem, backend, why, signature, view.now()))
@@ -249,21 +252,16 @@ def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effor
         mine = [entry for entry in entries if entry.backend == backend]
         name = next((name for name in ranked if worth[name].backend == backend), None)
         if name is not None:
-            t = times[name]
-            trial.records += _record(worth[name], trial.problem, device, t.median, t.low, t.high, t.runs)
-        elif not any(entry.name in worth for entry in mine):  # one that failed when it was timed has no time
-            best_of_mine = min(mine, key=lambda entry: entry.tried)
-            tried = best_of_mine.tried
-            trial.records += _record(best_of_mine, trial.problem, device, tried, tried, tried, 1)
+            trial.records += _record(worth[name], trial.problem, device, times[name])
+        elif not any(entry.name in worth for entry in mine):  # one that failed when it was timed has failed
+            trial.hopeless[backend] = min(entry.tried for entry in mine) / best
 
 
-def _record(
-    entry: _Entry, problem: Problem, device: Device, ms: float, low: float, high: float, runs: int
-) -> Iterator[Record]:
+def _record(entry: _Entry, problem: Problem, device: Device, t: Timing) -> Iterator[Record]:
     signature = sign(entry.backend, device)
     if isinstance(signature, Signature):
-        threads = torch.get_num_threads()
-        yield Time(problem, entry.backend, entry.config, ms, low, high, runs, threads, signature, view.now())
+        figures = t.median, t.low, t.high, t.runs, torch.get_num_threads()
+        yield Time(problem, entry.backend, entry.config, *figures, signature, view.now())
 
 
 def _wrong(entry: _Entry, trial: Trial, where: str, found: float, most: float) -> None:

@@ -144,10 +144,10 @@ def test_wisdom_only_refuses_what_was_not_measured() -> None:
 def test_measuring_at_first_sight_is_remembered() -> None:
     out = attnswitch.attention(*tensors(), policy=Policy.MEASURE)
     assert out.shape == (2, 4, 64, 32)
-    found = [record for record in store.here().read().records if isinstance(record, Time)]
+    found = store.here().read().records
     assert {record.backend for record in found} == {"sdpa-flash", "sdpa-math", "tiled", "reference"}
     assert {str(record.problem) for record in found} == {TEXT}
-    fastest = min(found, key=lambda record: record.ms)
+    fastest = min((record for record in found if isinstance(record, Time)), key=lambda record: record.ms)
     plan = attnswitch.plan(TEXT)  # by the default policy
     assert plan.backend == fastest.backend
     attnswitch.attention(*tensors(70), policy=Policy.MEASURE)  # of the same class
@@ -171,9 +171,10 @@ def test_measuring_leaves_no_trace_in_the_application() -> None:
 def test_gradients_are_measured_with_the_forward() -> None:
     operands = [tensor.requires_grad_() for tensor in tensors(40)]
     attnswitch.attention(*operands, is_causal=True, policy="measure").sum().backward()
-    found = [record for record in store.here().read().records if isinstance(record, Time)]
+    found = store.here().read().records
     assert {str(record.problem) for record in found} == {"b2.h4.s40.d32.fp32.causal.grad"}
     assert len(found) == 4
+    assert any(isinstance(record, Time) for record in found)
 
 
 def test_a_wrong_kernel_is_not_measured_but_left_out(register: Register) -> None:
