@@ -5,8 +5,9 @@
 Importing this package imports no array library: arrays are recognised by the libraries that are already loaded.
 """
 
-from attnswitch.api import attention, attention_backward, backends, explain, plan, scaled_dot_product_attention
+from attnswitch.api import attention, attention_backward, scaled_dot_product_attention
 from attnswitch.backend import Gradients
+from attnswitch.choice import backends, explain, plan
 from attnswitch.device import Device
 from attnswitch.errors import (
     AttnswitchError,

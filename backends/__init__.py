@@ -10,7 +10,7 @@ class _Callable(ModuleType):
     """``attnswitch.backends`` is this package and also a public function: importing the one must not hide the other."""
 
     def __call__(self) -> dict[str, str | None]:
-        from attnswitch.api import backends
+        from attnswitch.choice import backends
 
         return backends()
 

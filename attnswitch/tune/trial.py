@@ -133,7 +133,8 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
         entries = [
             entry for candidate in right for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
         ]
-        for backend in {entry.backend for entry in entries}:
+        best = min((entry.tried for entry in entries), default=0.0)
+        for backend in [entry.backend for entry in entries if entry.tried <= _HOPELESS * best]:
             entries += _searched(backend, plan, work, reference, trial, effort)
         _time(entries, trial, device, where, effort)
         del work, reference

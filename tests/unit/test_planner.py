@@ -315,7 +315,7 @@ def test_an_odd_plug_in_behind_the_chosen_one_breaks_nothing(installed: Callable
 def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -> None:
     installed(plugin=f"{__name__}:Plugin")
     assert registry.names() == (*BUILT_IN, "plugin")
-    from attnswitch.api import backends
+    from attnswitch.choice import backends
 
     assert backends()["plugin"] is None
 
