@@ -151,7 +151,8 @@ PLAIN = Problem.parse("b4.h16.s1024.d128.bf16.causal.grad")
 )
 def test_stand_ins_lie_as_the_problem_says(problem: Problem, device: str, far: bool, tma: bool, wide: bool) -> None:
     forward = ahead.launches(problem, Device.named(device), far=far)[0]
-    assert (forward.flags["TMA"], forward.flags["WIDE"]) == (tma, wide)
+    how = forward.flags["how"]
+    assert (how.tma, how.wide) == (tma, wide)
 
 
 def test_the_processor_has_no_builds() -> None:
