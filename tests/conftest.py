@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -43,3 +45,34 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], N
     yield add
     monkeypatch.undo()
     forget_plans()
+
+
+class Ran(NamedTuple):
+    """How a command ended, and what it wrote to both of its outputs."""
+
+    code: int
+    out: str
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Callable[..., Ran]]:
+    """``command("tune")("--device", "cpu")`` runs ``attnswitch tune --device cpu`` here, in an empty folder."""
+    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def of(name: str) -> Callable[..., Ran]:
+        def call(*arguments: str) -> Ran:
+            monkeypatch.setattr(sys, "argv", ["attnswitch", name, *arguments])
+            capsys.readouterr()
+            with pytest.raises(SystemExit) as end:
+                main()
+            text = "".join(capsys.readouterr())
+            assert "Traceback" not in text
+            return Ran(int(end.value.code or 0), text)
+
+        return call
+
+    return of

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -211,32 +211,14 @@ def test_matplotlib_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-
-
-Cli = Callable[..., Ran]
+Cli = Callable[..., Any]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
+def cli(command: Callable[[str], Cli]) -> Cli:
     Path("a.json").write_text(json.dumps(run(record(ms=1.0), record("flex", ms=1.0))))
     Path("b.json").write_text(json.dumps(run(record(ms=1.2), record("flex", ms=1.01), torch="2.15.0")))
-
-    def call(*arguments: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["attnswitch", "bench", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        text = "".join(capsys.readouterr())
-        assert "Traceback" not in text
-        return Ran(int(end.value.code or 0), text)
-
-    return call
+    return command("bench")
 
 
 def test_compare(cli: Cli) -> None:

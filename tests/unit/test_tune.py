@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,31 +239,13 @@ def test_a_line_that_is_no_problem(tmp_path: Path) -> None:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-
-
-Cli = Callable[..., Ran]
+Cli = Callable[..., Any]
 BRIEF = ("--device", "cpu", "--budget", "2", "--search", "0")
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
-
-    def call(*arguments: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["attnswitch", "tune", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        text = "".join(capsys.readouterr())
-        assert "Traceback" not in text
-        return Ran(int(end.value.code or 0), text)
-
-    return call
+def cli(command: Callable[[str], Cli]) -> Cli:
+    return command("tune")
 
 
 def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,30 +18,12 @@ from attnswitch.wisdom.signature import Signature, sign
 PROBLEM = Problem.parse("b2.h4.s64.d32.fp32")
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-
-
-Cli = Callable[..., Ran]
+Cli = Callable[..., Any]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
-
-    def call(*arguments: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["attnswitch", "wisdom", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        text = "".join(capsys.readouterr())
-        assert "Traceback" not in text
-        return Ran(int(end.value.code or 0), text)
-
-    return call
+def cli(command: Callable[[str], Cli]) -> Cli:
+    return command("wisdom")
 
 
 def signature() -> Signature:
