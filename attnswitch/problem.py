@@ -200,6 +200,20 @@ class Problem:
         return self.causal or self.window is not None
 
     @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys a query sees before and after its own, causal included; None for all that there are."""
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        return left, right
+
+    def element(self, role: str) -> int:
+        """Bytes of an element of query, key, value or attn_mask; of a mask that is not there, 0."""
+        if role == "attn_mask":
+            return 0 if self.mask is None else DTYPES.get(self.mask.dtype, 1)
+        return DTYPES[self.dtype]
+
+    @property
     def bottom_right(self) -> bool:
         """Whether positions count from the last query and key (else from the first)."""
         return self.alignment == "bottom_right"

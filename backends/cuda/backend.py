@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
+from attnswitch import requirements
 from attnswitch.backend import Backend, Kernel, Precision
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
@@ -77,20 +78,10 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     if (positions := problem.seq_q + problem.seq_k) > _MOST_POSITIONS:
         yield f"{positions} queries and keys: positions are counted to {_MOST_POSITIONS}"
     for role in ("query", "key", "value", "attn_mask"):
-        memory = getattr(problem, role)
-        if memory.align < 8 and memory.align < _itemsize(problem, role):
-            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
-    if problem.nonfinite and (problem.positional or problem.mask is not None):
-        yield (
-            "NaN or inf in the arrays, and positions are hidden: a tile's product with hidden values would let them"
-            " leak; replace them, or hide whole keys with key_lengths"
-        )
-
-
-def _itemsize(problem: Problem, role: str) -> int:
-    if role == "attn_mask":
-        return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
-    return DTYPES[problem.dtype]
+        if reason := requirements.aligned(problem, role):
+            yield reason
+    if leak := requirements.sealed(problem):
+        yield leak
 
 
 @functools.cache

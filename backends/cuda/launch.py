@@ -294,9 +294,8 @@ def _put(a: Arguments, offset: int, array: Any) -> None:
 def _sight(p: Problem) -> tuple[int, int]:
     """Keys that a query sees before and after its own; more than there are, where nothing limits them."""
     unlimited = p.seq_q + p.seq_k
-    left, right = p.window or (None, None)
-    right = unlimited if right is None else right
-    return unlimited if left is None else left, min(right, 0) if p.causal else right
+    left, right = p.reach
+    return unlimited if left is None else left, unlimited if right is None else right
 
 
 def _contiguous(array: Any) -> Any:

@@ -78,9 +78,7 @@ def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     centre = torch.arange(problem.seq_q, device=device)[:, None]
     if problem.bottom_right:
         centre = centre + ((problem.seq_k if lengths is None else lengths) - problem.seq_q)
-    left, right = problem.window or (None, None)
-    if problem.causal:
-        right = 0 if right is None else min(right, 0)
+    left, right = problem.reach
     if left is not None:
         visible = _both(visible, j >= centre - left)
     if right is not None:

@@ -27,7 +27,7 @@ def tiles(length: int, size: int) -> int:
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     """What a kernel is compiled for, to take ``p`` in tiles of ``tile``; ``more`` is what only some kernels ask."""
-    left, right = _reach(p)
+    left, right = p.reach
     return Variant(
         block_m=tile.queries,
         block_n=tile.keys,
@@ -58,7 +58,7 @@ def options(tile: Tile, *, early: bool = False) -> dict[str, Any]:
 
 def position(p: Problem) -> tuple[int, int, int]:
     """Alignment of the diagonal, and how far to the left and right of it a query sees."""
-    left, right = _reach(p)
+    left, right = p.reach
     return int(p.bottom_right), left or 0, right or 0
 
 
@@ -95,13 +95,6 @@ def wide(tile: Tile, *arrays: Any) -> bool:
     """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys)
     return any(x is not None and rows * x.stride(2) + 256 * x.stride(3) >= 2**31 for x in arrays)
-
-
-def _reach(p: Problem) -> tuple[int | None, int | None]:
-    left, right = p.window or (None, None)
-    if p.causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
 
 
 def _signed(word: int) -> int:

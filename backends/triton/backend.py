@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import ClassVar
 
+from attnswitch import requirements
 from attnswitch.backend import Backend, Kernel, Precision
 from attnswitch.device import Device, release
-from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem import Problem
 
 from . import config
 from .config import TritonConfig
@@ -75,22 +76,12 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
         if (dim := getattr(problem, name)) > 256:
             yield f"{name}={dim}: a head dimension of at most 256 fits a tile"
     for role in ("query", "key", "value", "attn_mask"):
-        memory = getattr(problem, role)
-        if memory.negative:
+        if getattr(problem, role).negative:
             yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
-        elif memory.align < 8 and memory.align < _itemsize(problem, role):
-            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
-    if problem.nonfinite and (problem.positional or problem.mask is not None):
-        yield (
-            "NaN or inf in the arrays, and positions are hidden: a tile's product with hidden values would let them"
-            " leak; replace them, or hide whole keys with key_lengths"
-        )
-
-
-def _itemsize(problem: Problem, role: str) -> int:
-    if role == "attn_mask":
-        return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
-    return DTYPES[problem.dtype]
+        elif reason := requirements.aligned(problem, role):
+            yield reason
+    if leak := requirements.sealed(problem):
+        yield leak
 
 
 def _interpreted() -> bool:

@@ -111,7 +111,7 @@ def listed(
 def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:
     """What ``classify`` is compiled for, and no more: whatever else a problem has, it is the same kernel."""
     assert p.mask is not None
-    left, right = p.window or (None, None)
+    left, right = p.reach
     return Variant(
         block_m,
         block_n,
@@ -119,7 +119,7 @@ def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:
         mask_kind=1 if p.mask.is_bool else 2,
         has_lengths=p.key_lengths,
         has_left=left is not None,
-        has_right=right is not None or p.causal,
+        has_right=right is not None,
         overlap=overlaps(device),
     )
 

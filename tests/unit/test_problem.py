@@ -276,3 +276,24 @@ def test_everything_missing() -> None:
 def test_a_part_that_makes_no_sense_says_why(part: str, message: str) -> None:
     with pytest.raises(InvalidProblem, match=message):
         Problem.parse(f"{SHAPE} {part}")
+
+
+@pytest.mark.parametrize(
+    ("text", "reach"),
+    [
+        ("", (None, None)),
+        (".causal", (None, 0)),
+        (".window=3,5", (3, 5)),
+        (".window=3,*", (3, None)),
+        (".causal.window=3,5", (3, 0)),
+        (".causal.window=*,5", (None, 0)),
+    ],
+)
+def test_causal_is_the_reach_of_a_window(text: str, reach: tuple[int | None, int | None]) -> None:
+    assert Problem.parse(f"b1.h1.s8.d8.fp32{text}").reach == reach
+
+
+def test_elements_have_the_size_of_their_type() -> None:
+    problem = Problem.parse("b1.h1.s8.d8.bf16.mask=fp32")
+    assert [problem.element(role) for role in ("query", "key", "value", "attn_mask")] == [2, 2, 2, 4]
+    assert Problem.parse("b1.h1.s8.d8.fp64").element("attn_mask") == 0

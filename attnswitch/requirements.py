@@ -1,0 +1,25 @@
+"""What the project's own kernels ask of a problem alike, each as the reason against one that lacks it, or None."""
+
+from __future__ import annotations
+
+from attnswitch.problem import Problem
+
+__all__ = ["aligned", "sealed"]
+
+
+def aligned(problem: Problem, role: str) -> str | None:
+    """The elements of operand ``role`` lie at multiples of their size."""
+    memory = getattr(problem, role)
+    if memory.align < 8 and memory.align < problem.element(role):
+        return f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    return None
+
+
+def sealed(problem: Problem) -> str | None:
+    """No NaN or inf is hidden by position or mask, from where it would get into a tile's products."""
+    if problem.nonfinite and (problem.positional or problem.mask is not None):
+        return (
+            "NaN or inf in the arrays, and positions are hidden: a tile's product with hidden values would let them"
+            " leak; replace them, or hide whole keys with key_lengths"
+        )
+    return None
