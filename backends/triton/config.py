@@ -19,7 +19,7 @@ __all__ = ["Tile", "TritonConfig", "block", "configs", "heads_a_section", "packs
 _SHARED = 99 * 1024
 #: Bytes of keys and values that the programs running at one time may share in the L2.
 _SECTION = 16 * 2**20
-#: Most splits of the keys that ``merge`` weighs at a time.
+#: Most programs that the keys of one tile of queries are split among.
 MOST_SPLITS = 128
 
 
@@ -75,10 +75,12 @@ def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
     yield best
     if device.kind == "cpu":
         return
-    forwards = _tiles((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-    for tile in forwards:
-        if tile != best.forward and _fits(tile, problem, device, _forward_rows):
-            yield replace(best, forward=tile, splits=splits(problem, device, tile))
+    for tile in _tiles((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if _fits(tile, problem, device, _forward_rows):
+            fewest = splits(problem, device, tile)
+            for count in (fewest, 2 * fewest) if 1 < fewest <= MOST_SPLITS // 2 else (fewest,):
+                if (tile, count) != (best.forward, best.splits):
+                    yield replace(best, forward=tile, splits=count)
     if problem.grads:
         for tile in _tiles((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
             if tile != best.key_gradients and _fits(tile, problem, device, _key_gradient_rows):
@@ -120,6 +122,9 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.
         stages = 2 if (device.capability or (0, 0)) < (10, 0) else 1  # where products keep more in shared memory
         chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, stages), Tile(128, 32, 8, 2))
+    if problem.mask is not None and problem.mask.is_bool and problem.dtype != "float32" and wide <= 128:
+        # A padding mask of every query takes 190 us with 64 x 64 and 192 with 128 x 64, whose second loop spills.
+        chosen = replace(chosen, forward=Tile(64, 64, 4, 3))
     if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
         chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 520 us against 1566 with 128 x 64
     few = rows(problem)

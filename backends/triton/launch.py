@@ -13,7 +13,7 @@ from attnswitch.problem import Problem
 
 from . import config, run
 from .arguments import as_bytes, mask_strides, numbers, options, position, tiles, unit, variant, wide
-from .config import MOST_SPLITS, TritonConfig, block
+from .config import TritonConfig, block
 from .descriptors import described, suits
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
@@ -107,6 +107,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
     )
     if splits > 1:
         count = p.batch * p.heads_q * p.seq_q
+        at_once = min(64, max(16, 1 << (splits - 1).bit_length()))
         run.start(
             forward_kernels.merge,
             count,
@@ -120,11 +121,10 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
             count,
             splits,
             p.dim_v,
-            MOST_SPLITS=MOST_SPLITS,
-            BLOCK_S=16,
+            BLOCK_S=at_once,
             BLOCK_DV=block(p.dim_v),
             OVERLAP=overlap,
-            num_warps=4,
+            num_warps=at_once // 16,
             **({"launch_pdl": True} if overlap else {}),
         )
 

@@ -17,9 +17,13 @@ from .kernels.variant import Variant
 
 __all__ = ["Lists", "listed", "overlaps"]
 
+#: Positions of a mask that a program looks at together; and as words of four, when a tile of queries against 2,048 keys
+#: is all loaded before any of it is waited for.
+_POSITIONS, _WORDS = 2**14, 2**15
+
 
 class Lists(NamedTuple):
-    """What each tile of queries (or keys) visits (see ``arrange``); strides of lists for batch, head and tile."""
+    """What each tile of queries (or keys) visits (see ``classify``); strides of lists for batch, head and tile."""
 
     tiles: Any
     counts: Any
@@ -55,53 +59,39 @@ def listed(
     tiles_q, tiles_k = tiles(p.seq_q, block_m), tiles(p.seq_k, block_n)
     batch = p.batch if mask.shape[0] > 1 or p.key_lengths else 1
     heads = mask.shape[1]
-    span_q = mask.shape[2] > 1 or p.positional
-    kinds_q = tiles_q if span_q else 1
-    kinds = torch.empty((batch, heads, kinds_q, tiles_k), dtype=torch.int16, device=mask.device)
-    how = _variant(p, device, block_m, block_n)
-    run.start(
-        kernels.classify,
-        kinds.numel(),
-        as_bytes(mask),
-        inputs.key_lengths,
-        kinds,
-        *mask_strides(mask),
-        heads,
-        kinds_q,
-        tiles_k,
-        p.seq_q,
-        p.seq_k,
-        *position(p),
-        # Beyond a length, values must be cleared, and beyond the arrays, loads tested: such a tile is no part of a run.
-        STRETCH=not by_keys and not p.key_lengths and how.even_k,
-        WORDS=not p.key_lengths and not p.positional and how.even_k and _in_words(mask),
-        how=how,
-        num_warps=4,
-    )
-    if by_keys:
-        kinds = kinds.expand(batch, heads, tiles_q, tiles_k)
-        owners, others = tiles_k, tiles_q
-        steps = kinds.stride(3), kinds.stride(2)
-    else:
-        owners, others = kinds_q, tiles_k
-        steps = kinds.stride(2), kinds.stride(3)
+    alike = mask.shape[2] == 1 and not p.positional  # all queries, of which one is then enough to look at
+    owners, others = (tiles_k, tiles_q) if by_keys else (1 if alike else tiles_q, tiles_k)
+    found = 1 if by_keys and alike else others
+    how = _variant(p, device, 1 if alike else block_m, block_n)
+    words = not p.key_lengths and not p.positional and how.even_k and _in_words(mask)
+    most = (4 * _WORDS if words else _POSITIONS) // (how.block_m * block_n)
+    at_once = max(1, min(most, _POSITIONS // block_n, 1 << (found - 1).bit_length()))
+    kinds = torch.empty((batch, heads, owners, found), dtype=torch.int16, device=mask.device)
     lists = torch.empty((batch, heads, owners, others), dtype=torch.int32, device=mask.device)
     counts = torch.empty((batch, heads, owners, 5), dtype=torch.int32, device=mask.device)
     run.start(
-        kernels.arrange,
-        counts.numel() // 5,
+        kernels.classify,
+        batch * heads * owners,
+        as_bytes(mask),
+        inputs.key_lengths,
         kinds,
         lists,
         counts,
+        *mask_strides(mask),
+        heads,
         owners,
         others,
-        *steps,
-        kinds_q * tiles_k,
-        SIZE=block_m if by_keys else block_n,
-        BLOCK=256,
-        OVERLAP=how.overlap,
-        num_warps=4,
-        **({"launch_pdl": True} if how.overlap else {}),
+        found,
+        1 if alike else p.seq_q,
+        p.seq_k,
+        *position(p),
+        AT_ONCE=at_once,
+        BY_KEYS=by_keys,
+        # Beyond a length, values must be cleared, and beyond the arrays, loads tested: such a tile is no part of a run.
+        STRETCH=not by_keys and not p.key_lengths and how.even_k,
+        WORDS=words,
+        how=how,
+        num_warps=8,
     )
     step_b = heads * owners if batch > 1 else 0
     step_h = owners if heads > 1 else 0

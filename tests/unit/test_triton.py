@@ -339,7 +339,7 @@ def test_too_many_are_forgotten(start: Callable[..., None], monkeypatch: pytest.
 KERNELS_OF = {
     "forward": ("forward", "merge"),
     "backward": ("prepare", "query_gradient", "key_gradients"),
-    "lists": ("classify", "arrange"),
+    "lists": ("classify",),
     "mask_gradient": ("mask_gradient",),
 }
 
@@ -510,7 +510,14 @@ def longest(full: Any) -> int:
     return max((len(run) for run in "".join("x" if one else " " for one in full).split()), default=0)
 
 
-def hold(problem: Problem, mask: Any, lengths: list[int] | None, block_q: int, block_k: int) -> set[int]:
+def hold(
+    problem: Problem,
+    mask: Any,
+    lengths: list[int] | None,
+    block_q: int,
+    block_k: int,
+    by: tuple[bool, ...] = (False, True),
+) -> set[int]:
     """Compare every list, by queries and by keys, with what NumPy says; the kinds of tiles that there are.
 
     3 stands for a tile that a run is stretched by.
@@ -522,7 +529,7 @@ def hold(problem: Problem, mask: Any, lengths: list[int] | None, block_q: int, b
     inputs = Inputs(heads, heads, heads, torch.from_numpy(mask), there_are)
     seen, plain = visible(problem, mask, lengths)
     there = set()
-    for by_keys in (False, True):
+    for by_keys in by:
         listed = lists.listed(problem, Device.cpu(), inputs, block_q, block_k, by_keys)
         assert listed is not None, "it does not pay"
         step_b, step_h, step_t = listed.strides
@@ -606,21 +613,17 @@ def hold_all(spans: Problem) -> set[int]:
 @interpreted
 def test_lists_of_more_tiles_than_are_looked_at_at_once() -> None:
     """The longest run lies over the 256th tile, or before it, or after."""
-    kernels = importlib.import_module("attnswitch.backends.triton.kernels.lists")
     all_runs: list[list[tuple[int, int]]] = [
         [(3, 40), (230, 290)], [(3, 100), (230, 290)], [(3, 4), (200, 256)], [(256, 300)], [(0, 300)], [],
     ]  # fmt: skip
-    rows = torch.zeros(len(all_runs), 300, dtype=torch.int16)
-    rows[:, 150:290:7] = 1
-    for row, runs in zip(rows, all_runs, strict=True):
+    mask = np.zeros((len(all_runs), 1, 16, 4800), bool)
+    mask[..., 150 * 16 : 290 * 16 : 7 * 16] = True
+    for rows, runs in zip(mask, all_runs, strict=True):
         for first, end in runs:
-            row[first:end] = 2
-    named, counts = torch.zeros(rows.shape, dtype=torch.int32), torch.zeros((len(rows), 5), dtype=torch.int32)
-    kernels.arrange[(len(rows),)](rows, named, counts, len(rows), 300, 300, 1, 0, SIZE=16, BLOCK=256, OVERLAP=False)
-    for row, runs, names, (count, first, end, *_) in zip(rows, all_runs, named, counts.tolist(), strict=True):
-        assert (first, end) == max(runs, key=lambda run: run[1] - run[0], default=(end, end)), runs
-        outside = [t for t in row.nonzero().flatten().tolist() if not first <= t < end]
-        assert names[:count].tolist() == outside, runs
+            rows[..., first * 16 : end * 16] = True
+    problem = Problem.parse(f"b{len(all_runs)}.h1.s16x4800.d8.fp32")
+    for axes, of_queries in (("bqk", mask), ("bk", mask[:, :, :1])):
+        assert hold(problem.replace(mask=Mask("bool", axes)), of_queries, None, 16, 16, (False,)) >= {0, 1, 2}
 
 
 # -- beside the reference ----------------------------------------------------------------------------------------------

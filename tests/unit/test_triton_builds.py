@@ -30,7 +30,7 @@ run = importlib.import_module("attnswitch.backends.triton.run")
 VERSION, TABLE = make_builds.committed()
 COMMITTED = make_builds.most_spilled(TABLE)
 #: Flags that are sizes which tuning chooses, and flags that say what a GPU has.
-TUNED = {"BLOCK", "BLOCK_M", "BLOCK_S", "MOST_SPLITS", "SIZE", "block_m", "block_n"}
+TUNED = {"AT_ONCE", "BLOCK_M", "BLOCK_S", "block_m", "block_n"}
 OF_THE_GPU = {"OVERLAP", "overlap", "tma"}
 #: What the other flags have to be compiled for: False and True, unless it is here; and less in some kernels.
 VALUES: dict[str, set[Any]] = {
@@ -109,7 +109,7 @@ def test_the_problems_take_every_branch() -> None:
                 kernels.add(launch.kernel)
                 for flag, value in asked(launch).items():
                     seen[launch.kernel.__name__, flag, "any" if flag in OF_THE_GPU else device].add(value)
-    assert len(kernels) == 8
+    assert len(kernels) == 7
     assert {problem.dtype for problem, _ in problems} == {"float16", "bfloat16", "float32"}
     for (kernel, flag, device), values in seen.items():
         expected = NARROWER.get((kernel, flag), VALUES.get(flag, {False, True}))

@@ -52,53 +52,59 @@ def _attend(
     end, left = span[0], span[2]
     factor, cap = scores
     first_full, last_full = full
-    for t in tl.range(t0, t1):
-        start = t * how.block_n
-        if LISTED:
-            start = tl.load(tiles + t) * how.block_n
-        if how.dropout:  # before the scores: the product of the tile before is still under way
-            k0, k1, k2, k3 = keeps(zero, b, h, i, start, random, how.block_n)
-        k = tile_of(k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how)
-        s = product(q, tl.trans(k))
-        if not how.fold:
-            s = s * factor
-            if how.softcap:
-                s = tanh(s) * cap
-        if EDGE != NO_EDGE:
-            hides = True
-            if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
-                hides = (t < first_full) | (t >= last_full)
-            if hides:
-                n = columns(how.block_n, how.dropout)[None, :]
-                if how.wide:
-                    n = n.to(tl.int64)
-                if STRETCH:
-                    s = tl.where((start + n >= left) & (start + n < end), s, float("-inf"))
-                else:
-                    s, _ = hide(s, i, n, start, span, mask, MASK_KIND, ENDS or EDGE == SOME_EDGES, BOUND, how)
-        if how.fold:
-            new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
-        else:
-            new_top = tl.maximum(top, tl.max(s, 1))
-        base = new_top
-        if EDGE != NO_EDGE:
-            # A row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        if how.fold:
-            p = tl.exp2(s * factor - (base * LOG2E)[:, None])
-        else:
-            p = tl.exp2((s - base[:, None]) * LOG2E)
-        rescale = tl.exp2((top - base) * LOG2E)
-        total = total * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        if how.dropout:
-            p = drop(p, k0, k1, k2, k3, how.block_m, how.block_n)
-        v = tile_of(
-            v_at, b, head, start, end, dim_v,
-            how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how,
-        )  # fmt: skip
-        acc = product(rounded(p, v.dtype), v, acc)
-        top = new_top
+    some = True
+    if LISTED:  # mostly none: then the loop's pipeline is not even set up
+        some = t0 < t1
+    if some:
+        for t in tl.range(t0, t1):
+            start = t * how.block_n
+            if LISTED:
+                start = tl.load(tiles + t) * how.block_n
+            if how.dropout:  # before the scores: the product of the tile before is still under way
+                k0, k1, k2, k3 = keeps(zero, b, h, i, start, random, how.block_n)
+            k = tile_of(
+                k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how
+            )
+            s = product(q, tl.trans(k))
+            if not how.fold:
+                s = s * factor
+                if how.softcap:
+                    s = tanh(s) * cap
+            if EDGE != NO_EDGE:
+                hides = True
+                if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
+                    hides = (t < first_full) | (t >= last_full)
+                if hides:
+                    n = columns(how.block_n, how.dropout)[None, :]
+                    if how.wide:
+                        n = n.to(tl.int64)
+                    if STRETCH:
+                        s = tl.where((start + n >= left) & (start + n < end), s, float("-inf"))
+                    else:
+                        s, _ = hide(s, i, n, start, span, mask, MASK_KIND, ENDS or EDGE == SOME_EDGES, BOUND, how)
+            if how.fold:
+                new_top = tl.maximum(top, tl.max(s, 1) * (factor * LN2))
+            else:
+                new_top = tl.maximum(top, tl.max(s, 1))
+            base = new_top
+            if EDGE != NO_EDGE:
+                # A row that has seen no key yet keeps -inf; subtracting 0 leaves its weights at exp2(-inf) = 0.
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            if how.fold:
+                p = tl.exp2(s * factor - (base * LOG2E)[:, None])
+            else:
+                p = tl.exp2((s - base[:, None]) * LOG2E)
+            rescale = tl.exp2((top - base) * LOG2E)
+            total = total * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            if how.dropout:
+                p = drop(p, k0, k1, k2, k3, how.block_m, how.block_n)
+            v = tile_of(
+                v_at, b, head, start, end, dim_v,
+                how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how,
+            )  # fmt: skip
+            acc = product(rounded(p, v.dtype), v, acc)
+            top = new_top
     return acc, total, top
 
 
@@ -113,8 +119,8 @@ def forward(
 ):  # fmt: skip
     """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or what ``merge`` makes them of.
 
-    The grid is one axis: splits fastest, then the heads of a section, then the tiles of rows from the last, which is
-    the longest under a causal mask, to the first, then sections (of as many heads as share the L2).
+    The grid is one axis: the heads of a section fastest, then the tiles of rows from the last, which is the longest
+    under a causal mask, to the first, then sections (of as many heads as share the L2); or splits fastest, then tiles.
     """
     if how.split and how.overlap:  # ``merge`` may begin, up to where it waits
         tl.extra.cuda.gdc_launch_dependents()
@@ -130,21 +136,33 @@ def forward(
     heads = heads_q // pack
     pid = tl.program_id(0)
     split = 0
-    if how.split:
+    if how.split:  # few rows, whose keys are read once: no order is better than another
         split = pid % splits
         pid = pid // splits
+        tile = pid % count
+        at = pid // count
+    else:
+        whole = section * count
+        at = pid // whole * section
+        here = tl.minimum(section, batch * heads - at)
+        rest = pid % whole
+        tile = count - 1 - rest // here
+        at = at + rest % here
     random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
-    whole = section * count
-    at = pid // whole * section
-    here = tl.minimum(section, batch * heads - at)
-    rest = pid % whole
-    tile = count - 1 - rest // here
-    at = at + rest % here
     b = at // heads
     head = (at % heads) * pack  # the first query head of this program
-    b64 = b.to(tl.int64)
     head_kv = head // group
+    if how.packed:
+        head_kv = at % heads
+    b64 = b.to(tl.int64)
 
+    visits = (0, (0, 0), (0, 0))
+    if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones
+        if how.overlap:
+            tl.extra.cuda.gdc_wait()
+        where = b64 * stb + head * sth + tile * stt
+        TILES += where * tl.cdiv(seq_k, BLOCK_N)
+        visits = visit(COUNTS + where * 5)  # before the queries, which are waited for as soon as they are loaded
     first = tile * BLOCK_M
     r = first + tl.arange(0, BLOCK_M)
     inside = r < rows
@@ -191,47 +209,45 @@ def forward(
     mixed_end = tl.cdiv(hi, BLOCK_N)
     full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
     stretch = (0, 0)
-    if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones
-        if how.overlap:
-            tl.extra.cuda.gdc_wait()
-        where = b64 * stb + head * sth + tile * stt
-        TILES += where * tl.cdiv(seq_k, BLOCK_N)
+    if how.listed:
         begin = 0
-        mixed_end, full, stretch = visit(COUNTS + where * 5)
+        mixed_end, full, stretch = visits
     MASKED: tl.constexpr = how.mask_kind != NO_MASK
     RAGGED: tl.constexpr = how.has_right or how.has_lengths or not how.even_k
     # One loop keeps the loads coming. But values past a sequence's length must be cleared, which the tiles within it
     # must not pay for; and past the last key, pointers need tests.
     ONE_LOOP: tl.constexpr = not MASKED and not how.has_lengths and (how.tma or how.even_k) and (how.has_left or RAGGED)
     STRETCH: tl.constexpr = how.listed and how.even_k and not how.has_lengths
-    for part in tl.static_range(3):  # tiles with an edge before, the run that every row sees, tiles with an edge after
+    # The run that every row sees, tiles with an edge before it, tiles with an edge after. The longest loop comes first,
+    # which may be the only one: it does not wait for the pipeline of another.
+    for part in tl.static_range(3):
         t0, t1 = begin, full[0]
         sees = span
-        if part == 0 and MASKED:
-            t1 = mixed_end if how.even_k else mixed_end - 1
-        if part == 1:
+        if part == 0:
             t0, t1 = full
-        if part == 1 and ONE_LOOP:
+        if part == 0 and ONE_LOOP:
             t0, t1 = begin, mixed_end
-        if part == 1 and STRETCH:
+        if part == 0 and STRETCH:
             t0, t1 = stretch[0] // BLOCK_N, tl.cdiv(stretch[1], BLOCK_N)
             sees = (stretch[1], 0, stretch[0], 0)
+        if part == 1 and MASKED:
+            t1 = mixed_end if how.even_k else mixed_end - 1
         if part == 2:
             t0, t1 = full[1], mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
         if (
-            (part == 0 and (how.has_left or MASKED) and not ONE_LOOP)
-            or (part == 1 and (how.listed or not MASKED))
+            (part == 0 and (how.listed or not MASKED))
+            or (part == 1 and (how.has_left or MASKED) and not ONE_LOOP)
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
                 (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, skl, skd), (V, svl, svd),
                 mask, TILES, t0, t1, full, sees, (factor, cap), random, dim, dim_v,
-                NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
-                EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
-                part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
-                part != 1 and not how.even_k and (part == 2 or not MASKED), how,
+                NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
+                EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
+                part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
+                part != 0 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
 
     at64 = split * batch + b64
@@ -254,33 +270,39 @@ def merge(
     PARTS, SUMS, OUT, LSE,
     sob, soh, sol,
     heads, seq_q, rows, splits, dim_v,
-    MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums."""
-    row = tl.program_id(0).to(tl.int64)
+    """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums.
+
+    Takes BLOCK_S splits at a time. Nothing that is loaded waits for what was, since waiting is all that this costs.
+    """
+    row = tl.program_id(0)
+    SUMS += row
+    PARTS += row.to(tl.int64) * dim_v
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    every = tl.arange(0, MOST_SPLITS)
-    found = SUMS + every.to(tl.int64) * rows + row
-    tops = tl.load(found, mask=every < splits, other=float("-inf"))
-    totals = tl.load(found + splits.to(tl.int64) * rows, mask=every < splits, other=0.0)
-    top = tl.max(tops, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2((tops - base) * LOG2E) * totals, 0)
     acc = tl.zeros((BLOCK_DV,), tl.float32)
+    total = 0.0
+    top = float("-inf")
     for first in range(0, splits, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
-        at = s.to(tl.int64) * rows + row
-        weight = tl.exp2((tl.load(SUMS + at, mask=s < splits, other=float("-inf")) - base) * LOG2E)
+        at = s.to(tl.int64) * rows
+        tops = tl.load(SUMS + at, mask=s < splits, other=float("-inf"))
+        totals = tl.load(SUMS + splits.to(tl.int64) * rows + at, mask=s < splits, other=0.0)
         inside = (s < splits)[:, None] & (dv < dim_v)[None, :]
-        part = tl.load(PARTS + at[:, None] * dim_v + dv[None, :], mask=inside, other=0.0)
-        acc += tl.sum(part * weight[:, None], 0)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    b = row // (heads * seq_q)
-    h = row // seq_q % heads
-    i = row % seq_q
+        parts = tl.load(PARTS + at[:, None] * dim_v + dv[None, :], mask=inside, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2((tops - base) * LOG2E)
+        rescale = tl.exp2((top - base) * LOG2E)
+        total = total * rescale + tl.sum(weights * totals, 0)
+        acc = acc * rescale + tl.sum(parts * weights[:, None], 0)
+        top = new_top
+    total = tl.where(total == 0.0, 1.0, total)  # it saw nothing
+    b = (row // seq_q // heads).to(tl.int64)
+    h = (row // seq_q % heads).to(tl.int64)
+    i = (row % seq_q).to(tl.int64)
     out = tl.div_rn(acc, total + tl.zeros_like(acc))
     tl.store(OUT + b * sob + h * soh + i * sol + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dim_v)
     tl.store(LSE + row, top + tl.log2(total) * LN2)

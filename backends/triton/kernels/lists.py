@@ -1,8 +1,8 @@
 """Which tiles of a mask a program visits: what hides everything is not loaded, what hides nothing is not tested.
 
-``classify`` looks at every tile once, positions and lengths included; ``arrange`` makes of it, for each tile of queries
-(or of keys), what to visit: the longest run of wholly visible tiles, stretched by a part of a tile at either end where
-the mask is that of a padding, and a list of all other tiles that are not empty.
+One kernel looks at every tile once, positions and lengths included, and makes of it, for each tile of queries (or of
+keys), what to visit: the longest run of wholly visible tiles, stretched by a part of a tile at either end where the
+mask is that of a padding, and a list of all other tiles that are not empty.
 """
 
 import triton
@@ -17,81 +17,35 @@ _MIXED = tl.constexpr(1)
 _FULL = tl.constexpr(2)
 _HEAD = tl.constexpr(1024)
 _TAIL = tl.constexpr(2048)
+#: Kinds that ``_arrange`` looks at together.
+_BLOCK = tl.constexpr(256)
 
 
 @triton.jit
-def _kind(seeing, plain, rows, BLOCK_N: tl.constexpr, STRETCH: tl.constexpr):
-    """The kind of a tile of ``rows`` queries, of whom so many see each key (BLOCK_N,), and so many with no bias."""
-    every = (plain == rows).to(tl.int32)
-    count = tl.sum(every, 0)
-    kind = tl.where(count == BLOCK_N, _FULL, (tl.max(seeing, 0) > 0).to(tl.int32) * _MIXED)
-    if STRETCH:
-        n = tl.arange(0, BLOCK_N)
-        alike = (tl.sum((seeing > 0).to(tl.int32), 0) == count) & (count > 0) & (count < BLOCK_N)
-        kind = tl.where(alike & (tl.max(every * (n + 1), 0) == count), _HEAD + count, kind)
-        kind = tl.where(alike & (tl.max(every * (BLOCK_N - n), 0) == count), _TAIL + count, kind)
-    return kind
-
-
-@triton.jit
-def _by_words(MASK, smq, start, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many queries see each key (BLOCK_N,) of a tile, by four bytes of a bool mask at a time."""
-    n = tl.arange(0, BLOCK_N // 4)[None, :]
-    rows = MASK + start + tl.arange(0, BLOCK_M).to(tl.int64)[:, None] * smq
-    words = rows.to(tl.pointer_type(tl.uint32), bitcast=True)
-    four = tl.load(words + n, mask=inside, other=0)
-    four = (((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) >> 7 & 0x01010101  # 1 in each byte that is not 0
-    sums = tl.sum(four, 0)  # of at most 128 rows: no byte overflows
-    each = sums[:, None] >> (8 * tl.arange(0, 4))[None, :].to(tl.uint32) & 0xFF
-    return tl.reshape(each, (BLOCK_N,)).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k", "seq_q", "seq_k", "bottom_right", "left", "right"])
-def classify(
-    MASK, LENGTHS, KINDS,
-    smb, smh, smq, smk, heads, tiles_q, tiles_k, seq_q, seq_k, bottom_right, left, right,
-    STRETCH: tl.constexpr, WORDS: tl.constexpr, how: tl.constexpr,
-):  # fmt: skip
-    """KINDS (batch or 1, heads or 1, tiles_q or 1, tiles_k) as int16.
-
-    WORDS: the mask alone decides, it is bool, and its keys lie side by side, four to an aligned word.
-    """
-    if how.overlap:  # ``arrange`` may begin, up to where it waits
-        tl.extra.cuda.gdc_launch_dependents()
-    BLOCK_M: tl.constexpr = how.block_m
-    BLOCK_N: tl.constexpr = how.block_n
-    pid = tl.program_id(0)
-    tile_k = pid % tiles_k
-    tile_q = pid // tiles_k % tiles_q
-    h = pid // tiles_k // tiles_q % heads
-    b = pid // tiles_k // tiles_q // heads
-    first = tile_q * BLOCK_M
-    start = tile_k * BLOCK_N
-    i = first + tl.arange(0, BLOCK_M)[:, None]
-    inside = i < seq_q
-    MASK += b.to(tl.int64) * smb + h.to(tl.int64) * smh
-    if WORDS:
-        seeing = _by_words(MASK + first.to(tl.int64) * smq, smq, start, inside, BLOCK_M, BLOCK_N)
-        plain = seeing
+def _of_tiles(each, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Sums over the queries of each tile (AT_ONCE, width). Tiles lie side by side, or BY_KEYS below one another."""
+    if BY_KEYS:
+        sums = tl.sum(tl.reshape(each, (AT_ONCE, BLOCK_M, each.shape[1])), 1)
     else:
-        n = tl.arange(0, BLOCK_N)[None, :]
-        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
-        zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        mask = (MASK, tl.minimum(i, seq_q - 1).to(tl.int64) * smq, smk, seq_k)
-        bias, seen = hide(
-            zero, i, n.to(tl.int64), start, (end, offset, left, right), mask,
-            how.mask_kind, how.has_lengths or not how.even_k, not how.even_k, how,
-        )  # fmt: skip
-        both = (tl.broadcast_to(seen, (BLOCK_M, BLOCK_N)) & inside).to(tl.int32)
-        if how.mask_kind == FLOAT_MASK:
-            both += tl.where(bias == 0.0, both << 16, 0)
-        both = tl.sum(both, 0)
-        seeing = both & 0xFFFF
-        plain = seeing
-        if how.mask_kind == FLOAT_MASK:
-            plain = both >> 16
-    rows = tl.minimum(BLOCK_M, seq_q - first)
-    tl.store(KINDS + pid, _kind(seeing, plain, rows, BLOCK_N, STRETCH).to(tl.int16))
+        sums = tl.reshape(tl.sum(each, 0), (AT_ONCE, each.shape[1] // AT_ONCE))
+    return sums
+
+
+@triton.jit
+def _kinds(every, some, BLOCK_N: tl.constexpr, STRETCH: tl.constexpr):
+    """Kinds (n,) of tiles, of whose keys (n, BLOCK_N) every query, or some, sees this one."""
+    n = tl.arange(0, BLOCK_N)[None, :]
+    sums = tl.sum(every + (some << 8) + (every * n << 16), 1)  # three in one, of at most 128, 128 and 8128
+    count = sums & 0xFF
+    seen = sums >> 8 & 0xFF
+    places = sums >> 16
+    kinds = tl.where(count == BLOCK_N, _FULL, tl.where(seen > 0, _MIXED, _EMPTY))
+    if STRETCH:  # so many different places add up to the least, or the most, only at one end
+        part = (seen == count) & (count > 0) & (count < BLOCK_N)
+        least = count * (count - 1) // 2
+        kinds = tl.where(part & (places == least), _HEAD + count, kinds)
+        kinds = tl.where(part & (places == least + count * (BLOCK_N - count)), _TAIL + count, kinds)
+    return kinds
 
 
 @triton.jit
@@ -99,28 +53,15 @@ def _later(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["owners", "others", "step_owner", "step_other", "step_head"])
-def arrange(
-    KINDS, TILES, COUNTS,
-    owners, others, step_owner, step_other, step_head,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """For one owner a program: TILES (..., owners, others), and COUNTS (..., owners, 5).
-
-    COUNTS holds how many tiles the list names; the first tile of the run and the one after it; and the first key of the
-    stretched run and the one after it, SIZE keys to a tile.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    pid = tl.program_id(0).to(tl.int64)
-    kinds = KINDS + pid // owners * step_head + pid % owners * step_owner
+@triton.jit
+def _arrange(kinds, step, tiles, counts, others, SIZE: tl.constexpr):
+    """Write ``tiles`` and ``counts`` of one owner from its ``kinds``."""
     longest = 0
     run_end = 0
     gap = -1  # the last tile so far that is not full
-    for first in range(0, others, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=_EMPTY)
+    for first in range(0, others, _BLOCK):
+        t = first + tl.arange(0, _BLOCK)
+        kind = tl.load(kinds + t.to(tl.int64) * step, mask=t < others, other=_EMPTY)
         gaps = tl.maximum(tl.associative_scan(tl.where(kind == _FULL, -1, t), 0, _later), gap)
         length = t - gaps
         here = tl.max(length, 0)
@@ -129,8 +70,8 @@ def arrange(
         longest = tl.maximum(longest, here)
         gap = tl.max(gaps, 0)
     run_first = run_end - longest
-    before = kinds + tl.cast(run_first - 1, tl.int64) * step_other
-    after = kinds + tl.cast(run_end, tl.int64) * step_other
+    before = kinds + tl.cast(run_first - 1, tl.int64) * step
+    after = kinds + tl.cast(run_end, tl.int64) * step
     before = tl.load(before, mask=run_first > 0, other=_EMPTY).to(tl.int32)
     after = tl.load(after, mask=run_end < others, other=_EMPTY).to(tl.int32)
     stretch_first = run_first * SIZE - tl.where(before > _TAIL, before - _TAIL, 0)
@@ -138,20 +79,89 @@ def arrange(
     near_first = stretch_first // SIZE
     near_end = tl.cdiv(stretch_end, SIZE)
     count = 0
-    for first in range(0, others, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        kind = tl.load(kinds + t.to(tl.int64) * step_other, mask=t < others, other=_EMPTY)
+    for first in range(0, others, _BLOCK):
+        t = first + tl.arange(0, _BLOCK)
+        kind = tl.load(kinds + t.to(tl.int64) * step, mask=t < others, other=_EMPTY)
         named = ((kind != _EMPTY) & ((t < near_first) | (t >= near_end))).to(tl.int32)
-        tl.store(TILES + pid * others + count + tl.cumsum(named, 0) - 1, t, mask=named != 0)
+        tl.store(tiles + count + tl.cumsum(named, 0) - 1, t, mask=named != 0)
         count += tl.sum(named, 0)
-    tl.store(COUNTS + pid * 5, count)
-    tl.store(COUNTS + pid * 5 + 1, run_first)
-    tl.store(COUNTS + pid * 5 + 2, run_end)
-    tl.store(COUNTS + pid * 5 + 3, stretch_first)
-    tl.store(COUNTS + pid * 5 + 4, stretch_end)
+    tl.store(counts, count)
+    tl.store(counts + 1, run_first)
+    tl.store(counts + 2, run_end)
+    tl.store(counts + 3, stretch_first)
+    tl.store(counts + 4, stretch_end)
+
+
+@triton.jit(do_not_specialize=["heads", "owners", "others", "found", "seq_q", "seq_k", "bottom_right", "left", "right"])
+def classify(
+    MASK, LENGTHS, KINDS, TILES, COUNTS,
+    smb, smh, smq, smk, heads, owners, others, found, seq_q, seq_k, bottom_right, left, right,
+    AT_ONCE: tl.constexpr, BY_KEYS: tl.constexpr, STRETCH: tl.constexpr, WORDS: tl.constexpr, how: tl.constexpr,
+):  # fmt: skip
+    """For each owner, a tile of queries or BY_KEYS of keys: TILES (batch, heads, owners, others), and COUNTS.
+
+    COUNTS (batch, heads, owners, 5) holds how many tiles the list names; the first tile of the run and the one after
+    it; and the first key of the stretched run and the one after it. KINDS (batch, heads, owners, found) is for this
+    kernel alone: ``found`` is 1 where all ``others`` are alike. AT_ONCE tiles are looked at together. WORDS: the mask
+    alone decides, it is bool, and its keys lie side by side, four to an aligned word.
+    """
+    if how.overlap:  # the attention may begin, up to where it waits
+        tl.extra.cuda.gdc_launch_dependents()
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
+    HEIGHT: tl.constexpr = BLOCK_M * AT_ONCE if BY_KEYS else BLOCK_M
+    WIDTH: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_N * AT_ONCE
+    pid = tl.program_id(0).to(tl.int64)
+    owner = (pid % owners).to(tl.int32)
+    b = pid // owners // heads
+    MASK += b * smb + pid // owners % heads * smh
+    kinds = KINDS + pid * found
+    for first in range(0, found, AT_ONCE):
+        t = first + tl.arange(0, AT_ONCE)
+        tile_q = owner
+        start = first * BLOCK_N
+        if BY_KEYS:
+            tile_q = first
+            start = owner * BLOCK_N
+        i = tl.minimum(tile_q * BLOCK_M + tl.arange(0, HEIGHT), seq_q - 1)[:, None]  # the last query once more
+        rows = i.to(tl.int64) * smq
+        if WORDS:  # how many queries see each key, and how many with no bias: by four bytes at a time, or one by one
+            n = tl.arange(0, WIDTH // 4)[None, :]
+            there = first + n // (BLOCK_N // 4) < found  # tile by tile: tested together, loaded together
+            words = (MASK + start + rows).to(tl.pointer_type(tl.uint32), bitcast=True) + n
+            if BY_KEYS:
+                four = tl.load(words)
+            else:
+                four = tl.load(words, mask=there, other=0)
+            four = (((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) >> 7 & 0x01010101  # 1 in each byte that is not 0
+            four = _of_tiles(four, BLOCK_M, AT_ONCE, BY_KEYS)  # of at most 128 queries: no byte overflows
+            seeing = four[:, :, None] >> (8 * tl.arange(0, 4)).to(tl.uint32)[None, None, :] & 0xFF
+            seeing = tl.reshape(seeing, (AT_ONCE, BLOCK_N)).to(tl.int32)
+            plain = seeing
+        else:
+            n = tl.arange(0, WIDTH)[None, :]
+            end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
+            zero = tl.zeros((HEIGHT, WIDTH), tl.float32)
+            mask = (MASK, rows, smk, seq_k)
+            span = (end, offset, left, right)
+            bias, seen = hide(zero, i, n.to(tl.int64), start, span, mask, how.mask_kind, True, True, how)
+            both = tl.broadcast_to(seen, (HEIGHT, WIDTH)).to(tl.int32)
+            if how.mask_kind == FLOAT_MASK:
+                both += tl.where(bias == 0.0, both << 16, 0)
+            both = _of_tiles(both, BLOCK_M, AT_ONCE, BY_KEYS)
+            seeing = both & 0xFFFF
+            plain = seeing
+            if how.mask_kind == FLOAT_MASK:
+                plain = both >> 16
+        every = (plain == BLOCK_M).to(tl.int32)
+        some = (seeing > 0).to(tl.int32)
+        tl.store(kinds + t, _kinds(every, some, BLOCK_N, STRETCH).to(tl.int16), mask=t < found)
+    tl.debug_barrier()  # what other threads of the program have stored
+    step = tl.minimum(found - 1, 1)
+    _arrange(kinds, step, TILES + pid * others, COUNTS + pid * 5, others, BLOCK_M if BY_KEYS else BLOCK_N)
 
 
 @triton.jit
 def visit(counts):
-    """What ``arrange`` stored: how many tiles are named, the run (first, end) in tiles, and in keys when stretched."""
+    """What ``classify`` stored: how many tiles are named, the run (first, end) in tiles, and in keys when stretched."""
     return tl.load(counts), (tl.load(counts + 1), tl.load(counts + 2)), (tl.load(counts + 3), tl.load(counts + 4))
