@@ -10,12 +10,10 @@ from attnswitch.backend import Config
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["ROWS_A_BLOCK", "CudaConfig", "Tile", "block", "configs", "heads_a_section", "packs", "rows", "shared"]
+__all__ = ["ROWS_A_BLOCK", "CudaConfig", "Tile", "block", "configs", "packs", "rows", "shared"]
 
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
-#: Bytes of keys and values that the blocks running at one time may share in the L2.
-_SECTION = 16 * 2**20
 #: Most splits of the keys of one row.
 _MOST_SPLITS = 256
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
@@ -171,17 +169,6 @@ def _splits(problem: Problem, device: Device, tile: Tile) -> int:
     splits = max(1, min(wanted // blocks, problem.seq_k // (2 * tile.keys), _MOST_SPLITS))
     tiles = -(-problem.seq_k // tile.keys)
     return -(-tiles // -(-tiles // splits)) if tiles else 1  # none is launched for nothing
-
-
-def heads_a_section(problem: Problem, *, queries: bool) -> int:
-    """How many heads run side by side before the next begin: as many as leave their keys and values in the L2.
-
-    ``queries``: the blocks of a section share queries and their gradients instead.
-    """
-    length = problem.seq_q if queries else problem.seq_k
-    each = max(1, length * (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype])
-    together = max(1, _SECTION // each)
-    return together if queries or packs(problem) else together * problem.group
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import struct
 from typing import Any, NamedTuple
 
+from attnswitch import arithmetic
 from attnswitch.backend import Inputs
 from attnswitch.philox import BITS
 from attnswitch.problem import DTYPES, Memory, Problem
@@ -17,9 +18,6 @@ from .variant import Variant
 
 __all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved"]
 
-_LOG2E = 1.4426950408889634
-#: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
-_NO_CAP = 1e30
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
 _MASK_KINDS = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
@@ -49,7 +47,7 @@ class Forward:
         a = _constants(p)
         a.pack = p.group if config.packs(p) else 1
         heads = p.heads_q // a.pack
-        a.section = min(config.heads_a_section(p, queries=False), max(1, p.batch * heads))
+        a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
         a.splits, a.chunk = splits, _tiles(p.seq_k, splits * tile.keys) * tile.keys
         self._constants = a
         self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": int(splits > 1)})
@@ -78,7 +76,7 @@ class Prepare:
 
     def __init__(self, p: Problem) -> None:
         self._constants = _constants(p)
-        self._variant = _of_rows("prepare", p, {"FOLD": int(_folds(p))})
+        self._variant = _of_rows("prepare", p, {"FOLD": int(arithmetic.folds(p))})
         self._shape = (p.batch, p.heads_q, _tiles(p.seq_q, _PADDING) * _PADDING)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
@@ -98,7 +96,7 @@ class QueryGradient:
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         a = _constants(p)
         heads = p.batch * p.heads_q
-        a.section = min(config.heads_a_section(p, queries=False), max(1, heads))
+        a.section = min(arithmetic.heads_a_section(p), max(1, heads))
         self._constants = a
         self._variant = _variant("query_gradient", p, chosen.query_gradient, _flags(p))
         self._blocks = heads * _tiles(p.seq_q, chosen.query_gradient.queries)
@@ -119,7 +117,7 @@ class KeyGradients:
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         a = _constants(p)
         heads = p.batch * p.heads_kv
-        a.section = min(config.heads_a_section(p, queries=True), max(1, heads))
+        a.section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads))
         self._constants = a
         wanted = "".join(letter for letter in "kv" if letter in p.grads)
         self._variants = [
@@ -208,8 +206,8 @@ def _for(variant: Variant, saved: Saved) -> Variant:
 
 def _flags(p: Problem) -> dict[str, int]:
     return {
-        "FOLD": int(_folds(p)),
-        "SOFTCAP": int(_capped(p)),
+        "FOLD": int(arithmetic.folds(p)),
+        "SOFTCAP": int(arithmetic.capped(p)),
         "MASK_KIND": 0 if p.mask is None else _MASK_KINDS[p.mask.dtype],
         "DROPOUT": int(p.dropout > 0.0),
         "QUERY_BYTES": _copied(p.query, p.dtype),
@@ -237,10 +235,13 @@ def _memory(array: Any) -> Memory:
 def _constants(p: Problem) -> Arguments:
     """What every call of a problem passes."""
     left, right = _sight(p)
-    a = Arguments(
+    factor, cap = arithmetic.factors(p)
+    in_base_2 = arithmetic.folds(p) and p.dtype != "float64"
+    return Arguments(
         scale=p.softmax_scale,
-        factor=p.softmax_scale,
-        keep_scale=1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout),
+        factor=factor * arithmetic.LOG2E if in_base_2 else factor,
+        cap=cap,
+        keep_scale=arithmetic.keep_scale(p),
         threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
         batch=p.batch,
         heads=p.heads_q,
@@ -256,11 +257,6 @@ def _constants(p: Problem) -> Arguments:
         bottom_right=int(p.bottom_right),
         splits=1,
     )
-    if _capped(p):
-        a.factor, a.cap = p.softmax_scale / p.softcap, p.softcap
-    elif _folds(p) and p.dtype != "float64":
-        a.factor *= _LOG2E
-    return a
 
 
 def _arguments(constants: Arguments, inputs: Inputs, saved: Saved | None = None) -> Arguments:
@@ -312,13 +308,3 @@ def _contiguous(array: Any) -> Any:
 
 def _tiles(length: int, size: int) -> int:
     return -(-length // size)
-
-
-def _capped(p: Problem) -> bool:
-    return 0.0 < p.softcap < _NO_CAP
-
-
-def _folds(p: Problem) -> bool:
-    """Whether a score is q . k times a positive factor, which then becomes a part of the exponential."""
-    plain_mask = p.mask is None or p.mask.is_bool
-    return plain_mask and not _capped(p) and p.softmax_scale > 0.0

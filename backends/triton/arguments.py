@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from attnswitch import arithmetic
 from attnswitch.backend import Inputs
 from attnswitch.philox import BITS
 from attnswitch.problem import Problem
@@ -14,10 +15,6 @@ from .config import Tile, block
 from .kernels.variant import Variant
 
 __all__ = ["as_bytes", "mask_strides", "numbers", "options", "position", "tiles", "unit", "variant", "wide"]
-
-_LOG2E = 1.4426950408889634
-#: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
-_NO_CAP = 1e30
 
 
 def tiles(length: int, size: int) -> int:
@@ -35,8 +32,8 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
         block_dv=block(p.dim_v),
         even_d=block(p.dim_qk) == p.dim_qk,
         even_dv=block(p.dim_v) == p.dim_v,
-        fold=_folds(p),
-        softcap=_capped(p),
+        fold=arithmetic.folds(p),
+        softcap=arithmetic.capped(p),
         mask_kind=0 if p.mask is None else 1 if p.mask.is_bool else 2,
         dropout=p.dropout > 0.0,
         has_lengths=p.key_lengths,
@@ -64,19 +61,15 @@ def position(p: Problem) -> tuple[int, int, int]:
 
 def numbers(p: Problem, inputs: Inputs) -> tuple[float | int, ...]:
     """What the products q . k are multiplied by first, the cap, the dropout's seed, threshold and factor."""
-    factor, cap = p.softmax_scale, 0.0
-    if _capped(p):
-        factor, cap = p.softmax_scale / p.softcap, p.softcap
-    elif _folds(p):
-        factor *= _LOG2E
+    factor, cap = arithmetic.factors(p)
     seed = inputs.seed or 0
-    keep = 1.0 if not p.dropout else 0.0 if p.dropout == 1.0 else 1.0 / (1.0 - p.dropout)
-    return float(factor), float(cap), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), round(p.dropout * 2**BITS), keep
+    words = _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
+    return factor * unit(p), cap, *words, round(p.dropout * 2**BITS), arithmetic.keep_scale(p)
 
 
 def unit(p: Problem) -> float:
     """What a natural lse is multiplied by to be one for the kernels' scores."""
-    return _LOG2E if _folds(p) else 1.0
+    return arithmetic.LOG2E if arithmetic.folds(p) else 1.0
 
 
 def as_bytes(mask: Any) -> Any:
@@ -100,13 +93,3 @@ def wide(tile: Tile, *arrays: Any) -> bool:
 def _signed(word: int) -> int:
     """32 bits as the integer that Triton takes for an int32; the kernels read them as unsigned."""
     return word - 2**32 if word >= 2**31 else word
-
-
-def _capped(p: Problem) -> bool:
-    return 0.0 < p.softcap < _NO_CAP
-
-
-def _folds(p: Problem) -> bool:
-    """Whether a score is q . k times a positive factor, which then becomes a part of exp2."""
-    plain_mask = p.mask is None or p.mask.is_bool
-    return plain_mask and not _capped(p) and p.softmax_scale > 0.0

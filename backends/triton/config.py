@@ -13,12 +13,10 @@ from attnswitch.backend import Config
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["Tile", "TritonConfig", "block", "configs", "heads_a_section", "packs", "splits"]
+__all__ = ["Tile", "TritonConfig", "block", "configs", "packs", "splits"]
 
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
-#: Bytes of keys and values that the programs running at one time may share in the L2.
-_SECTION = 16 * 2**20
 #: Most programs that the keys of one tile of queries are split among.
 MOST_SPLITS = 128
 
@@ -151,17 +149,6 @@ def splits(problem: Problem, device: Device, tile: Tile) -> int:
         return 2 if device.kind == "cpu" and programs and problem.seq_q <= 4 and problem.seq_k > 2 * tile.keys else 1
     sms = device.sms or 64
     return max(1, min(sms // programs, problem.seq_k // (2 * tile.keys), MOST_SPLITS))
-
-
-def heads_a_section(problem: Problem, *, queries: bool) -> int:
-    """How many heads run side by side before the next begin: as many as leave their keys and values in the L2.
-
-    ``queries``: the programs of a section share queries and their gradients instead.
-    """
-    length = problem.seq_q if queries else problem.seq_k
-    each = max(1, length * (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype])
-    shared = max(1, _SECTION // each)
-    return shared if queries else shared * (1 if packs(problem) else problem.group)
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------

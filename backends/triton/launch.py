@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnswitch import arithmetic
 from attnswitch.backend import Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
@@ -88,7 +89,7 @@ def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, ou
         p.dim_qk,
         p.dim_v,
         *position(p),
-        min(config.heads_a_section(p, queries=False), p.batch * heads),
+        min(arithmetic.heads_a_section(p, packed=packed), p.batch * heads),
         splits,
         chunk,
         *numbers(p, inputs),
@@ -184,7 +185,7 @@ def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inp
         *_operand_strides(inputs, saved),
         *_list_strides(lists),
         *_sizes(p, saved),
-        min(config.heads_a_section(p, queries=False), heads),
+        min(arithmetic.heads_a_section(p), heads),
         float(p.softmax_scale),
         *numbers(p, inputs),
         how=variant(
@@ -225,7 +226,7 @@ def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inpu
         *_operand_strides(inputs, saved),
         *_list_strides(lists),
         *_sizes(p, saved),
-        min(config.heads_a_section(p, queries=True), heads),
+        min(arithmetic.heads_a_section(p, queries=True), heads),
         float(p.softmax_scale),
         *numbers(p, inputs),
         how=variant(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Problem, finite, hot
+from attnswitch import Problem, arithmetic, finite, hot
 from attnswitch.device import Device
 from attnswitch.problem import Mask, Memory
 from attnswitch.verify.launch import unguarded
@@ -432,7 +431,7 @@ def test_sections_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = operands(batch=3, heads=6)
     plain = attnswitch.attention(*arrays, is_causal=True, backend="cuda")
     for section in (1, 2, 4, 5):
-        monkeypatch.setattr(config, "heads_a_section", lambda *_, section=section, **__: section)
+        monkeypatch.setattr(arithmetic, "heads_a_section", lambda *_, section=section, **__: section)
         forget()
         compare(arrays, DTYPES["float32"], is_causal=True)
         assert torch.equal(attnswitch.attention(*arrays, is_causal=True, backend="cuda"), plain)
@@ -470,14 +469,6 @@ def test_output_lies_as_query_does() -> None:
     inside = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert attnswitch.attention(inside, k, v, backend="cuda").transpose(1, 2).is_contiguous()
     assert attnswitch.attention(q, k, v, backend="cuda").is_contiguous()
-
-
-def test_softmax_scale_of_a_softcap_that_caps_nothing() -> None:
-    launch = importlib.import_module("attnswitch.backends.cuda.launch")
-    assert not launch._capped(PLAIN.replace(softcap=1e30))
-    assert launch._folds(PLAIN.replace(softcap=1e30))
-    assert not launch._folds(PLAIN.replace(scale=-1.0))
-    assert math.isclose(PLAIN.softmax_scale, 128**-0.5)
 
 
 @compiled
