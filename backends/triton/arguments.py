@@ -7,14 +7,26 @@ from typing import Any
 import torch
 
 from attnswitch import arithmetic
-from attnswitch.backend import Inputs
 from attnswitch.philox import BITS
 from attnswitch.problem import Problem
 
 from .config import Tile, block
 from .kernels.variant import Variant
 
-__all__ = ["as_bytes", "mask_strides", "numbers", "options", "position", "tiles", "unit", "variant", "wide"]
+__all__ = [
+    "as_bytes",
+    "dropping",
+    "early",
+    "mask_strides",
+    "options",
+    "position",
+    "scaling",
+    "tiles",
+    "unit",
+    "variant",
+    "wide",
+    "words",
+]
 
 
 def tiles(length: int, size: int) -> int:
@@ -43,14 +55,14 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     )
 
 
-def options(tile: Tile, *, early: bool = False) -> dict[str, Any]:
-    """Triton's own options. ``early``: the kernel begins before the one that it waits for has ended."""
-    chosen: dict[str, Any] = {
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "maxnreg": tile.registers or None,
-    }
-    return {**chosen, "launch_pdl": True} if early else chosen
+def options(tile: Tile) -> dict[str, Any]:
+    """Triton's own options."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers or None}
+
+
+def early(overlap: bool) -> dict[str, Any]:
+    """The option of a kernel that begins, where kernels overlap, before the one that it waits for has ended."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 def position(p: Problem) -> tuple[int, int, int]:
@@ -59,12 +71,20 @@ def position(p: Problem) -> tuple[int, int, int]:
     return int(p.bottom_right), left or 0, right or 0
 
 
-def numbers(p: Problem, inputs: Inputs) -> tuple[float | int, ...]:
-    """What the products q . k are multiplied by first, the cap, the dropout's seed, threshold and factor."""
+def scaling(p: Problem) -> tuple[float, float]:
+    """What the products q . k are multiplied by first, and the cap."""
     factor, cap = arithmetic.factors(p)
-    seed = inputs.seed or 0
-    words = _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
-    return factor * unit(p), cap, *words, round(p.dropout * 2**BITS), arithmetic.keep_scale(p)
+    return factor * unit(p), cap
+
+
+def dropping(p: Problem) -> tuple[int, float]:
+    """The dropout's threshold and factor."""
+    return round(p.dropout * 2**BITS), arithmetic.keep_scale(p)
+
+
+def words(seed: int | None) -> tuple[int, int]:
+    """A seed as two words of 32 bits."""
+    return (0, 0) if seed is None else (_signed(seed & 0xFFFFFFFF), _signed(seed >> 32))
 
 
 def unit(p: Problem) -> float:

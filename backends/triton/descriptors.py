@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from attnswitch.device import Device
@@ -9,7 +10,7 @@ from attnswitch.problem import Problem
 
 from .config import block
 
-__all__ = ["described", "suits"]
+__all__ = ["describer", "suits"]
 
 #: Scores of a problem that is too small for tensor descriptors to pay.
 _FEW_SCORES = 2**20
@@ -19,7 +20,7 @@ def suits(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool
     """Whether ``device`` is to load the arrays by tensor descriptors: that saves the registers of addresses.
 
     A descriptor takes the host longer than a small problem takes the GPU. It wants rows of unit stride, every other
-    stride in steps of 16 bytes, and to be ``dealt`` (see ``described``) a length in steps of 4; axes of stride 0 are
+    stride in steps of 16 bytes, and to be ``dealt`` (see ``describer``) a length in steps of 4; axes of stride 0 are
     left to pointers.
     """
     if (device.capability or (0, 0)) < (9, 0) or p.batch * p.heads_q * p.seq_q * p.seq_k < _FEW_SCORES:
@@ -37,16 +38,28 @@ def _describable(array: Any) -> bool:
     )
 
 
-def described(array: Any, rows: int, *, dealt: bool = False) -> Any:
-    """A descriptor of all of ``array`` that loads ``rows`` rows of one head; ``dealt`` as ``columns`` in tile.py."""
+def describer(like: Any, rows: int, *, dealt: bool = False) -> Callable[[Any], Any]:
+    """What makes the descriptor of an array that lies as ``like``, all of it, to load ``rows`` rows of one head.
+
+    ``dealt`` as ``columns`` in tile.py.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    b, h, length, dim = array.shape
-    step = 16 // array.element_size()
+    b, h, length, dim = like.shape
+    step = 16 // like.element_size()
     width = -(-dim // step) * step
-    by_b, by_h, by_l = (width if n == 1 else at for n, at in zip(array.shape[:3], array.stride()[:3], strict=True))
+    by_b, by_h, by_l = (width if n == 1 else at for n, at in zip(like.shape[:3], like.stride()[:3], strict=True))
     if dealt:
-        return TensorDescriptor(
-            array, [b, h, 4, length // 4, dim], [by_b, by_h, by_l, 4 * by_l, 1], [1, 1, 4, rows // 4, block(dim)]
-        )
-    return TensorDescriptor(array, [b, h, length, dim], [by_b, by_h, by_l, 1], [1, 1, rows, block(dim)])
+        shape, strides = [b, h, 4, length // 4, dim], [by_b, by_h, by_l, 4 * by_l, 1]
+        tile = [1, 1, 4, rows // 4, block(dim)]
+    else:
+        shape, strides, tile = [b, h, length, dim], [by_b, by_h, by_l, 1], [1, 1, rows, block(dim)]
+    facts = dict(vars(TensorDescriptor(like, shape, strides, tile)))  # which it checks, and not again for each call
+    del facts["base"]  # nothing here keeps an array alive
+
+    def described(array: Any) -> Any:
+        made = object.__new__(TensorDescriptor)
+        vars(made).update(facts, base=array)
+        return made
+
+    return described

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,56 +10,54 @@ from attnswitch.backend import Gradients, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from . import launch as launches
+from . import launch
 from .config import TritonConfig
 
 __all__ = ["TritonKernel"]
 
 
-@dataclass(frozen=True, slots=True)
 class TritonKernel:
     """Forward in one launch, or two where the keys are split; backward in three, and one for a mask's gradient."""
 
-    problem: Problem
-    device: Device
-    config: TritonConfig
+    def __init__(self, problem: Problem, device: Device, config: TritonConfig) -> None:
+        p = self.problem = problem
+        h, length, row = p.heads_q, p.seq_q, p.heads_q * p.dim_v
+        self._rows, self._shape = (p.batch, h, length), (p.batch, h, length, p.dim_v)
+        self._by_heads = h * length * p.dim_v, length * p.dim_v, p.dim_v, 1
+        self._by_rows = length * row, p.dim_v, row, 1
+        self._sees_nothing = p.is_empty or p.seq_k == 0
+        self._forward = launch.Forward(p, device, config)
+        self._prepare = launch.Prepare(p)
+        self._query = launch.QueryGradient(p, device, config) if "q" in p.grads else None
+        self._keys = launch.KeyGradients(p, device, config) if "k" in p.grads or "v" in p.grads else None
+        self._mask = launch.MaskGradient(p, config) if "m" in p.grads else None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
-        """Output and lse."""
-        p = self.problem
-        out = _like(inputs.query, p.dim_v)
-        lse = inputs.query.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)
-        if p.is_empty or p.seq_k == 0:
+        """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""
+        query = inputs.query
+        _, h, length, _ = self._shape
+        turned = h > 1 and length > 1 and query.stride(1) < query.stride(2)
+        out = query.new_empty_strided(self._shape, self._by_rows if turned else self._by_heads)
+        lse = query.new_empty(self._rows, dtype=torch.float32)
+        if self._sees_nothing:
             return out.zero_(), lse.fill_(-torch.inf)
-        with launches.on(inputs.query):
-            launches.forward(p, self.device, self.config, inputs, out, lse)
+        with launch.on(query):
+            self._forward(inputs, out, lse)
         return out, lse
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
         p = self.problem
-        if p.is_empty or p.seq_k == 0:
+        if self._sees_nothing:
             return Gradients(
                 *(
                     torch.zeros_like(x) if letter in p.grads and x is not None else None
                     for letter, x in zip("qkvm", inputs[:4], strict=True)
                 )
             )
-        with launches.on(inputs.query):
-            saved = launches.prepare(p, inputs, out, lse, grad_out, grad_lse)
-            dq = dk = dv = dmask = None
-            if "q" in p.grads:
-                dq = launches.query_gradient(p, self.device, self.config, inputs, saved)
-            if "k" in p.grads or "v" in p.grads:
-                dk, dv = launches.key_gradients(p, self.device, self.config, inputs, saved)
-            if "m" in p.grads:
-                dmask = launches.mask_gradient(p, self.config, inputs, saved)
-        return Gradients(dq, dk if "k" in p.grads else None, dv if "v" in p.grads else None, dmask)
-
-
-def _like(query: Any, dim: int) -> Any:
-    """An output (batch, heads, L, dim) that lies in memory in the order of ``query``, heads inside L or L inside."""
-    b, h, length, _ = query.shape
-    if h > 1 and length > 1 and query.stride(1) < query.stride(2):
-        return query.new_empty((b, length, h, dim)).transpose(1, 2)
-    return query.new_empty((b, h, length, dim))
+        with launch.on(inputs.query):
+            saved = self._prepare(out, lse, grad_out, grad_lse)
+            query = self._query(inputs, saved) if self._query else None
+            key, value = self._keys(inputs, saved) if self._keys else (None, None)
+            mask = self._mask(inputs, saved) if self._mask else None
+        return Gradients(query, key if "k" in p.grads else None, value if "v" in p.grads else None, mask)

@@ -1,8 +1,9 @@
-"""From arrays to launches: strides, tensor descriptors and grids of each kernel."""
+"""From arrays to launches: strides, tensor descriptors and grids of each kernel; a problem has each of them once."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,23 +13,27 @@ from attnswitch.backend import Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from . import config, run
-from .arguments import as_bytes, mask_strides, numbers, options, position, tiles, unit, variant, wide
+from . import config
+from .arguments import dropping, early, mask_strides, options, position, scaling, tiles, unit, variant, wide, words
 from .config import TritonConfig, block
-from .descriptors import described, suits
+from .descriptors import describer, suits
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
 from .kernels import mask_gradient as mask_kernels
-from .tiles import Lists, listed, overlaps
+from .run import Launcher, Passed
+from .tiles import Listing, listing, overlaps
 
-__all__ = ["Saved", "forward", "key_gradients", "mask_gradient", "on", "prepare", "query_gradient"]
+__all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved", "on"]
 
 #: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
 _PADDING = 128
+#: Arrays of the backward that are the caller's.
+_FOREIGN = ("Q", "K", "V", "DO", "MASK", "LENGTHS")
+_HERE = contextlib.nullcontext()
 
 
 class Saved(NamedTuple):
-    """What the backward works on beside the inputs: dO, and for each row what ``prepare`` made of lse and dO.
+    """What the backward works on beside the inputs: dO, and for each row what ``Prepare`` made of lse and dO.
 
     ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles).
     """
@@ -40,264 +45,276 @@ class Saved(NamedTuple):
 
 def on(tensor: Any) -> Any:
     """The device of ``tensor`` as the current one, which is where Triton launches."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
     return torch.cuda.device(tensor.device)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def forward(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, out: Any, lse: Any) -> None:
-    """Write output and lse."""
-    tile, splits = chosen.forward, chosen.splits
-    packed = config.packs(p)
-    lists = None if packed or splits > 1 else listed(p, device, inputs, tile.queries, tile.keys)
-    heads = p.heads_q // (p.group if packed else 1)
-    programs = p.batch * heads * tiles(config.rows(p), tile.queries)
-    dealt = p.dropout > 0.0
-    tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
-    overlap = (splits > 1 or lists is not None) and overlaps(device)
-    part_out, part_lse = out, lse
-    if splits > 1:
-        part_out = out.new_empty((splits, p.batch, p.heads_q, p.seq_q, p.dim_v), dtype=torch.float32)
-        part_lse = lse.new_empty((2, splits, p.batch, p.heads_q, p.seq_q))
-    strides = part_out.stride()[-4:-1] if splits > 1 else out.stride()[:3]
-    chunk = tiles(p.seq_k, splits * tile.keys) * tile.keys
-    run.start(
-        forward_kernels.forward,
-        programs * splits,
-        inputs.query,
-        described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
-        described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
-        part_out,
-        part_lse,
-        as_bytes(inputs.attn_mask),
-        inputs.key_lengths,
-        *_list_arrays(lists),
-        *inputs.query.stride(),
-        *inputs.key.stride(),
-        *inputs.value.stride(),
-        *strides,
-        *mask_strides(inputs.attn_mask),
-        *_list_strides(lists),
-        p.batch,
-        p.heads_q,
-        p.group,
-        p.seq_q,
-        p.seq_k,
-        p.dim_qk,
-        p.dim_v,
-        *position(p),
-        min(arithmetic.heads_a_section(p, packed=packed), p.batch * heads),
-        splits,
-        chunk,
-        *numbers(p, inputs),
-        how=variant(
+class Forward:
+    """Writes output and lse: one launch, and another that merges them where the keys are split."""
+
+    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+        tile, splits = chosen.forward, chosen.splits
+        self._p, self._device, self._tile, self._splits = p, device, tile, splits
+        self._packed = config.packs(p)
+        self._heads = p.batch * p.heads_q // (p.group if self._packed else 1)
+        self._lists = None if self._packed or splits > 1 else listing(p, device, tile)
+        self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
+        rows = p.batch, p.heads_q, p.seq_q
+        self._parts, self._sums = (splits, *rows, p.dim_v), (2, splits, *rows)
+        programs = self._heads * tiles(config.rows(p), tile.queries) * splits
+        foreign = ("Q", "K", "V", "OUT", "MASK", "LENGTHS")
+        self._launch = Launcher(forward_kernels.forward, programs, self._passed, foreign)
+        self._count = p.batch * p.heads_q * p.seq_q
+        self._merge = Launcher(forward_kernels.merge, self._count, self._merged, ("OUT",)) if splits > 1 else None
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
+        """Launch it. ``out`` and ``lse`` are written."""
+        query, key, value, mask, lengths, seed = inputs
+        parts, sums = out, lse
+        if self._merge is not None:
+            parts, sums = lse.new_empty(self._parts), lse.new_empty(self._sums)
+        lists = _visits(self._lists, inputs)
+        self._launch(query, key, value, parts, sums, mask, lengths, *lists, seed=words(seed))
+        if self._merge is not None:
+            self._merge(parts, sums, out, lse)
+
+    def _passed(self, *arrays: Any) -> Passed:
+        query, key, value, out, _, mask, *_ = arrays
+        p, tile, splits = self._p, self._tile, self._splits
+        dealt = p.dropout > 0.0
+        tma = suits(p, self._device, key, value, dealt=dealt)
+        how = variant(
             p,
             tile,
             even_k=p.seq_k % tile.keys == 0,
-            packed=packed,
+            packed=self._packed,
             split=splits > 1,
             tma=tma,
-            wide=wide(tile, inputs.key, inputs.value, inputs.attn_mask),
-            listed=lists is not None,
-            overlap=overlap,
-        ),
-        **options(tile, early=overlap and lists is not None),
-    )
-    if splits > 1:
-        count = p.batch * p.heads_q * p.seq_q
-        at_once = min(64, max(16, 1 << (splits - 1).bit_length()))
-        run.start(
-            forward_kernels.merge,
-            count,
-            part_out,
-            part_lse,
-            out,
-            lse,
-            *out.stride()[:3],
-            p.heads_q,
-            p.seq_q,
-            count,
-            splits,
-            p.dim_v,
-            BLOCK_S=at_once,
-            BLOCK_DV=block(p.dim_v),
-            OVERLAP=overlap,
-            num_warps=at_once // 16,
-            **({"launch_pdl": True} if overlap else {}),
+            wide=wide(tile, key, value, mask),
+            listed=self._lists is not None,
+            overlap=self._overlap,
+        )
+        return Passed(
+            before=(
+                *query.stride(),
+                *key.stride(),
+                *value.stride(),
+                *out.stride()[-4:-1],
+                *mask_strides(mask),
+                *_list_strides(self._lists),
+                p.batch,
+                p.heads_q,
+                p.group,
+                p.seq_q,
+                p.seq_k,
+                p.dim_qk,
+                p.dim_v,
+                *position(p),
+                min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
+                splits,
+                tiles(p.seq_k, splits * tile.keys) * tile.keys,
+                *scaling(p),
+            ),
+            after=dropping(p),
+            flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
+            described=_described(tile.keys, dealt, K=key, V=value) if tma else {},
+        )
+
+    def _merged(self, parts: Any, sums: Any, out: Any, lse: Any) -> Passed:
+        p = self._p
+        at_once = min(64, max(16, 1 << (self._splits - 1).bit_length()))
+        flags = {
+            "BLOCK_S": at_once,
+            "BLOCK_DV": block(p.dim_v),
+            "OVERLAP": self._overlap,
+            "num_warps": at_once // 16,
+            **early(self._overlap),
+        }
+        sizes = p.heads_q, p.seq_q, self._count, self._splits, p.dim_v
+        return Passed((*out.stride()[:3], *sizes), (), flags)
+
+
+class Prepare:
+    """D of every row, and its lse as the other kernels want it."""
+
+    def __init__(self, p: Problem) -> None:
+        self._p = p
+        self._shape = p.batch, p.heads_q, _padded(p)
+        self._rows, self._block = p.batch * p.heads_q * _padded(p), 32
+        programs = tiles(self._rows, self._block)
+        self._launch = Launcher(backward_kernels.prepare, programs, self._passed, ("OUT", "DO", "LSE", "DLSE"))
+
+    def __call__(self, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
+        """Launch it."""
+        base, delta = (lse.new_empty(self._shape, dtype=torch.float32) for _ in range(2))
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        self._launch(out, grad_out, lse.contiguous(), grad_lse, delta, base)
+        return Saved(grad_out, base, delta)
+
+    def _passed(self, out: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> Passed:
+        p, width = self._p, block(self._p.dim_v)
+        flags = {
+            "WITH_DLSE": grad_lse is not None,
+            "EVEN_DV": width == p.dim_v,
+            "BLOCK_M": self._block,
+            "BLOCK_DV": width,
+            "num_warps": 4,
+        }
+        sizes = p.heads_q, p.seq_q, _padded(p), self._rows, p.dim_v
+        return Passed((*out.stride(), *grad_out.stride(), *sizes, unit(p)), (), flags)
+
+
+class QueryGradient:
+    """Gradient of query, (B, Hq, Lq, D)."""
+
+    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+        self._p, self._device, self._tile = p, device, chosen.query_gradient
+        self._lists = listing(p, device, self._tile)
+        self._shape = p.batch, p.heads_q, p.seq_q, p.dim_qk
+        self._heads = p.batch * p.heads_q
+        programs = self._heads * tiles(p.seq_q, self._tile.queries)
+        self._launch = Launcher(backward_kernels.query_gradient, programs, self._passed, _FOREIGN)
+
+    def __call__(self, inputs: Inputs, saved: Saved) -> Any:
+        """Launch it."""
+        query, key, value, mask, lengths, seed = inputs
+        grad = query.new_empty(self._shape)
+        lists = _visits(self._lists, inputs)
+        self._launch(query, key, value, *saved, mask, lengths, *lists, grad, seed=words(seed))
+        return grad
+
+    def _passed(self, *arrays: Any) -> Passed:
+        query, key, value, grad_out, _, _, mask, *_ = arrays
+        p, tile = self._p, self._tile
+        dealt = p.dropout > 0.0
+        tma = suits(p, self._device, key, value, dealt=dealt)
+        how = variant(
+            p,
+            tile,
+            even_k=p.seq_k % tile.keys == 0,
+            tma=tma,
+            wide=wide(tile, key, value, mask),
+            listed=self._lists is not None,
+        )
+        return Passed(
+            before=(
+                *_operand_strides(query, key, value, grad_out, mask),
+                *_list_strides(self._lists),
+                *_sizes(p),
+                min(arithmetic.heads_a_section(p), self._heads),
+                float(p.softmax_scale),
+                *scaling(p),
+            ),
+            after=dropping(p),
+            flags={"how": how, **options(tile)},
+            described=_described(tile.keys, dealt, K=key, V=value) if tma else {},
         )
 
 
-def prepare(p: Problem, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
-    """D of every row, and its lse as the other kernels want it."""
-    padded, block_m = tiles(p.seq_q, _PADDING) * _PADDING, 32
-    rows = p.batch * p.heads_q * padded
-    base, delta = lse.new_empty((2, p.batch, p.heads_q, padded))
-    run.start(
-        backward_kernels.prepare,
-        tiles(rows, block_m),
-        out,
-        grad_out,
-        lse.contiguous(),
-        None if grad_lse is None else grad_lse.contiguous(),
-        delta,
-        base,
-        *out.stride(),
-        *grad_out.stride(),
-        p.heads_q,
-        p.seq_q,
-        padded,
-        rows,
-        p.dim_v,
-        unit(p),
-        WITH_DLSE=grad_lse is not None,
-        EVEN_DV=block(p.dim_v) == p.dim_v,
-        BLOCK_M=block_m,
-        BLOCK_DV=block(p.dim_v),
-        num_warps=4,
-    )
-    return Saved(grad_out, base, delta)
-
-
-def query_gradient(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> Any:
-    """Gradient of query, (B, Hq, Lq, D)."""
-    tile = chosen.query_gradient
-    lists = listed(p, device, inputs, tile.queries, tile.keys)
-    dealt = p.dropout > 0.0
-    tma = suits(p, device, inputs.key, inputs.value, dealt=dealt)
-    dq = inputs.query.new_empty((p.batch, p.heads_q, p.seq_q, p.dim_qk))
-    heads = p.batch * p.heads_q
-    run.start(
-        backward_kernels.query_gradient,
-        heads * tiles(p.seq_q, tile.queries),
-        inputs.query,
-        described(inputs.key, tile.keys, dealt=dealt) if tma else inputs.key,
-        described(inputs.value, tile.keys, dealt=dealt) if tma else inputs.value,
-        saved.grad_out,
-        saved.base,
-        saved.delta,
-        as_bytes(inputs.attn_mask),
-        inputs.key_lengths,
-        *_list_arrays(lists),
-        dq,
-        *_operand_strides(inputs, saved),
-        *_list_strides(lists),
-        *_sizes(p, saved),
-        min(arithmetic.heads_a_section(p), heads),
-        float(p.softmax_scale),
-        *numbers(p, inputs),
-        how=variant(
-            p,
-            tile,
-            even_k=p.seq_k % tile.keys == 0,
-            tma=tma,
-            wide=wide(tile, inputs.key, inputs.value, inputs.attn_mask),
-            listed=lists is not None,
-        ),
-        **options(tile),
-    )
-    return dq
-
-
-def key_gradients(p: Problem, device: Device, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
+class KeyGradients:
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
-    tile = chosen.key_gradients
-    lists = listed(p, device, inputs, tile.queries, tile.keys, by_keys=True)
-    tma = suits(p, device, inputs.query, saved.grad_out)
-    dk = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_qk))
-    dv = inputs.key.new_empty((p.batch, p.heads_kv, p.seq_k, p.dim_v))
-    heads = p.batch * p.heads_kv
-    run.start(
-        backward_kernels.key_gradients,
-        heads * tiles(p.seq_k, tile.keys),
-        described(inputs.query, tile.queries) if tma else inputs.query,
-        inputs.key,
-        inputs.value,
-        described(saved.grad_out, tile.queries) if tma else saved.grad_out,
-        saved.base,
-        saved.delta,
-        as_bytes(inputs.attn_mask),
-        inputs.key_lengths,
-        *_list_arrays(lists),
-        dk,
-        dv,
-        *_operand_strides(inputs, saved),
-        *_list_strides(lists),
-        *_sizes(p, saved),
-        min(arithmetic.heads_a_section(p, queries=True), heads),
-        float(p.softmax_scale),
-        *numbers(p, inputs),
-        how=variant(
+
+    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+        self._p, self._device, self._tile = p, device, chosen.key_gradients
+        self._lists = listing(p, device, self._tile, by_keys=True)
+        rows = p.batch, p.heads_kv, p.seq_k
+        self._key, self._value = (*rows, p.dim_qk), (*rows, p.dim_v)
+        self._heads = p.batch * p.heads_kv
+        programs = self._heads * tiles(p.seq_k, self._tile.keys)
+        self._launch = Launcher(backward_kernels.key_gradients, programs, self._passed, _FOREIGN)
+
+    def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
+        """Launch it."""
+        query, key, value, mask, lengths, seed = inputs
+        grads = key.new_empty(self._key), key.new_empty(self._value)
+        lists = _visits(self._lists, inputs)
+        self._launch(query, key, value, *saved, mask, lengths, *lists, *grads, seed=words(seed))
+        return grads
+
+    def _passed(self, *arrays: Any) -> Passed:
+        query, key, value, grad_out, _, _, mask, *_ = arrays
+        p, tile = self._p, self._tile
+        tma = suits(p, self._device, query, grad_out)
+        how = variant(
             p,
             tile,
             even_q=p.seq_q % tile.queries == 0,
             even_k=p.seq_k % tile.keys == 0,
             tma=tma,
-            wide=wide(tile, inputs.query, saved.grad_out, inputs.attn_mask),
-            listed=lists is not None,
-        ),
-        **options(tile),
-    )
-    return dk, dv
+            wide=wide(tile, query, grad_out, mask),
+            listed=self._lists is not None,
+        )
+        return Passed(
+            before=(
+                *_operand_strides(query, key, value, grad_out, mask),
+                *_list_strides(self._lists),
+                *_sizes(p),
+                min(arithmetic.heads_a_section(p, queries=True), self._heads),
+                float(p.softmax_scale),
+                *scaling(p),
+            ),
+            after=dropping(p),
+            flags={"how": how, **options(tile)},
+            described=_described(tile.queries, False, Q=query, DO=grad_out) if tma else {},
+        )
 
 
-def mask_gradient(p: Problem, chosen: TritonConfig, inputs: Inputs, saved: Saved) -> Any:
+class MaskGradient:
     """Gradient of a float mask, in its shape."""
-    mask = inputs.attn_mask
-    assert mask is not None
-    tile = chosen.query_gradient
-    b, h, q, k = mask.shape
-    grad = mask.new_empty(mask.shape)
-    programs = b * h * (tiles(p.seq_q, tile.queries) if q > 1 else 1) * (tiles(p.seq_k, tile.keys) if k > 1 else 1)
-    run.start(
-        mask_kernels.mask_gradient,
-        programs,
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        saved.grad_out,
-        saved.base,
-        saved.delta,
-        mask,
-        inputs.key_lengths,
-        grad,
-        *_operand_strides(inputs, saved),
-        *_sizes(p, saved),
-        h,
-        *numbers(p, inputs),
-        OVER_B=b == 1,
-        OVER_H=h == 1,
-        OVER_Q=q == 1,
-        OVER_K=k == 1,
-        how=variant(p, tile),
-        **options(tile),
-    )
-    return grad
+
+    def __init__(self, p: Problem, chosen: TritonConfig) -> None:
+        assert p.mask_shape is not None
+        tile = chosen.query_gradient
+        self._p, self._tile, self._shape = p, tile, p.mask_shape
+        b, h, q, k = p.mask_shape
+        programs = b * h * (tiles(q, tile.queries) if q > 1 else 1) * (tiles(k, tile.keys) if k > 1 else 1)
+        self._launch = Launcher(mask_kernels.mask_gradient, programs, self._passed, _FOREIGN)
+
+    def __call__(self, inputs: Inputs, saved: Saved) -> Any:
+        """Launch it."""
+        query, key, value, mask, lengths, seed = inputs
+        assert mask is not None
+        grad = mask.new_empty(self._shape)
+        self._launch(query, key, value, *saved, mask, lengths, grad, seed=words(seed))
+        return grad
+
+    def _passed(self, *arrays: Any) -> Passed:
+        query, key, value, grad_out, _, _, mask, *_ = arrays
+        p, tile, (b, h, q, k) = self._p, self._tile, self._shape
+        over = {"OVER_B": b == 1, "OVER_H": h == 1, "OVER_Q": q == 1, "OVER_K": k == 1}
+        return Passed(
+            before=(*_operand_strides(query, key, value, grad_out, mask), *_sizes(p), h, *scaling(p)),
+            after=dropping(p),
+            flags={**over, "how": variant(p, tile), **options(tile)},
+        )
 
 
 # -- arguments that the launches share ---------------------------------------------------------------------------------
 
 
-def _sizes(p: Problem, saved: Saved) -> tuple[int, ...]:
-    padded = saved.base.shape[2]
-    return (p.batch, p.heads_q, p.group, p.seq_q, padded, p.seq_k, p.dim_qk, p.dim_v, *position(p))
+def _padded(p: Problem) -> int:
+    return tiles(p.seq_q, _PADDING) * _PADDING
 
 
-def _operand_strides(inputs: Inputs, saved: Saved) -> tuple[int, ...]:
-    return (
-        *inputs.query.stride(),
-        *inputs.key.stride(),
-        *inputs.value.stride(),
-        *saved.grad_out.stride(),
-        *mask_strides(inputs.attn_mask),
-    )
+def _sizes(p: Problem) -> tuple[int, ...]:
+    return (p.batch, p.heads_q, p.group, p.seq_q, _padded(p), p.seq_k, p.dim_qk, p.dim_v, *position(p))
 
 
-def _list_arrays(lists: Lists | None) -> tuple[Any, Any]:
-    return (None, None) if lists is None else (lists.tiles, lists.counts)
+def _operand_strides(query: Any, key: Any, value: Any, grad_out: Any, mask: Any) -> tuple[int, ...]:
+    return (*query.stride(), *key.stride(), *value.stride(), *grad_out.stride(), *mask_strides(mask))
 
 
-def _list_strides(lists: Lists | None) -> tuple[int, int, int]:
+def _visits(lists: Listing | None, inputs: Inputs) -> tuple[Any, Any]:
+    return (None, None) if lists is None else lists(inputs.attn_mask, inputs.key_lengths)
+
+
+def _list_strides(lists: Listing | None) -> tuple[int, int, int]:
     return (0, 0, 0) if lists is None else lists.strides
+
+
+def _described(rows: int, dealt: bool, **arrays: Any) -> dict[str, Callable[[Any], Any]]:
+    return {name: describer(array, rows, dealt=dealt) for name, array in arrays.items()}

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from attnswitch.backend import Inputs
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-from . import run
-from .arguments import as_bytes, mask_strides, position, tiles
+from .arguments import mask_strides, position, tiles
+from .config import Tile
 from .kernels import lists as kernels
 from .kernels.variant import Variant
+from .run import Launcher, Passed
 
-__all__ = ["Lists", "listed", "overlaps"]
+__all__ = ["Listing", "listing", "overlaps"]
 
 #: Positions of a mask that a program looks at together; and as words of four, when a tile of queries against 2,048 keys
 #: is all loaded before any of it is waited for.
 _POSITIONS, _WORDS = 2**14, 2**15
-
-
-class Lists(NamedTuple):
-    """What each tile of queries (or keys) visits (see ``classify``); strides of lists for batch, head and tile."""
-
-    tiles: Any
-    counts: Any
-    strides: tuple[int, int, int]
 
 
 def pays(p: Problem) -> bool:
@@ -49,53 +41,50 @@ def overlaps(device: Device) -> bool:
     return (device.capability or (0, 0)) >= (9, 0)
 
 
-def listed(
-    p: Problem, device: Device, inputs: Inputs, block_m: int, block_n: int, by_keys: bool = False
-) -> Lists | None:
-    """The tiles to visit of each tile of queries, or ``by_keys`` of each tile of keys; None for all."""
-    mask = inputs.attn_mask
-    if mask is None or not pays(p):
-        return None
-    tiles_q, tiles_k = tiles(p.seq_q, block_m), tiles(p.seq_k, block_n)
-    batch = p.batch if mask.shape[0] > 1 or p.key_lengths else 1
-    heads = mask.shape[1]
-    alike = mask.shape[2] == 1 and not p.positional  # all queries, of which one is then enough to look at
-    owners, others = (tiles_k, tiles_q) if by_keys else (1 if alike else tiles_q, tiles_k)
-    found = 1 if by_keys and alike else others
-    how = _variant(p, device, 1 if alike else block_m, block_n)
-    words = not p.key_lengths and not p.positional and how.even_k and _in_words(mask)
-    most = (4 * _WORDS if words else _POSITIONS) // (how.block_m * block_n)
-    at_once = max(1, min(most, _POSITIONS // block_n, 1 << (found - 1).bit_length()))
-    kinds = torch.empty((batch, heads, owners, found), dtype=torch.int16, device=mask.device)
-    lists = torch.empty((batch, heads, owners, others), dtype=torch.int32, device=mask.device)
-    counts = torch.empty((batch, heads, owners, 5), dtype=torch.int32, device=mask.device)
-    run.start(
-        kernels.classify,
-        batch * heads * owners,
-        as_bytes(mask),
-        inputs.key_lengths,
-        kinds,
-        lists,
-        counts,
-        *mask_strides(mask),
-        heads,
-        owners,
-        others,
-        found,
-        1 if alike else p.seq_q,
-        p.seq_k,
-        *position(p),
-        AT_ONCE=at_once,
-        BY_KEYS=by_keys,
-        # Beyond a length, values must be cleared, and beyond the arrays, loads tested: such a tile is no part of a run.
-        STRETCH=not by_keys and not p.key_lengths and how.even_k,
-        WORDS=words,
-        how=how,
-        num_warps=8,
-    )
-    step_b = heads * owners if batch > 1 else 0
-    step_h = owners if heads > 1 else 0
-    return Lists(lists, counts, (step_b, step_h, 1 if owners > 1 else 0))
+def listing(p: Problem, device: Device, tile: Tile, *, by_keys: bool = False) -> Listing | None:
+    """What lists the tiles to visit, of each tile of queries or ``by_keys`` of keys; None where all are."""
+    return Listing(p, device, tile.queries, tile.keys, by_keys) if pays(p) else None
+
+
+class Listing:
+    """Lists what each tile of queries (or keys) visits (see ``classify``): ``strides`` are of batch, head and tile."""
+
+    def __init__(self, p: Problem, device: Device, block_m: int, block_n: int, by_keys: bool = False) -> None:
+        assert p.mask_shape is not None
+        b, h, q, _ = p.mask_shape
+        tiles_q, tiles_k = tiles(p.seq_q, block_m), tiles(p.seq_k, block_n)
+        batch = p.batch if b > 1 or p.key_lengths else 1
+        self._alike = q == 1 and not p.positional  # all queries, of which one is then enough to look at
+        owners, others = (tiles_k, tiles_q) if by_keys else (1 if self._alike else tiles_q, tiles_k)
+        self._p, self._how, self._by_keys = p, _variant(p, device, 1 if self._alike else block_m, block_n), by_keys
+        self._kinds = batch, h, owners, 1 if by_keys and self._alike else others
+        self._lists, self._counts = (batch, h, owners, others), (batch, h, owners, 5)
+        self._launch = Launcher(kernels.classify, batch * h * owners, self._passed, ("MASK", "LENGTHS"))
+        self.strides = (h * owners if batch > 1 else 0, owners if h > 1 else 0, 1 if owners > 1 else 0)
+
+    def __call__(self, mask: Any, lengths: Any) -> tuple[Any, Any]:
+        """Launch it: the lists (batch or 1, heads or 1, tiles or 1, tiles of the other) and their counts (..., 5)."""
+        kinds = torch.empty(self._kinds, dtype=torch.int16, device=mask.device)
+        lists = torch.empty(self._lists, dtype=torch.int32, device=mask.device)
+        counts = torch.empty(self._counts, dtype=torch.int32, device=mask.device)
+        self._launch(mask, lengths, kinds, lists, counts)
+        return lists, counts
+
+    def _passed(self, mask: Any, *_: Any) -> Passed:
+        p, how, found = self._p, self._how, self._kinds[3]
+        words = not p.key_lengths and not p.positional and how.even_k and _in_words(mask)
+        most = (4 * _WORDS if words else _POSITIONS) // (how.block_m * how.block_n)
+        flags = {
+            "AT_ONCE": max(1, min(most, _POSITIONS // how.block_n, 1 << (found - 1).bit_length())),
+            "BY_KEYS": self._by_keys,
+            # Beyond a length, values must be cleared, beyond the arrays, loads tested: such a tile is no part of a run.
+            "STRETCH": not self._by_keys and not p.key_lengths and how.even_k,
+            "WORDS": words,
+            "how": how,
+            "num_warps": 8,
+        }
+        rows = 1 if self._alike else p.seq_q
+        return Passed((*mask_strides(mask), *self._lists[1:], found, rows, p.seq_k, *position(p)), (), flags)
 
 
 def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:

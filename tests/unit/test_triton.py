@@ -1,4 +1,4 @@
-"""The Triton backend beside ``verify``: what it refuses, its tiles and splits, its memory of launches, its tile lists.
+"""The Triton backend beside ``verify``: what it refuses, its tiles and splits, its tile lists.
 
 Tests marked ``interpreted`` run in one process for all of them, which has TRITON_INTERPRET=1 before Triton is imported:
 this file, run as a script, runs them and prints what each raised.
@@ -214,151 +214,6 @@ def test_the_interpreter_splits_few_queries() -> None:
     assert chosen.splits == 2
 
 
-# -- the memory of launches --------------------------------------------------------------------------------------------
-
-
-class JITFunction:
-    """As much of a kernel as ``run.start`` asks for: it counts what is compiled and what is launched."""
-
-    def __init__(self) -> None:
-        self.arg_names = ["X", "MASK", "sx", "length", "scale", "seed_low", "BLOCK", "FLAG"]
-        self.compiled = 0
-        self.launched: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **flags: Any) -> Any:
-            self.compiled += 1
-            return Compiled(self, self.compiled)
-
-        return launch
-
-
-class Compiled:
-    def __init__(self, kernel: JITFunction, number: int) -> None:
-        self.kernel, self.number = kernel, number
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.launched.append((self.number, grid, arguments))
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``run.start`` with nothing remembered, on a GPU that is not there."""
-    run = importlib.import_module("attnswitch.backends.triton.run")
-    monkeypatch.setattr(run, "_BUILT", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    started: Callable[..., None] = run.start
-    return started
-
-
-MEMORY = torch.zeros(64)
-#: Arguments of the fake kernel, by name.
-FIRST: dict[str, Any] = {
-    "X": MEMORY, "MASK": None, "sx": 8, "length": 7, "scale": 0.5, "seed_low": 1, "BLOCK": 32, "FLAG": False,
-    "num_warps": 4,
-}  # fmt: skip
-
-
-def begin(start: Callable[..., None], kernel: JITFunction, programs: int = 3, **changes: Any) -> None:
-    values = {**FIRST, **changes}
-    flags = {name: values.pop(name) for name in ("BLOCK", "FLAG", "num_warps")}
-    start(kernel, programs, *values.values(), **flags)
-
-
-def test_the_same_facts_launch_what_is_compiled(start: Callable[..., None]) -> None:
-    kernel = JITFunction()
-    begin(start, kernel)
-    assert (kernel.compiled, kernel.launched) == (1, [])
-    other = torch.zeros(16)
-    begin(start, kernel, 5, X=other, scale=0.25, seed_low=-9)
-    assert kernel.compiled == 1
-    ((number, grid, arguments),) = kernel.launched
-    assert (number, grid) == (1, (5, 1, 1))
-    assert arguments[0] is other
-    assert arguments[1:] == (None, 8, 7, 0.25, -9, 32, False)  # the numbers of this call, and the constants behind them
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sx": 16},
-        {"length": 8},
-        {"X": MEMORY[1:]},  # not aligned to 16 bytes
-        {"X": MEMORY.to(torch.bfloat16)},
-        {"X": None},
-        {"MASK": MEMORY},
-        {"BLOCK": 64},
-        {"FLAG": True},
-        {"num_warps": 8},
-    ],
-    ids=str,
-)
-def test_other_facts_are_compiled_for(start: Callable[..., None], changes: dict[str, Any]) -> None:
-    kernel = JITFunction()
-    begin(start, kernel)
-    begin(start, kernel, **changes)
-    assert (kernel.compiled, kernel.launched) == (2, [])
-    begin(start, kernel)
-    begin(start, kernel, **changes)
-    assert kernel.compiled == 2
-    assert [number for number, _, _ in kernel.launched] == [1, 2]
-
-
-def test_other_kernels_and_gpus_are_compiled_for(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, twin = JITFunction(), JITFunction()
-    begin(start, kernel)
-    begin(start, twin)
-    assert (kernel.compiled, twin.compiled) == (1, 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    begin(start, kernel)
-    assert (kernel.compiled, kernel.launched) == (2, [])
-
-
-def test_a_descriptor_is_known_by_its_type_and_tile(start: Callable[..., None]) -> None:
-    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-
-    def described(rows: int, dtype: torch.dtype = torch.float32) -> Any:
-        return descriptor(torch.zeros((32, 16), dtype=dtype), [32, 16], [16, 1], [rows, 16])
-
-    kernel = JITFunction()
-    for array in (MEMORY, described(16), described(32), described(16, torch.float16)):
-        begin(start, kernel, X=array)
-    assert (kernel.compiled, kernel.launched) == (4, [])
-    begin(start, kernel, X=described(16))
-    assert [number for number, _, _ in kernel.launched] == [2]
-
-
-def test_too_many_are_forgotten(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnswitch.backends.triton.run._MOST", 2)
-    kernel = JITFunction()
-    for length in (1, 2, 3, 1, 3):
-        begin(start, kernel, length=length)
-    assert (kernel.compiled, [number for number, _, _ in kernel.launched]) == (4, [3])
-
-
-KERNELS_OF = {
-    "forward": ("forward", "merge"),
-    "backward": ("prepare", "query_gradient", "key_gradients"),
-    "lists": ("classify",),
-    "mask_gradient": ("mask_gradient",),
-}
-
-
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in KERNELS_OF.items() for name in names])
-def test_what_is_not_remembered_is_not_compiled_for(module: str, name: str) -> None:
-    """Triton looks at every integer argument but those it is told to leave: all others have to be remembered."""
-    run = importlib.import_module("attnswitch.backends.triton.run")
-    kernel = getattr(importlib.import_module(f"attnswitch.backends.triton.kernels.{module}"), name)
-    arrays, sizes = run._parts(kernel)
-    names = kernel.arg_names
-    assert all(argument.isupper() for argument in names[:arrays])
-    assert not any(argument.isupper() for argument in names[arrays:sizes])
-    free = [argument for argument in names[sizes:] if not argument.isupper() and argument != "how"]
-    assert set(free) <= run._NUMBERS
-    # An integer of another value is another kernel to Triton; a float never is.
-    assert {"seed_low", "seed_high", "threshold"} & set(free) <= set(kernel.do_not_specialize)
-
-
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 #: Past several tiles of 16 and 32, and no multiple of one.
@@ -524,16 +379,14 @@ def hold(
     """
     lists = importlib.import_module("attnswitch.backends.triton.tiles")
     stretches = lengths is None and problem.seq_k % block_k == 0
-    heads = torch.zeros(problem.batch, problem.heads_q, 1, 8)
+    assert lists.pays(problem)
     there_are = None if lengths is None else torch.tensor(lengths)
-    inputs = Inputs(heads, heads, heads, torch.from_numpy(mask), there_are)
     seen, plain = visible(problem, mask, lengths)
     there = set()
     for by_keys in by:
-        listed = lists.listed(problem, Device.cpu(), inputs, block_q, block_k, by_keys)
-        assert listed is not None, "it does not pay"
-        step_b, step_h, step_t = listed.strides
-        named, counts = listed.tiles.flatten(0, 2).tolist(), listed.counts.flatten(0, 2).tolist()
+        listing = lists.Listing(problem, Device.cpu(), block_q, block_k, by_keys)
+        step_b, step_h, step_t = listing.strides
+        named, counts = (found.flatten(0, 2).tolist() for found in listing(torch.from_numpy(mask), there_are))
         for b, h in np.ndindex(problem.batch, problem.heads_q):
             grid = kinds(seen[b, h], plain[b, h], block_q, block_k)
             there |= set(grid.flatten().tolist())
