@@ -21,10 +21,10 @@ class TritonKernel:
 
     def __init__(self, problem: Problem, device: Device, config: TritonConfig) -> None:
         p = self.problem = problem
-        h, length, row = p.heads_q, p.seq_q, p.heads_q * p.dim_v
-        self._rows, self._shape = (p.batch, h, length), (p.batch, h, length, p.dim_v)
-        self._by_heads = h * length * p.dim_v, length * p.dim_v, p.dim_v, 1
-        self._by_rows = length * row, p.dim_v, row, 1
+        self._rows = p.batch, p.heads_q, p.seq_q
+        self._shape = *self._rows, p.dim_v
+        self._by_heads = torch.empty(self._shape, device="meta").stride()
+        self._by_rows = torch.empty(p.batch, p.seq_q, p.heads_q, p.dim_v, device="meta").transpose(1, 2).stride()
         self._sees_nothing = p.is_empty or p.seq_k == 0
         self._forward = launch.Forward(p, device, config)
         self._prepare = launch.Prepare(p)
@@ -34,8 +34,9 @@ class TritonKernel:
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""
+        inputs = _dense(inputs)
         query = inputs.query
-        _, h, length, _ = self._shape
+        _, h, length = self._rows
         turned = h > 1 and length > 1 and query.stride(1) < query.stride(2)
         out = query.new_empty_strided(self._shape, self._by_rows if turned else self._by_heads)
         lse = query.new_empty(self._rows, dtype=torch.float32)
@@ -55,9 +56,18 @@ class TritonKernel:
                     for letter, x in zip("qkvm", inputs[:4], strict=True)
                 )
             )
+        inputs = _dense(inputs)
         with launch.on(inputs.query):
             saved = self._prepare(out, lse, grad_out, grad_lse)
             query = self._query(inputs, saved) if self._query else None
             key, value = self._keys(inputs, saved) if self._keys else (None, None)
             mask = self._mask(inputs, saved) if self._mask else None
         return Gradients(query, key if "k" in p.grads else None, value if "v" in p.grads else None, mask)
+
+
+def _dense(inputs: Inputs) -> Inputs:
+    """Inputs whose lengths lie side by side, as the kernels read them."""
+    lengths = inputs.key_lengths
+    if lengths is None or lengths.is_contiguous():
+        return inputs
+    return inputs._replace(key_lengths=lengths.contiguous())

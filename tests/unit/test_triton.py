@@ -545,6 +545,14 @@ def test_rows_that_see_nothing() -> None:
 
 
 @interpreted
+def test_lengths_of_any_strides() -> None:
+    shapes = (3, 2, 4, 8), (3, 2, 40, 8), (3, 2, 40, 8)
+    for lengths in (torch.tensor([40, 0, 7, 0, 21])[::2], torch.tensor(9).expand(3)):
+        agree(*shapes, key_lengths=lengths)
+        agree(*shapes, key_lengths=lengths, attn_mask=torch.ones(40, dtype=torch.bool))
+
+
+@interpreted
 def test_few_queries_of_heads_that_share_keys() -> None:
     mask = torch.rand(2, 6, 5, 40, generator=torch.Generator().manual_seed(1)) < 0.7
     variants: list[dict[str, Any]] = [
