@@ -11,6 +11,7 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from . import launch
+from .arguments import dense
 from .config import TritonConfig
 
 __all__ = ["TritonKernel"]
@@ -21,10 +22,10 @@ class TritonKernel:
 
     def __init__(self, problem: Problem, device: Device, config: TritonConfig) -> None:
         p = self.problem = problem
-        self._rows = p.batch, p.heads_q, p.seq_q
-        self._shape = *self._rows, p.dim_v
-        self._by_heads = torch.empty(self._shape, device="meta").stride()
-        self._by_rows = torch.empty(p.batch, p.seq_q, p.heads_q, p.dim_v, device="meta").transpose(1, 2).stride()
+        self._rows, self._by_heads = dense(p.batch, p.heads_q, p.seq_q), dense(p.batch, p.heads_q, p.seq_q, p.dim_v)
+        _, (by_b, by_l, by_h, by_d) = dense(p.batch, p.seq_q, p.heads_q, p.dim_v)
+        self._by_rows = self._by_heads[0], (by_b, by_h, by_l, by_d)
+        self._several = p.heads_q > 1 and p.seq_q > 1
         self._sees_nothing = p.is_empty or p.seq_k == 0
         self._forward = launch.Forward(p, device, config)
         self._prepare = launch.Prepare(p)
@@ -36,10 +37,9 @@ class TritonKernel:
         """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""
         inputs = _dense(inputs)
         query = inputs.query
-        _, h, length = self._rows
-        turned = h > 1 and length > 1 and query.stride(1) < query.stride(2)
-        out = query.new_empty_strided(self._shape, self._by_rows if turned else self._by_heads)
-        lse = query.new_empty(self._rows, dtype=torch.float32)
+        turned = self._several and query.stride(1) < query.stride(2)
+        out = query.new_empty_strided(*(self._by_rows if turned else self._by_heads))
+        lse = query.new_empty_strided(*self._rows, dtype=torch.float32)
         if self._sees_nothing:
             return out.zero_(), lse.fill_(-torch.inf)
         with launch.on(query):

@@ -14,7 +14,20 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from . import config
-from .arguments import dropping, early, mask_strides, options, position, scaling, tiles, unit, variant, wide, words
+from .arguments import (
+    dense,
+    dropping,
+    early,
+    mask_strides,
+    options,
+    position,
+    scaling,
+    tiles,
+    unit,
+    variant,
+    wide,
+    words,
+)
 from .config import TritonConfig, block
 from .descriptors import describer, suits
 from .kernels import backward as backward_kernels
@@ -64,7 +77,7 @@ class Forward:
         self._lists = None if self._packed or splits > 1 else listing(p, device, tile)
         self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
         rows = p.batch, p.heads_q, p.seq_q
-        self._parts, self._sums = (splits, *rows, p.dim_v), (2, splits, *rows)
+        self._parts, self._sums = dense(splits, *rows, p.dim_v), dense(2, splits, *rows)
         programs = self._heads * tiles(config.rows(p), tile.queries) * splits
         foreign = ("Q", "K", "V", "OUT", "MASK", "LENGTHS")
         self._launch = Launcher(forward_kernels.forward, programs, self._passed, foreign)
@@ -76,7 +89,7 @@ class Forward:
         query, key, value, mask, lengths, seed = inputs
         parts, sums = out, lse
         if self._merge is not None:
-            parts, sums = lse.new_empty(self._parts), lse.new_empty(self._sums)
+            parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
         lists = _visits(self._lists, inputs)
         self._launch(query, key, value, parts, sums, mask, lengths, *lists, seed=words(seed))
         if self._merge is not None:
@@ -143,14 +156,14 @@ class Prepare:
 
     def __init__(self, p: Problem) -> None:
         self._p = p
-        self._shape = p.batch, p.heads_q, _padded(p)
+        self._shape = dense(p.batch, p.heads_q, _padded(p))
         self._rows, self._block = p.batch * p.heads_q * _padded(p), 32
         programs = tiles(self._rows, self._block)
         self._launch = Launcher(backward_kernels.prepare, programs, self._passed, ("OUT", "DO", "LSE", "DLSE"))
 
     def __call__(self, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
-        base, delta = (lse.new_empty(self._shape, dtype=torch.float32) for _ in range(2))
+        base, delta = (lse.new_empty_strided(*self._shape, dtype=torch.float32) for _ in range(2))
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         self._launch(out, grad_out, lse.contiguous(), grad_lse, delta, base)
         return Saved(grad_out, base, delta)
@@ -174,7 +187,7 @@ class QueryGradient:
     def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
         self._p, self._device, self._tile = p, device, chosen.query_gradient
         self._lists = listing(p, device, self._tile)
-        self._shape = p.batch, p.heads_q, p.seq_q, p.dim_qk
+        self._shape = dense(p.batch, p.heads_q, p.seq_q, p.dim_qk)
         self._heads = p.batch * p.heads_q
         programs = self._heads * tiles(p.seq_q, self._tile.queries)
         self._launch = Launcher(backward_kernels.query_gradient, programs, self._passed, _FOREIGN)
@@ -182,7 +195,7 @@ class QueryGradient:
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
-        grad = query.new_empty(self._shape)
+        grad = query.new_empty_strided(*self._shape)
         lists = _visits(self._lists, inputs)
         self._launch(query, key, value, *saved, mask, lengths, *lists, grad, seed=words(seed))
         return grad
@@ -222,7 +235,7 @@ class KeyGradients:
         self._p, self._device, self._tile = p, device, chosen.key_gradients
         self._lists = listing(p, device, self._tile, by_keys=True)
         rows = p.batch, p.heads_kv, p.seq_k
-        self._key, self._value = (*rows, p.dim_qk), (*rows, p.dim_v)
+        self._key, self._value = dense(*rows, p.dim_qk), dense(*rows, p.dim_v)
         self._heads = p.batch * p.heads_kv
         programs = self._heads * tiles(p.seq_k, self._tile.keys)
         self._launch = Launcher(backward_kernels.key_gradients, programs, self._passed, _FOREIGN)
@@ -230,7 +243,7 @@ class KeyGradients:
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
-        grads = key.new_empty(self._key), key.new_empty(self._value)
+        grads = key.new_empty_strided(*self._key), key.new_empty_strided(*self._value)
         lists = _visits(self._lists, inputs)
         self._launch(query, key, value, *saved, mask, lengths, *lists, *grads, seed=words(seed))
         return grads

@@ -456,6 +456,13 @@ def test_what_the_kernels_make_for_themselves_has_one_type() -> None:
     assert (saved.base.dtype, saved.delta.dtype) == (torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0), (5,)], ids=str)
+def test_results_have_the_strides_that_torch_gives(shape: tuple[int, ...]) -> None:
+    arguments = importlib.import_module("attnswitch.backends.triton.arguments")
+    made = MEMORY.new_empty_strided(*arguments.dense(*shape))
+    assert (made.shape, made.stride()) == (shape, torch.empty(shape).stride())
+
+
 def test_offsets_past_32_bits_are_prepared_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of arrays without memory, one whose rows lie far apart."""
     p = Problem.parse("b1.h2.s64.d64.bf16")
