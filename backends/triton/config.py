@@ -120,15 +120,15 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.
         stages = 2 if (device.capability or (0, 0)) < (10, 0) else 1  # where products keep more in shared memory
         chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, stages), Tile(128, 32, 8, 2))
-    if problem.mask is not None and problem.mask.is_bool and problem.dtype != "float32" and wide <= 128:
-        # A padding mask of every query takes 190 us with 64 x 64 and 192 with 128 x 64, whose second loop spills.
-        chosen = replace(chosen, forward=Tile(64, 64, 4, 3))
     if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
-        chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 520 us against 1566 with 128 x 64
+        chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 402 us against 812 with 128 x 64
     few = rows(problem)
     if few <= 64:  # four tiles of keys in flight stream at the memory's speed
         height = max(16, 1 << (max(few, 1) - 1).bit_length())
-        chosen = replace(chosen, forward=Tile(height, 32 if problem.dtype == "float32" else 64, 4, 4))
+        tile = Tile(height, 32 if problem.dtype == "float32" else 64, 4, 4)
+        if height == 16 and wide == 128 and problem.dtype != "float32":
+            tile = Tile(height, 128, 4, 3)  # 135 us for 131,072 keys of 8 heads, where 64 x 4 takes 142
+        chosen = replace(chosen, forward=tile)
     chosen = TritonConfig(
         _shrunk(chosen.forward, problem, device, _forward_rows),
         _shrunk(chosen.key_gradients, problem, device, _key_gradient_rows),
@@ -140,7 +140,7 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
 def splits(problem: Problem, device: Device, tile: Tile) -> int:
     """Among how many programs the keys of one tile of queries are split, so that every SM has work.
 
-    One program an SM streams keys at 92 % of the memory's speed, two at 89 %; a split holds at least two tiles of keys.
+    One program an SM streams keys at 92 % of the memory's speed, two at 89 %; a split holds at least two tiles of 64 keys.
     """
     heads = problem.heads_q // (problem.group if packs(problem) else 1)
     programs = problem.batch * heads * -(-rows(problem) // tile.queries)
@@ -148,7 +148,7 @@ def splits(problem: Problem, device: Device, tile: Tile) -> int:
         # The interpreter splits where it can, since that is what it is there to check.
         return 2 if device.kind == "cpu" and programs and problem.seq_q <= 4 and problem.seq_k > 2 * tile.keys else 1
     sms = device.sms or 64
-    return max(1, min(sms // programs, problem.seq_k // (2 * tile.keys), MOST_SPLITS))
+    return max(1, min(sms // programs, problem.seq_k // (2 * min(tile.keys, 64)), MOST_SPLITS))
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tensor descriptors, by which GPUs since Hopper load a tile without a register for each address."""
+"""Tensor descriptors, by which GPUs since Hopper load and store a tile without a register for each address."""
 
 from __future__ import annotations
 

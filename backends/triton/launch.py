@@ -100,6 +100,10 @@ class Forward:
         p, tile, splits = self._p, self._tile, self._splits
         dealt = p.dropout > 0.0
         tma = suits(p, self._device, key, value, dealt=dealt)
+        tma_rows = tma and not self._packed and splits == 1 and suits(p, self._device, query, out)
+        described = _described(tile.keys, dealt, K=key, V=value) if tma else {}
+        if tma_rows:
+            described |= _described(tile.queries, False, Q=query, OUT=out)
         how = variant(
             p,
             tile,
@@ -107,6 +111,7 @@ class Forward:
             packed=self._packed,
             split=splits > 1,
             tma=tma,
+            tma_rows=tma_rows,
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
             overlap=self._overlap,
@@ -134,7 +139,7 @@ class Forward:
             ),
             after=dropping(p),
             flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
-            described=_described(tile.keys, dealt, K=key, V=value) if tma else {},
+            described=described,
         )
 
     def _merged(self, parts: Any, sums: Any, out: Any, lse: Any) -> Passed:

@@ -173,8 +173,11 @@ def forward(
         h = head + r % pack
     i_wide = i.to(tl.int64)
     h_wide = h.to(tl.int64)
-    q_rows = Q + b64 * sqb + (h_wide * sqh + i_wide * sql)[:, None]
-    q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, how.even_d)
+    if how.tma_rows:
+        q = tl.reshape(Q.load([b, head, first, 0]), (BLOCK_M, BLOCK_D))
+    else:
+        q_rows = Q + b64 * sqb + (h_wide * sqh + i_wide * sql)[:, None]
+        q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, how.even_d)
     end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
     span = (end, offset, left, right)
     last = tl.minimum(first + BLOCK_M, rows) - 1
@@ -252,7 +255,6 @@ def forward(
 
     at64 = split * batch + b64
     row = at64 * heads_q * seq_q + h_wide * seq_q + i
-    out_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
     if how.split:  # maximum, sum and numerator, which add up exactly where the parts do
         tl.store(LSE + row, top, mask=inside)
         tl.store(LSE + splits.to(tl.int64) * batch * heads_q * seq_q + row, total, mask=inside)
@@ -262,7 +264,11 @@ def forward(
         tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2, mask=inside)
         # An exact quotient: the mean of a power of two of equal weights is exact too.
         out = acc * tl.div_rn(keep_scale + tl.zeros_like(total), tl.where(empty, 1.0, total))[:, None]
-    store_rows(out_rows, out, inside, 1, dim_v, BLOCK_DV, how.even_dv)
+    if how.tma_rows:
+        OUT.store([b, head, first, 0], tl.reshape(rounded(out, OUT.dtype), (1, 1, BLOCK_M, BLOCK_DV)))
+    else:
+        out_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
+        store_rows(out_rows, out, inside, 1, dim_v, BLOCK_DV, how.even_dv)
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "rows", "splits"])

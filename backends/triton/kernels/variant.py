@@ -32,8 +32,9 @@ class Variant(NamedTuple):
     has_right: bool = False
     #: Tiles are visited as ``lists`` says.
     listed: bool = False
-    #: K and V (or Q and dO) are tensor descriptors.
+    #: K and V (or Q and dO) are tensor descriptors; and so are the rows that a program owns, Q and OUT.
     tma: bool = False
+    tma_rows: bool = False
     #: Offsets within a tile may take more than 32 bits.
     wide: bool = False
     #: Rows are the queries of all heads that share a key head.
