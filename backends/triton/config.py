@@ -76,7 +76,8 @@ def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
     for tile in _tiles((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         if _fits(tile, problem, device, _forward_rows):
             fewest = splits(problem, device, tile)
-            for count in (fewest, 2 * fewest) if 1 < fewest <= MOST_SPLITS // 2 else (fewest,):
+            more = 1 < fewest <= min(MOST_SPLITS, -(-problem.seq_k // tile.keys)) // 2
+            for count in (fewest, 2 * fewest) if more else (fewest,):
                 if (tile, count) != (best.forward, best.splits):
                     yield replace(best, forward=tile, splits=count)
     if problem.grads:
@@ -140,7 +141,7 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
 def splits(problem: Problem, device: Device, tile: Tile) -> int:
     """Among how many programs the keys of one tile of queries are split, so that every SM has work.
 
-    One program an SM streams keys at 92 % of the memory's speed, two at 89 %; a split holds at least two tiles of 64 keys.
+    One program an SM streams keys at 92 % of the memory's speed, two at 89 %. A split holds two tiles, or one of 128.
     """
     heads = problem.heads_q // (problem.group if packs(problem) else 1)
     programs = problem.batch * heads * -(-rows(problem) // tile.queries)
