@@ -9,7 +9,7 @@ import torch
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-from .arguments import mask_strides, position, tiles
+from .arguments import dense, mask_strides, position, tiles
 from .config import Tile
 from .kernels import lists as kernels
 from .kernels.variant import Variant
@@ -57,21 +57,22 @@ class Listing:
         self._alike = q == 1 and not p.positional  # all queries, of which one is then enough to look at
         owners, others = (tiles_k, tiles_q) if by_keys else (1 if self._alike else tiles_q, tiles_k)
         self._p, self._how, self._by_keys = p, _variant(p, device, 1 if self._alike else block_m, block_n), by_keys
-        self._kinds = batch, h, owners, 1 if by_keys and self._alike else others
-        self._lists, self._counts = (batch, h, owners, others), (batch, h, owners, 5)
+        found = 1 if by_keys and self._alike else others
+        self._sizes = h, owners, others, found
+        self._kinds, self._lists, self._counts = (dense(batch, h, owners, n) for n in (found, others, 5))
         self._launch = Launcher(kernels.classify, batch * h * owners, self._passed, ("MASK", "LENGTHS"))
         self.strides = (h * owners if batch > 1 else 0, owners if h > 1 else 0, 1 if owners > 1 else 0)
 
     def __call__(self, mask: Any, lengths: Any) -> tuple[Any, Any]:
         """Launch it: the lists (batch or 1, heads or 1, tiles or 1, tiles of the other) and their counts (..., 5)."""
-        kinds = torch.empty(self._kinds, dtype=torch.int16, device=mask.device)
-        lists = torch.empty(self._lists, dtype=torch.int32, device=mask.device)
-        counts = torch.empty(self._counts, dtype=torch.int32, device=mask.device)
+        kinds = mask.new_empty_strided(*self._kinds, dtype=torch.int16)
+        lists = mask.new_empty_strided(*self._lists, dtype=torch.int32)
+        counts = mask.new_empty_strided(*self._counts, dtype=torch.int32)
         self._launch(mask, lengths, kinds, lists, counts)
         return lists, counts
 
     def _passed(self, mask: Any, *_: Any) -> Passed:
-        p, how, found = self._p, self._how, self._kinds[3]
+        p, how, found = self._p, self._how, self._sizes[3]
         words = not p.key_lengths and not p.positional and how.even_k and _in_words(mask)
         most = (4 * _WORDS if words else _POSITIONS) // (how.block_m * how.block_n)
         flags = {
@@ -84,7 +85,7 @@ class Listing:
             "num_warps": 8,
         }
         rows = 1 if self._alike else p.seq_q
-        return Passed((*mask_strides(mask), *self._lists[1:], found, rows, p.seq_k, *position(p)), (), flags)
+        return Passed((*mask_strides(mask), *self._sizes, rows, p.seq_k, *position(p)), (), flags)
 
 
 def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:
