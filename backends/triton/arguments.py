@@ -20,10 +20,10 @@ __all__ = [
     "dense",
     "dropping",
     "early",
-    "mask_strides",
     "options",
     "position",
     "scaling",
+    "strides",
     "tiles",
     "unit",
     "variant",
@@ -105,17 +105,17 @@ def as_bytes(mask: Any) -> Any:
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
 
 
-def mask_strides(mask: Any) -> tuple[int, ...]:
-    """Strides of the mask, 0 along the axes that it is broadcast over."""
-    if mask is None:
+def strides(array: Any) -> tuple[int, ...]:
+    """Strides of an array of four axes, 0 for none; 0 along an axis of length 1, whose own may be any number."""
+    if array is None:
         return (0, 0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    return tuple(0 if size == 1 else stride for size, stride in zip(array.shape, array.stride(), strict=True))
 
 
 def wide(tile: Tile, *arrays: Any) -> bool:
     """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys)
-    return any(x is not None and rows * x.stride(2) + 256 * x.stride(3) >= 2**31 for x in arrays)
+    return any(rows * row + 256 * step >= 2**31 for _, _, row, step in map(strides, arrays))
 
 
 def _signed(word: int) -> int:

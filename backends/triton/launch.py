@@ -18,10 +18,10 @@ from .arguments import (
     dense,
     dropping,
     early,
-    mask_strides,
     options,
     position,
     scaling,
+    strides,
     tiles,
     unit,
     variant,
@@ -118,11 +118,11 @@ class Forward:
         )
         return Passed(
             before=(
-                *query.stride(),
-                *key.stride(),
-                *value.stride(),
+                *strides(query),
+                *strides(key),
+                *strides(value),
                 *out.stride()[-4:-1],
-                *mask_strides(mask),
+                *strides(mask),
                 *_list_strides(self._lists),
                 p.batch,
                 p.heads_q,
@@ -183,7 +183,7 @@ class Prepare:
             "num_warps": 4,
         }
         sizes = p.heads_q, p.seq_q, _padded(p), self._rows, p.dim_v
-        return Passed((*out.stride(), *grad_out.stride(), *sizes, unit(p)), (), flags)
+        return Passed((*strides(out), *strides(grad_out), *sizes, unit(p)), (), flags)
 
 
 class QueryGradient:
@@ -323,7 +323,7 @@ def _sizes(p: Problem) -> tuple[int, ...]:
 
 
 def _operand_strides(query: Any, key: Any, value: Any, grad_out: Any, mask: Any) -> tuple[int, ...]:
-    return (*query.stride(), *key.stride(), *value.stride(), *grad_out.stride(), *mask_strides(mask))
+    return (*strides(query), *strides(key), *strides(value), *strides(grad_out), *strides(mask))
 
 
 def _visits(lists: Listing | None, inputs: Inputs) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import torch
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-from .arguments import dense, mask_strides, position, tiles
+from .arguments import dense, position, strides, tiles
 from .config import Tile
 from .kernels import lists as kernels
 from .kernels.variant import Variant
@@ -85,7 +85,7 @@ class Listing:
             "num_warps": 8,
         }
         rows = 1 if self._alike else p.seq_q
-        return Passed((*mask_strides(mask), *self._sizes, rows, p.seq_k, *position(p)), (), flags)
+        return Passed((*strides(mask), *self._sizes, rows, p.seq_k, *position(p)), (), flags)
 
 
 def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:

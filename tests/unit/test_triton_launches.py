@@ -20,6 +20,7 @@ from attnswitch.device import Device
 
 triton = pytest.importorskip("triton")
 
+arguments = importlib.import_module("attnswitch.backends.triton.arguments")
 config = importlib.import_module("attnswitch.backends.triton.config")
 kernel = importlib.import_module("attnswitch.backends.triton.kernel")
 launch = importlib.import_module("attnswitch.backends.triton.launch")
@@ -454,6 +455,12 @@ def test_what_the_kernels_make_for_themselves_has_one_type() -> None:
     with recorded():
         saved = prepare(out, lse, out, None)
     assert (saved.base.dtype, saved.delta.dtype) == (torch.float32, torch.float32)
+
+
+def test_strides_of_axes_of_length_one_mean_nothing() -> None:
+    x = torch.empty_strided((1, 2, 1, 8), (99990001, 8, 2**40, 1), device="meta")
+    assert arguments.strides(x) == (0, 8, 0, 1)
+    assert not arguments.wide(config.Tile(64, 64, 4, 3), x, None)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0), (5,)], ids=str)
