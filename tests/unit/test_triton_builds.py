@@ -31,7 +31,7 @@ VERSION, TABLE = make_builds.committed()
 COMMITTED = make_builds.most_spilled(TABLE)
 #: Flags that are sizes which tuning chooses, and flags that say what a GPU has.
 TUNED = {"AT_ONCE", "BLOCK_M", "BLOCK_S", "block_m", "block_n"}
-OF_THE_GPU = {"OVERLAP", "overlap", "tma"}
+OF_THE_GPU = {"OVERLAP", "overlap", "tma", "tma_rows"}
 #: What the other flags have to be compiled for: False and True, unless it is here; and less in some kernels.
 VALUES: dict[str, set[Any]] = {
     "mask_kind": {0, 1, 2},
@@ -50,12 +50,12 @@ NARROWER: dict[tuple[str, str], set[Any]] = {
 #: What a kernel never asks of its variant.
 UNASKED = {
     "forward": {"even_q"},
-    "key_gradients": {"overlap", "packed", "split"},
-    "query_gradient": {"even_q", "overlap", "packed", "split"},
-    "mask_gradient": {"even_k", "even_q", "listed", "overlap", "packed", "split", "tma", "wide"},
+    "key_gradients": {"overlap", "packed", "split", "tma_rows"},
+    "query_gradient": {"even_q", "overlap", "packed", "split", "tma_rows"},
+    "mask_gradient": {"even_k", "even_q", "listed", "overlap", "packed", "split", "tma", "tma_rows", "wide"},
     "classify": {
         "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "listed", "packed", "softcap",
-        "split", "tma", "wide",
+        "split", "tma", "tma_rows", "wide",
     },
 }  # fmt: skip
 CASES = [(problem, far, device) for problem, far in make_builds.PROBLEMS for device in make_builds.DEVICES]
