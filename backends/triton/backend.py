@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import ClassVar
 
 from attnswitch import requirements
-from attnswitch.arithmetic import capped
 from attnswitch.backend import Backend, Kernel, Precision
 from attnswitch.device import Device, release
 from attnswitch.problem import Problem
@@ -24,8 +23,6 @@ _INTERPRETER = "TRITON_INTERPRET"
 #: The oldest Triton that these kernels were verified with. Several before it miscompile such kernels on Hopper
 #: (triton#9433, triton#11047 and their kin).
 _OLDEST = (3, 6)
-#: fixtures/corpus/own-triton-cuda-negative-scale.json: the same kernel is right where it is interpreted.
-_WRONG = "softmax_scale={:g} with neither mask nor softcap: an H200 with Triton 3.6 gave wrong results"
 
 
 class TritonBackend:
@@ -73,8 +70,6 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
         yield f"{device}: needs compute capability 8.0 or later"
     elif "+cpu" in (pytorch := dict(device.versions).get("torch", "")):
         yield f"torch {pytorch} was built without CUDA; install a CUDA build"
-    if device.kind == "cuda" and problem.softmax_scale <= 0.0 and problem.mask is None and not capped(problem):
-        yield _WRONG.format(problem.softmax_scale)
     if problem.dtype == "float64":
         yield "dtype float64: the kernels exist for float16, bfloat16 and float32"
     for name in ("dim_qk", "dim_v"):

@@ -31,7 +31,7 @@ class TritonKernel:
         self._prepare = launch.Prepare(p)
         self._query = launch.QueryGradient(p, device, config) if "q" in p.grads else None
         self._keys = launch.KeyGradients(p, device, config) if "k" in p.grads or "v" in p.grads else None
-        self._mask = launch.MaskGradient(p, config) if "m" in p.grads else None
+        self._mask = launch.MaskGradient(p, device, config) if "m" in p.grads else None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""

@@ -18,6 +18,7 @@ from .arguments import (
     dense,
     dropping,
     early,
+    loads,
     options,
     position,
     scaling,
@@ -110,7 +111,7 @@ class Forward:
             even_k=p.seq_k % tile.keys == 0,
             packed=self._packed,
             split=splits > 1,
-            tma=tma,
+            **loads(p, self._device, tile, key, value, tma=tma),
             tma_rows=tma_rows,
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
@@ -214,7 +215,7 @@ class QueryGradient:
             p,
             tile,
             even_k=p.seq_k % tile.keys == 0,
-            tma=tma,
+            **loads(p, self._device, tile, key, value, tma=tma),
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
         )
@@ -262,7 +263,7 @@ class KeyGradients:
             tile,
             even_q=p.seq_q % tile.queries == 0,
             even_k=p.seq_k % tile.keys == 0,
-            tma=tma,
+            **loads(p, self._device, tile, query, grad_out, tma=tma),
             wide=wide(tile, query, grad_out, mask),
             listed=self._lists is not None,
         )
@@ -284,10 +285,10 @@ class KeyGradients:
 class MaskGradient:
     """Gradient of a float mask, in its shape."""
 
-    def __init__(self, p: Problem, chosen: TritonConfig) -> None:
+    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
         assert p.mask_shape is not None
         tile = chosen.query_gradient
-        self._p, self._tile, self._shape = p, tile, p.mask_shape
+        self._p, self._device, self._tile, self._shape = p, device, tile, p.mask_shape
         b, h, q, k = p.mask_shape
         programs = b * h * (tiles(q, tile.queries) if q > 1 else 1) * (tiles(k, tile.keys) if k > 1 else 1)
         self._launch = Launcher(mask_kernels.mask_gradient, programs, self._passed, _FOREIGN)
@@ -307,7 +308,7 @@ class MaskGradient:
         return Passed(
             before=(*_operand_strides(query, key, value, grad_out, mask), *_sizes(p), h, *scaling(p)),
             after=dropping(p),
-            flags={**over, "how": variant(p, tile), **options(tile)},
+            flags={**over, "how": variant(p, tile, **loads(p, self._device, tile)), **options(tile)},
         )
 
 

@@ -89,8 +89,6 @@ def refusals(problem: Problem, device: Device | str) -> tuple[str, ...]:
         (PLAIN.replace(value=Memory(negative=True)), "h200", "value runs backwards"),
         (PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(negative=True)), "h200", "attn_mask runs backwards"),
         (PLAIN.replace(key=Memory(align=1)), "h200", "key is aligned to 1 bytes"),
-        (PLAIN.replace(scale=-0.25), "h200", "softmax_scale=-0.25 with neither mask nor softcap"),
-        (PLAIN.replace(scale=0.0, softcap=1e30), "h200", "softmax_scale=0 with neither mask nor softcap"),
         (PLAIN.replace(nonfinite=True), "h200", "NaN or inf"),
         (PLAIN.replace(nonfinite=True, causal=False, window=(3, None)), "h200", "NaN or inf"),
         (PADDED.replace(mask=Mask("bool")), "h200", "NaN or inf"),

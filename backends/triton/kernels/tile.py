@@ -152,13 +152,19 @@ def tile_of(
         if how.wide:
             rows = n.to(tl.int64)
             d = d.to(tl.int64)
-        place = array + start.to(tl.int64) * stride + rows[:, None] * stride + d[None, :] * step
+        at_row = array + start.to(tl.int64) * stride + rows[:, None] * stride
+        there = d < dim
+        if how.aligned:
+            at_row = tl.multiple_of(at_row, (1, 16))
+            STEP: tl.constexpr = 128 // array.dtype.element_ty.primitive_bitwidth
+            there = d // STEP < dim // STEP
+        place = at_row + d[None, :] * step
         if EDGE:
-            tile = tl.load(place, mask=(start + n < end)[:, None] & (d < dim)[None, :], other=0.0)
+            tile = tl.load(place, mask=(start + n < end)[:, None] & there[None, :], other=0.0)
         elif EVEN_D:
             tile = tl.load(place)
         else:
-            tile = tl.load(place, mask=(d < dim)[None, :], other=0.0)
+            tile = tl.load(place, mask=there[None, :], other=0.0)
     return tile
 
 
