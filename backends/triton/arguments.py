@@ -9,19 +9,18 @@ from typing import Any
 import torch
 
 from attnswitch import arithmetic
-from attnswitch.device import Device
 from attnswitch.philox import BITS
-from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem import Problem
 
 from .config import Tile, block
 from .kernels.variant import Variant
 
 __all__ = [
+    "aligned",
     "as_bytes",
     "dense",
     "dropping",
     "early",
-    "loads",
     "options",
     "position",
     "scaling",
@@ -39,17 +38,16 @@ def tiles(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def variant(p: Problem, tile: Tile, narrowest: int = 16, **more: bool) -> Variant:
+def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     """What a kernel is compiled for, to take ``p`` in tiles of ``tile``; ``more`` is what only some kernels ask."""
     left, right = p.reach
-    width, width_v = max(narrowest, block(p.dim_qk)), max(narrowest, block(p.dim_v))
     return Variant(
         block_m=tile.queries,
         block_n=tile.keys,
-        block_d=width,
-        block_dv=width_v,
-        even_d=width == p.dim_qk,
-        even_dv=width_v == p.dim_v,
+        block_d=block(p.dim_qk),
+        block_dv=block(p.dim_v),
+        even_d=block(p.dim_qk) == p.dim_qk,
+        even_dv=block(p.dim_v) == p.dim_v,
         fold=arithmetic.folds(p),
         softcap=arithmetic.capped(p),
         mask_kind=0 if p.mask is None else 1 if p.mask.is_bool else 2,
@@ -61,20 +59,10 @@ def variant(p: Problem, tile: Tile, narrowest: int = 16, **more: bool) -> Varian
     )
 
 
-def loads(p: Problem, device: Device, tile: Tile, *arrays: Any, tma: bool = False) -> dict[str, Any]:
-    """What ``variant`` asks of how a loop loads ``arrays``, tile by tile; none of them if it does so by rows alone.
-
-    What cannot be copied while the loop computes goes through registers. On Hopper, such tiles are 64 columns at least:
-    of narrower ones, ptxas 12.8 (Triton 3.6) may read the descriptor from registers that it never wrote
-    (fixtures/corpus/own-triton-cuda-narrow-values.json).
-    """
-    step = 16 // DTYPES[p.dtype]
-    aligned = bool(arrays) and all(_aligned(array, step) for array in arrays)
-    seen = all(n % 16 == 0 for array in arrays for n in (*strides(array)[:3], array.shape[3]))
-    copied = tma or (aligned and tile.stages > 1)
-    hopper = device.capability is not None and device.capability[0] == 9
-    narrow = copied or not hopper or p.dtype == "float32"
-    return {"tma": tma, "aligned": aligned and not tma and not seen, "narrowest": 16 if narrow else 64}
+def aligned(*arrays: Any) -> bool:
+    """Whether the rows of ``arrays`` are, and Triton has to be told: it looks for multiples of 16 elements."""
+    even = all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in strides(x)[:3]) for x in arrays)
+    return even and any(n % 16 for x in arrays for n in (*strides(x)[:3], x.shape[3]))
 
 
 def options(tile: Tile) -> dict[str, Any]:
@@ -135,12 +123,6 @@ def wide(tile: Tile, *arrays: Any) -> bool:
     """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys)
     return any(rows * row + 256 * step >= 2**31 for _, _, row, step in map(strides, arrays))
-
-
-def _aligned(array: Any, step: int) -> bool:
-    """Whether every row of ``array``, and its end, lies at a multiple of ``step`` elements, which are 16 bytes."""
-    *rows, column = strides(array)
-    return array.data_ptr() % 16 == 0 and column in (0, 1) and all(n % step == 0 for n in (*rows, array.shape[3]))
 
 
 def _signed(word: int) -> int:

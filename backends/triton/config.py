@@ -123,8 +123,6 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, stages), Tile(128, 32, 8, 2))
     if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
         chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 402 us against 812 with 128 x 64
-    if problem.dtype != "float32" and _scattered(problem):
-        chosen = replace(chosen, forward=Tile(64, 64, 4, 1) if wide <= 128 else Tile(128, 32, 8, 1))
     few = rows(problem)
     if few <= 64:  # four tiles of keys in flight stream at the memory's speed
         height = max(16, 1 << (max(few, 1) - 1).bit_length())
@@ -138,13 +136,6 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         _shrunk(chosen.query_gradient, problem, device, _query_gradient_rows),
     )
     return replace(chosen, splits=splits(problem, device, chosen.forward))
-
-
-def _scattered(problem: Problem) -> bool:
-    """Whether keys or values cannot be copied 16 bytes at a time: they come through registers, and need them."""
-    step = 16 // DTYPES[problem.dtype]
-    uneven = problem.dim_qk % step or problem.dim_v % step
-    return bool(uneven) or any(x.align < 16 or x.strided for x in (problem.key, problem.value))
 
 
 def splits(problem: Problem, device: Device, tile: Tile) -> int:

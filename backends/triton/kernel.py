@@ -13,6 +13,7 @@ from attnswitch.problem import Problem
 from . import launch
 from .arguments import dense
 from .config import TritonConfig
+from .operands import copied, in_steps, uneven
 
 __all__ = ["TritonKernel"]
 
@@ -27,15 +28,15 @@ class TritonKernel:
         self._by_rows = self._by_heads[0], (by_b, by_h, by_l, by_d)
         self._several = p.heads_q > 1 and p.seq_q > 1
         self._sees_nothing = p.is_empty or p.seq_k == 0
+        self._uneven = uneven(p)
         self._forward = launch.Forward(p, device, config)
         self._prepare = launch.Prepare(p)
         self._query = launch.QueryGradient(p, device, config) if "q" in p.grads else None
         self._keys = launch.KeyGradients(p, device, config) if "k" in p.grads or "v" in p.grads else None
-        self._mask = launch.MaskGradient(p, device, config) if "m" in p.grads else None
+        self._mask = launch.MaskGradient(p, config) if "m" in p.grads else None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""
-        inputs = _dense(inputs)
         query = inputs.query
         turned = self._several and query.stride(1) < query.stride(2)
         out = query.new_empty_strided(*(self._by_rows if turned else self._by_heads))
@@ -43,7 +44,7 @@ class TritonKernel:
         if self._sees_nothing:
             return out.zero_(), lse.fill_(-torch.inf)
         with launch.on(query):
-            self._forward(inputs, out, lse)
+            self._forward(self._read(inputs), out, lse)
         return out, lse
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
@@ -56,18 +57,18 @@ class TritonKernel:
                     for letter, x in zip("qkvm", inputs[:4], strict=True)
                 )
             )
-        inputs = _dense(inputs)
         with launch.on(inputs.query):
-            saved = self._prepare(out, lse, grad_out, grad_lse)
+            inputs = self._read(inputs)
+            saved = self._prepare(out, lse, in_steps(grad_out), grad_lse)
             query = self._query(inputs, saved) if self._query else None
             key, value = self._keys(inputs, saved) if self._keys else (None, None)
             mask = self._mask(inputs, saved) if self._mask else None
         return Gradients(query, key if "k" in p.grads else None, value if "v" in p.grads else None, mask)
 
-
-def _dense(inputs: Inputs) -> Inputs:
-    """Inputs whose lengths lie side by side, as the kernels read them."""
-    lengths = inputs.key_lengths
-    if lengths is None or lengths.is_contiguous():
-        return inputs
-    return inputs._replace(key_lengths=lengths.contiguous())
+    def _read(self, inputs: Inputs) -> Inputs:
+        """Inputs as the kernels read them."""
+        if self._uneven:
+            inputs = inputs._replace(**{role: copied(getattr(inputs, role)) for role in self._uneven})
+        if inputs.key_lengths is None or inputs.key_lengths.is_contiguous():
+            return inputs
+        return inputs._replace(key_lengths=inputs.key_lengths.contiguous())

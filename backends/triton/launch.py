@@ -15,10 +15,10 @@ from attnswitch.problem import Problem
 
 from . import config
 from .arguments import (
+    aligned,
     dense,
     dropping,
     early,
-    loads,
     options,
     position,
     scaling,
@@ -111,7 +111,8 @@ class Forward:
             even_k=p.seq_k % tile.keys == 0,
             packed=self._packed,
             split=splits > 1,
-            **loads(p, self._device, tile, key, value, tma=tma),
+            tma=tma,
+            aligned=not tma and aligned(key, value),
             tma_rows=tma_rows,
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
@@ -215,7 +216,8 @@ class QueryGradient:
             p,
             tile,
             even_k=p.seq_k % tile.keys == 0,
-            **loads(p, self._device, tile, key, value, tma=tma),
+            tma=tma,
+            aligned=not tma and aligned(key, value),
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
         )
@@ -263,7 +265,8 @@ class KeyGradients:
             tile,
             even_q=p.seq_q % tile.queries == 0,
             even_k=p.seq_k % tile.keys == 0,
-            **loads(p, self._device, tile, query, grad_out, tma=tma),
+            tma=tma,
+            aligned=not tma and aligned(query, grad_out),
             wide=wide(tile, query, grad_out, mask),
             listed=self._lists is not None,
         )
@@ -285,10 +288,10 @@ class KeyGradients:
 class MaskGradient:
     """Gradient of a float mask, in its shape."""
 
-    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+    def __init__(self, p: Problem, chosen: TritonConfig) -> None:
         assert p.mask_shape is not None
         tile = chosen.query_gradient
-        self._p, self._device, self._tile, self._shape = p, device, tile, p.mask_shape
+        self._p, self._tile, self._shape = p, tile, p.mask_shape
         b, h, q, k = p.mask_shape
         programs = b * h * (tiles(q, tile.queries) if q > 1 else 1) * (tiles(k, tile.keys) if k > 1 else 1)
         self._launch = Launcher(mask_kernels.mask_gradient, programs, self._passed, _FOREIGN)
@@ -308,7 +311,7 @@ class MaskGradient:
         return Passed(
             before=(*_operand_strides(query, key, value, grad_out, mask), *_sizes(p), h, *scaling(p)),
             after=dropping(p),
-            flags={**over, "how": variant(p, tile, **loads(p, self._device, tile)), **options(tile)},
+            flags={**over, "how": variant(p, tile), **options(tile)},
         )
 
 

@@ -17,9 +17,9 @@ from .run import Launcher, Passed
 
 __all__ = ["Listing", "listing", "overlaps"]
 
-#: Positions of a mask that a program looks at together; and as words of four, when a tile of queries against 2,048 keys
-#: is all loaded before any of it is waited for.
-_POSITIONS, _WORDS = 2**14, 2**15
+#: Positions of a mask that a program looks at together; and as words of four, when 128 queries against 2,048 keys are
+#: all loaded before any is waited for: 13.5 us for 16.8 MB on an H200, and 15.7 by halves.
+_POSITIONS, _WORDS = 2**14, 2**16
 
 
 def pays(p: Problem) -> bool:

@@ -156,13 +156,6 @@ def forward(
         head_kv = at % heads
     b64 = b.to(tl.int64)
 
-    visits = (0, (0, 0), (0, 0))
-    if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones
-        if how.overlap:
-            tl.extra.cuda.gdc_wait()
-        where = b64 * stb + head * sth + tile * stt
-        TILES += where * tl.cdiv(seq_k, BLOCK_N)
-        visits = visit(COUNTS + where * 5)  # before the queries, which are waited for as soon as they are loaded
     first = tile * BLOCK_M
     r = first + tl.arange(0, BLOCK_M)
     inside = r < rows
@@ -178,6 +171,13 @@ def forward(
     else:
         q_rows = Q + b64 * sqb + (h_wide * sqh + i_wide * sql)[:, None]
         q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, how.even_d)
+    visits = (0, (0, 0), (0, 0))
+    if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones; queries come without waiting
+        if how.overlap:
+            tl.extra.cuda.gdc_wait()
+        where = b64 * stb + head * sth + tile * stt
+        TILES += where * tl.cdiv(seq_k, BLOCK_N)
+        visits = visit(COUNTS + where * 5)
     end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
     span = (end, offset, left, right)
     last = tl.minimum(first + BLOCK_M, rows) - 1

@@ -63,12 +63,12 @@ def _arrange(kinds, step, tiles, counts, others, SIZE: tl.constexpr):
         t = first + tl.arange(0, _BLOCK)
         kind = tl.load(kinds + t.to(tl.int64) * step, mask=t < others, other=_EMPTY)
         gaps = tl.maximum(tl.associative_scan(tl.where(kind == _FULL, -1, t), 0, _later), gap)
-        length = t - gaps
-        here = tl.max(length, 0)
-        ends = tl.min(tl.where(length == here, t + 1, others), 0)
-        run_end = tl.where(here > longest, ends, run_end)
-        longest = tl.maximum(longest, here)
-        gap = tl.max(gaps, 0)
+        here = tl.max((tl.cast(t - gaps, tl.int64) << 32) - t, 0)  # the longest, and of several the first
+        length = tl.cast((here + 0x7FFFFFFF) >> 32, tl.int32)
+        run_end = tl.where(length > longest, tl.cast((tl.cast(length, tl.int64) << 32) - here, tl.int32) + 1, run_end)
+        longest = tl.maximum(longest, length)
+        if first + _BLOCK < others:
+            gap = tl.max(gaps, 0)
     run_first = run_end - longest
     before = kinds + tl.cast(run_first - 1, tl.int64) * step
     after = kinds + tl.cast(run_end, tl.int64) * step
@@ -111,10 +111,12 @@ def classify(
     BLOCK_N: tl.constexpr = how.block_n
     HEIGHT: tl.constexpr = BLOCK_M * AT_ONCE if BY_KEYS else BLOCK_M
     WIDTH: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_N * AT_ONCE
-    pid = tl.program_id(0).to(tl.int64)
-    owner = (pid % owners).to(tl.int32)
-    b = pid // owners // heads
-    MASK += b * smb + pid // owners % heads * smh
+    pid = tl.program_id(0)
+    owner = pid % owners
+    of = pid // owners
+    b = (of // heads).to(tl.int64)
+    MASK += b * smb + (of % heads).to(tl.int64) * smh
+    pid = pid.to(tl.int64)
     kinds = KINDS + pid * found
     for first in range(0, found, AT_ONCE):
         t = first + tl.arange(0, AT_ONCE)

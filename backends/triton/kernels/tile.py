@@ -157,7 +157,7 @@ def tile_of(
         if how.aligned:
             at_row = tl.multiple_of(at_row, (1, 16))
             STEP: tl.constexpr = 128 // array.dtype.element_ty.primitive_bitwidth
-            there = d // STEP < dim // STEP
+            there = d // STEP < tl.cdiv(dim, STEP)
         place = at_row + d[None, :] * step
         if EDGE:
             tile = tl.load(place, mask=(start + n < end)[:, None] & there[None, :], other=0.0)

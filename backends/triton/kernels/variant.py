@@ -35,8 +35,7 @@ class Variant(NamedTuple):
     #: K and V (or Q and dO) are tensor descriptors; and so are the rows that a program owns, Q and OUT.
     tma: bool = False
     tma_rows: bool = False
-    #: Rows that a loop loads by pointers are aligned to 16 bytes, which the sizes do not tell Triton: it looks for
-    #: multiples of 16 elements.
+    #: Triton has to be told that rows are aligned to 16 bytes, and that zeros follow what ends within 16.
     aligned: bool = False
     #: Offsets within a tile may take more than 32 bits.
     wide: bool = False
