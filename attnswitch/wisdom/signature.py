@@ -29,6 +29,8 @@ _PACKAGES = {
 _OF_GPUS = ("cuda", "cudnn", "driver", "cupy", "triton")
 #: Home of the built-in backends: a file in it is a backend by itself.
 _HOME = "attnswitch.backends"
+#: What its kernels compute with outside their folders.
+_SHARED = tuple(Path(registry.__file__).with_name(name) for name in ("arithmetic.py", "philox.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +92,29 @@ def _version(package: str) -> str | None:
 
 
 def _source(backend: Any) -> str:
-    """A hash of the folder that the backend's class is in, or of its file where it shares the folder with others."""
+    """A hash of the folder that the backend's class is in, or of its file where it shares the folder with others.
+
+    With the built-in ones goes what they share.
+    """
     module = type(backend).__module__
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return "none"
     package = module.rpartition(".")[0]
-    return _hash(Path(file) if package in ("", _HOME) else Path(file).parent)
+    place = Path(file) if package in ("", _HOME) else Path(file).parent
+    return _hash(place, *(_SHARED if f"{package}.".startswith(f"{_HOME}.") else ()))
 
 
 @functools.cache
-def _hash(place: Path) -> str:
-    """Twelve digits of the SHA-256 of a file, or of every source under a folder with its name."""
+def _hash(*places: Path) -> str:
+    """Twelve digits of the SHA-256 of files, and of every source under a folder with its name."""
     digest = hashlib.sha256()
     try:
-        files = sorted(path for path in place.rglob("*") if path.suffix in _SOURCES) if place.is_dir() else [place]
-        for path in files:
-            digest.update(f"{path.relative_to(place).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
+        for place in places:
+            files = sorted(path for path in place.rglob("*") if path.suffix in _SOURCES) if place.is_dir() else [place]
+            for path in files:
+                digest.update(f"{path.relative_to(place).as_posix()}\0".encode())
+                digest.update(path.read_bytes())
     except OSError:  # in an archive; a change to it goes unnoticed
         return "unread"
     return digest.hexdigest()[:12]

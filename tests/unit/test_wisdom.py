@@ -13,6 +13,7 @@ import pytest
 
 from attnswitch import Device, InvalidProblem, Problem
 from attnswitch.wisdom import exchange, store, view
+from attnswitch.wisdom import signature as signatures
 from attnswitch.wisdom.classes import covers, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import Signature, machine, sign
@@ -341,6 +342,14 @@ def test_a_backend_that_is_not_here_is_refused(tmp_path: Path) -> None:
     exchange.write([replace(time(), backend="bygone")], path)
     with pytest.raises(InvalidProblem, match="backend 'bygone' is not known here"):
         exchange.adopt(path, [CPU])
+
+
+def test_what_backends_share_counts_as_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signature("triton").source, signature("tiled").source
+    changed = tmp_path / "arithmetic.py"
+    changed.write_text("LOG2E = 1.4426950408889634\n")
+    monkeypatch.setattr(signatures, "_SHARED", (changed,))
+    assert all(old != signature(name).source for old, name in zip(before, ("triton", "tiled"), strict=True))
 
 
 def test_machines_are_told_apart() -> None:
