@@ -28,7 +28,7 @@ class Arguments(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("length_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("lse", "grad_lse", "parts", "sums", "base", "delta")),
-        *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value", "grad_mask")),
+        *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value", "grad_mask", "counter")),
         *((name, ctypes.c_double) for name in ("scale", "factor", "cap", "keep_scale")),
         *((name, ctypes.c_int32) for name in ("batch", "heads", "group", "pack")),
         *((name, ctypes.c_int32) for name in ("queries", "padded", "keys", "dim", "dim_v")),

@@ -32,6 +32,7 @@ struct Arguments {
     void* grad_key;
     void* grad_value;
     void* grad_mask;
+    u32* counter;      // tiles that were taken, 0 between launches
     double scale;      // on q . k
     double factor;     // on q . k, before tanh or within the exponential
     double cap;        // of softcap

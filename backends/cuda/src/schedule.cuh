@@ -1,4 +1,4 @@
-// Which tile of which head a block works on. The grid is one axis, so that no axis runs out.
+// Which tile of which head a block works on. The grid is one axis, so that no axis runs out; `at` is a place on it.
 //
 // Splits vary fastest, then the heads of a section (as many as share the L2), then the tiles of rows, then sections.
 #pragma once
@@ -9,8 +9,7 @@ struct Place {
     int tile, split;
 };
 
-DEVICE Place place(const Arguments& a, int heads, int tiles, bool last_first) {
-    u32 at = block_index();
+DEVICE Place place(const Arguments& a, u32 at, int heads, int tiles, bool last_first) {
     const int split = at % a.splits;
     at /= a.splits;
     const u32 whole = u32(a.section) * tiles;
@@ -19,4 +18,7 @@ DEVICE Place place(const Arguments& a, int heads, int tiles, bool last_first) {
     const int tile = at % whole / here;
     const u32 head = first + at % whole % here;
     return Place{int(head / heads), int(head % heads), last_first ? tiles - 1 - tile : tile, split};
+}
+DEVICE Place place(const Arguments& a, int heads, int tiles, bool last_first) {
+    return place(a, block_index(), heads, tiles, last_first);
 }
