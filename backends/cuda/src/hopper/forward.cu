@@ -152,6 +152,7 @@ DEVICE void consume(Loader loader, const Arguments& a, int consumer) {
             key_at.next();
             if (i == count - 1) release(shared.query_free[consumer]);
             if (leads && i + STAGES < all) loader.key(work, i + STAGES);
+            if (!SPECIALISED) warp_barrier();
             const int start = (last - i) * BLOCK_N;
             if (mine.hides(start)) hide(scores, start, [&](int m) { return keys_of(a, work.extent, row(m)); });
         };
@@ -166,6 +167,7 @@ DEVICE void consume(Loader loader, const Arguments& a, int consumer) {
             release(shared.value_free[value_at.stage]);
             value_at.next();
             if (leads && i + STAGES < all) loader.value(work, i + STAGES);
+            if (!SPECIALISED) warp_barrier();
         };
 
         Softmax softmax;
