@@ -9,22 +9,19 @@
 #include "positions.cuh"
 #include "schedule.cuh"
 
-// How the producer tells the consumers the next tile (SCHEDULE 3).
-struct Ticket {
-    Barrier full, free;
-    u32 tile;
-};
-
+// A tile of rows, and the tiles of keys that any of them sees.
 struct Work {
     int batch, head, head_kv, first;  // its first row
+    int first_tile, count;
     Extent extent;
-    Reach reach;
 
+    // Where tile i of the keys begins, counted from the last.
+    DEVICE int start(int i) const { return (first_tile + count - 1 - i) * BLOCK_N; }
     // What rows `from` to `to` of it see; those past the last query see nothing.
     DEVICE Reach seen_by(const Arguments& a, int from, int to) const {
         const int end = smaller(first + to, a.queries);
         if (first + from >= end) return Reach{{0, 0}, {0, 0}};
-        return ::reach(keys_of(a, extent, first + from), keys_of(a, extent, end - 1));
+        return reach(keys_of(a, extent, first + from), keys_of(a, extent, end - 1));
     }
 };
 
@@ -32,52 +29,63 @@ DEVICE int tiles_of(const Arguments& a) { return ceil_div(a.queries, BLOCK_M); }
 DEVICE u32 tiles_of_all(const Arguments& a) { return u32(a.batch) * a.heads * tiles_of(a); }
 
 DEVICE Work work_at(const Arguments& a, u32 tile) {
-    const Place at = place(a, tile, a.heads, tiles_of(a), true);
-    Work work{at.batch, at.head, at.head / a.group, at.tile * BLOCK_M, extent(a, at.batch), {}};
-    work.reach = work.seen_by(a, 0, BLOCK_M);
+    const Place at = place(a, smaller(tile, tiles_of_all(a) - 1), a.heads, tiles_of(a), true);
+    Work work{at.batch, at.head, at.head / a.group, at.tile * BLOCK_M, 0, 0, extent(a, at.batch)};
+    const Reach all = work.seen_by(a, 0, BLOCK_M);
+    work.first_tile = all.first_tile(), work.count = all.tiles();
     return work;
 }
 
-// The tiles of a block, one after another.
-struct Schedule {
-    u32 tile = block_index(), round = 0;
+// How the producer tells the consumers the next tile (SCHEDULE 3), worked out.
+struct Ticket {
+    Barrier full, free;
+    u32 tile;
+    Work work;
+};
 
-    // Of the producer: `load` is called once the tile after this one has been asked for.
-    template <class Load> DEVICE void deal(const Arguments& a, Ticket& ticket, u32 tiles, Load load) {
-        u32 next = tiles;
-        if (SCHEDULE == 3) {
-            const u32 taken = atomicAdd(a.counter, 1u);
-            if (taken == tiles - 1) *a.counter = 0;
-            next = gridDim.x + taken;
-        }
-        load();
-        if (SCHEDULE == 3) {
-            ticket.free.wait(~round & 1);
-            ticket.tile = next;
-            ticket.full.arrive();
-            tile = next;
-            round++;
-        } else {
-            step(tiles);
-        }
+// The tiles of a block, one after another; `work` is meaningless once there is none.
+struct Schedule {
+    const Arguments& a;
+    Ticket& ticket;
+    const u32 tiles = tiles_of_all(a);
+    u32 tile = block_index(), round = 0, taken = 0;
+    Work work = work_at(a, tile);
+
+    DEVICE bool more() const { return tile < tiles; }
+
+    // Of the producer, shortly before it is done with a tile: a tile taken earlier would wait for its turn here, while
+    // another block has nothing to do.
+    DEVICE void take() {
+        if (SCHEDULE == 3) taken = atomicAdd(a.counter, 1u);
+    }
+    // Of the producer, after `take`.
+    DEVICE void deal() {
+        if (SCHEDULE != 3) return step();
+        if (taken == tiles - 1) *a.counter = 0;  // every block takes one in vain, and this is the last
+        tile = gridDim.x + taken;
+        work = work_at(a, tile);
+        ticket.free.wait(~round & 1);
+        ticket.tile = tile;
+        ticket.work = work;
+        ticket.full.arrive();
+        round++;
     }
 
     // Of a consumer.
-    DEVICE void follow(Ticket& ticket, u32 tiles) {
-        if (SCHEDULE == 3) {
-            ticket.full.wait(round & 1);
-            tile = *static_cast<volatile u32*>(&ticket.tile);
-            warp_barrier();
-            if (thread_index() % 32 == 0) ticket.free.arrive();
-            round++;
-        } else {
-            step(tiles);
-        }
+    DEVICE void follow() {
+        if (SCHEDULE != 3) return step();
+        ticket.full.wait(round & 1);
+        tile = ticket.tile;
+        work = ticket.work;
+        warp_barrier();
+        if (thread_index() % 32 == 0) ticket.free.arrive();
+        round++;
     }
 
-    DEVICE void step(u32 tiles) {
+    DEVICE void step() {
         round++;
         const u32 back = SCHEDULE == 2 && round % 2 ? gridDim.x - 1 - block_index() : block_index();
         tile = SCHEDULE == 0 ? tiles : round * gridDim.x + back;
+        if (more()) work = work_at(a, tile);
     }
 };

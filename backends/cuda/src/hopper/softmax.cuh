@@ -1,11 +1,14 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
 // A score is q . k times a positive factor, which is a part of the exponential. Invariants: `total` is relative to
-// `top`, the largest q . k so far, and of a thread's own columns until `finish`; a row that has seen no key keeps
-// top = -inf and weights of 0.
+// `top`, and of a thread's own columns until `finish`; a row that has seen no key keeps top = -inf and weights of 0.
+// `top` is the largest q . k so far; LAZY, one that no later one exceeds by more than SLACK in powers of two, so that
+// sums are seldom rescaled. Weights are then at most 2^SLACK, as exact in 16 bits as those below 1.
 #pragma once
 #include "hopper/wgmma.cuh"
 #include "positions.cuh"
+
+constexpr float SLACK = 8;
 
 typedef float Scores[BLOCK_N / 2];
 typedef u32 Weights[BLOCK_N / 16][4];
@@ -34,13 +37,17 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
 struct Softmax {
     float top[2] = {-INFINITE, -INFINITE}, total[2] = {0, 0};
 
-    // Turns scores into weights relative to the new `top`; what was summed before is to be multiplied by `rescale`.
-    DEVICE void step(Scores& scores, float factor, float (&rescale)[2]) {
+    // Turns scores into weights relative to `top`; what was summed before is to be multiplied by `rescale`, unless no row
+    // of the warp has a new `top`, which is what it says.
+    DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
+        bool grown = false;
         UNROLL for (int m = 0; m < 2; m++) {
             float here = top[m];
             UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
                 UNROLL for (int e = 0; e < 2; e++) here = larger(here, scores[4 * c + 2 * m + e]);
             here = over_row(here, [](float x, float y) { return larger(x, y); });
+            if (LAZY && !((here - top[m]) * factor > SLACK)) here = top[m];
+            grown |= here != top[m];
             const float base = here == -INFINITE ? 0 : here * factor;
             rescale[m] = power(top[m] * factor - base);
             top[m] = here;
@@ -52,6 +59,7 @@ struct Softmax {
                     total[m] += score;
                 }
         }
+        return !LAZY || __any_sync(0xffffffffu, grown);
     }
 
     DEVICE void finish() {

@@ -26,13 +26,19 @@ template <int COUNT> DEVICE void hold(u32 (&registers)[COUNT][4]) {
 
 // -- one instruction --------------------------------------------------------------------------------------------------
 
-// Where a matrix lies: its address, and two distances in bytes. `group` lies between groups of 8 rows. `panel` lies
-// between panels where rows are what is summed over; elsewhere it is not read.
-DEVICE u64 descriptor(const void* at, int panel, int group) {
-    return u64(shared_address(at) >> 4 & 0x3fff) | u64(panel >> 4) << 16 | u64(group >> 4) << 32 | u64(1) << 62;
-}
-// The same matrix some bytes on.
-DEVICE u64 advance(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
+// Where a matrix lies: the low word holds its address and `panel`, the bytes between panels where rows are what is summed
+// over (elsewhere it is not read), the high one the bytes between groups of 8 rows and the kind of swizzle. The address
+// is the same in all lanes. Lane 0 tells the others, which look as if they had different ones: so the compiler adds in
+// uniform registers, where it else moves every sum there.
+struct Matrix {
+    u32 low;
+    DEVICE Matrix(const void* at, int panel)
+        : low(__shfl_sync(0xffffffffu, (shared_address(at) >> 4 & 0x3fff) + thread_index() % 32, 0) |
+              u32(panel >> 4) << 16) {}
+    // The same matrix some bytes on.
+    DEVICE u64 advanced(int bytes) const { return u64(HIGH) << 32 | (low + (bytes >> 4)); }
+    static constexpr u32 HIGH = 8 * PANEL * sizeof(T) >> 4 | 1u << 30;
+};
 
 // sums (64 x COLUMNS) = keep * sums + a (64 x 16) b (16 x COLUMNS): a in shared memory, 16 neighbouring columns of rows,
 // and b the same, transposed; or a in registers, and b 16 rows.
@@ -90,15 +96,15 @@ INSTRUCTION(256, 16, 128, 129, 130, 131, 132)
 
 // -- products of tiles ------------------------------------------------------------------------------------------------
 
-constexpr int ROW_BYTES = PANEL * sizeof(T), GROUP_BYTES = 8 * ROW_BYTES;
+constexpr int ROW_BYTES = PANEL * sizeof(T);
 
 // sums = left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory.
 template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS / 2], const T* left, const T* right) {
-    const u64 a = descriptor(left, 0, GROUP_BYTES), b = descriptor(right, 0, GROUP_BYTES);
+    const Matrix a(left, 0), b(right, 0);
     UNROLL for (int k = 0; k < DEPTH; k += 16) {
         const int panel = k / PANEL, within = k % PANEL * int(sizeof(T));
-        const u64 a_k = advance(a, panel * 64 * ROW_BYTES + within);
-        const u64 b_k = advance(b, panel * COLUMNS * ROW_BYTES + within);
+        const u64 a_k = a.advanced(panel * 64 * ROW_BYTES + within);
+        const u64 b_k = b.advanced(panel * COLUMNS * ROW_BYTES + within);
         if (k == 0)
             Instruction<COLUMNS>::template run<0>(sums, a_k, b_k);
         else
@@ -109,6 +115,6 @@ template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS /
 // sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory).
 template <int COLUMNS, int DEPTH>
 DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], const T* right) {
-    const u64 b = descriptor(right, DEPTH * ROW_BYTES, GROUP_BYTES);
-    UNROLL for (int k = 0; k < DEPTH / 16; k++) Instruction<COLUMNS>::run(sums, left[k], advance(b, k * 2 * GROUP_BYTES));
+    const Matrix b(right, DEPTH * ROW_BYTES);
+    UNROLL for (int k = 0; k < DEPTH / 16; k++) Instruction<COLUMNS>::run(sums, left[k], b.advanced(k * 16 * ROW_BYTES));
 }

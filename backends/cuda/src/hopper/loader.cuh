@@ -1,0 +1,71 @@
+// Shared memory of the forward, and who brings the tiles there.
+#pragma once
+#include "hopper/scheduler.cuh"
+#include "hopper/tma.cuh"
+
+struct Shared {
+    alignas(1024) T query[QUERY_STAGES][CONSUMERS][64 * BLOCK_D];
+    alignas(1024) T key[STAGES][BLOCK_N * BLOCK_D];
+    alignas(1024) T value[STAGES][BLOCK_N * BLOCK_DV];
+    Barrier query_full[QUERY_STAGES][CONSUMERS], query_free[QUERY_STAGES][CONSUMERS];
+    Barrier key_full[STAGES], key_free[STAGES], value_full[STAGES], value_free[STAGES];
+    Ticket ticket;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts the same shared memory");
+
+DEVICE void init_barriers(Shared& shared) {
+    UNROLL for (int s = 0; s < QUERY_STAGES; s++)
+        UNROLL for (int c = 0; c < CONSUMERS; c++) shared.query_full[s][c].init(1), shared.query_free[s][c].init(4);
+    UNROLL for (int s = 0; s < STAGES; s++) {
+        shared.key_full[s].init(1), shared.key_free[s].init(4 * CONSUMERS);
+        shared.value_full[s].init(1), shared.value_free[s].init(4 * CONSUMERS);
+    }
+    shared.ticket.full.init(1), shared.ticket.free.init(4 * CONSUMERS);
+    publish_barriers();
+}
+
+struct Loader {
+    Shared& shared;
+    const TensorMap &queries, &keys, &values;
+    Position<QUERY_STAGES> query_at;
+    Position<STAGES> key_at, value_at;
+
+    DEVICE void query(const Work& work) {
+        const int s = query_at.stage;
+        UNROLL for (int c = 0; c < CONSUMERS; c++) {
+            shared.query_free[s][c].wait(query_at.parity ^ 1);
+            load_tile<64, BLOCK_D>(shared.query[s][c], queries, shared.query_full[s][c], work.first + 64 * c, work.head,
+                                   work.batch);
+        }
+        query_at.next();
+    }
+    DEVICE void key(const Work& work, int i) {
+        const int s = key_at.stage;
+        shared.key_free[s].wait(key_at.parity ^ 1);
+        load_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], work.start(i), work.head_kv, work.batch);
+        key_at.next();
+    }
+    DEVICE void value(int start, int head_kv, int batch) {
+        const int s = value_at.stage;
+        shared.value_free[s].wait(value_at.parity ^ 1);
+        load_tile<BLOCK_N, BLOCK_DV>(shared.value[s], values, shared.value_full[s], start, head_kv, batch);
+        value_at.next();
+    }
+};
+
+// All loads of a block, in the order of use: the values of a tile after the keys of the next one, whatever its rows.
+DEVICE void produce(Loader loader, const Arguments& a) {
+    int start = -1, head_kv = 0, batch = 0;  // values that are still to be loaded
+    for (Schedule schedule{a, loader.shared.ticket}; schedule.more(); schedule.deal()) {
+        const Work& work = schedule.work;
+        if (work.count == 0) schedule.take();
+        for (int i = 0; i < work.count; i++) {
+            if (i == work.count - 1) schedule.take();
+            loader.key(work, i);
+            if (i == 0) loader.query(work);
+            if (start >= 0) loader.value(start, head_kv, batch);
+            start = work.start(i), head_kv = work.head_kv, batch = work.batch;
+        }
+    }
+    if (start >= 0) loader.value(start, head_kv, batch);
+}
