@@ -21,6 +21,13 @@ static_assert(WARPS == 4 * (CONSUMERS + SPECIALISED), "warps of whole warpgroups
 static_assert(SPECIALISED || SCHEDULE == 0, "without a producer nobody loads ahead");
 static_assert(OVERLAP || !CONTINUED, "what goes on is what overlaps");
 
+// Of a thread, once the producer has handed on what it does not need: no more than all have at the start, or it waits
+// for ever.
+constexpr int ENTRY_REGISTERS = 65536 / (32 * WARPS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+static_assert(!SPECIALISED || PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
+              "registers for all");
+
 KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                const __grid_constant__ TensorMap values, const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) u8 tiles[];
@@ -33,10 +40,10 @@ KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant_
     const Loader loader{shared, queries, keys, values};
     const int group = thread_index() / 128;
     if (SPECIALISED && group == 0) {
-        give_registers<32>();
+        give_registers<PRODUCER_REGISTERS>();
         if (thread_index() == 0) produce(loader, a);
     } else {
-        if (SPECIALISED) take_registers<CONSUMERS == 2 ? 240 : 160>();
+        if (SPECIALISED) take_registers<CONSUMER_REGISTERS>();
         Consumer{loader, a, group - SPECIALISED}.run();
     }
 }

@@ -56,16 +56,23 @@ struct Loader {
 // All loads of a block, in the order of use: the values of a tile after the keys of the next one, whatever its rows.
 DEVICE void produce(Loader loader, const Arguments& a) {
     int start = -1, head_kv = 0, batch = 0;  // values that are still to be loaded
+    const auto load_rest = [&] {
+        if (start >= 0) loader.value(start, head_kv, batch);
+        start = -1;
+    };
     for (Schedule schedule{a, loader.shared.ticket}; schedule.more(); schedule.deal()) {
         const Work& work = schedule.work;
-        if (work.count == 0) schedule.take();
         for (int i = 0; i < work.count; i++) {
             if (i == work.count - 1) schedule.take();
             loader.key(work, i);
             if (i == 0) loader.query(work);
-            if (start >= 0) loader.value(start, head_kv, batch);
+            load_rest();
             start = work.start(i), head_kv = work.head_kv, batch = work.batch;
         }
+        if (work.count == 0) {  // the next keys may be long in coming
+            load_rest();
+            schedule.take();
+        }
     }
-    if (start >= 0) loader.value(start, head_kv, batch);
+    load_rest();
 }
