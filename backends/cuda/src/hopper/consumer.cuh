@@ -32,7 +32,7 @@ struct Consumer {
     Position<QUERY_STAGES> query_at;
     Position<STAGES> key_at, value_at;
     Scores scores;
-    Weights weights;
+    Weights weights[WEIGHTS];
     float sums[BLOCK_DV / 2];
     Softmax softmax;
     float rescale[2];
@@ -51,7 +51,7 @@ struct Consumer {
         for (Schedule schedule{a, shared.ticket}; schedule.more();) {
             const Rows rows(a, schedule.work, index);
             if (!begun) begin(rows);
-            for (int i = 1; OVERLAP && i < rows.count; i++) step(rows, i);
+            if (OVERLAP) steps(rows);
             for (int i = 0; !OVERLAP && i < rows.count; i++) plain_step(rows, i);
             // While tiles are left that these rows do not see, the loader waits for them to be freed, and deals no next.
             const bool followed = CONTINUED && rows.count && !rows.after;
@@ -88,37 +88,48 @@ struct Consumer {
         wait_products<0>();
         got_scores(rows, 0);
         softmax.step(scores, factor, rescale);  // of sums that are 0
-        narrow(weights, scores);
+        narrow(weights[0], scores);
     }
-    // The scores of tile i beside the values of the one before, and the weights of tile i beside these.
-    DEVICE void step(const Rows& rows, int i) {
+    // All tiles but the first.
+    DEVICE void steps(const Rows& rows) {
+        int i = 1;
+        if (WEIGHTS == 2)
+            for (; i + 1 < rows.count; i += 2) step(rows, i, weights[0], weights[1]), step(rows, i + 1, weights[1], weights[0]);
+        for (; i < rows.count; i++) {
+            step(rows, i, weights[0], weights[WEIGHTS - 1]);
+            if (WEIGHTS == 2) copy(weights[0], weights[1]);
+        }
+    }
+    // The scores of tile i beside the values of the one before, whose weights are `old`; its own beside these.
+    DEVICE void step(const Rows& rows, int i, Weights& old, Weights& own) {
         ask_scores();
-        ask_sums();
+        ask_sums(old);
         if (PINGPONG) pass_turn(index);
         wait_products<1>();
         got_scores(rows, i);
         grown = softmax.step(scores, factor, rescale);
-        before_waiting(softmax.total);
+        if (WEIGHTS == 2) narrow(own, scores);
+        before_waiting(softmax.total, own);
         wait_products<0>();
-        got_sums(rows, i - 1);
-        narrow(weights, scores);
+        got_sums(rows, i - 1, old);
+        if (WEIGHTS == 1) narrow(own, scores);
         if (grown) scale_rows(sums, rescale);
     }
     // The same where tile i is the first of other rows, so that the products go on while results are stored.
     DEVICE void change(const Rows& rows, const Rows& next) {
         await_query();
         ask_scores();
-        ask_sums();
+        ask_sums(weights[0]);
         if (PINGPONG) pass_turn(index);
         wait_products<1>();
         got_scores(next, 0);
         Softmax fresh;
         fresh.step(scores, factor, rescale);
         softmax.finish();
-        before_waiting(fresh.total);
+        before_waiting(fresh.total, weights[0]);
         wait_products<0>();
-        got_sums(rows, rows.count - 1);
-        narrow(weights, scores);
+        got_sums(rows, rows.count - 1, weights[0]);
+        narrow(weights[0], scores);
         store(rows);
         UNROLL for (float& sum : sums) sum = 0;
         softmax = fresh;
@@ -126,9 +137,9 @@ struct Consumer {
     // The values of the last tile, and results.
     DEVICE void finish(const Rows& rows) {
         if (OVERLAP && rows.count) {
-            ask_sums();
+            ask_sums(weights[0]);
             wait_products<0>();
-            got_sums(rows, rows.count - 1);
+            got_sums(rows, rows.count - 1, weights[0]);
         }
         pass_by(rows.after);
         softmax.finish();
@@ -142,10 +153,10 @@ struct Consumer {
         got_scores(rows, i);
         grown = softmax.step(scores, factor, rescale);
         if (grown) scale_rows(sums, rescale);
-        narrow(weights, scores);
-        ask_sums();
+        narrow(weights[0], scores);
+        ask_sums(weights[0]);
         wait_products<0>();
-        got_sums(rows, i);
+        got_sums(rows, i, weights[0]);
     }
     // Tiles that these rows do not see.
     DEVICE void pass_by(int count) {
@@ -186,14 +197,14 @@ struct Consumer {
         if (rows.reach.hides(start))
             hide(scores, start, [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
     }
-    DEVICE void ask_sums() {
+    DEVICE void ask_sums(Weights& weights) {
         Shared& shared = loader.shared;
         shared.value_full[value_at.stage].wait(value_at.parity);
         begin_products();
         product_nn<BLOCK_DV, BLOCK_N>(sums, weights, shared.value[value_at.stage]);
         commit_products();
     }
-    DEVICE void got_sums(const Rows& rows, int i) {
+    DEVICE void got_sums(const Rows& rows, int i, Weights& weights) {
         hold(sums), hold(weights);
         release(loader.shared.value_free[value_at.stage]);
         value_at.next();

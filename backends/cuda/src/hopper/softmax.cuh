@@ -67,17 +67,26 @@ struct Softmax {
     }
 };
 
-// Keeps the arithmetic behind sums of weights before the next wait, which ptxas otherwise moves up as far as it can: not
-// past a store that depends on them. It never happens, as none is negative.
-DEVICE void before_waiting(const float (&total)[2]) {
-    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}"
-                 ::"f"(total[0] + total[1]), "r"(0) : "memory");
-}
-
 // Weights in 16 bits, as the left operand of a product.
 DEVICE void narrow(Weights& weights, const Scores& scores) {
     UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
         UNROLL for (int r = 0; r < 4; r++) weights[k][r] = pack_pair<T>(scores[8 * k + 2 * r], scores[8 * k + 2 * r + 1]);
+}
+
+DEVICE void copy(Weights& to, const Weights& from) {
+    UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
+        UNROLL for (int r = 0; r < 4; r++) to[k][r] = from[k][r];
+}
+
+// Keeps the arithmetic behind sums of weights, and behind weights where there are two sets of them, before the next
+// wait, which ptxas otherwise moves up as far as it can: not past a store that depends on them. It never happens, as
+// no sum is negative.
+DEVICE void before_waiting(const float (&total)[2], const Weights& weights) {
+    u32 all = float_bits(total[0] + total[1]);
+    for (int k = 0; WEIGHTS == 2 && k < BLOCK_N / 16; k++)
+        UNROLL for (int r = 0; r < 4; r++) all ^= weights[k][r];
+    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.u32 [%1], %2;\n}"
+                 ::"f"(total[0] + total[1]), "r"(0), "r"(all) : "memory");
 }
 
 // Multiplies the thread's rows of `sums`.

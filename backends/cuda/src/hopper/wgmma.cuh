@@ -51,7 +51,8 @@ template <int COLUMNS> struct Instruction;
 #define OCTETS_4 OCTET(0), OCTET(1), OCTET(2), OCTET(3)
 #define OCTETS_5 OCTETS_4, OCTET(4)
 #define OCTETS_6 OCTETS_5, OCTET(5)
-#define OCTETS_8 OCTETS_6, OCTET(6), OCTET(7)
+#define OCTETS_7 OCTETS_6, OCTET(6)
+#define OCTETS_8 OCTETS_7, OCTET(7)
 #define OCTETS_10 OCTETS_8, OCTET(8), OCTET(9)
 #define OCTETS_11 OCTETS_10, OCTET(10)
 #define OCTETS_12 OCTETS_11, OCTET(11)
@@ -60,7 +61,8 @@ template <int COLUMNS> struct Instruction;
                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_5 NAMES_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_6 NAMES_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES_8 NAMES_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_7 NAMES_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES_8 NAMES_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_10 NAMES_8 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_11 NAMES_10 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define NAMES_12 NAMES_11 ", %88, %89, %90, %91, %92, %93, %94, %95"
@@ -87,6 +89,7 @@ template <int COLUMNS> struct Instruction;
 INSTRUCTION(64, 4, 32, 33, 34, 35, 36)
 INSTRUCTION(80, 5, 40, 41, 42, 43, 44)
 INSTRUCTION(96, 6, 48, 49, 50, 51, 52)
+INSTRUCTION(112, 7, 56, 57, 58, 59, 60)
 INSTRUCTION(128, 8, 64, 65, 66, 67, 68)
 INSTRUCTION(160, 10, 80, 81, 82, 83, 84)
 INSTRUCTION(176, 11, 88, 89, 90, 91, 92)
