@@ -35,31 +35,39 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
 }
 
 struct Softmax {
-    float top[2] = {-INFINITE, -INFINITE}, total[2] = {0, 0};
+    float top[2] = {-INFINITE, -INFINITE}, base[2] = {0, 0}, total[2] = {0, 0};
 
-    // Turns scores into weights relative to `top`; what was summed before is to be multiplied by `rescale`, unless no row
-    // of the warp has a new `top`, which is what it says.
-    DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
-        bool grown = false;
-        UNROLL for (int m = 0; m < 2; m++) {
-            float here = top[m];
-            UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
-                UNROLL for (int e = 0; e < 2; e++) here = larger(here, scores[4 * c + 2 * m + e]);
-            here = over_row(here, [](float x, float y) { return larger(x, y); });
-            if (LAZY && !((here - top[m]) * factor > SLACK)) here = top[m];
-            grown |= here != top[m];
-            const float base = here == -INFINITE ? 0 : here * factor;
-            rescale[m] = power(top[m] * factor - base);
-            top[m] = here;
-            total[m] *= rescale[m];
-            UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
-                UNROLL for (int e = 0; e < 2; e++) {
-                    float& score = scores[4 * c + 2 * m + e];
-                    score = power(multiply_add(score, factor, -base));
-                    total[m] += score;
-                }
+    // Sees to it that no score is too far above `top`. What was summed before is then to be multiplied by `rescale`,
+    // unless it says that nothing has changed in any row of the warp.
+    DEVICE bool raise(const Scores& scores, float factor, float (&rescale)[2]) {
+        float here[2] = {top[0], top[1]};
+        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = larger(here[n / 2 % 2], scores[n]);
+        if (LAZY) {
+            const bool higher = (here[0] - top[0]) * factor > SLACK || (here[1] - top[1]) * factor > SLACK;
+            if (!__any_sync(0xffffffffu, higher)) return false;
         }
-        return !LAZY || __any_sync(0xffffffffu, grown);
+        UNROLL for (int m = 0; m < 2; m++) {
+            here[m] = over_row(here[m], [](float x, float y) { return larger(x, y); });
+            base[m] = here[m] == -INFINITE ? 0 : here[m] * factor;
+            rescale[m] = power(top[m] * factor - base[m]);
+            top[m] = here[m];
+            total[m] *= rescale[m];
+        }
+        return true;
+    }
+
+    // Turns the scores of 8 columns from `first` to `end`, counted in 8, into weights.
+    DEVICE void weigh(Scores& scores, float factor, int first = 0, int end = BLOCK_N / 8) {
+        UNROLL for (int n = 4 * first; n < 4 * end; n++) {
+            scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
+            total[n / 2 % 2] += scores[n];
+        }
+    }
+
+    DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
+        const bool raised = raise(scores, factor, rescale);
+        weigh(scores, factor);
+        return raised;
     }
 
     DEVICE void finish() {
