@@ -56,9 +56,9 @@ struct Softmax {
         return true;
     }
 
-    // Turns the scores of 8 columns from `first` to `end`, counted in 8, into weights.
-    DEVICE void weigh(Scores& scores, float factor, int first = 0, int end = BLOCK_N / 8) {
-        UNROLL for (int n = 4 * first; n < 4 * end; n++) {
+    // Turns the scores of columns 8 FIRST to 8 END into weights.
+    template <int FIRST = 0, int END = BLOCK_N / 8> DEVICE void weigh(Scores& scores, float factor) {
+        UNROLL for (int n = 4 * FIRST; n < 4 * END; n++) {
             scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
             total[n / 2 % 2] += scores[n];
         }

@@ -115,9 +115,11 @@ template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS /
     }
 }
 
-// sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory).
+// sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory), or that of the rows 16 `first` to 16 `end`.
+template <int DEPTH> DEVICE Matrix rows_of(const T* right) { return Matrix(right, DEPTH * ROW_BYTES); }
 template <int COLUMNS, int DEPTH>
-DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], const T* right) {
-    const Matrix b(right, DEPTH * ROW_BYTES);
-    UNROLL for (int k = 0; k < DEPTH / 16; k++) Instruction<COLUMNS>::run(sums, left[k], b.advanced(k * 16 * ROW_BYTES));
+DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], Matrix right, int first = 0,
+                       int end = DEPTH / 16) {
+    UNROLL for (int k = first; k < end; k++)
+        Instruction<COLUMNS>::run(sums, left[k], right.advanced(k * 16 * ROW_BYTES));
 }
