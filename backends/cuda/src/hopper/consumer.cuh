@@ -101,19 +101,19 @@ struct Consumer {
         }
     }
     // The same, products with values and exponentials in turns: a warp that issues a product waits for most of those
-    // before it, and here computes meanwhile. No branch lies between the products, or ptxas puts waits there.
+    // before it, and here computes meanwhile. MIXED products go first, to run while the largest score is looked for.
     DEVICE void mixed_step(const Rows& rows, int i, Weights& old, Weights& own) {
         Shared& shared = loader.shared;
         ask_scores();
         if (PINGPONG) pass_turn(index);
-        wait_products<0>();
-        got_scores(rows, i);
-        grown = softmax.raise(scores, factor, rescale);
         shared.value_full[value_at.stage].wait(value_at.parity);
+        wait_products<0>();
         begin_products();
         const Matrix values = rows_of<BLOCK_N>(shared.value[value_at.stage]);
-        product_nn<BLOCK_DV, BLOCK_N>(sums, old, values, 0, 1);
-        mix<1>(values, old, own);
+        product_nn<BLOCK_DV, BLOCK_N>(sums, old, values, 0, MIXED);
+        got_scores(rows, i);
+        grown = softmax.raise(scores, factor, rescale);
+        mix<MIXED>(values, old, own);
         commit_products();
         wait_products<0>();
         got_sums(rows, i - 1, old);
@@ -122,11 +122,11 @@ struct Consumer {
     }
     // The products of 16 values each from K on, and as large a part of the weights after each.
     template <int K> DEVICE void mix(const Matrix& values, Weights& old, Weights& own) {
-        constexpr int GROUPS = BLOCK_N / 8, LAST = BLOCK_N / 16 - 1;
+        constexpr int GROUPS = BLOCK_N / 8, END = BLOCK_N / 16, LATE = END - MIXED;
         product_nn<BLOCK_DV, BLOCK_N>(sums, old, values, K, K + 1);
-        softmax.weigh<GROUPS * (K - 1) / LAST, GROUPS * K / LAST>(scores, factor);
+        softmax.weigh<GROUPS * (K - MIXED) / LATE, GROUPS * (K + 1 - MIXED) / LATE>(scores, factor);
         before_waiting(softmax.total, own);
-        if constexpr (K < LAST) mix<K + 1>(values, old, own);
+        if constexpr (K + 1 < END) mix<K + 1>(values, old, own);
     }
     // The scores of tile i beside the values of the one before, whose weights are `old`; its own beside these.
     DEVICE void step(const Rows& rows, int i, Weights& old, Weights& own) {
