@@ -7,7 +7,7 @@
 #include "hopper/loader.cuh"
 #include "hopper/store.cuh"
 
-// A consumer's rows, and which of the block's tiles of keys they see: `count`, after `before` and before `after` others.
+// A consumer's rows, and which of the block's tiles of keys they see: `count`, with `before` and `after` others around.
 struct Rows {
     Work work;
     int first, count, before, after;
@@ -53,7 +53,7 @@ struct Consumer {
             if (!begun) begin(rows);
             if (OVERLAP) steps(rows);
             for (int i = 0; !OVERLAP && i < rows.count; i++) plain_step(rows, i);
-            // While tiles are left that these rows do not see, the loader waits for them to be freed, and deals no next.
+            // While tiles are left that these rows do not see, the loader waits for them to be freed and deals none.
             const bool followed = CONTINUED && rows.count && !rows.after;
             if (followed) schedule.follow();
             const Rows next(a, schedule.work, index);
@@ -94,7 +94,10 @@ struct Consumer {
     DEVICE void steps(const Rows& rows) {
         int i = 1;
         if (WEIGHTS == 2)
-            for (; i + 1 < rows.count; i += 2) step(rows, i, weights[0], weights[1]), step(rows, i + 1, weights[1], weights[0]);
+            for (; i + 1 < rows.count; i += 2) {
+                step(rows, i, weights[0], weights[1]);
+                step(rows, i + 1, weights[1], weights[0]);
+            }
         for (; i < rows.count; i++) {
             step(rows, i, weights[0], weights[WEIGHTS - 1]);
             if (WEIGHTS == 2) copy(weights[0], weights[1]);

@@ -13,13 +13,16 @@
 //
 // Flags: SPECIALISED, a warpgroup of its own for the loads (else thread 0 asks for a tile when its stage is free);
 // OVERLAP, softmax beside the product with the values before; PINGPONG, consumers take turns; LAZY, softmax.cuh;
-// SCHEDULE, scheduler.cuh; CONTINUED, the first scores of a tile of rows beside the last values of the one before.
+// MIXED, consumer.cuh; PERSISTENT, scheduler.cuh; CONTINUED, the first scores of a tile of rows beside the last values
+// of the one before; WEIGHTS, sets of them: with two, a tile's are narrowed while the values before are multiplied.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
 static_assert(WARPS == 4 * (CONSUMERS + SPECIALISED), "warps of whole warpgroups");
-static_assert(SPECIALISED || SCHEDULE == 0, "without a producer nobody loads ahead");
-static_assert(OVERLAP || !CONTINUED, "what goes on is what overlaps");
+static_assert(SPECIALISED || !PERSISTENT, "without a producer nobody loads ahead");
+static_assert(OVERLAP || (!CONTINUED && !MIXED && WEIGHTS == 1), "ways to overlap");
+static_assert(!MIXED || WEIGHTS == 1, "two ways to the same end");
+static_assert(MIXED < BLOCK_N / 16, "weights follow products");
 
 // Of a thread, once the producer has handed on what it does not need: no more than all have at the start, or it waits
 // for ever.

@@ -1,9 +1,8 @@
 // Which tile of rows a block works on, and which tiles of keys its rows see.
 //
-// Tiles of rows are numbered so that those with most keys come first, within a section of heads that share the L2.
-// SCHEDULE says who takes which: 0, a block a tile, as the GPU deals them; else as many blocks as SMs, that take
-// 1: every so manieth tile, 2: the same, every other round backwards, so that lengths even out, 3: the next one,
-// counted in global memory (`a.counter`, 0 between launches).
+// Tiles of rows are numbered so that those with most keys come first, within a section of heads that share the L2. A
+// block takes one, or, PERSISTENT, there are as many blocks as SMs, and each that is done takes the next, counted in
+// global memory (`a.counter`, 0 between launches). Dealing them out beforehand evens out worse: 10 % at 16,384 causal.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "positions.cuh"
@@ -36,7 +35,7 @@ DEVICE Work work_at(const Arguments& a, u32 tile) {
     return work;
 }
 
-// How the producer tells the consumers the next tile (SCHEDULE 3), worked out.
+// How the producer tells the consumers the next tile, worked out.
 struct Ticket {
     Barrier full, free;
     u32 tile;
@@ -56,11 +55,12 @@ struct Schedule {
     // Of the producer, shortly before it is done with a tile: a tile taken earlier would wait for its turn here, while
     // another block has nothing to do.
     DEVICE void take() {
-        if (SCHEDULE == 3) taken = atomicAdd(a.counter, 1u);
+        if (PERSISTENT) taken = atomicAdd(a.counter, 1u);
     }
     // Of the producer, after `take`.
     DEVICE void deal() {
-        if (SCHEDULE != 3) return step();
+        tile = tiles;
+        if (!PERSISTENT) return;
         if (taken == tiles - 1) *a.counter = 0;  // every block takes one in vain, and this is the last
         tile = gridDim.x + taken;
         work = work_at(a, tile);
@@ -70,22 +70,15 @@ struct Schedule {
         ticket.full.arrive();
         round++;
     }
-
     // Of a consumer.
     DEVICE void follow() {
-        if (SCHEDULE != 3) return step();
+        tile = tiles;
+        if (!PERSISTENT) return;
         ticket.full.wait(round & 1);
         tile = ticket.tile;
         work = ticket.work;
         warp_barrier();
         if (thread_index() % 32 == 0) ticket.free.arrive();
         round++;
-    }
-
-    DEVICE void step() {
-        round++;
-        const u32 back = SCHEDULE == 2 && round % 2 ? gridDim.x - 1 - block_index() : block_index();
-        tile = SCHEDULE == 0 ? tiles : round * gridDim.x + back;
-        if (more()) work = work_at(a, tile);
     }
 };

@@ -78,7 +78,8 @@ struct Softmax {
 // Weights in 16 bits, as the left operand of a product.
 DEVICE void narrow(Weights& weights, const Scores& scores) {
     UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-        UNROLL for (int r = 0; r < 4; r++) weights[k][r] = pack_pair<T>(scores[8 * k + 2 * r], scores[8 * k + 2 * r + 1]);
+        UNROLL for (int r = 0; r < 4; r++)
+            weights[k][r] = pack_pair<T>(scores[8 * k + 2 * r], scores[8 * k + 2 * r + 1]);
 }
 
 DEVICE void copy(Weights& to, const Weights& from) {

@@ -28,6 +28,7 @@ template <int WIDTH> DEVICE void store_row(T* at, const float (&sums)[WIDTH / 2]
         }
         gather_group(words);
         const int column = 8 * (c + thread_index() % 4);
-        if (at && column < width) *reinterpret_cast<uint4*>(at + column) = uint4{words[0], words[1], words[2], words[3]};
+        if (at && column < width)
+            *reinterpret_cast<uint4*>(at + column) = uint4{words[0], words[1], words[2], words[3]};
     }
 }

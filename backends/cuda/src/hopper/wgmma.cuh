@@ -26,10 +26,10 @@ template <int COUNT> DEVICE void hold(u32 (&registers)[COUNT][4]) {
 
 // -- one instruction --------------------------------------------------------------------------------------------------
 
-// Where a matrix lies: the low word holds its address and `panel`, the bytes between panels where rows are what is summed
-// over (elsewhere it is not read), the high one the bytes between groups of 8 rows and the kind of swizzle. The address
-// is the same in all lanes. Lane 0 tells the others, which look as if they had different ones: so the compiler adds in
-// uniform registers, where it else moves every sum there.
+// Where a matrix lies: the low word holds its address and `panel`, the bytes between panels where rows are what is
+// summed over (elsewhere it is not read), the high one the bytes between groups of 8 rows and the kind of swizzle. The
+// address is the same in all lanes. Lane 0 tells the others, which look as if they had different ones: so the compiler
+// adds in uniform registers, where it else moves every sum there.
 struct Matrix {
     u32 low;
     DEVICE Matrix(const void* at, int panel)
@@ -40,8 +40,8 @@ struct Matrix {
     static constexpr u32 HIGH = 8 * PANEL * sizeof(T) >> 4 | 1u << 30;
 };
 
-// sums (64 x COLUMNS) = keep * sums + a (64 x 16) b (16 x COLUMNS): a in shared memory, 16 neighbouring columns of rows,
-// and b the same, transposed; or a in registers, and b 16 rows.
+// sums (64 x COLUMNS) = keep * sums + a (64 x 16) b (16 x COLUMNS): a in shared memory, 16 neighbouring columns of
+// rows, and b the same, transposed; or a in registers, and b 16 rows.
 template <int COLUMNS> struct Instruction;
 
 #define TEXT_OF(name) #name
@@ -115,7 +115,7 @@ template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS /
     }
 }
 
-// sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory), or that of the rows 16 `first` to 16 `end`.
+// sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory): of rows 16 `first` to 16 `end` of it.
 template <int DEPTH> DEVICE Matrix rows_of(const T* right) { return Matrix(right, DEPTH * ROW_BYTES); }
 template <int COLUMNS, int DEPTH>
 DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], Matrix right, int first = 0,
