@@ -14,7 +14,8 @@
 // Flags: SPECIALISED, a warpgroup of its own for the loads (else thread 0 asks for a tile when its stage is free);
 // OVERLAP, softmax beside the product with the values before; PINGPONG, consumers take turns; LAZY, softmax.cuh;
 // MIXED, consumer.cuh; PERSISTENT, scheduler.cuh; CONTINUED, the first scores of a tile of rows beside the last values
-// of the one before; WEIGHTS, sets of them: with two, a tile's are narrowed while the values before are multiplied.
+// of the one before; POLYNOMIAL, one exponential of so many by multiplications; WEIGHTS, sets of them: with two, a
+// tile's are narrowed while the values before are multiplied.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");

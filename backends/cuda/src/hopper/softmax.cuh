@@ -34,6 +34,26 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
     }
 }
 
+// 2^x for x below 128, to 3 millionths, by the units that multiply, since exponentials come at a sixteenth of their pace:
+// x = n + f with |f| <= 1/2, a polynomial in f that is 1 at 0, and n added to its exponent. So what is below -127 is 0. A
+// NaN is lost: the row's `base` is NaN then.
+DEVICE float power_by_products(float x) {
+    constexpr float ROUNDS = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
+    x = larger(x, -127.0f);
+    const float shifted = x + ROUNDS, f = x - (shifted - ROUNDS);
+    float y = multiply_add(f, 0.00958285294f, 0.0559064262f);
+    y = multiply_add(y, f, 0.240240991f);
+    y = multiply_add(y, f, 0.693124175f);
+    y = multiply_add(y, f, 1.0f);
+    return bits_float((float_bits(shifted) << 23) + float_bits(y));
+}
+
+// NaN prevails.
+DEVICE float largest(float x, float y) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
+    return x;
+}
+
 struct Softmax {
     float top[2] = {-INFINITE, -INFINITE}, base[2] = {0, 0}, total[2] = {0, 0};
 
@@ -41,14 +61,14 @@ struct Softmax {
     // unless it says that nothing has changed in any row of the warp.
     DEVICE bool raise(const Scores& scores, float factor, float (&rescale)[2]) {
         float here[2] = {top[0], top[1]};
-        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = larger(here[n / 2 % 2], scores[n]);
+        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = largest(here[n / 2 % 2], scores[n]);
         if (LAZY) {
-            const bool higher = (here[0] - top[0]) * factor > SLACK || (here[1] - top[1]) * factor > SLACK;
-            if (!__any_sync(0xffffffffu, higher)) return false;
+            const bool low = (here[0] - top[0]) * factor <= SLACK && (here[1] - top[1]) * factor <= SLACK;
+            if (__all_sync(0xffffffffu, low)) return false;
         }
         UNROLL for (int m = 0; m < 2; m++) {
-            here[m] = over_row(here[m], [](float x, float y) { return larger(x, y); });
-            base[m] = here[m] == -INFINITE ? 0 : here[m] * factor;
+            here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
+            base[m] = here[m] == -INFINITE ? 0 : here[m] * factor + (here[m] - here[m]);  // NaN for inf, which decides all
             rescale[m] = power(top[m] * factor - base[m]);
             top[m] = here[m];
             total[m] *= rescale[m];
@@ -59,7 +79,8 @@ struct Softmax {
     // Turns the scores of columns 8 FIRST to 8 END into weights.
     template <int FIRST = 0, int END = BLOCK_N / 8> DEVICE void weigh(Scores& scores, float factor) {
         UNROLL for (int n = 4 * FIRST; n < 4 * END; n++) {
-            scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
+            const float x = multiply_add(scores[n], factor, -base[n / 2 % 2]);
+            scores[n] = POLYNOMIAL && n % (POLYNOMIAL ? POLYNOMIAL : 1) == 0 ? power_by_products(x) : power(x);
             total[n / 2 % 2] += scores[n];
         }
     }
