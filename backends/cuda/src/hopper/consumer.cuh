@@ -103,6 +103,22 @@ struct Consumer {
             if (WEIGHTS == 2) copy(weights[0], weights[1]);
         }
     }
+    // The scores of tile i beside the values of the one before, whose weights are `old`; its own beside these.
+    DEVICE void step(const Rows& rows, int i, Weights& old, Weights& own) {
+        if (MIXED) return mixed_step(rows, i, old, own);
+        ask_scores();
+        ask_sums(old);
+        if (PINGPONG) pass_turn(index);
+        wait_products<1>();
+        got_scores(rows, i);
+        grown = softmax.step(scores, factor, rescale);
+        if (WEIGHTS == 2) narrow(own, scores);
+        before_waiting(softmax.total, own);
+        wait_products<0>();
+        got_sums(rows, i - 1, old);
+        if (WEIGHTS == 1) narrow(own, scores);
+        if (grown) scale_rows(sums, rescale);
+    }
     // The same, products with values and exponentials in turns: a warp that issues a product waits for most of those
     // before it, and here computes meanwhile. MIXED products go first, to run while the largest score is looked for.
     DEVICE void mixed_step(const Rows& rows, int i, Weights& old, Weights& own) {
@@ -131,23 +147,7 @@ struct Consumer {
         before_waiting(softmax.total, own);
         if constexpr (K + 1 < END) mix<K + 1>(values, old, own);
     }
-    // The scores of tile i beside the values of the one before, whose weights are `old`; its own beside these.
-    DEVICE void step(const Rows& rows, int i, Weights& old, Weights& own) {
-        if (MIXED) return mixed_step(rows, i, old, own);
-        ask_scores();
-        ask_sums(old);
-        if (PINGPONG) pass_turn(index);
-        wait_products<1>();
-        got_scores(rows, i);
-        grown = softmax.step(scores, factor, rescale);
-        if (WEIGHTS == 2) narrow(own, scores);
-        before_waiting(softmax.total, own);
-        wait_products<0>();
-        got_sums(rows, i - 1, old);
-        if (WEIGHTS == 1) narrow(own, scores);
-        if (grown) scale_rows(sums, rescale);
-    }
-    // The same where tile i is the first of other rows, so that the products go on while results are stored.
+    // A step where tile i is the first of other rows, so that the products go on while results are stored.
     DEVICE void change(const Rows& rows, const Rows& next) {
         await_query();
         ask_scores();

@@ -34,9 +34,9 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
     }
 }
 
-// 2^x for x below 128, to 3 millionths, by the units that multiply, since exponentials come at a sixteenth of their pace:
-// x = n + f with |f| <= 1/2, a polynomial in f that is 1 at 0, and n added to its exponent. So what is below -127 is 0. A
-// NaN is lost: the row's `base` is NaN then.
+// 2^x for x below 128, to 3 millionths, by the units that multiply, as exponentials come at an eighth of their pace:
+// x = n + f with |f| <= 1/2, a polynomial in f that is 1 at 0, and n added to its exponent. So what is below -127 is 0.
+// A NaN is lost: the row's `base` is NaN then.
 DEVICE float power_by_products(float x) {
     constexpr float ROUNDS = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
     x = larger(x, -127.0f);
@@ -68,7 +68,7 @@ struct Softmax {
         }
         UNROLL for (int m = 0; m < 2; m++) {
             here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
-            base[m] = here[m] == -INFINITE ? 0 : here[m] * factor + (here[m] - here[m]);  // NaN for inf, which decides all
+            base[m] = here[m] == -INFINITE ? 0 : here[m] * factor + (here[m] - here[m]);  // of inf, NaN
             rescale[m] = power(top[m] * factor - base[m]);
             top[m] = here[m];
             total[m] *= rescale[m];
