@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
 
 
-def variant(flags: dict[str, int], rows: int, columns: int, dim: int, dtype: str = "bfloat16") -> Variant:
+def variant(flags: dict[str, int], rows: int, columns: int, dim: int, dtype: str = "bfloat16") -> Any:
     consumers, stages = rows // 64, 2
     return Variant(
         "forward",
