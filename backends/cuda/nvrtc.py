@@ -91,6 +91,6 @@ def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> byt
                 f" {error}\n{nvrtc.getProgramLog(program).rstrip(_BLANK)}"
             ) from None
         made: bytes = nvrtc.getCUBIN(program)
-        return made
+        return made + b"\0"  # CuPy takes the last byte for the end of a string, and tools refuse a file without it
     finally:
         nvrtc.destroyProgram(program)

@@ -8,11 +8,6 @@
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that compute, of 64 rows each
 
-// Polls after which a wait is taken for a deadlock, in builds that test; 0 waits for ever.
-#ifndef SPIN_LIMIT
-#define SPIN_LIMIT 0
-#endif
-
 struct Barrier {
     u64 state;
 
@@ -37,8 +32,7 @@ struct Barrier {
     }
     // Waits for the end of a phase of `parity`.
     DEVICE void wait(u32 parity) {
-        for (int polls = 0; !passed(parity); polls++)
-            if (SPIN_LIMIT && polls == SPIN_LIMIT) asm volatile("trap;");
+        while (!passed(parity)) {}
     }
 };
 
@@ -54,7 +48,10 @@ template <int SIZE> struct Position {
     }
 };
 
-// -- turns ------------------------------------------------------------------------------------------------------------
+// -- consumers among themselves ---------------------------------------------------------------------------------------
+
+// All threads of one consumer meet.
+DEVICE void meet(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(1 + CONSUMERS + consumer) : "memory"); }
 
 // Consumers issue their products one after another, so that one's softmax runs beside the products of the others
 // (ping-pong): a named barrier each, where it and the one before meet. All take the same number of turns.

@@ -11,25 +11,18 @@
 // scores are there, the query once its last scores are, values once they are added; it does so warp by warp, since
 // nothing else says that the other warps of the product are done.
 //
-// Flags: SPECIALISED, a warpgroup of its own for the loads (else thread 0 asks for a tile when its stage is free);
-// OVERLAP, softmax beside the product with the values before; PINGPONG, consumers take turns; LAZY, softmax.cuh;
-// MIXED, consumer.cuh; PERSISTENT, scheduler.cuh; CONTINUED, the first scores of a tile of rows beside the last values
-// of the one before; POLYNOMIAL, one exponential of so many by multiplications; WEIGHTS, sets of them: with two, a
-// tile's are narrowed while the values before are multiplied.
+// Flags: PING_PONG, consumers issue their products in turns; CONTINUED, the first scores of a tile of rows beside the
+// last values of the one before, for which queries take twice the room.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
-static_assert(WARPS == 4 * (CONSUMERS + SPECIALISED), "warps of whole warpgroups");
-static_assert(SPECIALISED || !PERSISTENT, "without a producer nobody loads ahead");
-static_assert(OVERLAP || (!CONTINUED && !MIXED && WEIGHTS == 1), "ways to overlap");
-static_assert(!MIXED || WEIGHTS == 1, "two ways to the same end");
-static_assert(MIXED < BLOCK_N / 16, "weights follow products");
+static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
 // Of a thread, once the producer has handed on what it does not need: no more than all have at the start, or it waits
 // for ever.
 constexpr int ENTRY_REGISTERS = 65536 / (32 * WARPS) / 8 * 8;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-static_assert(!SPECIALISED || PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
               "registers for all");
 
 KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
@@ -41,13 +34,12 @@ KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant_
         init_barriers(shared);
     }
     barrier();
-    const Loader loader{shared, queries, keys, values};
     const int group = thread_index() / 128;
-    if (SPECIALISED && group == 0) {
+    if (group == 0) {
         give_registers<PRODUCER_REGISTERS>();
-        if (thread_index() == 0) produce(loader, a);
+        if (thread_index() == 0) produce(Loader{shared, queries, keys, values}, a);
     } else {
-        if (SPECIALISED) take_registers<CONSUMER_REGISTERS>();
-        Consumer{loader, a, group - SPECIALISED}.run();
+        take_registers<CONSUMER_REGISTERS>();
+        Consumer{shared, a, group - 1}.run();
     }
 }

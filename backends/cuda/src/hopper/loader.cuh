@@ -3,6 +3,9 @@
 #include "hopper/scheduler.cuh"
 #include "hopper/tma.cuh"
 
+// Where rows follow without a pause, their queries are there while those before are still multiplied.
+constexpr int QUERY_STAGES = CONTINUED ? 2 : 1;
+
 struct Shared {
     alignas(1024) T query[QUERY_STAGES][CONSUMERS][64 * BLOCK_D];
     alignas(1024) T key[STAGES][BLOCK_N * BLOCK_D];

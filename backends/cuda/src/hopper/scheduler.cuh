@@ -1,8 +1,8 @@
 // Which tile of rows a block works on, and which tiles of keys its rows see.
 //
-// Tiles of rows are numbered so that those with most keys come first, within a section of heads that share the L2. A
-// block takes one, or, PERSISTENT, there are as many blocks as SMs, and each that is done takes the next, counted in
-// global memory (`a.counter`, 0 between launches). Dealing them out beforehand evens out worse: 10 % at 16,384 causal.
+// Tiles of rows are numbered so that those with most keys come first, within a section of heads that share the L2.
+// There are as many blocks as SMs, and each that is done takes the next tile, counted in global memory (`a.counter`, 0
+// before the launch). Dealing them out beforehand evens out worse: 10 % at 16,384 causal.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "positions.cuh"
@@ -55,13 +55,10 @@ struct Schedule {
     // Of the producer, shortly before it is done with a tile: a tile taken earlier would wait for its turn here, while
     // another block has nothing to do.
     DEVICE void take() {
-        if (PERSISTENT) taken = atomicAdd(a.counter, 1u);
+        taken = atomicAdd(a.counter, 1u);
     }
     // Of the producer, after `take`.
     DEVICE void deal() {
-        tile = tiles;
-        if (!PERSISTENT) return;
-        if (taken == tiles - 1) *a.counter = 0;  // every block takes one in vain, and this is the last
         tile = gridDim.x + taken;
         work = work_at(a, tile);
         ticket.free.wait(~round & 1);
@@ -72,8 +69,6 @@ struct Schedule {
     }
     // Of a consumer.
     DEVICE void follow() {
-        tile = tiles;
-        if (!PERSISTENT) return;
         ticket.full.wait(round & 1);
         tile = ticket.tile;
         work = ticket.work;

@@ -2,8 +2,8 @@
 //
 // A score is q . k times a positive factor, which is a part of the exponential. Invariants: `total` is relative to
 // `top`, and of a thread's own columns until `finish`; a row that has seen no key keeps top = -inf and weights of 0.
-// `top` is the largest q . k so far; LAZY, one that no later one exceeds by more than SLACK in powers of two, so that
-// sums are seldom rescaled. Weights are then at most 2^SLACK, as exact in 16 bits as those below 1.
+// `top` is a q . k that no later one exceeds by more than SLACK in powers of two, so that sums are seldom rescaled.
+// Weights are then at most 2^SLACK, as exact in 16 bits as those below 1.
 #pragma once
 #include "hopper/wgmma.cuh"
 #include "positions.cuh"
@@ -34,20 +34,6 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
     }
 }
 
-// 2^x for x below 128, to 3 millionths, by the units that multiply, as exponentials come at an eighth of their pace:
-// x = n + f with |f| <= 1/2, a polynomial in f that is 1 at 0, and n added to its exponent. So what is below -127 is 0.
-// A NaN is lost: the row's `base` is NaN then.
-DEVICE float power_by_products(float x) {
-    constexpr float ROUNDS = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
-    x = larger(x, -127.0f);
-    const float shifted = x + ROUNDS, f = x - (shifted - ROUNDS);
-    float y = multiply_add(f, 0.00958285294f, 0.0559064262f);
-    y = multiply_add(y, f, 0.240240991f);
-    y = multiply_add(y, f, 0.693124175f);
-    y = multiply_add(y, f, 1.0f);
-    return bits_float((float_bits(shifted) << 23) + float_bits(y));
-}
-
 // NaN prevails.
 DEVICE float largest(float x, float y) {
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
@@ -57,15 +43,23 @@ DEVICE float largest(float x, float y) {
 struct Softmax {
     float top[2] = {-INFINITE, -INFINITE}, base[2] = {0, 0}, total[2] = {0, 0};
 
-    // Sees to it that no score is too far above `top`. What was summed before is then to be multiplied by `rescale`,
-    // unless it says that nothing has changed in any row of the warp.
+    // Turns scores into weights. What was summed before is then to be multiplied by `rescale`, unless it says that
+    // nothing has changed in any row of the warp.
+    DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
+        const bool raised = raise(scores, factor, rescale);
+        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) {
+            scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
+            total[n / 2 % 2] += scores[n];
+        }
+        return raised;
+    }
+
+    // Sees to it that no score is too far above `top`, and says whether it had to.
     DEVICE bool raise(const Scores& scores, float factor, float (&rescale)[2]) {
         float here[2] = {top[0], top[1]};
         UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = largest(here[n / 2 % 2], scores[n]);
-        if (LAZY) {
-            const bool low = (here[0] - top[0]) * factor <= SLACK && (here[1] - top[1]) * factor <= SLACK;
-            if (__all_sync(0xffffffffu, low)) return false;
-        }
+        const bool low = (here[0] - top[0]) * factor <= SLACK && (here[1] - top[1]) * factor <= SLACK;
+        if (__all_sync(0xffffffffu, low)) return false;
         UNROLL for (int m = 0; m < 2; m++) {
             here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
             base[m] = here[m] == -INFINITE ? 0 : here[m] * factor + (here[m] - here[m]);  // of inf, NaN
@@ -74,21 +68,6 @@ struct Softmax {
             total[m] *= rescale[m];
         }
         return true;
-    }
-
-    // Turns the scores of columns 8 FIRST to 8 END into weights.
-    template <int FIRST = 0, int END = BLOCK_N / 8> DEVICE void weigh(Scores& scores, float factor) {
-        UNROLL for (int n = 4 * FIRST; n < 4 * END; n++) {
-            const float x = multiply_add(scores[n], factor, -base[n / 2 % 2]);
-            scores[n] = POLYNOMIAL && n % (POLYNOMIAL ? POLYNOMIAL : 1) == 0 ? power_by_products(x) : power(x);
-            total[n / 2 % 2] += scores[n];
-        }
-    }
-
-    DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
-        const bool raised = raise(scores, factor, rescale);
-        weigh(scores, factor);
-        return raised;
     }
 
     DEVICE void finish() {
@@ -103,20 +82,11 @@ DEVICE void narrow(Weights& weights, const Scores& scores) {
             weights[k][r] = pack_pair<T>(scores[8 * k + 2 * r], scores[8 * k + 2 * r + 1]);
 }
 
-DEVICE void copy(Weights& to, const Weights& from) {
-    UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-        UNROLL for (int r = 0; r < 4; r++) to[k][r] = from[k][r];
-}
-
-// Keeps the arithmetic behind sums of weights, and behind weights where there are two sets of them, before the next
-// wait, which ptxas otherwise moves up as far as it can: not past a store that depends on them. It never happens, as
-// no sum is negative.
-DEVICE void before_waiting(const float (&total)[2], const Weights& weights) {
-    u32 all = float_bits(total[0] + total[1]);
-    for (int k = 0; WEIGHTS == 2 && k < BLOCK_N / 16; k++)
-        UNROLL for (int r = 0; r < 4; r++) all ^= weights[k][r];
-    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.u32 [%1], %2;\n}"
-                 ::"f"(total[0] + total[1]), "r"(0), "r"(all) : "memory");
+// Keeps the arithmetic behind sums of weights before the next wait, which ptxas otherwise moves up as far as it can:
+// not past a store that depends on them. It never happens, as no sum is negative.
+DEVICE void before_waiting(const float (&total)[2]) {
+    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}"
+                 ::"f"(total[0] + total[1]), "r"(0) : "memory");
 }
 
 // Multiplies the thread's rows of `sums`.

@@ -27,3 +27,12 @@ DEVICE void load_tile(T* tile, const TensorMap& map, Barrier& full, int row, int
                      ::"r"(shared_address(tile + column * ROWS)), "l"(&map), "r"(shared_address(&full)), "r"(column),
                        "r"(row), "r"(head), "r"(batch) : "memory");
 }
+
+// Takes the rows from `first` on out of a tile, by a consumer that is to multiply it; another one may do the same.
+template <int ROWS, int WIDTH> DEVICE void clear_rows(T* tile, int first) {
+    constexpr int CHUNK = 16 / sizeof(T), ROW = PANEL / CHUNK;
+    for (int column = 0; column < WIDTH; column += PANEL)
+        for (int n = first * ROW + thread_index() % 128; n < ROWS * ROW; n += 128)
+            *reinterpret_cast<uint4*>(tile + column * ROWS + n * CHUNK) = uint4{0, 0, 0, 0};
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what threads wrote, products are to see
+}
