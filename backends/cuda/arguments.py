@@ -1,11 +1,24 @@
-"""What a launch passes to a kernel: the structures of ``src/arguments.cuh``, field for field."""
+"""What a launch passes to a kernel: the structures of ``src/arguments.cuh``, field for field, and what fills them."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+import struct
+from typing import Any, ClassVar
 
-__all__ = ["Arguments", "Operand"]
+from attnswitch import arithmetic
+from attnswitch.backend import Inputs
+from attnswitch.philox import BITS
+from attnswitch.problem import Problem
+
+from . import memory
+
+__all__ = ["PADDING", "Arguments", "Operand", "constants", "of_call", "put", "tiles_of"]
+
+#: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
+PADDING = 128
+#: ``Operand``, written in one go.
+_OPERAND = struct.Struct("=5q")
 
 
 class Operand(ctypes.Structure):
@@ -37,3 +50,67 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
         *((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "threshold")),
     ]
+
+
+def constants(p: Problem) -> Arguments:
+    """What every call of a problem passes."""
+    left, right = _sight(p)
+    factor, cap = arithmetic.factors(p)
+    in_base_2 = arithmetic.folds(p) and p.dtype != "float64"
+    return Arguments(
+        scale=p.softmax_scale,
+        factor=factor * arithmetic.LOG2E if in_base_2 else factor,
+        cap=cap,
+        keep_scale=arithmetic.keep_scale(p),
+        threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
+        batch=p.batch,
+        heads=p.heads_q,
+        group=p.group,
+        pack=1,
+        queries=p.seq_q,
+        padded=tiles_of(p.seq_q, PADDING) * PADDING,
+        keys=p.seq_k,
+        dim=p.dim_qk,
+        dim_v=p.dim_v,
+        left=left,
+        right=right,
+        bottom_right=int(p.bottom_right),
+        splits=1,
+    )
+
+
+def of_call(constants: Arguments, inputs: Inputs) -> Arguments:
+    """``constants`` with the arrays of a call."""
+    a = Arguments.from_buffer_copy(constants)
+    put(a, Arguments.query.offset, inputs.query)
+    put(a, Arguments.key.offset, inputs.key)
+    put(a, Arguments.value.offset, inputs.value)
+    if inputs.attn_mask is not None:
+        address, *steps = memory.place(inputs.attn_mask)  # 0 along the axes that it is broadcast over
+        kept = (0 if size == 1 else stride for size, stride in zip(inputs.attn_mask.shape, steps, strict=True))
+        _OPERAND.pack_into(a, Arguments.mask.offset, address, *kept)
+    if inputs.key_lengths is not None:
+        size = int(inputs.key_lengths.itemsize)
+        a.lengths, stride = memory.place(inputs.key_lengths)
+        a.length_stride = stride * size
+        a.length_bytes = size if memory.dtype_name(inputs.key_lengths).startswith("u") else -size
+    if inputs.seed is not None:
+        a.seed_low, a.seed_high = inputs.seed & 0xFFFFFFFF, inputs.seed >> 32
+    return a
+
+
+def put(a: Arguments, offset: int, array: Any) -> None:
+    """Write an operand."""
+    _OPERAND.pack_into(a, offset, *memory.place(array))
+
+
+def tiles_of(length: int, size: int) -> int:
+    """Tiles of ``size`` that ``length`` takes, the last perhaps in part."""
+    return -(-length // size)
+
+
+def _sight(p: Problem) -> tuple[int, int]:
+    """Keys that a query sees before and after its own; more than there are, where nothing limits them."""
+    unlimited = p.seq_q + p.seq_k
+    left, right = p.reach
+    return unlimited if left is None else left, unlimited if right is None else right

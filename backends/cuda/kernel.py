@@ -7,7 +7,7 @@ from typing import Any
 from attnswitch.backend import Gradients, Inputs
 from attnswitch.problem import Problem
 
-from . import launch, memory
+from . import memory, portable
 from .config import CudaConfig
 
 __all__ = ["CudaKernel"]
@@ -24,11 +24,11 @@ class CudaKernel:
         p = self.problem = problem
         self._rows = (p.batch, p.heads_q, p.seq_q)
         self._real = "float64" if p.dtype == "float64" else "float32"
-        self._forward = launch.Forward(p, config)
-        self._prepare = launch.Prepare(p)
-        self._query = launch.QueryGradient(p, config) if "q" in p.grads else None
-        self._keys = launch.KeyGradients(p, config) if "k" in p.grads or "v" in p.grads else None
-        self._mask = launch.MaskGradient(p, config) if "m" in p.grads else None
+        self._forward = portable.Forward(p, config)
+        self._prepare = portable.Prepare(p)
+        self._query = portable.QueryGradient(p, config) if "q" in p.grads else None
+        self._keys = portable.KeyGradients(p, config) if "k" in p.grads or "v" in p.grads else None
+        self._mask = portable.MaskGradient(p, config) if "m" in p.grads else None
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""

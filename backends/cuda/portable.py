@@ -1,28 +1,22 @@
-"""From arrays to launches: each launch of a problem is prepared once, and given addresses and strides at every call."""
+"""Launches of the portable family: each is prepared once for a problem, and given the arrays of every call."""
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any, NamedTuple
 
 from attnswitch import arithmetic
 from attnswitch.backend import Inputs
-from attnswitch.philox import BITS
 from attnswitch.problem import DTYPES, Memory, Problem
 
-from . import config, memory, run
-from .arguments import Arguments
+from . import arguments, config, memory, run
+from .arguments import PADDING, Arguments, put, tiles_of
 from .config import ROWS_A_BLOCK, CudaConfig, Tile, block
 from .variant import Variant
 
 __all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved"]
 
-#: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
-_PADDING = 128
 _MASK_KINDS = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
-#: ``arguments.Operand``, written in one go.
-_OPERAND = struct.Struct("=5q")
 
 
 class Saved(NamedTuple):
@@ -44,22 +38,23 @@ class Forward:
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         tile, splits = chosen.forward, chosen.splits
-        a = _constants(p)
+        assert isinstance(tile, Tile)
+        a = arguments.constants(p)
         a.pack = p.group if config.packs(p) else 1
         heads = p.heads_q // a.pack
         a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
-        a.splits, a.chunk = splits, _tiles(p.seq_k, splits * tile.keys) * tile.keys
+        a.splits, a.chunk = splits, tiles_of(p.seq_k, splits * tile.keys) * tile.keys
         self._constants = a
         self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": int(splits > 1)})
-        self._blocks = p.batch * heads * _tiles(config.rows(p), tile.queries) * splits
+        self._blocks = p.batch * heads * tiles_of(config.rows(p), tile.queries) * splits
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
         self._dim = p.dim_v
         self._merge = _of_rows("merge", p, {}) if splits > 1 else None
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
-        a = _arguments(self._constants, inputs)
-        _put(a, Arguments.out.offset, out)
+        a = arguments.of_call(self._constants, inputs)
+        put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
         if self._merge is None:
             run.start(self._variant, self._blocks, a, out)
@@ -68,25 +63,25 @@ class Forward:
         sums = memory.empty((2, *self._rows), lse)
         a.parts, a.sums = memory.address(parts), memory.address(sums)
         run.start(self._variant, self._blocks, a, out)
-        run.start(self._merge, _tiles(math.prod(self._rows[1:]), ROWS_A_BLOCK), a, out)
+        run.start(self._merge, tiles_of(math.prod(self._rows[1:]), ROWS_A_BLOCK), a, out)
 
 
 class Prepare:
     """D of every row, and its lse as the other kernels want it."""
 
     def __init__(self, p: Problem) -> None:
-        self._constants = _constants(p)
+        self._constants = arguments.constants(p)
         self._variant = _of_rows("prepare", p, {"FOLD": int(arithmetic.folds(p))})
-        self._shape = (p.batch, p.heads_q, _tiles(p.seq_q, _PADDING) * _PADDING)
+        self._shape = (p.batch, p.heads_q, tiles_of(p.seq_q, PADDING) * PADDING)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
         saved = Saved(grad_out, memory.empty(self._shape, lse), memory.empty(self._shape, lse))
-        a = _arguments(self._constants, inputs, saved)
+        a = _with(self._constants, inputs, saved)
         lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
-        _put(a, Arguments.out.offset, out)
+        put(a, Arguments.out.offset, out)
         a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
-        run.start(self._variant, _tiles(math.prod(self._shape), ROWS_A_BLOCK), a, lse)
+        run.start(self._variant, tiles_of(math.prod(self._shape), ROWS_A_BLOCK), a, lse)
         return saved
 
 
@@ -94,18 +89,18 @@ class QueryGradient:
     """Gradient of query, (B, Hq, Lq, D)."""
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        a = _constants(p)
+        a = arguments.constants(p)
         heads = p.batch * p.heads_q
         a.section = min(arithmetic.heads_a_section(p), max(1, heads))
         self._constants = a
         self._variant = _variant("query_gradient", p, chosen.query_gradient, _flags(p))
-        self._blocks = heads * _tiles(p.seq_q, chosen.query_gradient.queries)
+        self._blocks = heads * tiles_of(p.seq_q, chosen.query_gradient.queries)
         self._shape = (p.batch, p.heads_q, p.seq_q, p.dim_qk)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
         grad = memory.empty(self._shape, inputs.query)
-        a = _arguments(self._constants, inputs, saved)
+        a = _with(self._constants, inputs, saved)
         a.grad_query = memory.address(grad)
         run.start(_for(self._variant, saved), self._blocks, a, grad)
         return grad
@@ -115,7 +110,7 @@ class KeyGradients:
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv), those that are asked for, by one launch or two."""
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        a = _constants(p)
+        a = arguments.constants(p)
         heads = p.batch * p.heads_kv
         a.section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads))
         self._constants = a
@@ -129,14 +124,14 @@ class KeyGradients:
             )
             for letters in ((wanted,) if chosen.key_and_value else wanted)
         ]
-        self._blocks = heads * _tiles(p.seq_k, chosen.key_gradients.keys)
+        self._blocks = heads * tiles_of(p.seq_k, chosen.key_gradients.keys)
         rows = (p.batch, p.heads_kv, p.seq_k)
         self._key = (*rows, p.dim_qk) if "k" in wanted else None
         self._value = (*rows, p.dim_v) if "v" in wanted else None
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""
-        a = _arguments(self._constants, inputs, saved)
+        a = _with(self._constants, inputs, saved)
         key = value = None
         if self._key is not None:
             key = memory.empty(self._key, inputs.key)
@@ -155,19 +150,19 @@ class MaskGradient:
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         assert p.mask_shape is not None
         tile = chosen.mask_gradient
-        a = _constants(p)
+        a = arguments.constants(p)
         b, h, q, k = p.mask_shape
         a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
         self._constants = a
         self._variant = _variant("mask_gradient", p, tile, _flags(p))
         self._shape = (b, h, q, k)
-        self._blocks = b * h * (_tiles(q, tile.queries) if q != 1 else 1) * (_tiles(k, tile.keys) if k != 1 else 1)
+        self._blocks = b * h * (tiles_of(q, tile.queries) if q != 1 else 1) * (tiles_of(k, tile.keys) if k != 1 else 1)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
         assert inputs.attn_mask is not None
         grad = memory.empty(self._shape, inputs.attn_mask)
-        a = _arguments(self._constants, inputs, saved)
+        a = _with(self._constants, inputs, saved)
         a.grad_mask = memory.address(grad)
         run.start(_for(self._variant, saved), self._blocks, a, grad)
         return grad
@@ -232,66 +227,12 @@ def _memory(array: Any) -> Memory:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _constants(p: Problem) -> Arguments:
-    """What every call of a problem passes."""
-    left, right = _sight(p)
-    factor, cap = arithmetic.factors(p)
-    in_base_2 = arithmetic.folds(p) and p.dtype != "float64"
-    return Arguments(
-        scale=p.softmax_scale,
-        factor=factor * arithmetic.LOG2E if in_base_2 else factor,
-        cap=cap,
-        keep_scale=arithmetic.keep_scale(p),
-        threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
-        batch=p.batch,
-        heads=p.heads_q,
-        group=p.group,
-        pack=1,
-        queries=p.seq_q,
-        padded=_tiles(p.seq_q, _PADDING) * _PADDING,
-        keys=p.seq_k,
-        dim=p.dim_qk,
-        dim_v=p.dim_v,
-        left=left,
-        right=right,
-        bottom_right=int(p.bottom_right),
-        splits=1,
-    )
-
-
-def _arguments(constants: Arguments, inputs: Inputs, saved: Saved | None = None) -> Arguments:
-    """``constants`` with the arrays of a call."""
-    a = Arguments.from_buffer_copy(constants)
-    _put(a, Arguments.query.offset, inputs.query)
-    _put(a, Arguments.key.offset, inputs.key)
-    _put(a, Arguments.value.offset, inputs.value)
-    if inputs.attn_mask is not None:
-        address, *steps = memory.place(inputs.attn_mask)  # 0 along the axes that it is broadcast over
-        kept = (0 if size == 1 else stride for size, stride in zip(inputs.attn_mask.shape, steps, strict=True))
-        _OPERAND.pack_into(a, Arguments.mask.offset, address, *kept)
-    if inputs.key_lengths is not None:
-        size = int(inputs.key_lengths.itemsize)
-        a.lengths, stride = memory.place(inputs.key_lengths)
-        a.length_stride = stride * size
-        a.length_bytes = size if memory.dtype_name(inputs.key_lengths).startswith("u") else -size
-    if inputs.seed is not None:
-        a.seed_low, a.seed_high = inputs.seed & 0xFFFFFFFF, inputs.seed >> 32
-    if saved is not None:
-        _put(a, Arguments.grad_out.offset, saved.grad_out)
-        a.base, a.delta = memory.address(saved.base), memory.address(saved.delta)
+def _with(constants: Arguments, inputs: Inputs, saved: Saved) -> Arguments:
+    """``constants`` with the arrays of a call of the backward."""
+    a = arguments.of_call(constants, inputs)
+    put(a, Arguments.grad_out.offset, saved.grad_out)
+    a.base, a.delta = memory.address(saved.base), memory.address(saved.delta)
     return a
-
-
-def _put(a: Arguments, offset: int, array: Any) -> None:
-    """Write an operand."""
-    _OPERAND.pack_into(a, offset, *memory.place(array))
-
-
-def _sight(p: Problem) -> tuple[int, int]:
-    """Keys that a query sees before and after its own; more than there are, where nothing limits them."""
-    unlimited = p.seq_q + p.seq_k
-    left, right = p.reach
-    return unlimited if left is None else left, unlimited if right is None else right
 
 
 def _contiguous(array: Any) -> Any:
@@ -304,7 +245,3 @@ def _contiguous(array: Any) -> Any:
     if all(step == want for size, step, want in zip(array.shape, steps, wanted, strict=True) if size > 1):
         return array
     return array.contiguous() if hasattr(array, "contiguous") else array.copy(order="C")
-
-
-def _tiles(length: int, size: int) -> int:
-    return -(-length // size)
