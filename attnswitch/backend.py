@@ -96,6 +96,10 @@ class Backend(Protocol):
     a kernel or builds a plan for each shape: the verifier then tries many data recipes on each. One with
     ``wants_seed = True`` is given a seed drawn for the call, where there is dropout and the caller gave none.
 
+    ``remarks(problem, device, config) -> tuple[str, ...]``, where a class has it, says what a user may want to know of
+    how it would compute a problem that it takes, such as which of its kernels would; ``config`` is the text of one of
+    its configs, or "" for the first.
+
     A backend that the CPU can run by an interpreter only may have ``emulation: dict[str, str]``, the environment
     variables that call for it. Where it is asked for by name, the verifier checks it on the CPU in processes that have
     them. ``unavailable`` and ``supports`` refuse the CPU where they are not set. A library reads them as it is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attnswitch import cost, divergences, registry
@@ -42,6 +42,8 @@ class Candidate:
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.
     config: str = ""
+    #: What it says of how it computes the problem.
+    remarks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -141,7 +143,7 @@ class Plan:
         lines.append(f"choice   {self.backend or 'none'} ({self.why})")
         width = max(len(candidate.backend) for candidate in self.candidates)
         for candidate in self.candidates:
-            for line, reason in enumerate(self.why_not(candidate) or ("chosen",)):
+            for line, reason in enumerate((*(self.why_not(candidate) or ("chosen",)), *candidate.remarks)):
                 lines.append(f"  {candidate.backend if line == 0 else '':{width}}  {reason}")
         return "\n".join(lines)
 
@@ -161,7 +163,16 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         return Candidate(name, unavailable=f"{FAILED}: {type(error).__name__}: {error}")
     if reasons or unavailable is not None:
         return Candidate(name, reasons, unavailable)
-    return _known(name, problem, device)
+    known = _known(name, problem, device)
+    return replace(known, remarks=_remarks(backend, problem, device, known.config))
+
+
+def _remarks(backend: Backend, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
+    remarks = getattr(backend, "remarks", None)
+    try:
+        return tuple(str(remark) for remark in remarks(problem, device, config)) if remarks else ()
+    except Exception as error:  # which is no reason against it
+        return (f"{FAILED}: {type(error).__name__}: {error}",)
 
 
 def _known(name: str, problem: Problem, device: Device) -> Candidate:

@@ -91,7 +91,8 @@ def plan(plan: planner.Plan) -> None:
             else "[red]absent[/]"
         )
         reasons = [escape(reason) for reason in plan.why_not(candidate)] or ["[green]chosen[/]"]
-        rows.add_row(candidate.backend, takes, "\n".join(reasons))
+        remarks = [f"[dim]{escape(remark)}[/]" for remark in candidate.remarks]
+        rows.add_row(candidate.backend, takes, "\n".join((*reasons, *remarks)))
     console.print(rows)
 
 
@@ -109,6 +110,7 @@ def plan_json(plan: planner.Plan) -> dict[str, Any]:
                 "unavailable": candidate.unavailable,
                 "ms": None if candidate.time is None else candidate.time.ms,
                 "why_not": list(plan.why_not(candidate)),
+                "remarks": list(candidate.remarks),
             }
             for candidate in plan.candidates
         ],

@@ -15,6 +15,7 @@ from attnswitch.errors import CompileError
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import config, cubin, nvrtc, run
+from .config import CudaConfig, Tile
 from .kernel import CudaKernel
 from .variant import Variant
 
@@ -39,25 +40,44 @@ class Build:
 
 
 def variants(problem: Problem, device: Device) -> list[Variant]:
-    """What forward and backward of ``problem`` launch on ``device`` in the first configuration, in that order."""
-    import torch
+    """What forward and backward of ``problem`` launch on ``device``, in that order.
 
-    kernel = CudaKernel(problem, next(config.configs(problem, device)))
+    It is that of the first configuration of each family.
+    """
     found: dict[Variant, None] = {}
 
-    def record(variant: Variant, blocks: int, arguments: Any, like: Any) -> None:
+    def record(variant: Variant, *_: Any) -> None:
         found[variant] = None
 
-    start, run.start = run.start, record
+    start, run.start = run.start, record  # type: ignore[assignment]
     try:
-        inputs = _inputs(problem)
-        out, lse = kernel.forward(inputs)
-        if problem.grads:
-            grad_out = _stand_in((problem.batch, problem.heads_q, problem.seq_q, problem.dim_v), problem.dtype)
-            kernel.backward(inputs, out, lse, grad_out, torch.empty_like(lse) if problem.lse else None)
+        for chosen in _firsts(problem, device):
+            _launch(CudaKernel(problem, chosen, device))
     finally:
         run.start = start
     return list(found)
+
+
+def _firsts(problem: Problem, device: Device) -> Iterator[CudaConfig]:
+    families = set()
+    for chosen in config.configs(problem, device):
+        if type(chosen.forward) not in families:
+            yield chosen
+        families.add(type(chosen.forward))
+        if Tile in families:  # the last one
+            return
+
+
+def _launch(kernel: CudaKernel) -> None:
+    """Forward and backward, on stand-ins."""
+    import torch
+
+    p = kernel.problem
+    inputs = _inputs(p)
+    out, lse = kernel.forward(inputs)
+    if p.grads:
+        grad_out = _stand_in((p.batch, p.heads_q, p.seq_q, p.dim_v), p.dtype)
+        kernel.backward(inputs, out, lse, grad_out, torch.empty_like(lse) if p.lse else None)
 
 
 def builds(problem: Problem, device: Device, arch: str) -> Iterator[Build]:
@@ -68,7 +88,8 @@ def builds(problem: Problem, device: Device, arch: str) -> Iterator[Build]:
         gradients = {"10": " key", "01": " value"}.get(
             "".join(str(value) for name, value in variant.flags if name.startswith("WITH_")), ""
         )
-        named = (variant.kernel + gradients, arch, str(problem), tile)
+        family = "" if variant.family == "portable" else f"{variant.family} "
+        named = (family + variant.kernel + gradients, arch, str(problem), tile)
         try:
             used = cubin.usage(nvrtc.cubin(variant, arch))
             yield Build(*named, used.registers, used.local, variant.shared)

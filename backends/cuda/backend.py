@@ -15,7 +15,8 @@ from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from . import config, emulator
-from .config import CudaConfig
+from .config import CudaConfig, HopperTile
+from .families import against_hopper
 
 __all__ = ["CudaBackend"]
 
@@ -48,6 +49,18 @@ class CudaBackend:
         """See ``config``."""
         return config.configs(problem, device)
 
+    def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
+        """Which family's forward it is, and why it is not Hopper's."""
+        configs = self.configs(problem, device)
+        first = next(configs)
+        chosen = next((c for c in (first, *configs) if str(c) == config), first) if config else first
+        if device.kind != "cuda":
+            return ()
+        if isinstance(chosen.forward, HopperTile):
+            return (f"forward by Hopper's kernel, {chosen.forward}",)
+        reasons = against_hopper(problem, device) or (f"{chosen.forward} was faster here",)
+        return (f"forward by the portable kernels, not by Hopper's ({'; '.join(reasons)})",)
+
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
         wide = problem.dtype == "float64"
@@ -57,7 +70,7 @@ class CudaBackend:
         """The kernels for ``problem``; NVRTC compiles each at its first launch, unless it is in the cache."""
         from .kernel import CudaKernel
 
-        return CudaKernel(problem, config)
+        return CudaKernel(problem, config, device)
 
 
 def _reasons(problem: Problem, device: Device) -> Iterator[str]:

@@ -10,7 +10,21 @@ from attnswitch.backend import Config
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["ROWS_A_BLOCK", "CudaConfig", "Tile", "block", "configs", "packs", "rows", "shared"]
+from .families import against_hopper
+
+__all__ = [
+    "ROWS_A_BLOCK",
+    "CudaConfig",
+    "HopperTile",
+    "Tile",
+    "block",
+    "configs",
+    "hopper_block",
+    "hopper_shared",
+    "packs",
+    "rows",
+    "shared",
+]
 
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
@@ -38,10 +52,37 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
+
+    ``continued``: the next rows' first product runs beside the last of these; queries then take twice the room.
+    ``ping_pong``: warpgroups issue their products in turns.
+    """
+
+    queries: int
+    keys: int
+    stages: int = 2
+    continued: bool = False
+    ping_pong: bool = True
+
+    def __str__(self) -> str:
+        flags = (" continued" if self.continued else "") + (" ping-pong" if self.ping_pong else "")
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{flags}"
+
+
+#: Tiles of Hopper's forward by head dimension, the fastest first; README.md has what was measured beside them.
+_HOPPER = {
+    64: (HopperTile(192, 128), HopperTile(128, 128, 3), HopperTile(128, 128, continued=True)),
+    128: (HopperTile(128, 128, continued=True), HopperTile(128, 128), HopperTile(128, 64, continued=True)),
+    256: (HopperTile(128, 80, ping_pong=False), HopperTile(128, 80), HopperTile(128, 64, ping_pong=False)),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class CudaConfig(Config):
     """Tiles of the kernels that cost: the forward, and the gradients of key and value, of query, of a float mask."""
 
-    forward: Tile
+    forward: Tile | HopperTile
     key_gradients: Tile
     query_gradient: Tile
     mask_gradient: Tile
@@ -67,6 +108,11 @@ def block(dim: int, problem: Problem) -> int:
     return -(-dim // step) * step
 
 
+def hopper_block(problem: Problem) -> int:
+    """The head dimension as Hopper's forward sees it, of key and value alike: TMA fills up with zeros."""
+    return min(dim for dim in _HOPPER if dim >= max(problem.dim_qk, problem.dim_v))
+
+
 def packs(problem: Problem) -> bool:
     """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
     return problem.group > 1 and problem.seq_q * problem.group <= 64
@@ -80,6 +126,8 @@ def rows(problem: Problem) -> int:
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """The heuristic's choice, then every other combination that fits the device."""
     best = _emulated(problem) if device.kind == "cpu" else _heuristic(problem, device)
+    if not against_hopper(problem, device):
+        yield from (replace(best, forward=tile, splits=1) for tile in _HOPPER[hopper_block(problem)])
     yield best
     if device.kind == "cpu":
         return
@@ -145,14 +193,15 @@ def _heuristic(problem: Problem, device: Device) -> CudaConfig:
         height = max(16, 1 << (max(few, 1) - 1).bit_length())
         forward = Tile(height, 64 if on_tensor_cores(problem) else 32, max(1, height // 16), 3)
     mask_gradient = Tile(64, 32, 4, 1) if on_tensor_cores(problem) or wide <= 64 else Tile(32, 32, 4, 1)
-    chosen = CudaConfig(
-        _shrunk(forward, "forward", problem, device),
+    forward = _shrunk(forward, "forward", problem, device)
+    return CudaConfig(
+        forward,
         _shrunk(key_gradients, "key_gradients", problem, device),
         _shrunk(query_gradient, "query_gradient", problem, device),
         _shrunk(mask_gradient, "mask_gradient", problem, device),
+        splits=_splits(problem, device, forward),
         key_and_value=together,
     )
-    return replace(chosen, splits=_splits(problem, device, chosen.forward))
 
 
 def _splits(problem: Problem, device: Device, tile: Tile) -> int:
@@ -188,6 +237,12 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
         stage += 2 * columns * real
     scratch = 0 if on_tensor_cores(problem) else rows * (columns + pad) * size
     return rows * own * size + tile.stages * stage + scratch
+
+
+def hopper_shared(tile: HopperTile, dim: int) -> int:
+    """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
+    queries = tile.queries * (2 if tile.continued else 1)
+    return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
 
 
 def _fits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:

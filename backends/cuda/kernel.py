@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from attnswitch.backend import Gradients, Inputs
+from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from . import memory, portable
-from .config import CudaConfig
+from . import hopper, memory, portable
+from .config import CudaConfig, HopperTile
 
 __all__ = ["CudaKernel"]
 
@@ -20,11 +21,12 @@ class CudaKernel:
     nothing.
     """
 
-    def __init__(self, problem: Problem, config: CudaConfig) -> None:
+    def __init__(self, problem: Problem, config: CudaConfig, device: Device) -> None:
         p = self.problem = problem
         self._rows = (p.batch, p.heads_q, p.seq_q)
         self._real = "float64" if p.dtype == "float64" else "float32"
-        self._forward = portable.Forward(p, config)
+        own = isinstance(config.forward, HopperTile)
+        self._forward = hopper.Forward(p, config, device) if own else portable.Forward(p, config)
         self._prepare = portable.Prepare(p)
         self._query = portable.QueryGradient(p, config) if "q" in p.grads else None
         self._keys = portable.KeyGradients(p, config) if "k" in p.grads or "v" in p.grads else None

@@ -10,8 +10,9 @@ import numpy as np
 
 from attnswitch.errors import CompileError
 
-from . import emulator, memory
+from . import emulator, memory, tensor_maps
 from .arguments import Arguments
+from .tensor_maps import TensorMap
 from .variant import Variant
 
 __all__ = ["start"]
@@ -23,8 +24,18 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _UNASKED = 48 * 1024
 
 
-def start(variant: Variant, blocks: int, arguments: Arguments, like: Any) -> None:
-    """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them."""
+def start(
+    variant: Variant,
+    blocks: int,
+    arguments: Arguments,
+    like: Any,
+    maps: tuple[TensorMap, ...] = (),
+    counter: Any = None,
+) -> None:
+    """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them.
+
+    ``maps`` come before the arguments. ``counter`` is zeroed first, on that stream.
+    """
     if blocks == 0:
         return
     if memory.on_cpu(like):
@@ -32,7 +43,18 @@ def start(variant: Variant, blocks: int, arguments: Arguments, like: Any) -> Non
         return
     function = _loaded(variant, _index(like))
     packed = np.frombuffer(memoryview(arguments), _BY_VALUE)  # an array of one element is passed by value
-    function((blocks,), (variant.threads,), (packed,), shared_mem=variant.shared, stream=memory.stream(like))
+    passed = (*map(tensor_maps.encoded, maps), packed)
+    stream = memory.stream(like)
+    if counter is not None:
+        _clear(counter, stream)
+    function((blocks,), (variant.threads,), passed, shared_mem=variant.shared, stream=stream)
+
+
+def _clear(array: Any, stream: Any) -> None:
+    """Zero ``array`` on ``stream``; a graph that is captured has a node for it."""
+    from cupy.cuda import runtime
+
+    runtime.memsetAsync(memory.address(array), 0, array.nbytes, stream.ptr)
 
 
 def _index(array: Any) -> int:

@@ -152,6 +152,10 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
     assert device != "cpu" or len(found) == 1
     tensor = config.on_tensor_cores(problem)
     for chosen in found:
+        if isinstance(chosen.forward, config.HopperTile):
+            assert config.hopper_shared(chosen.forward, config.hopper_block(problem)) <= where.shared_memory
+            assert chosen.splits == 1
+            continue
         for name in KERNELS:
             tile = getattr(chosen, name)
             own, by = (tile.keys, tile.queries) if name == "key_gradients" else (tile.queries, tile.keys)
@@ -197,8 +201,10 @@ def test_a_launch_passes_all_arguments_by_value(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run.memory, "stream", lambda _: "a stream")
     monkeypatch.setattr(run, "_index", lambda _: 3)
     monkeypatch.setattr(run, "_loaded", loaded)
+    monkeypatch.setattr(run, "_clear", lambda *cleared: launched.append(cleared))
+    monkeypatch.setattr(run.tensor_maps, "encoded", lambda tensor_map: f"encoded {tensor_map}")
     a = arguments.Arguments(batch=3, scale=0.5)
-    run.start(variant, 0, a, None)
+    run.start(variant, 0, a, None, (), "a counter")
     assert launched == []
     run.start(variant, 5, a, None)
     ((what, index, (grid, threads, (packed,)), options),) = launched
@@ -206,6 +212,12 @@ def test_a_launch_passes_all_arguments_by_value(monkeypatch: pytest.MonkeyPatch)
     assert options == {"shared_mem": 7, "stream": "a stream"}
     assert packed.size == 1
     assert packed.tobytes() == bytes(a)
+    launched.clear()
+    run.start(variant, 5, a, None, ("a map", "another"), "a counter")
+    cleared, (_, _, (_, _, passed), _) = launched
+    assert cleared == ("a counter", "a stream")
+    assert passed[:2] == ("encoded a map", "encoded another")
+    assert passed[2].tobytes() == bytes(a)
 
 
 # -- launches, emulated ------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ VALUES: dict[str, set[int]] = {
     "KEY_BYTES": {4, 8, 16},
     "VALUE_BYTES": {4, 8, 16},
     "GRAD_OUT_BYTES": {16},
+    "CONTINUED": {0, 1},
+    "PING_PONG": {0, 1},
 }
 
 
@@ -121,8 +123,11 @@ PLAIN = Problem.parse("b4.h16.s1024.d128.bf16.causal.grad")
 
 def test_launches_are_recorded_and_not_made() -> None:
     start = run.start
-    names = [variant.kernel for variant in ahead.variants(PLAIN, Device.named("h200"))]
-    assert names == ["forward", "prepare", "query_gradient", "key_gradients"]
+    names = [(variant.family, variant.kernel) for variant in ahead.variants(PLAIN, Device.named("h200"))]
+    backward = [("portable", kernel) for kernel in ("prepare", "query_gradient", "key_gradients")]
+    assert names == [("hopper", "forward"), *backward, ("portable", "forward")]
+    others = [(variant.family, variant.kernel) for variant in ahead.variants(PLAIN, Device.named("a100"))]
+    assert others == [("portable", "forward"), *backward]
     assert run.start is start
 
 
@@ -137,7 +142,7 @@ def test_launches_are_recorded_and_not_made() -> None:
     ],
 )
 def test_copies_are_as_wide_as_memory_allows(memory: Memory, copied: int) -> None:
-    forward = ahead.variants(PLAIN.replace(key=memory), Device.named("h200"))[0]
+    forward = ahead.variants(PLAIN.replace(key=memory), Device.named("a100"))[0]
     assert dict(forward.flags)["KEY_BYTES"] == copied
 
 

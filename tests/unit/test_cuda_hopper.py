@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from attnswitch import CompileError
+from attnswitch import CompileError, Problem
+from attnswitch.device import Device
 
 pytest.importorskip("cupy")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
 usage = importlib.import_module("attnswitch.backends.cuda.cubin").usage
 sources = importlib.import_module("attnswitch.backends.cuda.sources")
-Variant = importlib.import_module("attnswitch.backends.cuda.variant").Variant
+config = importlib.import_module("attnswitch.backends.cuda.config")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 
-#: Rows, keys, dimension, flags.
-TILES = [(192, 128, 64, 0, 1), (128, 128, 128, 1, 1), (128, 80, 256, 0, 0)]
+H200 = Device.named("h200")
 #: Bytes that a thread may spill: where three warpgroups compute, they have 160 registers each.
 SPILLED = {64: 32, 128: 0, 256: 0}
 
@@ -33,28 +34,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def variant(rows: int, columns: int, dim: int, continued: int, ping_pong: int, dtype: str = "bfloat16") -> Any:
-    stages = 2
-    return Variant(
-        "forward",
-        dtype,
-        rows,
-        columns,
-        dim,
-        dim,
-        warps=4 * (1 + rows // 64),
-        stages=stages,
-        shared=2 * dim * (rows * (1 + continued) + 2 * stages * columns) + 1024,
-        flags=(("CONTINUED", continued), ("PING_PONG", ping_pong)),
-        family="hopper",
-    )
+def variants(dim: int, dtype: str = "bfloat16") -> list[Any]:
+    """What the forward is compiled to in each of the family's configurations."""
+    problem = Problem.parse(f"b4.h16.s4096.d{dim}.{dtype}.causal")
+    configs = [c for c in config.configs(problem, H200) if isinstance(c.forward, config.HopperTile)]
+    return [hopper.Forward(problem, chosen, H200).variant for chosen in configs]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_tiles_stay_in_registers(tile: tuple[int, int, int, int, int], dtype: str) -> None:
-    built = nvrtc.cubin(variant(*tile, dtype=dtype), "sm_90a")
-    assert usage(built).local <= SPILLED[tile[2]]
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", SPILLED)
+def test_tiles_stay_in_registers(dim: int, dtype: str) -> None:
+    first, *others = variants(dim, dtype)
+    assert usage(nvrtc.cubin(first, "sm_90a")).local <= SPILLED[dim]
+    assert all(usage(nvrtc.cubin(other, "sm_90a")).local <= 32 for other in others)
 
 
 def test_registers_that_a_block_does_not_have_are_refused() -> None:
@@ -62,7 +54,7 @@ def test_registers_that_a_block_does_not_have_are_refused() -> None:
     source = sources.of_gpus()["hopper/forward.cu"]
     greedy, changed = re.subn(r"(CONSUMERS == 2 \? )232\b", r"\g<1>240", source)
     assert changed == 1
-    chosen = variant(*TILES[1])
+    chosen = variants(128)[0]
     options = tuple(f"-D{name}={value}" for name, value in {**chosen.sizes, **dict(chosen.flags)}.items())
     with pytest.raises(CompileError, match="registers for all"):
         nvrtc.compiled(greedy, "sm_90a", options)
@@ -102,14 +94,15 @@ def disassembler() -> Path | None:
 
 
 @pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_weights_are_not_rewritten_under_a_product(tile: tuple[int, int, int, int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dim", SPILLED)
+def test_weights_are_not_rewritten_under_a_product(dim: int, tmp_path: Path) -> None:
     """Compilers before CUDA 13.3 let it happen where the source does; this one is whichever is installed."""
     cubin = tmp_path / "forward.cubin"
-    cubin.write_bytes(nvrtc.cubin(variant(*tile), "sm_90a"))
+    chosen = variants(dim)[0]
+    cubin.write_bytes(nvrtc.cubin(chosen, "sm_90a"))
     told = subprocess.run([str(disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     products, found = overwritten(told)
-    assert products >= 2 * tile[1] // 16
+    assert products >= 2 * chosen.columns // 16
     assert found == []
 
 

@@ -1,0 +1,87 @@
+"""Which family of kernels takes the forward of a problem: Hopper's where it can, the portable one everywhere else."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+from attnswitch import arithmetic
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+__all__ = ["HOPPER_ROWS", "against_hopper"]
+
+#: Rows of queries of Hopper's least tile.
+HOPPER_ROWS = 128
+#: What a float holds in full precision, and thus a factor within an exponential.
+_LEAST, _MOST = 2.0**-126, 2.0**127
+#: Keys from which on splitting them pays where tiles of queries leave SMs idle.
+_LONG = 512
+_OPERANDS = ("query", "key", "value")
+
+
+def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Why Hopper's forward does not take ``problem`` on ``device``, one reason each; empty if it does."""
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return (f"{device}: it is written for compute capability 9.0",)
+    missing = _missing() if device.present else None
+    return (*((missing,) if missing else ()), *_features(problem), *_sizes(problem, device), *_memory(problem))
+
+
+def _features(p: Problem) -> Iterator[str]:
+    if p.dtype not in ("float16", "bfloat16"):
+        yield f"{p.dtype}: it multiplies 16-bit types"
+    if p.mask is not None:
+        yield f"attn_mask of {p.mask.dtype}: positions and lengths are all that it hides by"
+    if arithmetic.capped(p):
+        yield f"softcap={p.softcap:g}: it has none"
+    if p.dropout:
+        yield f"dropout_p={p.dropout:g}: it has none"
+    if not _LEAST < p.softmax_scale < _MOST:
+        yield f"scale={p.softmax_scale:g}: a positive float32 of full precision becomes part of its exponential"
+
+
+def _sizes(p: Problem, device: Device) -> Iterator[str]:
+    if p.is_empty or not p.seq_k:
+        yield "there is nothing to compute"
+        return
+    if p.dim_v % 8:
+        yield f"dim_v={p.dim_v}: it stores 8 columns at once"
+    if p.seq_q <= HOPPER_ROWS // 2:
+        yield f"{p.seq_q} queries: its tiles have {HOPPER_ROWS}"
+        return
+    tiles = p.batch * p.heads_q * -(-p.seq_q // HOPPER_ROWS)
+    if p.seq_k >= _LONG and 2 * tiles <= device.sms:
+        yield f"{tiles} tiles of queries for {device.sms} SMs: it does not split keys"
+
+
+def _memory(p: Problem) -> Iterator[str]:
+    for name in _OPERANDS:
+        memory = getattr(p, name)
+        if memory.strided or memory.expanded or memory.negative:
+            how = "strided" if memory.strided else "expanded" if memory.expanded else "turned round"
+            yield f"{name} is {how}: TMA reads rows of unit stride, and every other stride forwards"
+        elif memory.align < 16:
+            yield f"{name} is aligned to {memory.align} bytes: TMA reads from multiples of 16"
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What this machine lacks for it."""
+    from . import nvrtc
+
+    for package in ("cupy", "cuda.bindings"):
+        if not _installed(package):
+            return f"{package} is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
+    if not nvrtc.honours("sm_90a"):
+        found = ".".join(map(str, nvrtc.version()))
+        return f"NVRTC {found} does not compile for sm_90a; install that of CUDA 12 or later"
+    return None
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor what it is a part of
+        return False

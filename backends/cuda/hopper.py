@@ -1,0 +1,63 @@
+"""Launches of the Hopper family: the forward. A problem's gradients come from the portable kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnswitch import arithmetic
+from attnswitch.backend import Inputs
+from attnswitch.device import Device
+from attnswitch.problem import Problem
+
+from . import arguments, config, memory, run, tensor_maps
+from .arguments import Arguments, put, tiles_of
+from .config import CudaConfig, HopperTile
+from .variant import Variant
+
+__all__ = ["Forward"]
+
+#: Rows of a warpgroup, which has the loads of its queries to itself.
+_ROWS = 64
+#: SMs where the device does not say: what every H100 and H200 has that is not the PCIe card.
+_SMS = 132
+
+
+class Forward:
+    """Writes output and lse: one launch of as many blocks as SMs, which take tiles of queries as they are done."""
+
+    def __init__(self, p: Problem, chosen: CudaConfig, device: Device) -> None:
+        tile = chosen.forward
+        assert isinstance(tile, HopperTile)
+        heads = p.batch * p.heads_q
+        a = arguments.constants(p)
+        a.section = min(arithmetic.heads_a_section(p), max(1, heads))
+        self._constants = a
+        self._keys = tile.keys
+        self._blocks = min(heads * tiles_of(p.seq_q, tile.queries), device.sms or _SMS)
+        dim = config.hopper_block(p)
+        self.variant = Variant(
+            "forward",
+            p.dtype,
+            tile.queries,
+            tile.keys,
+            dim,
+            dim,
+            warps=4 * (1 + tile.queries // _ROWS),
+            stages=tile.stages,
+            shared=config.hopper_shared(tile, dim),
+            flags=(("CONTINUED", int(tile.continued)), ("PING_PONG", int(tile.ping_pong))),
+            family="hopper",
+        )
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
+        """Launch it. ``out`` and ``lse`` are written."""
+        a = arguments.of_call(self._constants, inputs)
+        put(a, Arguments.out.offset, out)
+        a.lse = memory.address(lse)
+        # Each launch has a counter of its own, zeroed on its stream: one that launches share would be taken from by two
+        # at once, on two streams or by the replay of a graph, and one that a launch leaves at 0 has to start there.
+        counter = memory.empty((1,), lse, "int32")
+        a.counter = memory.address(counter)
+        boxes = ((inputs.query, _ROWS), (inputs.key, self._keys), (inputs.value, self._keys))
+        maps = tuple(tensor_maps.of(array, rows) for array, rows in boxes)
+        run.start(self.variant, self._blocks, a, out, maps, counter)

@@ -1,0 +1,271 @@
+"""Which family of the CUDA backend takes a forward, what ``explain`` says of it, and what a Hopper launch is given."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Problem
+from attnswitch.backend import Inputs
+from attnswitch.device import Device
+from attnswitch.problem import Mask, Memory
+
+backend = importlib.import_module("attnswitch.backends.cuda.backend")
+config = importlib.import_module("attnswitch.backends.cuda.config")
+families = importlib.import_module("attnswitch.backends.cuda.families")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
+run = importlib.import_module("attnswitch.backends.cuda.run")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+
+H200 = Device.named("h200")
+PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
+
+
+def first(problem: Problem, device: Device = H200) -> Any:
+    return next(config.configs(problem, device)).forward
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PLAIN,
+        PLAIN.replace(dtype="float16", lse=True),
+        PLAIN.replace(alignment="bottom_right", seq_q=300, window=(64, 5), key_lengths=True),
+        *(PLAIN.replace(dim_qk=dim, dim_v=dim) for dim in (8, 64, 80, 192, 256)),
+        PLAIN.replace(dim_qk=192),
+        PLAIN.replace(dim_qk=20, query=Memory(align=16)),
+        PLAIN.replace(scale=2.0, nonfinite=True, causal=False),
+    ],
+    ids=str,
+)
+def test_hopper_takes_the_forward(problem: Problem) -> None:
+    assert families.against_hopper(problem, H200) == ()
+    assert isinstance(first(problem), config.HopperTile)
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "words"),
+    [
+        (PLAIN, "a100", r"A100, sm_80.*compute capability 9\.0"),
+        (PLAIN, "b200", r"B200, sm_100.*compute capability 9\.0"),
+        (PLAIN.replace(dtype="float32"), "h200", "float32"),
+        (PLAIN.replace(mask=Mask("bool")), "h200", "attn_mask of bool"),
+        (PLAIN.replace(softcap=30.0), "h200", "softcap=30"),
+        (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
+        *((PLAIN.replace(scale=scale), "h200", "scale=") for scale in (0.0, -0.5, 1e-40, 1e39)),
+        (PLAIN.replace(seq_q=0), "h200", "nothing to compute"),
+        (PLAIN.replace(seq_k=0), "h200", "nothing to compute"),
+        (PLAIN.replace(dim_v=20), "h200", "dim_v=20"),
+        (PLAIN.replace(seq_q=1), "h200", "1 queries"),
+        (PLAIN.replace(batch=1, heads_q=4, seq_q=300, seq_k=9000), "h200", "12 tiles of queries for 132 SMs"),
+        (PLAIN.replace(query=Memory(align=8)), "h200", "query is aligned to 8 bytes"),
+        (PLAIN.replace(key=Memory(strided=True)), "h200", "key is strided"),
+        (PLAIN.replace(value=Memory(expanded=True)), "h200", "value is expanded"),
+        (PLAIN.replace(value=Memory(negative=True)), "h200", "value is turned round"),
+    ],
+    ids=str,
+)
+def test_the_portable_family_takes_the_rest(problem: Problem, device: str, words: str) -> None:
+    where = Device.named(device)
+    (reason,) = families.against_hopper(problem, where)
+    assert re.search(words, reason)
+    assert isinstance(first(problem, where), config.Tile)
+    (remark,) = backend.CudaBackend().remarks(problem, where, "")
+    assert reason in remark
+
+
+def test_all_of_both_families_can_be_searched() -> None:
+    found = list(config.configs(PLAIN, H200))
+    own = [chosen for chosen in found if isinstance(chosen.forward, config.HopperTile)]
+    assert own == found[: len(own)]
+    assert len(own) > 1
+    assert first(PLAIN, Device.named("a100")) in {chosen.forward for chosen in found[len(own) :]}
+    assert len({str(chosen) for chosen in found}) == len(found)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("continued", [False, True])
+def test_every_tile_fits_a_block(dim: int, continued: bool) -> None:
+    for chosen in config.configs(PLAIN.replace(dim_qk=dim, dim_v=dim), H200):
+        tile = chosen.forward
+        if isinstance(tile, config.HopperTile):
+            assert tile.queries % 64 == 0
+            assert tile.keys in (64, 80, 128), "which products there are instructions for"
+            assert config.hopper_shared(tile, dim) <= H200.shared_memory
+
+
+def test_on_this_machine_what_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_missing", lambda: "cuda.bindings is not installed")
+    assert families.against_hopper(PLAIN, replace(H200, present=True)) == ("cuda.bindings is not installed",)
+    assert families.against_hopper(PLAIN, H200) == ()
+
+
+@pytest.mark.parametrize("package", ["cupy", "cuda.bindings"])
+def test_what_is_missing_is_named_with_the_remedy(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_installed", lambda name: name != package)
+    families._missing.cache_clear()
+    assert re.search(rf"^{package} is not installed; pip install attnswitch\[cuda13\]", families._missing())
+    families._missing.cache_clear()
+
+
+def test_a_package_is_found_without_an_import_of_it() -> None:
+    assert families._installed("torch.nn")
+    assert not families._installed("no_such_package.at_all")
+
+
+# -- what explain says -------------------------------------------------------------------------------------------------
+
+
+def told(problem: Problem, device: str) -> str:
+    return str(attnswitch.explain(problem, device=device))
+
+
+def test_explain_names_the_family_and_says_why() -> None:
+    assert "forward by Hopper's kernel, hopper 128x128 s2 continued ping-pong" in told(PLAIN, "h200")
+    assert "forward by the portable kernels, not by Hopper's (dropout_p=0.1" in told(PLAIN.replace(dropout=0.1), "h200")
+    assert "not by Hopper's (cuda (A100, sm_80)" in told(PLAIN, "a100")
+    assert "Hopper" not in told(PLAIN, "cpu")
+
+
+def test_the_config_that_was_measured_says_which_family() -> None:
+    portable = next(c for c in config.configs(PLAIN, H200) if isinstance(c.forward, config.Tile))
+    (remark,) = backend.CudaBackend().remarks(PLAIN, H200, str(portable))
+    assert remark == f"forward by the portable kernels, not by Hopper's ({portable.forward} was faster here)"
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def operands(problem: Problem) -> Inputs:
+    p, kind = problem, getattr(torch, problem.dtype)
+    q = torch.zeros(p.batch, p.heads_q, p.seq_q, p.dim_qk, dtype=kind)
+    k = torch.zeros(p.batch, p.seq_k, p.heads_kv, p.dim_qk, dtype=kind).transpose(1, 2)
+    v = torch.zeros(p.batch, p.heads_kv, p.seq_k, p.dim_v, dtype=kind)
+    return Inputs(q, k, v, key_lengths=torch.full((p.batch,), p.seq_k) if p.key_lengths else None)
+
+
+def launches(problem: Problem, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[Any]:
+    started: list[Any] = []
+    monkeypatch.setattr(run, "start", lambda *parts: started.append(parts))
+    forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+    inputs = operands(problem)
+    out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
+    for _ in range(times):
+        forward(inputs, out, torch.zeros(out.shape[:3]))
+    return [(inputs, *parts) for parts in started]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks"), [("b1.h2.s1000", 16), ("b4.h16/4.s1024", 132)], ids=["fewer-tiles-than-sms", "more"]
+)
+def test_there_are_no_more_blocks_than_sms(sizes: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.parse(f"{sizes}.d128.bf16")
+    monkeypatch.setattr(families, "_LONG", 10**6)
+    ((_, variant, launched, arguments, *_),) = launches(problem, monkeypatch)
+    assert (variant.family, variant.threads, launched) == ("hopper", 384, blocks)
+    assert arguments.section >= 1
+    assert arguments.pack == arguments.splits == 1
+
+
+def test_every_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams, or a graph and a stream, may run launches of one kernel at once."""
+    found = launches(PLAIN, monkeypatch, times=3)
+    counters = [parts[-1] for parts in found]
+    assert len({counter.data_ptr() for counter in counters}) == 3
+    for (_, _, _, arguments, *_), counter in zip(found, counters, strict=True):
+        assert arguments.counter == counter.data_ptr()
+        assert (counter.dtype, counter.numel()) == (torch.int32, 1)
+
+
+def test_a_counter_is_cleared_on_the_stream_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("cupy.cuda.runtime")
+    calls: list[Any] = []
+    monkeypatch.setattr(runtime, "memsetAsync", lambda *call: calls.append(call))
+    counter = torch.zeros(1, dtype=torch.int32)
+    run._clear(counter, type("Stream", (), {"ptr": 17}))
+    assert calls == [(counter.data_ptr(), 0, 4, 17)]
+
+
+def test_tiles_are_those_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((inputs, variant, _, arguments, _, maps, _),) = launches(PLAIN.replace(dim_qk=80, dim_v=72), monkeypatch)
+    assert (variant.dim, variant.dim_v) == (128, 128)
+    assert (arguments.dim, arguments.dim_v) == (80, 72)
+    assert [m.box for m in maps] == [64, variant.columns, variant.columns]
+    assert [m.shape for m in maps] == [(4, 16, 1024, 80), (4, 4, 1024, 80), (4, 4, 1024, 72)]
+    assert maps[0].strides == (2 * 16 * 1024 * 80, 2 * 1024 * 80, 2 * 80)
+    assert maps[1].strides == (2 * 4 * 1024 * 80, 2 * 80, 2 * 4 * 80)
+    assert maps[1].address == inputs.key.data_ptr()
+
+
+# -- tensor maps -------------------------------------------------------------------------------------------------------
+
+
+def test_strides_of_single_entries_mean_nothing() -> None:
+    plain = torch.zeros(1, 1, 100, 72, dtype=torch.float16)
+    odd = plain.as_strided((1, 1, 100, 72), (3, 7, 72, 1))
+    assert tensor_maps.of(odd, 64) == tensor_maps.of(plain, 64)
+    assert all(stride % 16 == 0 for stride in tensor_maps.of(odd, 64).strides)
+
+
+class Driver:
+    """Notes what it is asked to encode; the answer holds how many that were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        pytest.importorskip("cuda.bindings")
+        self.real = importlib.import_module("cuda.bindings.driver")
+        self.asked: list[Any] = []
+        self.fails = fails
+        monkeypatch.setattr(self.real, "cuTensorMapEncodeTiled", self.encode)
+        tensor_maps.encoded.cache_clear()
+
+    def encode(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        made = self.real.CUtensorMap()
+        made.opaque = [self.real.cuuint64_t(len(self.asked))] * 16
+        result = self.real.CUresult
+        return (result.CUDA_ERROR_INVALID_VALUE if self.fails else result.CUDA_SUCCESS), made
+
+
+def test_the_driver_is_told_dimensions_from_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    value = torch.zeros(2, 3, 100, 72, dtype=torch.bfloat16)
+    made = tensor_maps.encoded(tensor_maps.of(value, 80))
+    ((kind, rank, address, sizes, strides, box, steps, *rest),) = driver.asked
+    assert kind == driver.real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    assert (rank, address) == (4, value.data_ptr())
+    assert [int(size) for size in sizes] == [72, 100, 3, 2]
+    assert [int(stride) for stride in strides] == [144, 14400, 43200]
+    assert [int(length) for length in box] == [64, 80, 1, 1]
+    assert [int(step) for step in steps] == [1, 1, 1, 1]
+    assert rest[1] == driver.real.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    assert (made.size, made.nbytes) == (1, 128)
+    assert made.view("uint64").tolist() == [1] * 16
+
+
+def test_maps_are_kept_and_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    value = torch.zeros(2, 3, 100, 72, dtype=torch.float16)
+    again = [tensor_maps.encoded(tensor_maps.of(value, 80)) for _ in range(3)]
+    assert len(driver.asked) == 1
+    assert again[0] is again[2]
+    for other in (value[1:], value[:, :, 1:], value[:, :, :99], value.to(torch.bfloat16)):
+        tensor_maps.encoded(tensor_maps.of(other, 80))
+    tensor_maps.encoded(tensor_maps.of(value, 64))
+    assert len(driver.asked) == 6
+    assert tensor_maps.encoded.cache_info().maxsize is not None
+    tensor_maps.encoded.cache_clear()
+
+
+def test_what_the_driver_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, fails=True)
+    with pytest.raises(RuntimeError, match=r"does not encode TensorMap\(dtype='float16'.*CUDA_ERROR_INVALID_VALUE"):
+        tensor_maps.encoded(tensor_maps.of(torch.zeros(1, 1, 8, 8, dtype=torch.float16), 64))
