@@ -79,12 +79,13 @@ def constants(p: Problem) -> Arguments:
     )
 
 
-def of_call(constants: Arguments, inputs: Inputs) -> Arguments:
-    """``constants`` with the arrays of a call."""
+def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Arguments:
+    """``constants`` with the arrays of a call; query, key and value are ``mapped`` where tensor maps tell of them."""
     a = Arguments.from_buffer_copy(constants)
-    put(a, Arguments.query.offset, inputs.query)
-    put(a, Arguments.key.offset, inputs.key)
-    put(a, Arguments.value.offset, inputs.value)
+    if not mapped:
+        put(a, Arguments.query.offset, inputs.query)
+        put(a, Arguments.key.offset, inputs.key)
+        put(a, Arguments.value.offset, inputs.value)
     if inputs.attn_mask is not None:
         address, *steps = memory.place(inputs.attn_mask)  # 0 along the axes that it is broadcast over
         kept = (0 if size == 1 else stride for size, stride in zip(inputs.attn_mask.shape, steps, strict=True))

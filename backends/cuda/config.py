@@ -56,25 +56,22 @@ class HopperTile:
     """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
 
     ``continued``: the next rows' first product runs beside the last of these; queries then take twice the room.
-    ``ping_pong``: warpgroups issue their products in turns.
     """
 
     queries: int
     keys: int
     stages: int = 2
     continued: bool = False
-    ping_pong: bool = True
 
     def __str__(self) -> str:
-        flags = (" continued" if self.continued else "") + (" ping-pong" if self.ping_pong else "")
-        return f"hopper {self.queries}x{self.keys} s{self.stages}{flags}"
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
 
 
 #: Tiles of Hopper's forward by head dimension, the fastest first; README.md has what was measured beside them.
 _HOPPER = {
-    64: (HopperTile(192, 128), HopperTile(128, 128, 3), HopperTile(128, 128, continued=True)),
-    128: (HopperTile(128, 128, continued=True), HopperTile(128, 128), HopperTile(128, 64, continued=True)),
-    256: (HopperTile(128, 80, ping_pong=False), HopperTile(128, 80), HopperTile(128, 64, ping_pong=False)),
+    64: (HopperTile(192, 128), HopperTile(128, 128, continued=True)),
+    128: (HopperTile(128, 128, continued=True), HopperTile(128, 128)),
+    256: (HopperTile(128, 80), HopperTile(128, 64)),
 }
 
 

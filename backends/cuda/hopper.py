@@ -32,7 +32,12 @@ class Forward:
         a = arguments.constants(p)
         a.section = min(arithmetic.heads_a_section(p), max(1, heads))
         self._constants = a
-        self._keys = tile.keys
+        keys = p.batch, p.heads_kv, p.seq_k
+        self._maps = (
+            tensor_maps.mapper(p.dtype, (p.batch, p.heads_q, p.seq_q, p.dim_qk), _ROWS),
+            tensor_maps.mapper(p.dtype, (*keys, p.dim_qk), tile.keys),
+            tensor_maps.mapper(p.dtype, (*keys, p.dim_v), tile.keys),
+        )
         self._blocks = min(heads * tiles_of(p.seq_q, tile.queries), device.sms or _SMS)
         dim = config.hopper_block(p)
         self.variant = Variant(
@@ -45,19 +50,18 @@ class Forward:
             warps=4 * (1 + tile.queries // _ROWS),
             stages=tile.stages,
             shared=config.hopper_shared(tile, dim),
-            flags=(("CONTINUED", int(tile.continued)), ("PING_PONG", int(tile.ping_pong))),
+            flags=(("CONTINUED", int(tile.continued)),),
             family="hopper",
         )
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
-        a = arguments.of_call(self._constants, inputs)
+        a = arguments.of_call(self._constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
         # Each launch has a counter of its own, zeroed on its stream: one that launches share would be taken from by two
         # at once, on two streams or by the replay of a graph, and one that a launch leaves at 0 has to start there.
         counter = memory.empty((1,), lse, "int32")
         a.counter = memory.address(counter)
-        boxes = ((inputs.query, _ROWS), (inputs.key, self._keys), (inputs.value, self._keys))
-        maps = tuple(tensor_maps.of(array, rows) for array, rows in boxes)
+        maps = tuple(of(memory.place(array)) for of, array in zip(self._maps, inputs[:3], strict=True))
         run.start(self.variant, self._blocks, a, out, maps, counter)

@@ -23,7 +23,7 @@ def address(array: Any) -> int:
 
 def place(array: Any) -> tuple[int, ...]:
     """Where the first element is, and the strides in elements."""
-    match library_of(array):
+    match _library(array):
         case "torch":
             return array.data_ptr(), *array.stride()
         case "cupy":
@@ -40,7 +40,7 @@ def dtype_name(array: Any) -> str:
 
 def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
     """A result: contiguous, of ``like``'s library and device, and of its type where ``dtype`` does not name another."""
-    library = library_of(like)
+    library = _library(like)
     if library == "torch":
         torch: Any = sys.modules["torch"]
         made = like.new_empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
@@ -55,13 +55,13 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
 
 def on_cpu(array: Any) -> bool:
     """Whether it is the CPU's memory that the array is in."""
-    library = library_of(array)
+    library = _library(array)
     return library == "numpy" or (library == "torch" and bool(array.device.type == "cpu"))
 
 
 def on(array: Any) -> Any:
     """The device of ``array`` as the current one."""
-    match library_of(array):
+    match _library(array):
         case "torch" if array.is_cuda:
             torch: Any = sys.modules["torch"]
             if array.device.index != torch.cuda.current_device():
@@ -73,12 +73,23 @@ def on(array: Any) -> Any:
 
 def stream(array: Any) -> Any:
     """The current stream of the library and device of ``array``, as CuPy takes it."""
-    if library_of(array) == "torch":
+    if _library(array) == "torch":
         torch: Any = sys.modules["torch"]
         index = array.device.index
         return _external(torch.cuda.current_stream(index).cuda_stream, index)
     cupy: Any = sys.modules["cupy"]
     return cupy.cuda.get_current_stream()
+
+
+def _library(array: Any) -> str:
+    """``library_of``, which every launch asks ten times, remembered by type."""
+    kind = type(array)
+    if kind not in _libraries:
+        _libraries[kind] = library_of(array)
+    return _libraries[kind]
+
+
+_libraries: dict[type, str] = {}
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import numpy as np
 
 from attnswitch.errors import CompileError
 
-from . import emulator, memory, tensor_maps
+from . import emulator, memory
 from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
@@ -43,7 +43,7 @@ def start(
         return
     function = _loaded(variant, _index(like))
     packed = np.frombuffer(memoryview(arguments), _BY_VALUE)  # an array of one element is passed by value
-    passed = (*map(tensor_maps.encoded, maps), packed)
+    passed = (*(tensor_map.encoded for tensor_map in maps), packed)
     stream = memory.stream(like)
     if counter is not None:
         _clear(counter, stream)

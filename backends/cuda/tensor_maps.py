@@ -1,26 +1,29 @@
-"""Tensor maps, by which TMA knows an operand: encoded by the driver, and kept for as long as they are asked for."""
+"""Tensor maps, by which TMA knows an operand: encoded by the driver once, and kept by address, shape and strides."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from attnswitch.problem import DTYPES
 
-from . import memory
-
-__all__ = ["COLUMNS", "TensorMap", "encoded", "of"]
+__all__ = ["COLUMNS", "TensorMap", "mapper"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
 #: A CUtensorMap, passed by value.
 _BY_VALUE = np.dtype("V128")
+#: Maps that an operand of a problem keeps: buffers take turns, and a graph holds its own copies.
+_KEPT = 256
 
 
-class TensorMap(NamedTuple):
+@dataclass(frozen=True)
+class TensorMap:
     """An operand (batch, heads, rows, columns) of which a load brings ``box`` rows of one head; strides in bytes.
 
     It says all that the encoded map depends on, and nothing else.
@@ -32,40 +35,44 @@ class TensorMap(NamedTuple):
     strides: tuple[int, int, int]
     box: int
 
+    @functools.cached_property
+    def encoded(self) -> np.ndarray[Any, Any]:
+        """As a launch passes it, an array of one element of 128 bytes. Raises ``RuntimeError`` if it is refused."""
+        from cuda.bindings import driver
 
-def of(array: Any, box: int) -> TensorMap:
-    """The tensor map of ``array``. What the strides of axes of length 1 are means nothing, and may be no legal one."""
-    dtype = memory.dtype_name(array)
-    address, *steps = memory.place(array)
-    b, h, rows, columns = array.shape
+        kind = "BFLOAT16" if self.dtype == "bfloat16" else "FLOAT16"
+        error, made = driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            4,
+            self.address,
+            [driver.cuuint64_t(length) for length in reversed(self.shape)],
+            [driver.cuuint64_t(stride) for stride in reversed(self.strides)],
+            [driver.cuuint32_t(length) for length in (COLUMNS, self.box, 1, 1)],
+            [driver.cuuint32_t(1)] * 4,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # 0, and no NaN
+        )
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the driver does not encode {self}: {error.name}")
+        return np.frombuffer(ctypes.string_at(made.getPtr(), _BY_VALUE.itemsize), _BY_VALUE)
+
+
+def mapper(dtype: str, shape: tuple[int, int, int, int], box: int) -> Callable[[tuple[int, ...]], TensorMap]:
+    """What gives the tensor map of an operand from its place, the address and the strides in elements.
+
+    What the strides of axes of length 1 are means nothing, and may be no legal one.
+    """
     size = DTYPES[dtype]
-    line = -(-columns * size // 16) * 16
-    by_batch, by_head, by_row = (
-        line if length == 1 else step * size for length, step in zip((b, h, rows), steps, strict=False)
-    )
-    return TensorMap(dtype, address, (b, h, rows, columns), (by_batch, by_head, by_row), box)
+    line = -(-shape[3] * size // 16) * 16
 
+    @functools.lru_cache(maxsize=_KEPT)
+    def of(place: tuple[int, ...]) -> TensorMap:
+        address, *steps = place
+        by_batch, by_head, by_row = (
+            line if length == 1 else step * size for length, step in zip(shape[:3], steps[:3], strict=True)
+        )
+        return TensorMap(dtype, address, shape, (by_batch, by_head, by_row), box)
 
-@functools.lru_cache(maxsize=4096)
-def encoded(tensor_map: TensorMap) -> np.ndarray[Any, Any]:
-    """As a launch passes it, an array of one element of 128 bytes. Raises ``RuntimeError`` if the driver refuses it."""
-    from cuda.bindings import driver
-
-    m = tensor_map
-    kind = "BFLOAT16" if m.dtype == "bfloat16" else "FLOAT16"
-    error, made = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
-        4,
-        m.address,
-        [driver.cuuint64_t(length) for length in reversed(m.shape)],
-        [driver.cuuint64_t(stride) for stride in reversed(m.strides)],
-        [driver.cuuint32_t(length) for length in (COLUMNS, m.box, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # 0, and no NaN
-    )
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the driver does not encode {m}: {error.name}")
-    return np.frombuffer(ctypes.string_at(made.getPtr(), _BY_VALUE.itemsize), _BY_VALUE)
+    return of

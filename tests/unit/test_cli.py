@@ -446,6 +446,16 @@ def test_explain_gives_every_backend_its_line(cli: Cli) -> None:
         assert all(reason in ran.out for reason in candidate["why_not"])
 
 
+def test_explain_tells_how_a_backend_computes_it(cli: Cli) -> None:
+    ran = cli("explain", "b4.h16.s1024.d64.bf16.dropout=0.1", "--device", "h200")
+    document = json.loads(cli("explain", "b4.h16.s1024.d64.bf16.dropout=0.1", "--device", "h200", "--json").out)
+    remarks = {candidate["backend"]: candidate["remarks"] for candidate in document["candidates"]}
+    (remark,) = remarks.pop("cuda")
+    assert "not by Hopper's (dropout_p=0.1" in remark
+    assert remark in ran.out
+    assert not any(remarks.values())
+
+
 def test_explain_exits_with_two_where_nothing_fits(cli: Cli) -> None:
     ran = cli("explain", "b1.h1.s8.d512.fp32.softcap=2.0", "--device", "t4")
     assert (ran.code, "choice   none (no backend takes it)" in ran.out) == (2, True)

@@ -202,7 +202,6 @@ def test_a_launch_passes_all_arguments_by_value(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run, "_index", lambda _: 3)
     monkeypatch.setattr(run, "_loaded", loaded)
     monkeypatch.setattr(run, "_clear", lambda *cleared: launched.append(cleared))
-    monkeypatch.setattr(run.tensor_maps, "encoded", lambda tensor_map: f"encoded {tensor_map}")
     a = arguments.Arguments(batch=3, scale=0.5)
     run.start(variant, 0, a, None, (), "a counter")
     assert launched == []
@@ -213,10 +212,11 @@ def test_a_launch_passes_all_arguments_by_value(monkeypatch: pytest.MonkeyPatch)
     assert packed.size == 1
     assert packed.tobytes() == bytes(a)
     launched.clear()
-    run.start(variant, 5, a, None, ("a map", "another"), "a counter")
+    maps = [type("Map", (), {"encoded": name}) for name in ("a map", "another")]
+    run.start(variant, 5, a, None, maps, "a counter")
     cleared, (_, _, (_, _, passed), _) = launched
     assert cleared == ("a counter", "a stream")
-    assert passed[:2] == ("encoded a map", "encoded another")
+    assert passed[:2] == ("a map", "another")
     assert passed[2].tobytes() == bytes(a)
 
 

@@ -48,7 +48,6 @@ VALUES: dict[str, set[int]] = {
     "VALUE_BYTES": {4, 8, 16},
     "GRAD_OUT_BYTES": {16},
     "CONTINUED": {0, 1},
-    "PING_PONG": {0, 1},
 }
 
 

@@ -252,6 +252,12 @@ ReasonsInASentence = type("ReasonsInASentence", (Plugin,), {"supports": lambda *
 NoHash = type("NoHash", (Plugin,), {"supports": lambda *_: (), "configs": lambda *_: iter([{"block": 64}])})
 
 
+Remarks = type(
+    "Remarks", (Plugin,), {"supports": lambda *_: (), "remarks": lambda *given: (f"by {given[3] or 'the first'}",)}
+)
+RemarksRaise = type("RemarksRaise", (Plugin,), {"supports": lambda *_: (), "remarks": fails(KeyError("tile"))})
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``installed(name=target, ...)`` installs a package ``extra`` with these entry points for the length of a test."""
@@ -310,6 +316,22 @@ def test_an_odd_plug_in_behind_the_chosen_one_breaks_nothing(installed: Callable
     installed(plugin=f"{__name__}:NoHash")
     q = np.zeros((1, 1, 2, 4), np.float32)
     assert attnswitch.attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("target", "remark"),
+    [("Remarks", "by the first"), ("RemarksRaise", "it failed while planning: KeyError: 'tile'"), ("Plugin", None)],
+)
+def test_what_a_backend_says_of_how_it_computes(
+    target: str, remark: str | None, installed: Callable[..., None]
+) -> None:
+    installed(plugin=f"{__name__}:{target}")
+    plan = attnswitch.explain("b1.h1.s4.d8.fp32", backend="plugin")
+    (candidate,) = (candidate for candidate in plan.candidates if candidate.backend == "plugin")
+    assert candidate.remarks == (() if remark is None else (remark,))
+    assert candidate.fits == (remark is not None)
+    if remark is not None:
+        assert str(plan).splitlines()[-1].strip() == remark
 
 
 def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -> None:

@@ -41,7 +41,7 @@ struct Consumer {
     }
 
     DEVICE void run() {
-        if (PING_PONG && index == CONSUMERS - 1) pass_turn(index);
+        if (index == CONSUMERS - 1) pass_turn(index);
         bool begun = false;  // the first tile, with the last of the rows before
         for (Schedule schedule{a, shared.ticket}; schedule.more();) {
             const Rows rows(a, schedule.work, index);
@@ -71,7 +71,7 @@ struct Consumer {
         pass_by(rows.before);
         if (!rows.count) return;
         ask_scores();
-        if (PING_PONG) pass_turn(index);
+        pass_turn(index);
         wait_products<0>();
         got_scores(rows, 0);
         softmax.step(scores, factor, rescale);  // of sums that are 0
@@ -82,7 +82,7 @@ struct Consumer {
     DEVICE void step(const Rows& rows, int i) {
         ask_scores();
         ask_sums();
-        if (PING_PONG) pass_turn(index);
+        pass_turn(index);
         wait_products<1>();
         got_scores(rows, i);
         const bool raised = softmax.step(scores, factor, rescale);
@@ -97,7 +97,7 @@ struct Consumer {
         await_query();
         ask_scores();
         ask_sums();
-        if (PING_PONG) pass_turn(index);
+        pass_turn(index);
         wait_products<1>();
         got_scores(next, 0);
         Softmax fresh;
@@ -127,7 +127,7 @@ struct Consumer {
     DEVICE void pass_by(int count) {
         for (; count; count--) {
             shared.key_full[key_at.stage].wait(key_at.parity);
-            if (PING_PONG) await_turn(index), pass_turn(index);
+            await_turn(index), pass_turn(index);
             release(shared.key_free[key_at.stage]);
             shared.value_full[value_at.stage].wait(value_at.parity);
             release(shared.value_free[value_at.stage]);
@@ -144,7 +144,7 @@ struct Consumer {
     }
     DEVICE void ask_scores() {
         shared.key_full[key_at.stage].wait(key_at.parity);
-        if (PING_PONG) await_turn(index);
+        await_turn(index);
         begin_products();
         product_nt<BLOCK_N, BLOCK_D>(scores, shared.query[query_at.stage][index], shared.key[key_at.stage]);
         commit_products();

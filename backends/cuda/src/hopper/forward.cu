@@ -11,8 +11,8 @@
 // scores are there, the query once its last scores are, values once they are added; it does so warp by warp, since
 // nothing else says that the other warps of the product are done.
 //
-// Flags: PING_PONG, consumers issue their products in turns; CONTINUED, the first scores of a tile of rows beside the
-// last values of the one before, for which queries take twice the room.
+// CONTINUED says that the first scores of a tile of rows come beside the last values of the one before, for which
+// queries take twice the room.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
