@@ -59,8 +59,8 @@ class Forward:
         a = arguments.of_call(self._constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
-        # Each launch has a counter of its own, zeroed on its stream: one that launches share would be taken from by two
-        # at once, on two streams or by the replay of a graph, and one that a launch leaves at 0 has to start there.
+        # A counter for each launch, zeroed on its stream and so in a captured graph: two streams, or a graph and a
+        # stream, may run one kernel at once, and what a launch that failed has left is of no account.
         counter = memory.empty((1,), lse, "int32")
         a.counter = memory.address(counter)
         maps = tuple(of(memory.place(array)) for of, array in zip(self._maps, inputs[:3], strict=True))
