@@ -78,19 +78,20 @@ struct Consumer {
         narrow(weights, scores);
         clear_beyond(rows);
     }
-    // The scores of tile i beside the values of the one before, whose weights give way to its own.
+    // The scores of tile i beside the values of the one before, whose weights give way to its own. The largest score is
+    // looked for beside that product; exponentials are left to the turns of others.
     DEVICE void step(const Rows& rows, int i) {
         ask_scores();
         ask_sums();
         pass_turn(index);
         wait_products<1>();
         got_scores(rows, i);
-        const bool raised = softmax.step(scores, factor, rescale);
-        before_waiting(softmax.total);
+        const bool raised = softmax.raise(scores, factor, rescale);
         wait_products<0>();
         got_sums();
-        narrow(weights, scores);
         if (raised) scale_rows(sums, rescale);
+        softmax.weigh(scores, factor);
+        narrow(weights, scores);
     }
     // A step where tile i is the first of other rows, so that the products go on while results are stored.
     DEVICE void change(const Rows& rows, const Rows& next) {

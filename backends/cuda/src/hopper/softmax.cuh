@@ -47,10 +47,7 @@ struct Softmax {
     // nothing has changed in any row of the warp.
     DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
         const bool raised = raise(scores, factor, rescale);
-        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) {
-            scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
-            total[n / 2 % 2] += scores[n];
-        }
+        weigh(scores, factor);
         return raised;
     }
 
@@ -68,6 +65,13 @@ struct Softmax {
             total[m] *= rescale[m];
         }
         return true;
+    }
+
+    DEVICE void weigh(Scores& scores, float factor) {
+        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) {
+            scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
+            total[n / 2 % 2] += scores[n];
+        }
     }
 
     DEVICE void finish() {
