@@ -16,7 +16,6 @@ from .config import Tile, block
 from .kernels.variant import Variant
 
 __all__ = [
-    "aligned",
     "as_bytes",
     "dense",
     "dropping",
@@ -27,6 +26,7 @@ __all__ = [
     "strides",
     "tiles",
     "unit",
+    "unseen",
     "variant",
     "wide",
     "words",
@@ -59,10 +59,12 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     )
 
 
-def aligned(*arrays: Any) -> bool:
-    """Whether the rows of ``arrays`` are, and Triton has to be told: it looks for multiples of 16 elements."""
-    even = all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in strides(x)[:3]) for x in arrays)
-    return even and any(n % 16 for x in arrays for n in (*strides(x)[:3], x.shape[3]))
+def unseen(*arrays: Any) -> bool:
+    """Whether Triton has to be told that rows are aligned: by itself it sees multiples of 16 elements only.
+
+    It may be told, as ``operands`` has seen to it that they are.
+    """
+    return any(n % 16 for x in arrays for n in (*strides(x)[:3], x.shape[3]))
 
 
 def options(tile: Tile) -> dict[str, Any]:

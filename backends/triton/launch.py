@@ -15,7 +15,6 @@ from attnswitch.problem import Problem
 
 from . import config
 from .arguments import (
-    aligned,
     dense,
     dropping,
     early,
@@ -25,6 +24,7 @@ from .arguments import (
     strides,
     tiles,
     unit,
+    unseen,
     variant,
     wide,
     words,
@@ -112,7 +112,7 @@ class Forward:
             packed=self._packed,
             split=splits > 1,
             tma=tma,
-            aligned=not tma and aligned(key, value),
+            aligned=not tma and unseen(key, value),
             tma_rows=tma_rows,
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
@@ -217,7 +217,7 @@ class QueryGradient:
             tile,
             even_k=p.seq_k % tile.keys == 0,
             tma=tma,
-            aligned=not tma and aligned(key, value),
+            aligned=not tma and unseen(key, value),
             wide=wide(tile, key, value, mask),
             listed=self._lists is not None,
         )
@@ -266,7 +266,7 @@ class KeyGradients:
             even_q=p.seq_q % tile.queries == 0,
             even_k=p.seq_k % tile.keys == 0,
             tma=tma,
-            aligned=not tma and aligned(query, grad_out),
+            aligned=not tma and unseen(query, grad_out),
             wide=wide(tile, query, grad_out, mask),
             listed=self._lists is not None,
         )

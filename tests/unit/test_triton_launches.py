@@ -411,7 +411,7 @@ CASE = Problem.parse("b2.h2.s64.d64.fp32.mask=fp32:hk.lengths.grad=qkvm")
 def test_every_array_from_outside_is_looked_at(role: str) -> None:
     """Each launch that takes an array is compiled anew for one that lies at another multiple of 4 bytes.
 
-    A gradient that does is copied. Inputs that do would be, had the problem said so.
+    But for an upstream gradient, which is copied to where others lie.
     """
     made = kernel.TritonKernel(CASE, H200, next(config.configs(CASE, H200)))
     every = [

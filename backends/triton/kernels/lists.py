@@ -63,11 +63,11 @@ def _arrange(kinds, step, tiles, counts, others, SIZE: tl.constexpr):
         t = first + tl.arange(0, _BLOCK)
         kind = tl.load(kinds + t.to(tl.int64) * step, mask=t < others, other=_EMPTY)
         gaps = tl.maximum(tl.associative_scan(tl.where(kind == _FULL, -1, t), 0, _later), gap)
-        here = tl.max((tl.cast(t - gaps, tl.int64) << 32) - t, 0)  # the longest, and of several the first
-        length = tl.cast((here + 0x7FFFFFFF) >> 32, tl.int32)
+        here = tl.max((tl.cast(t - gaps, tl.int64) << 32) - t, 0)  # the longest, and of several the first: both in one
+        length = tl.cast((here + 0x7FFFFFFF) >> 32, tl.int32)  # up, over what t took away
         run_end = tl.where(length > longest, tl.cast((tl.cast(length, tl.int64) << 32) - here, tl.int32) + 1, run_end)
         longest = tl.maximum(longest, length)
-        if first + _BLOCK < others:
+        if first + _BLOCK < others:  # a next block asks for it
             gap = tl.max(gaps, 0)
     run_first = run_end - longest
     before = kinds + tl.cast(run_first - 1, tl.int64) * step

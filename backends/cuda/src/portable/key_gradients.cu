@@ -98,6 +98,10 @@ KERNEL key_gradients(const Arguments a) {
     UNROLL for (int m = 0; m < ROWS; m++) {
         const int j = mine(m);
         if (j >= a.keys) continue;
+        if (j >= e.end) {  // a weight of 0 times NaN is NaN
+            UNROLL for (Real& sum : key_sums[m]) sum = 0;
+            UNROLL for (Real& sum : value_sums[m]) sum = 0;
+        }
         const i64 line = (i64(b) * heads + head_kv) * a.keys + j;
         if (WITH_KEY) {
             UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) key_sums[m][c] *= Real(a.scale);
