@@ -52,7 +52,7 @@ def bench(
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="Measure this peer in place of the suite's (repeatable): torch, flex, or none."),
+        typer.Option(help="Measure this peer in place of the suite's (repeatable): torch, flex, fa4, or none."),
     ] = None,
     config: Annotated[
         list[str] | None,

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnswitch.bench.candidates import Attend, Refused
 from attnswitch.bench.workload import Workload
 
-__all__ = ["PEERS", "flex", "torch_default"]
+__all__ = ["PEERS", "flash4", "flex", "torch_default"]
 
 
 def torch_default(work: Workload) -> Attend:
@@ -92,8 +92,45 @@ def flex(work: Workload, compiler: Callable[..., Any] = torch.compile) -> Attend
     )
 
 
+def flash4(work: Workload) -> Attend:
+    """``flash_attn.cute.flash_attn_func`` of the package flash-attn-4 (FlashAttention-4), which compiles for the shape.
+
+    It takes (B, L, H, D); the workload's arrays are handed over as such views. Raises ``Refused`` for what it has no
+    argument for.
+    """
+    p = work.problem
+    _only_output(work, "the output of FlashAttention-4")
+    for what, asked in (("attn_mask", p.mask is not None), ("dropout", p.dropout), ("key_lengths", p.key_lengths)):
+        if asked:
+            raise Refused(f"FlashAttention-4 has no {what} for a dense batch")
+    if p.dtype not in ("float16", "bfloat16"):
+        raise Refused(f"FlashAttention-4 takes 16-bit types ({p.dtype})")
+    if p.positional and not p.bottom_right and p.seq_q != p.seq_k:
+        raise Refused("FlashAttention-4 aligns positions to the bottom right")
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as error:
+        raise Refused(f"flash-attn-4 cannot be imported ({error})", "unavailable") from None
+    left, right = p.reach
+    window = (None, None) if left is None else (left, right)
+    operands = [x.transpose(1, 2) for x in (work.query, work.key, work.value)]
+
+    def attend() -> torch.Tensor:
+        found = flash_attn_func(
+            *operands,
+            softmax_scale=p.scale,
+            causal=p.causal and left is None,
+            window_size=window,
+            softcap=p.softcap,
+        )
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2)
+
+    return attend
+
+
 #: Every peer by name.
-PEERS: dict[str, Callable[[Workload], Attend]] = {"torch": torch_default, "flex": flex}
+PEERS: dict[str, Callable[[Workload], Attend]] = {"torch": torch_default, "flex": flex, "fa4": flash4}
 
 
 def _only_output(work: Workload, what: str) -> None:

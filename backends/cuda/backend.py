@@ -22,8 +22,6 @@ __all__ = ["CudaBackend"]
 
 #: Positions and their differences are held in 32 bits.
 _MOST_POSITIONS = 2**29
-#: A choice rests on verification, and no GPU has verified these kernels yet.
-_UNVERIFIED = "its kernels were verified in emulation only, and on no GPU so far"
 
 
 class CudaBackend:
@@ -105,7 +103,7 @@ def _unavailable() -> str | None:
 
     emulated = f"{emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
     if torch.version.cuda is not None:
-        return _UNVERIFIED if torch.cuda.is_available() else f"torch finds no NVIDIA GPU; {emulated}"
+        return None if torch.cuda.is_available() else f"torch finds no NVIDIA GPU; {emulated}"
     try:  # CuPy's arrays need no torch with CUDA; without a driver there is no need to import it
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         import cupy
@@ -113,7 +111,7 @@ def _unavailable() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # each part of CUDA that is missing or too old has its own way to fail
         return f"CuPy finds no NVIDIA GPU ({error}); {emulated}"
-    return _UNVERIFIED if count else f"CuPy finds no NVIDIA GPU; {emulated}"
+    return None if count else f"CuPy finds no NVIDIA GPU; {emulated}"
 
 
 _: type[Backend] = CudaBackend

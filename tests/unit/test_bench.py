@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import attnswitch
 from attnswitch import cost, registry
 from attnswitch.bench import candidates, deviation, document, peers, workload
 from attnswitch.bench.candidates import Refused
@@ -41,7 +44,7 @@ def records(problem: str, *backends: str, direction: Direction = "forward", **fi
 
 
 def test_the_suites_that_are_promised() -> None:
-    assert list(suites()) == ["grid", "features", "decode", "memory", "quick"]
+    assert list(suites()) == ["grid", "forward", "features", "decode", "memory", "quick"]
     assert len(suites()["grid"].rows) == 12
     for suite in suites().values():
         assert len({row.name for row in suite.rows}) == len(suite.rows)
@@ -163,12 +166,36 @@ def test_flex_is_given_the_whole_problem(problem: str) -> None:
         ("torch", "b1.h1.s8.d8.fp32.lse", "forward", "without lse"),
         ("flex", "b1.h1.s8.d8.fp32.dropout=0.1", "forward", "no dropout"),
         ("flex", "b1.h1.s8.d8.fp32", "backward", "no backward on the CPU"),
+        ("fa4", "b1.h1.s8.d8.bf16.mask=bool", "forward", "no attn_mask"),
+        ("fa4", "b1.h1.s8.d8.fp32", "forward", "16-bit types"),
+        ("fa4", "b1.h1.s4x8.d8.bf16.causal", "forward", "bottom right"),
     ],
 )
 def test_a_peer_says_what_it_does_not_take(peer: str, problem: str, direction: Any, reason: str) -> None:
     record = records(problem, peers=(peer,), direction=direction)[peer]
     assert (record.status, record.ms) == ("refused", None)
     assert reason in (record.why or "")
+
+
+def test_flash_attention_4_gets_what_the_problem_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that computes it: layout, causality, window, scale, softcap."""
+
+    def stand_in(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        asked.update(options)
+        window = None if options["window_size"] == (None, None) else options["window_size"]
+        rest = {"scale": options["softmax_scale"], "softcap": options["softcap"], "backend": "reference"}
+        positions = {"is_causal": options["causal"], "window": window, "causal_alignment": "bottom_right"}
+        return attnswitch.attention(q, k, v, layout="BLHD", **rest, **positions), None
+
+    package, module = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    vars(module)["flash_attn_func"] = stand_in
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    for problem in ("b2.h4/2.s9.d8.bf16.causal.softcap=2.0", "b1.h2.s5x9.d8.fp16.causal-br.window=3,*.scale=0.5"):
+        asked: dict[str, Any] = {}
+        found = records(problem, "reference", peers=("fa4",))
+        assert (found["fa4"].status, found["fa4"].why) == ("measured", None)
+    assert asked["window_size"] == (3, 0)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (1, 3)])

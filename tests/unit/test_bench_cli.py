@@ -132,9 +132,9 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("slow",), "suite 'slow' is not known; expected one of grid, features, decode, memory, quick"),
+        (("slow",), "suite 'slow' is not known; expected one of grid, forward, features, decode, memory, quick"),
         (("--backend", "fastest"), "backend 'fastest' is not known"),
-        (("--peer", "fastest"), "peer 'fastest' is not known; expected torch, flex or none"),
+        (("--peer", "fastest"), "peer 'fastest' is not known; expected torch, flex, fa4 or none"),
         (("--problem", "b1"), "missing h, s, d"),
         (("--device", "h200"), "is not in this machine"),
         (("quick", "--row", "no such row"), "no row of the suites named is left"),
