@@ -1,14 +1,16 @@
-"""What the project's own kernels reckon alike from a problem: factors of scores and weights, and heads to a section."""
+"""What the project's own kernels reckon alike from a problem: factors, tiles, heads to a section."""
 
 from __future__ import annotations
 
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["LOG2E", "capped", "factors", "folds", "heads_a_section", "keep_scale"]
+__all__ = ["LOG2E", "capped", "factors", "folds", "heads_a_section", "keep_scale", "padded", "tiles"]
 
 LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
 _NO_CAP = 1e30
+#: Rows of the largest tile.
+_PADDING = 128
 #: Bytes of keys and values that the programs running at one time may share in the L2.
 _SECTION = 16 * 2**20
 
@@ -33,6 +35,16 @@ def factors(problem: Problem) -> tuple[float, float]:
 def keep_scale(problem: Problem) -> float:
     """What the weights that dropout keeps are multiplied by; 0 where it keeps none."""
     return 0.0 if problem.dropout == 1.0 else 1.0 / (1.0 - problem.dropout)
+
+
+def tiles(length: int, size: int) -> int:
+    """How many tiles of ``size`` cover ``length``."""
+    return -(-length // size)
+
+
+def padded(problem: Problem) -> int:
+    """Length of what the backward reads row by row (lse, D): whole tiles, so that no load of it is tested."""
+    return tiles(problem.seq_q, _PADDING) * _PADDING
 
 
 def heads_a_section(problem: Problem, *, queries: bool = False, packed: bool = False) -> int:

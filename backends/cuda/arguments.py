@@ -13,10 +13,8 @@ from attnswitch.problem import Problem
 
 from . import memory
 
-__all__ = ["PADDING", "Arguments", "Operand", "constants", "of_call", "put", "tiles_of"]
+__all__ = ["Arguments", "Operand", "constants", "of_call", "put"]
 
-#: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
-PADDING = 128
 #: ``Operand``, written in one go.
 _OPERAND = struct.Struct("=5q")
 
@@ -68,7 +66,7 @@ def constants(p: Problem) -> Arguments:
         group=p.group,
         pack=1,
         queries=p.seq_q,
-        padded=tiles_of(p.seq_q, PADDING) * PADDING,
+        padded=arithmetic.padded(p),
         keys=p.seq_k,
         dim=p.dim_qk,
         dim_v=p.dim_v,
@@ -103,11 +101,6 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
 def put(a: Arguments, offset: int, array: Any) -> None:
     """Write an operand."""
     _OPERAND.pack_into(a, offset, *memory.place(array))
-
-
-def tiles_of(length: int, size: int) -> int:
-    """Tiles of ``size`` that ``length`` takes, the last perhaps in part."""
-    return -(-length // size)
 
 
 def _sight(p: Problem) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from . import arguments, config, memory, run, tensor_maps
-from .arguments import Arguments, put, tiles_of
+from .arguments import Arguments, put
 from .config import CudaConfig, HopperTile
 from .variant import Variant
 
@@ -38,7 +38,7 @@ class Forward:
             tensor_maps.mapper(p.dtype, (*keys, p.dim_qk), tile.keys),
             tensor_maps.mapper(p.dtype, (*keys, p.dim_v), tile.keys),
         )
-        self._blocks = min(heads * tiles_of(p.seq_q, tile.queries), device.sms or _SMS)
+        self._blocks = min(heads * arithmetic.tiles(p.seq_q, tile.queries), device.sms or _SMS)
         dim = config.hopper_block(p)
         self.variant = Variant(
             "forward",

@@ -10,7 +10,7 @@ from attnswitch.backend import Inputs
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import arguments, config, memory, run
-from .arguments import PADDING, Arguments, put, tiles_of
+from .arguments import Arguments, put
 from .config import ROWS_A_BLOCK, CudaConfig, Tile, block
 from .variant import Variant
 
@@ -43,10 +43,10 @@ class Forward:
         a.pack = p.group if config.packs(p) else 1
         heads = p.heads_q // a.pack
         a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
-        a.splits, a.chunk = splits, tiles_of(p.seq_k, splits * tile.keys) * tile.keys
+        a.splits, a.chunk = splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys
         self._constants = a
         self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": int(splits > 1)})
-        self._blocks = p.batch * heads * tiles_of(config.rows(p), tile.queries) * splits
+        self._blocks = p.batch * heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
         self._dim = p.dim_v
         self._merge = _of_rows("merge", p, {}) if splits > 1 else None
@@ -63,7 +63,7 @@ class Forward:
         sums = memory.empty((2, *self._rows), lse)
         a.parts, a.sums = memory.address(parts), memory.address(sums)
         run.start(self._variant, self._blocks, a, out)
-        run.start(self._merge, tiles_of(math.prod(self._rows[1:]), ROWS_A_BLOCK), a, out)
+        run.start(self._merge, arithmetic.tiles(math.prod(self._rows[1:]), ROWS_A_BLOCK), a, out)
 
 
 class Prepare:
@@ -72,7 +72,7 @@ class Prepare:
     def __init__(self, p: Problem) -> None:
         self._constants = arguments.constants(p)
         self._variant = _of_rows("prepare", p, {"FOLD": int(arithmetic.folds(p))})
-        self._shape = (p.batch, p.heads_q, tiles_of(p.seq_q, PADDING) * PADDING)
+        self._shape = (p.batch, p.heads_q, arithmetic.padded(p))
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
@@ -81,7 +81,7 @@ class Prepare:
         lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
         put(a, Arguments.out.offset, out)
         a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
-        run.start(self._variant, tiles_of(math.prod(self._shape), ROWS_A_BLOCK), a, lse)
+        run.start(self._variant, arithmetic.tiles(math.prod(self._shape), ROWS_A_BLOCK), a, lse)
         return saved
 
 
@@ -94,7 +94,7 @@ class QueryGradient:
         a.section = min(arithmetic.heads_a_section(p), max(1, heads))
         self._constants = a
         self._variant = _variant("query_gradient", p, chosen.query_gradient, _flags(p))
-        self._blocks = heads * tiles_of(p.seq_q, chosen.query_gradient.queries)
+        self._blocks = heads * arithmetic.tiles(p.seq_q, chosen.query_gradient.queries)
         self._shape = (p.batch, p.heads_q, p.seq_q, p.dim_qk)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
@@ -124,7 +124,7 @@ class KeyGradients:
             )
             for letters in ((wanted,) if chosen.key_and_value else wanted)
         ]
-        self._blocks = heads * tiles_of(p.seq_k, chosen.key_gradients.keys)
+        self._blocks = heads * arithmetic.tiles(p.seq_k, chosen.key_gradients.keys)
         rows = (p.batch, p.heads_kv, p.seq_k)
         self._key = (*rows, p.dim_qk) if "k" in wanted else None
         self._value = (*rows, p.dim_v) if "v" in wanted else None
@@ -156,7 +156,12 @@ class MaskGradient:
         self._constants = a
         self._variant = _variant("mask_gradient", p, tile, _flags(p))
         self._shape = (b, h, q, k)
-        self._blocks = b * h * (tiles_of(q, tile.queries) if q != 1 else 1) * (tiles_of(k, tile.keys) if k != 1 else 1)
+        self._blocks = (
+            b
+            * h
+            * (arithmetic.tiles(q, tile.queries) if q != 1 else 1)
+            * (arithmetic.tiles(k, tile.keys) if k != 1 else 1)
+        )
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""

@@ -24,18 +24,12 @@ __all__ = [
     "position",
     "scaling",
     "strides",
-    "tiles",
     "unit",
     "unseen",
     "variant",
     "wide",
     "words",
 ]
-
-
-def tiles(length: int, size: int) -> int:
-    """How many tiles of ``size`` cover ``length``."""
-    return -(-length // size)
 
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:

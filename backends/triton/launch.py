@@ -22,7 +22,6 @@ from .arguments import (
     position,
     scaling,
     strides,
-    tiles,
     unit,
     unseen,
     variant,
@@ -39,8 +38,6 @@ from .tiles import Listing, listing, overlaps
 
 __all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved", "on"]
 
-#: Rows of the largest tile: what the backward reads row by row is padded to it, and read without a test.
-_PADDING = 128
 #: Arrays of the backward that are the caller's.
 _FOREIGN = ("Q", "K", "V", "DO", "MASK", "LENGTHS")
 _HERE = contextlib.nullcontext()
@@ -79,7 +76,7 @@ class Forward:
         self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
         rows = p.batch, p.heads_q, p.seq_q
         self._parts, self._sums = dense(splits, *rows, p.dim_v), dense(2, splits, *rows)
-        programs = self._heads * tiles(config.rows(p), tile.queries) * splits
+        programs = self._heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
         foreign = ("Q", "K", "V", "OUT", "MASK", "LENGTHS")
         self._launch = Launcher(forward_kernels.forward, programs, self._passed, foreign)
         self._count = p.batch * p.heads_q * p.seq_q
@@ -136,7 +133,7 @@ class Forward:
                 *position(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
                 splits,
-                tiles(p.seq_k, splits * tile.keys) * tile.keys,
+                arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys,
                 *scaling(p),
             ),
             after=dropping(p),
@@ -163,9 +160,9 @@ class Prepare:
 
     def __init__(self, p: Problem) -> None:
         self._p = p
-        self._shape = dense(p.batch, p.heads_q, _padded(p))
-        self._rows, self._block = p.batch * p.heads_q * _padded(p), 32
-        programs = tiles(self._rows, self._block)
+        self._shape = dense(p.batch, p.heads_q, arithmetic.padded(p))
+        self._rows, self._block = p.batch * p.heads_q * arithmetic.padded(p), 32
+        programs = arithmetic.tiles(self._rows, self._block)
         self._launch = Launcher(backward_kernels.prepare, programs, self._passed, ("OUT", "DO", "LSE", "DLSE"))
 
     def __call__(self, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
@@ -184,7 +181,7 @@ class Prepare:
             "BLOCK_DV": width,
             "num_warps": 4,
         }
-        sizes = p.heads_q, p.seq_q, _padded(p), self._rows, p.dim_v
+        sizes = p.heads_q, p.seq_q, arithmetic.padded(p), self._rows, p.dim_v
         return Passed((*strides(out), *strides(grad_out), *sizes, unit(p)), (), flags)
 
 
@@ -196,7 +193,7 @@ class QueryGradient:
         self._lists = listing(p, device, self._tile)
         self._shape = dense(p.batch, p.heads_q, p.seq_q, p.dim_qk)
         self._heads = p.batch * p.heads_q
-        programs = self._heads * tiles(p.seq_q, self._tile.queries)
+        programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
         self._launch = Launcher(backward_kernels.query_gradient, programs, self._passed, _FOREIGN)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
@@ -245,7 +242,7 @@ class KeyGradients:
         rows = p.batch, p.heads_kv, p.seq_k
         self._key, self._value = dense(*rows, p.dim_qk), dense(*rows, p.dim_v)
         self._heads = p.batch * p.heads_kv
-        programs = self._heads * tiles(p.seq_k, self._tile.keys)
+        programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
         self._launch = Launcher(backward_kernels.key_gradients, programs, self._passed, _FOREIGN)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
@@ -293,7 +290,12 @@ class MaskGradient:
         tile = chosen.query_gradient
         self._p, self._tile, self._shape = p, tile, p.mask_shape
         b, h, q, k = p.mask_shape
-        programs = b * h * (tiles(q, tile.queries) if q > 1 else 1) * (tiles(k, tile.keys) if k > 1 else 1)
+        programs = (
+            b
+            * h
+            * (arithmetic.tiles(q, tile.queries) if q > 1 else 1)
+            * (arithmetic.tiles(k, tile.keys) if k > 1 else 1)
+        )
         self._launch = Launcher(mask_kernels.mask_gradient, programs, self._passed, _FOREIGN)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
@@ -318,12 +320,8 @@ class MaskGradient:
 # -- arguments that the launches share ---------------------------------------------------------------------------------
 
 
-def _padded(p: Problem) -> int:
-    return tiles(p.seq_q, _PADDING) * _PADDING
-
-
 def _sizes(p: Problem) -> tuple[int, ...]:
-    return (p.batch, p.heads_q, p.group, p.seq_q, _padded(p), p.seq_k, p.dim_qk, p.dim_v, *position(p))
+    return (p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k, p.dim_qk, p.dim_v, *position(p))
 
 
 def _operand_strides(query: Any, key: Any, value: Any, grad_out: Any, mask: Any) -> tuple[int, ...]:

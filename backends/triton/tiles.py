@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from attnswitch import arithmetic
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-from .arguments import dense, position, strides, tiles
+from .arguments import dense, position, strides
 from .config import Tile
 from .kernels import lists as kernels
 from .kernels.variant import Variant
@@ -52,7 +53,7 @@ class Listing:
     def __init__(self, p: Problem, device: Device, block_m: int, block_n: int, by_keys: bool = False) -> None:
         assert p.mask_shape is not None
         b, h, q, _ = p.mask_shape
-        tiles_q, tiles_k = tiles(p.seq_q, block_m), tiles(p.seq_k, block_n)
+        tiles_q, tiles_k = arithmetic.tiles(p.seq_q, block_m), arithmetic.tiles(p.seq_k, block_n)
         batch = p.batch if b > 1 or p.key_lengths else 1
         self._alike = q == 1 and not p.positional  # all queries, of which one is then enough to look at
         owners, others = (tiles_k, tiles_q) if by_keys else (1 if self._alike else tiles_q, tiles_k)
