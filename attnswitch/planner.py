@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnswitch import cost, divergences, registry
@@ -42,8 +42,6 @@ class Candidate:
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.
     config: str = ""
-    #: What it says of how it computes the problem.
-    remarks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -117,6 +115,17 @@ class Plan:
         told = _said(candidate.time, self.chosen.time)
         return (f"it takes the problem, but took {told} against {self.chosen.time.ms:.4g}",)
 
+    def remarks(self, candidate: Candidate) -> tuple[str, ...]:
+        """What ``candidate`` says of how it computes the problem, if it takes it."""
+        backend = registry.load(candidate.backend) if candidate.fits else None
+        remarks = getattr(backend, "remarks", None)
+        try:
+            return (
+                tuple(str(remark) for remark in remarks(self.problem, self.device, candidate.config)) if remarks else ()
+            )
+        except Exception as error:  # which is no reason against it
+            return (f"{FAILED}: {type(error).__name__}: {error}",)
+
     def __call__(
         self,
         query: Any,
@@ -143,7 +152,7 @@ class Plan:
         lines.append(f"choice   {self.backend or 'none'} ({self.why})")
         width = max(len(candidate.backend) for candidate in self.candidates)
         for candidate in self.candidates:
-            for line, reason in enumerate((*(self.why_not(candidate) or ("chosen",)), *candidate.remarks)):
+            for line, reason in enumerate((*(self.why_not(candidate) or ("chosen",)), *self.remarks(candidate))):
                 lines.append(f"  {candidate.backend if line == 0 else '':{width}}  {reason}")
         return "\n".join(lines)
 
@@ -163,16 +172,7 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
         return Candidate(name, unavailable=f"{FAILED}: {type(error).__name__}: {error}")
     if reasons or unavailable is not None:
         return Candidate(name, reasons, unavailable)
-    known = _known(name, problem, device)
-    return replace(known, remarks=_remarks(backend, problem, device, known.config))
-
-
-def _remarks(backend: Backend, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
-    remarks = getattr(backend, "remarks", None)
-    try:
-        return tuple(str(remark) for remark in remarks(problem, device, config)) if remarks else ()
-    except Exception as error:  # which is no reason against it
-        return (f"{FAILED}: {type(error).__name__}: {error}",)
+    return _known(name, problem, device)
 
 
 def _known(name: str, problem: Problem, device: Device) -> Candidate:

@@ -91,7 +91,7 @@ def plan(plan: planner.Plan) -> None:
             else "[red]absent[/]"
         )
         reasons = [escape(reason) for reason in plan.why_not(candidate)] or ["[green]chosen[/]"]
-        remarks = [f"[dim]{escape(remark)}[/]" for remark in candidate.remarks]
+        remarks = [f"[dim]{escape(remark)}[/]" for remark in plan.remarks(candidate)]
         rows.add_row(candidate.backend, takes, "\n".join((*reasons, *remarks)))
     console.print(rows)
 
@@ -110,7 +110,7 @@ def plan_json(plan: planner.Plan) -> dict[str, Any]:
                 "unavailable": candidate.unavailable,
                 "ms": None if candidate.time is None else candidate.time.ms,
                 "why_not": list(plan.why_not(candidate)),
-                "remarks": list(candidate.remarks),
+                "remarks": list(plan.remarks(candidate)),
             }
             for candidate in plan.candidates
         ],

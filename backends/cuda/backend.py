@@ -49,11 +49,11 @@ class CudaBackend:
 
     def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
         """Which family's forward it is, and why it is not Hopper's."""
+        if device.kind != "cuda":
+            return ()
         configs = self.configs(problem, device)
         first = next(configs)
         chosen = next((c for c in (first, *configs) if str(c) == config), first) if config else first
-        if device.kind != "cuda":
-            return ()
         if isinstance(chosen.forward, HopperTile):
             return (f"forward by Hopper's kernel, {chosen.forward}",)
         reasons = against_hopper(problem, device) or (f"{chosen.forward} was faster here",)

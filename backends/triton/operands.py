@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from attnswitch.problem import DTYPES, Memory, Problem
 
 __all__ = ["copied", "even", "in_steps", "uneven"]
@@ -30,7 +28,7 @@ def even(array: Any) -> bool:
         dim % step == 0
         and array.stride(3) == 1
         and array.data_ptr() % 16 == 0
-        and all(n == 1 or stride % step == 0 for n, stride in zip(rows, array.stride(), strict=False))
+        and all(n == 1 or stride % step == 0 for n, stride in zip(rows, array.stride()[:3], strict=True))
     )
 
 
@@ -49,10 +47,7 @@ def copied(array: Any) -> Any:
     once = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.stride()[:3])]
     *rows, dim = once.shape
     step = 16 // array.element_size()
-    copy = (
-        once.new_zeros(*rows, -(-dim // step) * step)
-        if dim % step
-        else torch.empty_like(once, memory_format=torch.contiguous_format)
-    )
+    make = once.new_zeros if dim % step else once.new_empty
+    copy = make((*rows, -(-dim // step) * step))
     copy[..., :dim].copy_(once)
     return copy[..., :dim].expand(array.shape)

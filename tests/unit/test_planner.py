@@ -328,7 +328,7 @@ def test_what_a_backend_says_of_how_it_computes(
     installed(plugin=f"{__name__}:{target}")
     plan = attnswitch.explain("b1.h1.s4.d8.fp32", backend="plugin")
     (candidate,) = (candidate for candidate in plan.candidates if candidate.backend == "plugin")
-    assert candidate.remarks == (() if remark is None else (remark,))
+    assert plan.remarks(candidate) == (() if remark is None else (remark,))
     assert candidate.fits == (remark is not None)
     if remark is not None:
         assert str(plan).splitlines()[-1].strip() == remark
