@@ -46,23 +46,37 @@ template <int N, int DEPTH> DEVICE void product_nt(Real (&sums)[ROWS][COLUMNS<N>
 }
 
 // sums (rows, WIDTH) += p (rows, N), in registers, times b (N, WIDTH) in shared memory.
+//
+// In float the terms of a tile are added up by themselves first, as one chain over all keys would round a quarter more;
+// where registers are few, for a part of the columns at a time.
 template <int N, int WIDTH>
 DEVICE void product_nn(Real (&sums)[ROWS][COLUMNS<WIDTH>], const Real (&p)[ROWS][COLUMNS<N>], const T* b, T* scratch) {
+    constexpr bool APART = sizeof(Real) == 4;
+    constexpr int PART = COLUMNS<(!APART || WIDTH <= 128 ? WIDTH : WIDTH % 64 ? 32 : 64)>;
+    static_assert(PART % VECTOR == 0 && COLUMNS<WIDTH> % PART == 0, "parts of whole chunks");
     T* const mine = scratch + warp_row() * PITCH<N>;
     warp_barrier();  // what was there before has been read
     UNROLL for (int m = 0; m < ROWS; m++)
         UNROLL for (int n = 0; n < COLUMNS<N>; n++) store_shared(mine + row(m) * PITCH<N> + score_column(n), p[m][n]);
     warp_barrier();
-    UNROLL_LITTLE for (int k = 0; k < N; k += VECTOR) {
-        Chunk<T> left[ROWS];
+    UNROLL for (int first = 0; first < COLUMNS<WIDTH>; first += PART) {
+        Real tile[ROWS][PART];
         UNROLL for (int m = 0; m < ROWS; m++)
-            left[m] = load_chunk(mine + row(m) * PITCH<N> + k);
-        UNROLL for (int v = 0; v < VECTOR; v++)
-            UNROLL for (int n = 0; n < COLUMNS<WIDTH>; n += VECTOR) {
-                const Chunk<T> right = load_chunk(b + (k + v) * PITCH<WIDTH> + sum_column(n));
-                UNROLL for (int w = 0; w < VECTOR; w++)
-                    UNROLL for (int m = 0; m < ROWS; m++)
-                        sums[m][n + w] = multiply_add(left[m].at[v], right.at[w], sums[m][n + w]);
-            }
+            UNROLL for (int c = 0; c < PART; c++) tile[m][c] = APART ? Real(0) : sums[m][first + c];
+        UNROLL_LITTLE for (int k = 0; k < N; k += VECTOR) {
+            Chunk<T> left[ROWS];
+            UNROLL for (int m = 0; m < ROWS; m++)
+                left[m] = load_chunk(mine + row(m) * PITCH<N> + k);
+            UNROLL for (int v = 0; v < VECTOR; v++)
+                UNROLL for (int c = 0; c < PART; c += VECTOR) {
+                    const Chunk<T> right = load_chunk(b + (k + v) * PITCH<WIDTH> + sum_column(first + c));
+                    UNROLL for (int w = 0; w < VECTOR; w++)
+                        UNROLL for (int m = 0; m < ROWS; m++)
+                            tile[m][c + w] = multiply_add(left[m].at[v], right.at[w], tile[m][c + w]);
+                }
+        }
+        UNROLL for (int m = 0; m < ROWS; m++)
+            UNROLL for (int c = 0; c < PART; c++)
+                sums[m][first + c] = APART ? sums[m][first + c] + tile[m][c] : tile[m][c];
     }
 }
