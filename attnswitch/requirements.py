@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from attnswitch.problem import Problem
 
-__all__ = ["aligned", "sealed"]
+__all__ = ["aligned", "countable", "sealed"]
+
+#: Blocks of a CUDA grid, each of which takes at least one row.
+_MOST_ROWS = 2**31 - 1
 
 
 def aligned(problem: Problem, role: str) -> str | None:
@@ -12,6 +15,15 @@ def aligned(problem: Problem, role: str) -> str | None:
     memory = getattr(problem, role)
     if memory.align < 8 and memory.align < problem.element(role):
         return f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    return None
+
+
+def countable(problem: Problem) -> str | None:
+    """The rows of all heads together are no more than a grid has blocks."""
+    p = problem
+    for what, rows in (("queries", p.batch * p.heads_q * p.seq_q), ("keys", p.batch * p.heads_kv * p.seq_k)):
+        if rows > _MOST_ROWS:
+            return f"{rows} {what} of all heads together: a grid has at most {_MOST_ROWS} blocks; split the batch"
     return None
 
 

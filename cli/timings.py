@@ -30,7 +30,7 @@ def show(records: list[Record], limits: Limits, stopped: str | None) -> None:
     render.console.print(
         f"\n[dim]limits here: a {limits.dtype} matrix product of {limits.size} x {limits.size} {_flops(limits.tflops)},"
         f" a copy {limits.gbps:.4g} GB/s; ±: half of the range from the 20th to the 80th percentile; deviation: from"
-        " the answer in float32, relative[/]",
+        " the answer in a wider type, relative[/]",
         soft_wrap=True,
     )
     for mean in means(records):

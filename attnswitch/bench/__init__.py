@@ -1,7 +1,7 @@
 """Backends timed side by side with their peers, in one run.
 
 ``suites`` reads what is measured, ``workload`` makes a row's tensors, ``candidates`` and ``peers`` make calls of them,
-``deviation`` holds each result against float32 math, ``run`` puts it together and yields ``record``s, ``document``
+``deviation`` holds each result against the answer, ``run`` puts it together and yields ``record``s, ``document``
 writes them down, ``table`` as CSV. ``compare`` holds two runs against each other, ``plots`` draws one. The protocol of
 the clock is ``attnswitch.measure``.
 """

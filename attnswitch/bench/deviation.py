@@ -15,13 +15,15 @@ __all__ = ["Reference", "allowed", "make", "where"]
 
 #: Largest relative deviation that rounding explains, by dtype of the operands; TF32 is within that of float32.
 _ROUNDING = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 3e-3, "float64": 1e-8}
+#: What the answer is worked out in, by dtype of the operands: a type that rounds much less, where there is one.
+_WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float64", "float64": "float64"}
 #: Elements of the scores held at a time.
 _CHUNK = 2**25
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The answer on a few key heads with their query heads, in float32 (float64 for float64), without dropout.
+    """The answer on a few key heads with their query heads, in a wider type (``_WIDE``), without dropout.
 
     ``parts`` pairs (batch, key head) with the results there: output and the gradients, each (heads, length, D).
     """
@@ -66,7 +68,7 @@ def allowed(problem: Problem) -> tuple[float, float]:
 
 def where(problem: Problem) -> str:
     """What the deviation is from, in words."""
-    kind = "float64" if problem.dtype == "float64" else "float32"
+    kind = _WIDE[problem.dtype]
     dropped = " without dropout" if problem.dropout else ""
     return f"{kind} math{dropped}, first and last key head"
 
@@ -83,7 +85,7 @@ def make(work: Workload) -> Reference:
 def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
     """Output, or the gradients, of key head ``h`` of sequence ``b``, by rows in chunks."""
     p = work.problem
-    wide = torch.float64 if p.dtype == "float64" else torch.float32
+    wide: torch.dtype = getattr(torch, _WIDE[p.dtype])
     heads = slice(h * p.group, (h + 1) * p.group)
     query = work.query[b, heads].detach().to(wide)
     key, value = (tensor[b, h].detach().to(wide) for tensor in (work.key, work.value))

@@ -91,27 +91,36 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     for role in ("query", "key", "value", "attn_mask"):
         if reason := requirements.aligned(problem, role):
             yield reason
-    if leak := requirements.sealed(problem):
-        yield leak
+    for reason in (requirements.countable(problem), requirements.sealed(problem)):
+        if reason:
+            yield reason
 
 
 @functools.cache
 def _unavailable() -> str | None:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for drivers of CUDA 12"
+    if why := _no_gpu():
+        return f"{why}; {emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
+    from . import nvrtc
+
+    return nvrtc.unavailable()
+
+
+def _no_gpu() -> str | None:
+    """Why neither torch nor CuPy has a GPU."""
     import torch
 
-    emulated = f"{emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
     if torch.version.cuda is not None:
-        return None if torch.cuda.is_available() else f"torch finds no NVIDIA GPU; {emulated}"
+        return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
     try:  # CuPy's arrays need no torch with CUDA; without a driver there is no need to import it
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         import cupy
 
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # each part of CUDA that is missing or too old has its own way to fail
-        return f"CuPy finds no NVIDIA GPU ({error}); {emulated}"
-    return None if count else f"CuPy finds no NVIDIA GPU; {emulated}"
+        return f"CuPy finds no NVIDIA GPU ({error})"
+    return None if count else "CuPy finds no NVIDIA GPU"
 
 
 _: type[Backend] = CudaBackend

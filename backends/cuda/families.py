@@ -77,6 +77,8 @@ def _missing() -> str | None:
     for package in ("cupy", "cuda.bindings"):
         if not _installed(package):
             return f"{package} is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
+    if why := nvrtc.unavailable():
+        return why
     if not nvrtc.honours("sm_90a"):
         found = ".".join(map(str, nvrtc.version()))
         return f"NVRTC {found} does not compile for sm_90a; install that of CUDA 12 or later"

@@ -14,7 +14,7 @@ from attnswitch.errors import CompileError
 from . import cache, sources
 from .variant import Variant
 
-__all__ = ["architecture", "compiled", "cubin", "honours", "version"]
+__all__ = ["architecture", "compiled", "cubin", "honours", "unavailable", "version"]
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 #: What a log ends with.
@@ -34,6 +34,19 @@ def version() -> tuple[int, int]:
     """NVRTC's version."""
     major, minor = _library().getVersion()
     return major, minor
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    try:
+        version()
+    except Exception as error:  # CuPy looks for the library at the first call, and each part of it can be missing
+        return (
+            f"NVRTC, which compiles the kernels, cannot be loaded ({type(error).__name__}: {error}); pip install"
+            " attnswitch[cuda13], or attnswitch[cuda12] for drivers of CUDA 12"
+        )
+    return None
 
 
 @functools.cache

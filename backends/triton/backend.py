@@ -80,8 +80,9 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
             yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
         elif reason := requirements.aligned(problem, role):
             yield reason
-    if leak := requirements.sealed(problem):
-        yield leak
+    for reason in (requirements.countable(problem), requirements.sealed(problem)):
+        if reason:
+            yield reason
 
 
 def _interpreted() -> bool:

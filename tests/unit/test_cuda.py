@@ -24,6 +24,8 @@ from attnswitch.verify.launch import unguarded
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+families = importlib.import_module("attnswitch.backends.cuda.families")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
 run = importlib.import_module("attnswitch.backends.cuda.run")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
@@ -76,7 +78,9 @@ def refusals(problem: Problem, device: Device | str) -> tuple[str, ...]:
         (PLAIN, "t4", "sm_75.*bfloat16.*8.0"),
         (PLAIN.replace(dtype="float32"), "v100", "sm_70.*7.5"),
         (PLAIN, Device("rocm", "MI300X"), "rocm"),
-        (PLAIN.replace(seq_k=2**29), "h200", "positions"),
+        (PLAIN.replace(batch=1, heads_kv=1, seq_k=2**29), "h200", "positions"),
+        (PLAIN.replace(batch=2**20, seq_q=2**9), "h200", r"8589934592 queries of all heads.*split the batch"),
+        (PLAIN.replace(batch=2**20, seq_q=1), "h200", r"4294967296 keys of all heads"),
         (PLAIN.replace(key=Memory(align=1)), "h200", "key is aligned to 1 bytes"),
         (PLAIN.replace(nonfinite=True), "h200", "NaN or inf"),
         (PADDED.replace(mask=Mask("bool")), "h200", "NaN or inf"),
@@ -123,6 +127,23 @@ def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_that_it_can_be_emulated() -> None:
     assert VARIABLE in backend.CudaBackend().unavailable()
+
+
+def test_without_its_compiler_it_says_so_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(backend, "_no_gpu", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", missing)
+    for cached in (backend._unavailable, nvrtc.unavailable, families._missing):
+        cached.cache_clear()
+    try:
+        found = backend.CudaBackend().unavailable()
+        assert re.search(r"NVRTC.*libnvrtc\.so\.13.*pip install attnswitch\[cuda13\]", found)
+        assert families._missing() == found
+    finally:
+        for cached in (backend._unavailable, nvrtc.unavailable, families._missing):
+            cached.cache_clear()
 
 
 # -- tiles and splits --------------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def refusals(problem: Problem, device: Device | str) -> tuple[str, ...]:
         (PLAIN.replace(query=Memory(negative=True)), "h200", "query runs backwards"),
         (PLAIN.replace(value=Memory(negative=True)), "h200", "value runs backwards"),
         (PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(negative=True)), "h200", "attn_mask runs backwards"),
+        (PLAIN.replace(batch=2**20, seq_q=2**9), "h200", r"8589934592 queries of all heads.*split the batch"),
         (PLAIN.replace(key=Memory(align=1)), "h200", "key is aligned to 1 bytes"),
         (PLAIN.replace(nonfinite=True), "h200", "NaN or inf"),
         (PLAIN.replace(nonfinite=True, causal=False, window=(3, None)), "h200", "NaN or inf"),

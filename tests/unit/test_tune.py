@@ -80,7 +80,7 @@ def test_a_fault_of_many_heads_alone_is_seen_on_the_whole_problem(register: Regi
     register("saboteur", f"{__name__}:WrongLastHead")
     found = trial.run(Problem.parse("b1.h5.s16.d8.fp32"), "cpu", QUICK, examine)
     assert [verdict.backend for verdict in found.wrong] == ["saboteur"]
-    assert "its deviation from float32 math" in found.wrong[0].why
+    assert "its deviation from float64 math" in found.wrong[0].why
 
 
 def test_the_best_config_is_found_and_a_wrong_one_is_left_out(register: Register) -> None:
@@ -96,7 +96,7 @@ def test_the_best_config_is_found_and_a_wrong_one_is_left_out(register: Register
     assert time.config == "fast"
     assert found.wrong == []
     assert [name for name in found.failed if "tunable" in name] == ["tunable broken"]
-    assert found.failed["tunable broken"].startswith("mismatch: its deviation from float32 math")
+    assert found.failed["tunable broken"].startswith("mismatch: its deviation from float64 math")
     view.remember(found.records)
     assert {c.backend: c.config for c in attnswitch.explain(SMALL).candidates}["tunable"] == "fast"
 
