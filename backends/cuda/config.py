@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from attnswitch import arithmetic
 from attnswitch.backend import Config
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
@@ -55,24 +57,28 @@ class Tile:
 class HopperTile:
     """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
 
-    ``continued``: the next rows' first product runs beside the last of these; queries then take twice the room.
+    ``continued``: the next rows' first product runs beside the last of these. ``pace``: scores in a time, relative to
+    the other tiles of a head dimension, where keys are many.
     """
 
     queries: int
     keys: int
     stages: int = 2
     continued: bool = False
+    pace: float = 1.0
 
     def __str__(self) -> str:
         return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
 
 
-#: Tiles of Hopper's forward by head dimension, the fastest first; README.md has what was measured beside them.
+#: Tiles of Hopper's forward by head dimension; README.md has what was measured beside them.
 _HOPPER = {
-    64: (HopperTile(192, 128), HopperTile(128, 128, continued=True)),
-    128: (HopperTile(128, 128, continued=True), HopperTile(128, 128)),
-    256: (HopperTile(128, 80), HopperTile(128, 64)),
+    64: (HopperTile(192, 128, pace=1.27), HopperTile(128, 128, continued=True)),
+    128: (HopperTile(192, 80, continued=True, pace=1.07), HopperTile(128, 128, continued=True)),
+    256: (HopperTile(128, 80), HopperTile(128, 64, pace=0.98)),
 }
+#: Keys that cost a row although it does not see them, where it sees some by position: this many heights of its tile.
+_EDGE = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """The heuristic's choice, then every other combination that fits the device."""
     best = _emulated(problem) if device.kind == "cpu" else _heuristic(problem, device)
     if not against_hopper(problem, device):
-        yield from (replace(best, forward=tile, splits=1) for tile in _HOPPER[hopper_block(problem)])
+        yield from (replace(best, forward=tile, splits=1) for tile in _hopper_tiles(problem, device))
     yield best
     if device.kind == "cpu":
         return
@@ -139,6 +145,22 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         turned = replace(tile, queries=tile.keys, keys=tile.queries)
         if turned != best.key_gradients and _suits(turned, "key_gradients", problem, device):
             yield replace(best, key_gradients=turned)
+
+
+def _hopper_tiles(problem: Problem, device: Device) -> list[HopperTile]:
+    """Tiles of Hopper's forward, the fastest first: by the scores that the SM with most of them makes, and its pace."""
+    left, right = problem.reach
+    seen = problem.seq_k // 2 if problem.causal else problem.seq_k
+    if left is not None and right is not None:
+        seen = min(seen, left + right + 1)
+
+    def cost(tile: HopperTile) -> float:
+        share = problem.batch * problem.heads_q * arithmetic.tiles(problem.seq_q, tile.queries) / max(1, device.sms)
+        if problem.positional:  # tiles of all sizes, which fill gaps
+            return max(1.0, share) * tile.queries * (seen + _EDGE * tile.queries) / tile.pace
+        return math.ceil(share) * tile.queries * seen / tile.pace
+
+    return sorted(_HOPPER[hopper_block(problem)], key=cost)
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
@@ -238,7 +260,7 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
 
 def hopper_shared(tile: HopperTile, dim: int) -> int:
     """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
-    queries = tile.queries * (2 if tile.continued else 1)
+    queries = tile.queries * (2 if dim <= 128 else 1)
     return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
 
 

@@ -92,6 +92,21 @@ def test_all_of_both_families_can_be_searched() -> None:
     assert len({str(chosen) for chosen in found}) == len(found)
 
 
+@pytest.mark.parametrize(
+    ("text", "queries"),
+    [
+        ("b4.h16.s4096.d128.bf16", 192),
+        ("b1.h16.s16384.d128.bf16.causal", 192),
+        ("b1.h16.s2048.d128.bf16", 128),  # 176 tiles of 192 rows are two turns of 132 SMs, as are 256 of 128
+        ("b16.h16.s1024.d128.bf16.causal", 128),  # much of 192 rows is past the diagonal, and past the last query
+        ("b16.h32.s1024.d64.bf16.causal", 192),
+        ("b1.h16.s2048.d64.bf16", 128),
+    ],
+)
+def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int) -> None:
+    assert first(Problem.parse(text)).queries == queries
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_tile_fits_a_block(dim: int) -> None:
     for chosen in config.configs(PLAIN.replace(dim_qk=dim, dim_v=dim), H200):

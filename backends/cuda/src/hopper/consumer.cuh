@@ -8,9 +8,10 @@
 #include "hopper/store.cuh"
 
 // A consumer's rows, and which of the block's tiles of keys they see: `count`, with `before` and `after` others around.
+// Of tiles `plain` to `plain + plains` every row sees every key.
 struct Rows {
     Work work;
-    int first, count, before, after;
+    int first, count, before, after, plain, plains;
     Reach reach;
 
     DEVICE Rows(const Arguments& a, const Work& work, int consumer)
@@ -18,7 +19,11 @@ struct Rows {
         count = reach.tiles();
         before = count ? work.first_tile + work.count - reach.first_tile() - count : work.count;
         after = work.count - before - count;
+        const int end = reach.first_tile() + count;
+        plain = larger(end - reach.every.to / BLOCK_N, 0);
+        plains = larger(end - ceil_div(reach.every.from, BLOCK_N) - plain, 0);
     }
+    DEVICE bool hides(int i) const { return u32(i - plain) >= u32(plains); }
     // Where tile i begins, counted from the last.
     DEVICE int start(int i) const { return (reach.first_tile() + count - 1 - i) * BLOCK_N; }
 };
@@ -28,6 +33,7 @@ struct Consumer {
     const Arguments& a;
     const int index;
     const float factor = float(a.factor);
+    const u32 origin = lane_address(&shared);
     Position<QUERY_STAGES> query_at;
     Position<STAGES> key_at, value_at;
     Scores scores;
@@ -67,34 +73,35 @@ struct Consumer {
         softmax = Softmax();
         UNROLL for (float& sum : sums) sum = 0;
         if (rows.work.count) await_query();
-        if (rows.work.count && !rows.count) free_query();  // first, as it may be what the last values wait behind
+        if (rows.work.count && !rows.count) free_query();  // first: the loader may wait for it
         pass_by(rows.before);
         if (!rows.count) return;
         ask_scores();
         pass_turn(index);
         wait_products<0>();
         got_scores(rows, 0);
-        softmax.step(scores, factor, rescale);  // of sums that are 0
-        narrow(weights, scores);
+        softmax.raise(scores, factor, rescale);  // of sums that are 0
+        softmax.weigh(weights, scores, factor, true);
         clear_beyond(rows);
     }
-    // The scores of tile i beside the values of the one before, whose weights give way to its own. The largest score is
-    // looked for beside that product; exponentials are left to the turns of others.
+    // The scores of tile i beside the values of the one before, whose weights give way to its own. Exponentials are left
+    // to the turns of others.
     DEVICE void step(const Rows& rows, int i) {
         ask_scores();
         ask_sums();
         pass_turn(index);
         wait_products<1>();
         got_scores(rows, i);
-        const bool raised = softmax.raise(scores, factor, rescale);
         wait_products<0>();
         got_sums();
-        if (raised) scale_rows(sums, rescale);
-        softmax.weigh(scores, factor);
-        narrow(weights, scores);
+        for (bool raised = false; !softmax.weigh(weights, scores, factor, raised); raised = true) {
+            softmax.raise(scores, factor, rescale);
+            scale_rows(sums, rescale);
+        }
     }
     // A step where tile i is the first of other rows, so that the products go on while results are stored.
     DEVICE void change(const Rows& rows, const Rows& next) {
+        free_query();
         await_query();
         ask_scores();
         ask_sums();
@@ -102,12 +109,11 @@ struct Consumer {
         wait_products<1>();
         got_scores(next, 0);
         Softmax fresh;
-        fresh.step(scores, factor, rescale);
+        fresh.raise(scores, factor, rescale);
         softmax.finish();
-        before_waiting(fresh.total);
         wait_products<0>();
         got_sums();
-        narrow(weights, scores);
+        fresh.weigh(weights, scores, factor, true);
         store(rows);
         UNROLL for (float& sum : sums) sum = 0;
         softmax = fresh;
@@ -116,6 +122,7 @@ struct Consumer {
     // The values of the last tile, and results.
     DEVICE void finish(const Rows& rows) {
         if (rows.count) {
+            free_query();
             ask_sums();
             wait_products<0>();
             got_sums();
@@ -147,22 +154,21 @@ struct Consumer {
         shared.key_full[key_at.stage].wait(key_at.parity);
         await_turn(index);
         begin_products();
-        product_nt<BLOCK_N, BLOCK_D>(scores, shared.query[query_at.stage][index], shared.key[key_at.stage]);
+        product_nt<BLOCK_N, BLOCK_D>(scores, origin + Shared::query_place(query_at.stage, index),
+                                     origin + Shared::key_place(key_at.stage));
         commit_products();
     }
     DEVICE void got_scores(const Rows& rows, int i) {
         hold(scores);
         release(shared.key_free[key_at.stage]);
         key_at.next();
-        if (i == rows.count - 1) free_query();
-        const int start = rows.start(i);
-        if (rows.reach.hides(start))
-            hide(scores, start, [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
+        if (rows.hides(i))
+            hide(scores, rows.start(i), [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
     }
     DEVICE void ask_sums() {
         shared.value_full[value_at.stage].wait(value_at.parity);
         begin_products();
-        product_nn<BLOCK_DV, BLOCK_N>(sums, weights, shared.value[value_at.stage]);
+        product_nn<BLOCK_DV, BLOCK_N>(sums, weights, origin + Shared::value_place(value_at.stage));
         commit_products();
     }
     // Beyond the end of a sequence may lie NaN, which a weight of 0 does not take away: the first tile may hold some.

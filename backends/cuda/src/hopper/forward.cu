@@ -5,14 +5,13 @@
 // queries each. The tiles of keys go by from the last to the first, so that those on the diagonal come first.
 //
 //   producer    key 0, query, key 1, value 0, key 2, value 1, ...          into rings of STAGES tiles each
-//   consumer    S0 | softmax | S1, P0 V0 | softmax beside P0 V0 | S2, P1 V1 | softmax beside P1 V1 | ...
+//   consumer    S0 | softmax | S1, P0 V0 | softmax | S2, P1 V1 | softmax | ...    products beside softmax of others
 //
 // Shared memory: `Shared`. Barriers: `full` and `free` of every tile (barriers.cuh); a consumer frees keys once its
-// scores are there, the query once its last scores are, values once they are added; it does so warp by warp, since
+// scores are there, the query before the last values, values once they are added; it does so warp by warp, since
 // nothing else says that the other warps of the product are done.
 //
-// CONTINUED says that the first scores of a tile of rows come beside the last values of the one before, for which
-// queries take twice the room.
+// CONTINUED says that the first scores of a tile of rows come beside the last values of the one before.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");

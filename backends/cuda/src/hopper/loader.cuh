@@ -3,8 +3,9 @@
 #include "hopper/scheduler.cuh"
 #include "hopper/tma.cuh"
 
-// Where rows follow without a pause, their queries are there while those before are still multiplied.
-constexpr int QUERY_STAGES = CONTINUED ? 2 : 1;
+// The next rows' queries are there while those before are still multiplied, if there is room.
+constexpr int QUERY_STAGES = BLOCK_D <= 128 ? 2 : 1;
+static_assert(QUERY_STAGES == 2 || !CONTINUED, "queries of two tiles of rows");
 
 struct Shared {
     alignas(1024) T query[QUERY_STAGES][CONSUMERS][64 * BLOCK_D];
@@ -13,6 +14,14 @@ struct Shared {
     Barrier query_full[QUERY_STAGES][CONSUMERS], query_free[QUERY_STAGES][CONSUMERS];
     Barrier key_full[STAGES], key_free[STAGES], value_full[STAGES], value_free[STAGES];
     Ticket ticket;
+
+    // Where its tiles begin, in units of 16 bytes from its own beginning.
+    static DEVICE u32 query_place(int stage, int consumer) { return (stage * CONSUMERS + consumer) * QUERY_PLACES; }
+    static DEVICE u32 key_place(int stage) { return QUERY_STAGES * CONSUMERS * QUERY_PLACES + stage * KEY_PLACES; }
+    static DEVICE u32 value_place(int stage) { return key_place(STAGES) + stage * VALUE_PLACES; }
+    static constexpr u32 QUERY_PLACES = 64 * BLOCK_D * sizeof(T) / 16;
+    static constexpr u32 KEY_PLACES = BLOCK_N * BLOCK_D * sizeof(T) / 16;
+    static constexpr u32 VALUE_PLACES = BLOCK_N * BLOCK_DV * sizeof(T) / 16;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts the same shared memory");
 
@@ -68,8 +77,8 @@ DEVICE void produce(Loader loader, const Arguments& a) {
         for (int i = 0; i < work.count; i++) {
             if (i == work.count - 1) schedule.take();
             loader.key(work, i);
-            if (i == 0) loader.query(work);
             load_rest();
+            if (i == 0) loader.query(work);  // last: it may wait until those values are asked for
             start = work.start(i), head_kv = work.head_kv, batch = work.batch;
         }
         if (work.count == 0) {  // the next keys may be long in coming

@@ -1,14 +1,17 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
-// A score is q . k times a positive factor, which is a part of the exponential. Invariants: `total` is relative to
-// `top`, and of a thread's own columns until `finish`; a row that has seen no key keeps top = -inf and weights of 0.
-// `top` is a q . k that no later one exceeds by more than SLACK in powers of two, so that sums are seldom rescaled.
-// Weights are then at most 2^SLACK, as exact in 16 bits as those below 1.
+// A score is q . k times a positive factor, which is a part of the exponential. The largest score of a tile is looked
+// for only when it must be: weights are taken relative to `top`, the largest of some tile before, and where they come out
+// too large, `raise` finds it and they are taken again. That exchanges 64 comparisons a row of a thread for one.
+//
+// Invariants: `total` is relative to `top`, and of a thread's own columns until `finish`. Weights of a tile, those of a
+// row in one thread, add up to no more than MOST, or are at most 1 each: as exact in 16 bits as those below 1. A row that
+// has seen no key has top = -inf and a base so low that the first one it sees weighs inf, which is too much.
 #pragma once
 #include "hopper/wgmma.cuh"
 #include "positions.cuh"
 
-constexpr float SLACK = 8;
+constexpr float MOST = 256;
 
 typedef float Scores[BLOCK_N / 2];
 typedef u32 Weights[BLOCK_N / 16][4];
@@ -41,36 +44,36 @@ DEVICE float largest(float x, float y) {
 }
 
 struct Softmax {
-    float top[2] = {-INFINITE, -INFINITE}, base[2] = {0, 0}, total[2] = {0, 0};
+    float top[2] = {-INFINITE, -INFINITE}, base[2] = {-LOWEST, -LOWEST}, total[2] = {0, 0};
 
-    // Turns scores into weights. What was summed before is then to be multiplied by `rescale`, unless it says that
-    // nothing has changed in any row of the warp.
-    DEVICE bool step(Scores& scores, float factor, float (&rescale)[2]) {
-        const bool raised = raise(scores, factor, rescale);
-        weigh(scores, factor);
-        return raised;
-    }
-
-    // Sees to it that no score is too far above `top`, and says whether it had to.
-    DEVICE bool raise(const Scores& scores, float factor, float (&rescale)[2]) {
-        float here[2] = {top[0], top[1]};
-        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = largest(here[n / 2 % 2], scores[n]);
-        const bool low = (here[0] - top[0]) * factor <= SLACK && (here[1] - top[1]) * factor <= SLACK;
-        if (__all_sync(0xffffffffu, low)) return false;
-        UNROLL for (int m = 0; m < 2; m++) {
-            here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
-            base[m] = here[m] == -INFINITE ? 0 : here[m] * factor + (here[m] - here[m]);  // of inf, NaN
-            rescale[m] = power(top[m] * factor - base[m]);
-            top[m] = here[m];
-            total[m] *= rescale[m];
-        }
+    // Turns scores into weights, in 16 bits as the left operand of a product. False if some may be too large, unless they
+    // are relative to their own `top`.
+    DEVICE bool weigh(Weights& weights, const Scores& scores, float factor, bool raised) {
+        float sum[2] = {0, 0};
+        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
+            UNROLL for (int r = 0; r < 4; r++) {
+                const int n = 8 * k + 2 * r, m = r % 2;
+                const float even = power(multiply_add(scores[n], factor, -base[m]));
+                const float odd = power(multiply_add(scores[n + 1], factor, -base[m]));
+                sum[m] += even, sum[m] += odd;
+                weights[k][r] = pack_pair<T>(even, odd);
+            }
+        const bool fine = sum[0] <= MOST && sum[1] <= MOST;  // NaN is not
+        if (!__all_sync(0xffffffffu, fine) && !raised) return false;
+        UNROLL for (int m = 0; m < 2; m++) total[m] += sum[m];
         return true;
     }
 
-    DEVICE void weigh(Scores& scores, float factor) {
-        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) {
-            scores[n] = power(multiply_add(scores[n], factor, -base[n / 2 % 2]));
-            total[n / 2 % 2] += scores[n];
+    // Makes the largest score of each row its `top`. What was summed before is then to be multiplied by `rescale`.
+    DEVICE void raise(const Scores& scores, float factor, float (&rescale)[2]) {
+        float here[2] = {top[0], top[1]};
+        UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = largest(here[n / 2 % 2], scores[n]);
+        UNROLL for (int m = 0; m < 2; m++) {
+            here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
+            base[m] = here[m] == -INFINITE ? -LOWEST : here[m] * factor + (here[m] - here[m]);  // of inf, NaN
+            rescale[m] = power(top[m] * factor - base[m]);
+            top[m] = here[m];
+            total[m] *= rescale[m];
         }
     }
 
@@ -78,20 +81,6 @@ struct Softmax {
         UNROLL for (int m = 0; m < 2; m++) total[m] = over_row(total[m], [](float x, float y) { return x + y; });
     }
 };
-
-// Weights in 16 bits, as the left operand of a product.
-DEVICE void narrow(Weights& weights, const Scores& scores) {
-    UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-        UNROLL for (int r = 0; r < 4; r++)
-            weights[k][r] = pack_pair<T>(scores[8 * k + 2 * r], scores[8 * k + 2 * r + 1]);
-}
-
-// Keeps the arithmetic behind sums of weights before the next wait, which ptxas otherwise moves up as far as it can:
-// not past a store that depends on them. It never happens, as no sum is negative.
-DEVICE void before_waiting(const float (&total)[2]) {
-    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}"
-                 ::"f"(total[0] + total[1]), "r"(0) : "memory");
-}
 
 // Multiplies the thread's rows of `sums`.
 template <int COUNT> DEVICE void scale_rows(float (&sums)[COUNT], const float (&by)[2]) {

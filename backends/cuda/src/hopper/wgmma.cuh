@@ -26,15 +26,16 @@ template <int COUNT> DEVICE void hold(u32 (&registers)[COUNT][4]) {
 
 // -- one instruction --------------------------------------------------------------------------------------------------
 
-// Where a matrix lies: the low word holds its address and `panel`, the bytes between panels where rows are what is
-// summed over (elsewhere it is not read), the high one the bytes between groups of 8 rows and the kind of swizzle. The
-// address is the same in all lanes. Lane 0 tells the others, which look as if they had different ones: so the compiler
-// adds in uniform registers, where it else moves every sum there.
+// Where something in shared memory begins, in units of 16 bytes, and one more a lane: in lane 0 it is the truth.
+DEVICE u32 lane_address(const void* at) { return (shared_address(at) >> 4 & 0x3fff) + thread_index() % 32; }
+
+// Where a matrix lies, of which `at` is the `lane_address`: the low word holds its address and `panel`, the bytes between
+// panels where rows are what is summed over (elsewhere it is not read), the high one the bytes between groups of 8 rows
+// and the kind of swizzle. Lane 0 tells the others, which look as if they had different ones: so the compiler adds in
+// uniform registers, where it else moves every sum there.
 struct Matrix {
     u32 low;
-    DEVICE Matrix(const void* at, int panel)
-        : low(__shfl_sync(0xffffffffu, (shared_address(at) >> 4 & 0x3fff) + thread_index() % 32, 0) |
-              u32(panel >> 4) << 16) {}
+    DEVICE Matrix(u32 at, int panel) : low(__shfl_sync(0xffffffffu, at, 0) | u32(panel >> 4) << 16) {}
     // The same matrix some bytes on.
     DEVICE u64 advanced(int bytes) const { return u64(HIGH) << 32 | (low + (bytes >> 4)); }
     static constexpr u32 HIGH = 8 * PANEL * sizeof(T) >> 4 | 1u << 30;
@@ -89,8 +90,8 @@ INSTRUCTION(256, 16, 128, 129, 130, 131, 132)
 
 constexpr int ROW_BYTES = PANEL * sizeof(T);
 
-// sums = left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory.
-template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS / 2], const T* left, const T* right) {
+// sums = left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory, by their `lane_address`.
+template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS / 2], u32 left, u32 right) {
     const Matrix a(left, 0), b(right, 0);
     UNROLL for (int k = 0; k < DEPTH; k += 16) {
         const int panel = k / PANEL, within = k % PANEL * int(sizeof(T));
@@ -105,7 +106,7 @@ template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS /
 
 // sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory).
 template <int COLUMNS, int DEPTH>
-DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], const T* right) {
+DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], u32 right) {
     const Matrix b(right, DEPTH * ROW_BYTES);
     UNROLL for (int k = 0; k < DEPTH / 16; k++)
         Instruction<COLUMNS>::run(sums, left[k], b.advanced(k * 16 * ROW_BYTES));
