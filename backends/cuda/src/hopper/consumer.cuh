@@ -84,8 +84,8 @@ struct Consumer {
         softmax.weigh(weights, scores, factor, true);
         clear_beyond(rows);
     }
-    // The scores of tile i beside the values of the one before, whose weights give way to its own. Exponentials are left
-    // to the turns of others.
+    // The scores of tile i beside the values of the one before, whose weights give way to its own. Exponentials are
+    // left to the turns of others.
     DEVICE void step(const Rows& rows, int i) {
         ask_scores();
         ask_sums();

@@ -1,12 +1,12 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
-// A score is q . k times a positive factor, which is a part of the exponential. The largest score of a tile is looked
-// for only when it must be: weights are taken relative to `top`, the largest of some tile before, and where they come out
-// too large, `raise` finds it and they are taken again. That exchanges 64 comparisons a row of a thread for one.
+// A score is q . k times a positive factor, which is a part of the exponential. Weights are taken relative to `top`,
+// the largest score of a tile before; only where they add up to too much is the largest of their own tile looked for,
+// and they are taken again. So a tile costs a comparison for a row, and not one for a score.
 //
 // Invariants: `total` is relative to `top`, and of a thread's own columns until `finish`. Weights of a tile, those of a
-// row in one thread, add up to no more than MOST, or are at most 1 each: as exact in 16 bits as those below 1. A row that
-// has seen no key has top = -inf and a base so low that the first one it sees weighs inf, which is too much.
+// row in one thread, add up to no more than MOST, or are at most 1 each: as exact in 16 bits as those below 1. A row
+// that has seen no key has top = -inf and a base so low that the first one it sees weighs inf, which is too much.
 #pragma once
 #include "hopper/wgmma.cuh"
 #include "positions.cuh"
@@ -46,8 +46,8 @@ DEVICE float largest(float x, float y) {
 struct Softmax {
     float top[2] = {-INFINITE, -INFINITE}, base[2] = {-LOWEST, -LOWEST}, total[2] = {0, 0};
 
-    // Turns scores into weights, in 16 bits as the left operand of a product. False if some may be too large, unless they
-    // are relative to their own `top`.
+    // Turns scores into weights, in 16 bits as the left operand of a product. False if some may be too large: never
+    // where `raised` says that none is above `top`.
     DEVICE bool weigh(Weights& weights, const Scores& scores, float factor, bool raised) {
         float sum[2] = {0, 0};
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)

@@ -29,10 +29,10 @@ template <int COUNT> DEVICE void hold(u32 (&registers)[COUNT][4]) {
 // Where something in shared memory begins, in units of 16 bytes, and one more a lane: in lane 0 it is the truth.
 DEVICE u32 lane_address(const void* at) { return (shared_address(at) >> 4 & 0x3fff) + thread_index() % 32; }
 
-// Where a matrix lies, of which `at` is the `lane_address`: the low word holds its address and `panel`, the bytes between
-// panels where rows are what is summed over (elsewhere it is not read), the high one the bytes between groups of 8 rows
-// and the kind of swizzle. Lane 0 tells the others, which look as if they had different ones: so the compiler adds in
-// uniform registers, where it else moves every sum there.
+// Where a matrix lies, of which `at` is the `lane_address`: the low word holds its address and `panel`, the bytes
+// between panels where rows are what is summed over (elsewhere it is not read), the high one the bytes between groups
+// of 8 rows and the kind of swizzle. Lane 0 tells the others, which look as if they had different ones: so the compiler
+// adds in uniform registers, where it else moves every sum there.
 struct Matrix {
     u32 low;
     DEVICE Matrix(u32 at, int panel) : low(__shfl_sync(0xffffffffu, at, 0) | u32(panel >> 4) << 16) {}
