@@ -1,24 +1,37 @@
 """Problems measured one after the other; what each brings is remembered at once, so that a run can be taken up again.
 
-The verifier's part runs in a process of its own: a kernel that crashes there, or does not come back, is a finding.
+The verifier's part comes first, a few problems at a time, in processes side by side: a kernel that crashes there, or
+does not come back, is a finding, and what is compiled there need not be compiled again here. Nothing else runs while
+candidates are timed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
 
 from attnswitch import planner
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.tune import trial
 from attnswitch.tune.trial import Effort, Trial
-from attnswitch.verify.outcome import AUTO
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.session import apart
+from attnswitch.verify.session.pool import Isolated
 from attnswitch.wisdom import view
 
 __all__ = ["Tuned", "known", "run"]
+
+#: Processes of the verifier, at most, and bytes of a GPU's free memory that there have to be for each.
+_MOST, _EACH = 16, 2 * 2**30
+#: Problems for each process that are verified before the first of them is timed: what an interruption costs.
+_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +55,69 @@ def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float)
 
     Raises ``OSError`` if what was measured cannot be remembered.
     """
+    if not problems:
+        return
     device = Device.parse(where)
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(apart.pool(where, AUTO, timeout))
+    with _Verifiers(min(_processes(where), len(problems)), where, timeout) as verifiers:
+        many = _AHEAD * verifiers.count
+        for start in range(0, len(problems), many):
+            part = problems[start : start + many]
+            for problem, outcomes in zip(part, verifiers.verified(part, device), strict=True):
+                before = planner.make_plan(problem, device).backend
+                found = trial.run(problem, where, effort, functools.partial(_known_by_now, outcomes))
+                view.remember(found.records)
+                yield Tuned(problem, before, planner.make_plan(problem, device).backend, found)
+
+
+def _known_by_now(outcomes: Future[list[Outcome]], *_: object) -> list[Outcome]:
+    """``Examine`` of a case that was examined before. Raises what that raised."""
+    return outcomes.result()
+
+
+def _processes(where: str) -> int:
+    """One for each core, as far as a GPU's memory holds what each of them takes there."""
+    cores = min(_MOST, os.cpu_count() or 1)
+    if where == "cpu":
+        return cores
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(where)
+    return max(1, min(cores, free // _EACH))
+
+
+class _Verifiers:
+    """Threads with a process of the verifier each, which starts with its first case."""
+
+    def __init__(self, count: int, where: str, timeout: float) -> None:
+        self.count, self._where = count, where
+        self._pools = [apart.pool(where, AUTO, timeout) for _ in range(count)]
+        self._idle: SimpleQueue[Isolated] = SimpleQueue()
+        for pool in self._pools:
+            self._idle.put(pool)
+        self._threads = ThreadPoolExecutor(count)
+
+    def verified(self, problems: Sequence[Problem], device: Device) -> list[Future[list[Outcome]]]:
+        """What the verifier says of every backend that takes each of ``problems``; all of it is there."""
+        found = []
         for problem in problems:
-            before = planner.make_plan(problem, device).backend
-            found = trial.run(problem, where, effort, pool.examine)
-            view.remember(found.records)
-            yield Tuned(problem, before, planner.make_plan(problem, device).backend, found)
+            plain = trial.plainly(problem)
+            fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
+            found.append(self._threads.submit(self._examine, trial.case(plain), fitting))
+        for future in found:
+            future.exception()  # waits
+        return found
+
+    def _examine(self, case: Case, backends: list[str]) -> list[Outcome]:
+        pool = self._idle.get()
+        try:
+            return pool.examine(case, backends, self._where)
+        finally:
+            self._idle.put(pool)
+
+    def __enter__(self) -> _Verifiers:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for pool in self._pools:  # a thread that is at a case ends with its process
+            pool.__exit__()
+        self._threads.shutdown(cancel_futures=True)

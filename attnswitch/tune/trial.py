@@ -33,7 +33,7 @@ from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 from attnswitch.wisdom.verdicts import of_outcome
 
-__all__ = ["Effort", "Trial", "plainly", "run"]
+__all__ = ["Effort", "Examine", "Trial", "case", "plainly", "run"]
 
 #: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
 Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
@@ -117,7 +117,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
     plan = planner.make_plan(problem, device)
     fitting = [candidate for candidate in plan.candidates if candidate.fits]
     try:
-        outcomes = examine(_case(problem), [candidate.backend for candidate in fitting], where)
+        outcomes = examine(case(problem), [candidate.backend for candidate in fitting], where)
     except VerificationError as error:  # the verifier could not tell
         trial.failed |= {candidate.backend: str(error) for candidate in fitting}
         return
@@ -161,18 +161,18 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
     return True
 
 
-def _case(problem: Problem) -> Case:
+def case(problem: Problem) -> Case:
     """The problem as a case of the verifier: its lengths and features, with few of its batch entries and heads.
 
     The call is made again and again on it (the check "repeat"). What many heads do beside each other is seen where the
     whole problem is tried out.
     """
-    case = Case.of(problem)
-    case = case.replace(batch=min(case.batch, 2), heads_kv=min(case.heads_kv, 2))
-    if case.work > _MUCH:
-        case = case.replace(batch=1, heads_kv=1)
-    case = case.replace(lengths=case.lengths[: case.batch] if case.lengths is not None else None)
-    return case if case.unseeded else case.replace(check="repeat")
+    found = Case.of(problem)
+    found = found.replace(batch=min(found.batch, 2), heads_kv=min(found.heads_kv, 2))
+    if found.work > _MUCH:
+        found = found.replace(batch=1, heads_kv=1)
+    found = found.replace(lengths=found.lengths[: found.batch] if found.lengths is not None else None)
+    return found if found.unseeded else found.replace(check="repeat")
 
 
 def _tried(

@@ -55,6 +55,24 @@ def test_one_of_several_that_ends_the_process_takes_no_other_with_it() -> None:
     assert again.verdict == "verified"
 
 
+def test_a_pool_that_is_closed_lets_go_of_the_thread_that_is_at_a_case() -> None:
+    raised: list[Exception] = []
+
+    def examine() -> None:
+        try:
+            workers.examine(Case(seq_q=2, seq_k=2), ("saboteurs:Hangs",), "cpu")
+        except VerificationError as error:
+            raised.append(error)
+
+    with apart.pool("cpu", "tiled", 600.0) as workers:
+        thread = threading.Thread(target=examine, daemon=True)
+        thread.start()
+        time.sleep(1)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [str(error) for error in raised] == ["the verifier was ended"]
+
+
 def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
     report = isolated("Segfaults", examples=20, corpus=tmp_path)
     (found,) = report.failures

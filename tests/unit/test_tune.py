@@ -22,6 +22,7 @@ from attnswitch.tune import problems, session, trial
 from attnswitch.tune.trial import Effort
 from attnswitch.verify import Case, Failure, Outcome
 from attnswitch.verify.judge import examine
+from attnswitch.verify.session import apart
 from attnswitch.wisdom import store, view
 from attnswitch.wisdom.classes import speed_class
 from attnswitch.wisdom.record import Time, Untimed, Verdict
@@ -265,6 +266,29 @@ def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
     assert {speed_class(time.problem) for time in times} == {
         speed_class(Problem.parse(text)) for text in (first, second)
     }
+
+
+def test_problems_are_verified_side_by_side_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are at the verifier at once, or the barrier breaks; nobody is there while one is timed."""
+    both, busy = threading.Barrier(2, timeout=20), set[int]()
+
+    class Side:
+        def examine(self, case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
+            busy.add(threading.get_ident())
+            both.wait()
+            busy.discard(threading.get_ident())
+            return _verified(case, backends, device)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(apart, "pool", lambda *_: Side())
+    texts = ("b1.h2.s16.d8.fp32", "b1.h2.s64.d8.fp32")
+    for tuned in session.run([Problem.parse(text) for text in texts], "cpu", QUICK, 60.0):
+        assert not busy
+        assert tuned.trial.times
+        assert tuned.after == tuned.trial.times[0].backend
 
 
 def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

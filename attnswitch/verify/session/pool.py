@@ -151,11 +151,13 @@ class Isolated:
             self._seats += [_Seat(target.device, n) for n in range(_workers(plan, target.device))]
         self.size = len(self._seats)
         self._environment: dict[str, str] = {}
+        self._closed = False
 
     def __enter__(self) -> Isolated:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._closed = True
         for seat in self._seats:
             seat.end()
         for process in self._spare.values():
@@ -163,7 +165,13 @@ class Isolated:
 
     def _process(self, device: str, number: int = 1) -> Process:
         """One thread each, so that they do not wait for each other; the first has two, whose faults need two."""
+        self._go_on()
         return Process(device, (2 if number == 0 else 1) if device == "cpu" else None, self._emulation[device])
+
+    def _go_on(self) -> None:
+        """Raise if it was ended while a thread was at a case."""
+        if self._closed:
+            raise VerificationError("the verifier was ended")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -269,6 +277,7 @@ class Isolated:
             process.send(job)
             while True:
                 while not wait([process.events], timeout=_GLANCE):
+                    self._go_on()
                     process.watch(timeout)
                 event = process.receive()
                 if isinstance(event, Examined):
