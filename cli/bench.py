@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,7 +35,10 @@ _DEFAULT = {"cuda": "grid", "cpu": "quick"}
 
 def bench(
     suite: Annotated[
-        list[str] | None, typer.Argument(help="grid, features, decode, memory or quick. Default: grid; quick on a CPU.")
+        list[str] | None,
+        typer.Argument(
+            help="grid, forward, features, decode, memory, quick, unseen-cpu or unseen-gpu. Default: grid; quick on a CPU."
+        ),
     ] = None,
     problem: Annotated[
         list[str] | None,
@@ -63,8 +66,9 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ... Default: the first GPU, else the CPU.")] = None,
     direction: Annotated[
-        Literal["forward", "backward", "both"], typer.Option(help="Backward is the gradients alone.")
-    ] = "both",
+        Literal["forward", "backward", "training", "all"],
+        typer.Option(help="Backward is the gradients alone, training both in one call; all is what the suite has."),
+    ] = "all",
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the results to FILE as JSON, row by row; - for standard output."),
@@ -88,7 +92,7 @@ def bench(
     ]
     output = _Output(json, csv, where, Budget(budget / 4, budget))
     output.check()
-    output.measure(rows, ("forward", "backward") if direction == "both" else (direction,))
+    output.measure(rows, get_args(Direction) if direction == "all" else (direction,))
     if not output.quiet:
         assert output.limits is not None
         timings.show(output.records, output.limits, output.stopped)

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.bar import Bar
 from rich.table import Table
 
-from attnswitch.bench.document import means
+from attnswitch.bench.document import means, regrets
 from attnswitch.bench.record import Record
 from attnswitch.measure import Limits
 
@@ -37,6 +37,13 @@ def show(records: list[Record], limits: Limits, stopped: str | None) -> None:
         render.console.print(
             f"{mean['suite']} {mean['direction']}: {mean['other']} takes [bold]{mean['ratio']:.2f}[/] times as long as"
             f" {mean['of']} (geometric mean, rows: {mean['rows']})",
+            soft_wrap=True,
+        )
+    for regret in regrets(records):
+        render.console.print(
+            f"{regret['suite']} {regret['direction']}: {regret['of']} takes [bold]{regret['regret']:.3f}[/] times as"
+            f" long as the fastest backend of each row (geometric mean, rows: {regret['rows']}; at most"
+            f" {regret['worst']:.2f}, {render.escape(regret['worst_row'])})",
             soft_wrap=True,
         )
     counts = {status: sum(record.status == status for record in records) for status in _COLOURS}

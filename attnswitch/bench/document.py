@@ -11,7 +11,7 @@ from typing import Any
 from attnswitch.bench.record import Record
 from attnswitch.measure import Budget, Limits
 
-__all__ = ["SCHEMA", "means", "ratios", "to_json"]
+__all__ = ["SCHEMA", "means", "ratios", "regrets", "to_json"]
 
 SCHEMA = 1
 
@@ -48,6 +48,7 @@ def to_json(
         "records": [record.to_json() for record in records],
         "ratios": ratios(records),
         "means": means(records),
+        "regrets": regrets(records),
     }
 
 
@@ -56,17 +57,22 @@ def ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
 
     Above 1 the first is the faster. Wrong results are compared with nothing.
     """
-    groups: dict[tuple[str, str, str], dict[str, float]] = {}
-    for record in records:
-        if record.status == "measured" and record.ms:
-            groups.setdefault(record.group, {})[record.candidate] = record.ms
     found = []
-    for (suite, row, direction), times in groups.items():
+    for (suite, row, direction), times in _times(records).items():
         first = next(iter(times))
         others = {name: round(ms / times[first], 4) for name, ms in times.items() if name != first}
         if others:
             found.append({"suite": suite, "row": row, "direction": direction, "of": first, "ratios": others})
     return found
+
+
+def _times(records: Iterable[Record]) -> dict[tuple[str, str, str], dict[str, float]]:
+    """By suite, row and direction: the milliseconds of each candidate that was measured and is right."""
+    groups: dict[tuple[str, str, str], dict[str, float]] = {}
+    for record in records:
+        if record.status == "measured" and record.ms:
+            groups.setdefault(record.group, {})[record.candidate] = record.ms
+    return groups
 
 
 def means(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -85,4 +91,33 @@ def means(records: Iterable[Record]) -> list[dict[str, Any]]:
             "rows": len(found),
         }
         for (suite, direction, first, name), found in groups.items()
+    ]
+
+
+def regrets(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """What the dispatcher's own choice costs: how many times as long it takes as the fastest backend of each row.
+
+    The geometric mean over the rows of a suite in one direction, and the worst row; the same of each peer, which chose
+    by itself as well. Rows where ``auto`` was not measured say nothing.
+    """
+    from attnswitch.bench.candidates import AUTO  # torch is slow to import
+    from attnswitch.bench.peers import PEERS
+
+    groups: dict[tuple[str, str, str], dict[str, float]] = {}
+    for (suite, row, direction), times in _times(records).items():
+        backends = [ms for name, ms in times.items() if name not in (AUTO, *PEERS)]
+        if AUTO in times and backends:
+            for name in (AUTO, *(name for name in times if name in PEERS)):
+                groups.setdefault((suite, direction, name), {})[row] = times[name] / min(backends)
+    return [
+        {
+            "suite": suite,
+            "direction": direction,
+            "of": name,
+            "regret": round(math.exp(sum(map(math.log, found.values())) / len(found)), 4),
+            "rows": len(found),
+            "worst": round(max(found.values()), 4),
+            "worst_row": max(found, key=lambda row: found[row]),
+        }
+        for (suite, direction, name), found in groups.items()
     ]

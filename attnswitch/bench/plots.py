@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnswitch import cost
 from attnswitch.bench.compare import records
-from attnswitch.bench.record import Record
+from attnswitch.bench.record import PASSES, Record
 from attnswitch.errors import AttnswitchError, InvalidProblem
 from attnswitch.problem import Problem
 
@@ -106,10 +106,10 @@ def _roofline(figure: Figure, found: list[Record], document: dict[str, Any]) -> 
     """Each result at its operations a byte, under the roof of what was measured in the same run."""
     points: dict[str, list[tuple[float, float]]] = {}
     for record in found:
-        problem, backward = Problem.parse(record.problem), record.direction == "backward"
-        work = cost.flops(problem, backward=backward)
+        problem, passes = Problem.parse(record.problem), PASSES[record.direction]
+        work = sum(cost.flops(problem, backward=backward) for backward in passes)
         if record.ms is not None and work:
-            intensity = work / cost.least_bytes(problem, backward=backward)
+            intensity = work / sum(cost.least_bytes(problem, backward=backward) for backward in passes)
             points.setdefault(record.candidate, []).append((intensity, work / record.ms / 1e9))
     if not points:
         raise InvalidProblem("this run holds no time that could stand on a roofline")

@@ -6,9 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Direction", "Kind", "Record", "Status"]
+__all__ = ["PASSES", "Direction", "Kind", "Record", "Status"]
 
-Direction = Literal["forward", "backward"]
+#: backward: the gradients alone. training: both in one call, as an application makes it.
+Direction = Literal["forward", "backward", "training"]
+#: Of each direction, whether each of its passes is a backward.
+PASSES: dict[Direction, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "training": (False, True)}
 Kind = Literal["speed", "decode", "memory"]
 #: refused: it does not take the problem; unavailable: it cannot run here, or is not known; failed: it raised;
 #: wrong: it ran, and its result is not the answer.

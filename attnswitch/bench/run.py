@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ from attnswitch import cost
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.candidates import Attend, Refused, of_backend, with_configs
 from attnswitch.bench.peers import PEERS
-from attnswitch.bench.record import Direction, Record
+from attnswitch.bench.record import PASSES, Direction, Record
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.measure import Budget, Limits, Timing, current, measure
@@ -52,7 +52,7 @@ class _Entry:
         self.call = None
 
 
-def steps(rows: Iterable[Row], directions: Iterable[Direction] = ("forward", "backward")) -> list[Step]:
+def steps(rows: Iterable[Row], directions: Iterable[Direction] = get_args(Direction)) -> list[Step]:
     """Every row in each of its directions that is among ``directions``."""
     wanted = tuple(directions)
     return [Step(row, direction) for row in rows for direction in row.directions if direction in wanted]
@@ -101,7 +101,7 @@ def _prepare(entry: _Entry, step: Step, work: Workload, *, is_peer: bool) -> Non
     name = entry.record.candidate
     try:
         attend = PEERS[name](work) if is_peer else of_backend(name, work)
-        if step.row.kind == "memory":
+        if step.row.kind == "memory" or step.direction == "training":
             entry.call = functools.partial(_both, attend, work)
         elif step.direction == "backward":
             out = attend()
@@ -182,7 +182,8 @@ def _timed(record: Record, problem: Problem, timing: Timing, limits: Limits) -> 
     if record.kind == "decode":
         gbps = cost.kv_bytes(problem) / timing.median / 1e6
         return replace(record, gbps=gbps, percent=100 * gbps / limits.gbps)
-    tflops = cost.flops(problem, backward=record.direction == "backward") / timing.median / 1e9
+    work = sum(cost.flops(problem, backward=backward) for backward in PASSES[record.direction])
+    tflops = work / timing.median / 1e9
     return replace(record, tflops=tflops, percent=100 * tflops / limits.tflops)
 
 

@@ -44,7 +44,7 @@ class Row:
         if self.kind not in get_args(Kind):
             raise InvalidProblem(f"{what}: kind {self.kind!r}, expected one of {', '.join(get_args(Kind))}")
         if unknown := set(self.directions) - set(get_args(Direction)):
-            raise InvalidProblem(f"{what}: directions {sorted(unknown)}, expected forward or backward")
+            raise InvalidProblem(f"{what}: directions {sorted(unknown)}, expected {', '.join(get_args(Direction))}")
         names = (*self.backends, *self.peers)
         if len(set(names)) < len(names):
             raise InvalidProblem(f"{what}: candidates {', '.join(names)}, expected each of them once")
@@ -86,8 +86,10 @@ def suites() -> dict[str, Suite]:
 def _rows(suite: str, table: dict[str, Any]) -> Iterator[Row]:
     shared = {key: table[key] for key in ("kind", "directions", "backends", "peers")}
     for own in table["rows"]:
-        fields: dict[str, Any] = shared | own
+        fields: dict[str, Any] = shared | ({"name": own, "problem": own} if isinstance(own, str) else own)
         problem = Problem.parse(fields.pop("problem"))
+        if isinstance(own, str) and problem.seq_q == 1:
+            fields["directions"] = ["forward"]
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
         yield Row(suite=suite, problem=problem, **fields)
 

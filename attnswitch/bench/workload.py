@@ -62,7 +62,7 @@ class Workload:
 
 def make(row: Row, direction: Direction, device: str) -> Workload:
     """The tensors of ``row``. Gradients are of q, k and v, unless the problem names its own."""
-    p = row.problem.replace(grads=(row.problem.grads or "qkv") if direction == "backward" else "")
+    p = row.problem.replace(grads=(row.problem.grads or "qkv") if direction != "forward" else "")
     dtype = getattr(torch, p.dtype)
     generator = torch.Generator(device).manual_seed(SEED)
 

@@ -22,6 +22,7 @@ from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.errors import InvalidProblem
 from attnswitch.measure import Budget, Limits
 from attnswitch.problem import Problem
+from attnswitch.tune import problems
 
 Register = Callable[[str, str], None]
 LIMITS = Limits(1.0, 10.0, 1024, "float32", 2**26)
@@ -44,7 +45,8 @@ def records(problem: str, *backends: str, direction: Direction = "forward", **fi
 
 
 def test_the_suites_that_are_promised() -> None:
-    assert list(suites()) == ["grid", "forward", "features", "decode", "memory", "quick"]
+    named = ["grid", "forward", "features", "decode", "memory", "quick", "unseen-cpu", "unseen-gpu"]
+    assert list(suites()) == named
     assert len(suites()["grid"].rows) == 12
     for suite in suites().values():
         assert len({row.name for row in suite.rows}) == len(suite.rows)
@@ -55,7 +57,16 @@ def test_a_row_is_a_problem_with_known_candidates(row: Row) -> None:
     assert Problem.parse(str(row.problem)) == row.problem
     assert row.directions
     assert set(row.peers) <= set(peers.PEERS)
-    assert set(row.backends) <= {"triton", *registry.names()}
+    assert set(row.backends) <= {"auto", "triton", *registry.names()}
+
+
+@pytest.mark.parametrize(("suite", "kind"), [("unseen-cpu", "cpu"), ("unseen-gpu", "cuda")])
+def test_what_is_unseen_is_not_tuned_on(suite: str, kind: str) -> None:
+    rows = suites()[suite].rows
+    assert len(rows) == 64
+    assert not {row.problem for row in rows} & set(problems.catalogue(kind))
+    assert {row.directions for row in rows} == {("forward",), ("forward", "training")}
+    assert all((row.directions == ("forward",)) == (row.problem.seq_q == 1) for row in rows)
 
 
 @pytest.mark.parametrize("row", suites()["grid"].rows, ids=lambda row: row.name)

@@ -59,6 +59,25 @@ def test_a_line_for_each_record(tmp_path: Path) -> None:
     assert (two["status"], two["ms"], two["why"]) == ("refused", "", "for a reason")
 
 
+# -- what the choice costs ---------------------------------------------------------------------------------------------
+
+
+def test_regret_is_against_the_fastest_backend_of_each_row() -> None:
+    records = []
+    for length, times in {1024: (1.1, 2.0, 1.0, 3.0), 2048: (2.0, 2.0, 2.5, 0.5)}.items():
+        names = ("auto", "triton", "sdpa-flash", "torch")
+        records += [record(name, length, ms) for name, ms in zip(names, times, strict=True)]
+    records += [record("triton", 4096, 1.0), failed("refused", candidate="auto", length=4096)]
+    records += [failed("wrong", candidate="cuda", length=1024)]
+    auto, torch = document.regrets(records)
+    assert (auto["suite"], auto["direction"], auto["of"], auto["rows"]) == ("grid", "forward", "auto", 2)
+    assert auto["regret"] == round((1.1 * 1.0) ** 0.5, 4)
+    assert (auto["worst"], auto["worst_row"]) == (1.1, "S 1024")
+    assert (torch["of"], torch["regret"], torch["worst"]) == ("torch", round((3.0 * 0.25) ** 0.5, 4), 3.0)
+    assert run(*records)["regrets"] == [auto, torch]
+    assert document.regrets([record("triton")]) == []
+
+
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 
