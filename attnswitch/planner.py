@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attnswitch import cost, divergences, registry
@@ -38,6 +38,8 @@ class Candidate:
     #: What it took on problems of this class on this machine, or why that could not be measured.
     time: Time | None = None
     untimed: Untimed | None = None
+    #: What it took on the nearest problems that were measured, where nothing of this class was.
+    near: Time | None = None
     #: A mismatch that was found on this machine and concerns it.
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.
@@ -52,6 +54,11 @@ class Candidate:
     def trusted(self) -> bool:
         """Whether it takes the problem and can be chosen for it."""
         return self.fits and self.fault is None
+
+    @property
+    def measured(self) -> Time | None:
+        """What the choice rests on."""
+        return self.time or self.near
 
     @property
     def open(self) -> bool:
@@ -104,16 +111,16 @@ class Plan:
                 " it is left out until another version gets that case right, or until"
                 f" `attnswitch wisdom forget --backend {candidate.backend}`",
             )
-        if self.chosen is not None and self.chosen.time is None:
+        best = self.chosen.measured if self.chosen else None
+        if self.chosen is not None and best is None:
             return (f"it takes the problem, but stands behind {self.backend} in the declared order",)
         if untimed := candidate.untimed:
             return (
                 f"it takes the problem, but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}",
             )
-        if self.chosen is None or self.chosen.time is None or candidate.time is None:
+        if best is None or candidate.measured is None:
             return ("it takes the problem, but was not measured here",)
-        told = _said(candidate.time, self.chosen.time)
-        return (f"it takes the problem, but took {told} against {self.chosen.time.ms:.4g}",)
+        return (f"it takes the problem, but took {_said(candidate.measured, best)} against {best.ms:.4g}",)
 
     def remarks(self, candidate: Candidate) -> tuple[str, ...]:
         """What ``candidate`` says of how it computes the problem, if it takes it."""
@@ -225,6 +232,8 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
     if backend is not None and backend not in names:  # a target, which is in no table
         names = (*names, backend)
     candidates = tuple(_candidate(name, problem, device) for name in names)
+    if backend is None and policy is not Policy.WISDOM_ONLY:
+        candidates = _with_nearest(candidates, problem, device)
     if backend is not None:
         named = next(candidate for candidate in candidates if candidate.backend == backend)
         if named.fits:
@@ -233,13 +242,22 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
     return Plan(problem, device, candidates, *_choice(candidates, policy))
 
 
+def _with_nearest(candidates: tuple[Candidate, ...], problem: Problem, device: Device) -> tuple[Candidate, ...]:
+    """``candidates`` with what was measured nearest to ``problem``, if nothing of its class was."""
+    from attnswitch.wisdom import view  # slow to import, and first needed here
+
+    trusted = [candidate for candidate in candidates if candidate.trusted]
+    if len(trusted) < 2 or any(candidate.time for candidate in trusted):
+        return candidates
+    times = view.current().nearest(problem, device, [candidate.backend for candidate in trusted])
+    return tuple(replace(candidate, near=times.get(candidate.backend)) for candidate in candidates)
+
+
 def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate | None, str]:
     """The fastest that was measured, else the first in the declared order; and why."""
     trusted = [candidate for candidate in candidates if candidate.trusted]
-    if times := sorted(((c.time, c) for c in trusted if c.time is not None), key=lambda entry: _pace(entry[0])):
-        first, chosen = times[0]
-        each = ", ".join(f"{candidate.backend} {_said(time, first)}" for time, candidate in times)
-        return chosen, f"measured here on {first.date[:10]}, on {first.problem}: {each}"
+    if times := _ranked((c.time, c) for c in trusted):
+        return times[0][1], f"measured here on {_told(times)}"
     if not trusted:
         faulty = any(candidate.fits for candidate in candidates)
         return None, "every backend that takes it was wrong here" if faulty else "no backend takes it"
@@ -248,7 +266,21 @@ def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate 
             None,
             f"nothing was measured for it here, and the policy is {policy}; attnswitch tune --problem measures it",
         )
+    if times := _ranked((c.near, c) for c in trusted):
+        return times[0][1], f"nothing like it was measured; the nearest here on {_told(times)}"
     return trusted[0], "first in the declared order that takes the problem; nothing was measured"
+
+
+def _ranked(times: Iterable[tuple[Time | None, Candidate]]) -> list[tuple[Time, Candidate]]:
+    """Those that there are, fastest first."""
+    return sorted(((time, c) for time, c in times if time is not None), key=lambda entry: _pace(entry[0]))
+
+
+def _told(times: Sequence[tuple[Time, Candidate]]) -> str:
+    """The date, the problem and every time."""
+    first = times[0][0]
+    each = ", ".join(f"{candidate.backend} {_said(time, first)}" for time, candidate in times)
+    return f"{first.date[:10]}, on {first.problem}: {each}"
 
 
 def forget() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
-from attnswitch.problem import CONTIGUOUS, Problem
+from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
-__all__ = ["covers", "speed_class"]
+__all__ = ["NEAR", "covers", "doublings", "speed_class"]
+
+#: Doublings up to which a time serves a problem of another class: farther, the declared order is as good a guess
+#: (``fixtures/measure_classes.py``).
+NEAR = 2.0
 
 
 def speed_class(problem: Problem) -> Problem:
@@ -39,6 +43,33 @@ def speed_class(problem: Problem) -> Problem:
 def _rounded(size: int) -> int:
     """The power of two that is nearest by ratio; 0 and 1 are themselves."""
     return size if size < 2 else 2 ** round(math.log2(size))
+
+
+def doublings(seen: Problem, problem: Problem) -> float:
+    """How far apart two problems are, where none of the class of ``problem`` was measured: inf if too far to tell.
+
+    By how many doublings their sizes differ, added up; a position that only one of them hides counts as one. Problems
+    of unlike kind say nothing of each other: other kernels run, or the same with much more to do.
+    """
+    if _kind(seen) != _kind(problem):
+        return math.inf
+    sizes = zip(_sizes(seen), _sizes(problem), strict=True)
+    hidden = zip(_hidden(seen), _hidden(problem), strict=True)
+    return sum(abs(math.log2(a / b)) for a, b in sizes) + sum(a != b for a, b in hidden)
+
+
+def _kind(p: Problem) -> tuple[object, ...]:
+    mask = None if p.mask is None else p.mask.is_bool
+    return DTYPES[p.dtype], mask, bool(p.grads), bool(p.dropout), bool(p.softcap), p.seq_q == 1, p.is_empty
+
+
+def _sizes(p: Problem) -> tuple[int, ...]:
+    """Heads and sequences together: how many blocks there are to fill a device with."""
+    return max(1, p.batch * p.heads_kv), p.group, max(1, p.seq_q), max(1, p.seq_k), p.dim_qk, p.dim_v
+
+
+def _hidden(p: Problem) -> tuple[bool, ...]:
+    return p.causal, p.window is not None, p.key_lengths
 
 
 def covers(seen: Problem, problem: Problem) -> bool:

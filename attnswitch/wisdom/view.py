@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from attnswitch import planner
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
-from attnswitch.wisdom.classes import covers, speed_class
+from attnswitch.wisdom.classes import NEAR, covers, doublings, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
@@ -55,6 +55,22 @@ class Wisdom:
         if isinstance(signature, str):
             return None
         return self.times.get((backend, signature, speed_class(problem)))
+
+    def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Time]:
+        """The times of ``backends`` in the class nearest to that of ``problem``; empty where none is near.
+
+        A class where one of them alone was tried compares nothing.
+        """
+        here = {name: signature for name in backends if isinstance(signature := sign(name, device), Signature)}
+        classes: dict[Problem, dict[str, Time | Untimed]] = {}
+        for (name, signature, of), record in self.times.items():
+            if here.get(name) == signature:
+                classes.setdefault(of, {})[name] = record
+        away = {of: doublings(of, problem) for of, tried in classes.items() if len(tried) > 1}
+        best = min(away, key=lambda of: away[of], default=None)
+        if best is None or away[best] > NEAR:
+            return {}
+        return {name: record for name, record in classes[best].items() if isinstance(record, Time)}
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
         """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.

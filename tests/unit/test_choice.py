@@ -62,7 +62,35 @@ def test_the_fastest_measured_is_chosen_and_explained() -> None:
     assert plan.why == "measured here on 2026-11-20, on b2.h4.s64.d32.fp32: tiled 1 ms, sdpa-flash 3 ms"
     assert reasons(plan, "sdpa-flash") == "it takes the problem, but took 3 ms against 1"
     assert reasons(plan, "sdpa-math") == "it takes the problem, but was not measured here"
-    assert attnswitch.plan("b2.h4.s512.d32.fp32").backend == "sdpa-flash"  # another class
+    assert attnswitch.plan("b2.h4.s512.d32.fp32").backend == "sdpa-flash"  # another class, far away
+
+
+def test_the_nearest_that_was_measured_serves_where_nothing_of_the_class_was() -> None:
+    view.remember([time("sdpa-flash", 3.0), time("tiled", 1.0)])
+    near = attnswitch.explain("b2.h6.s64.d32.fp32")
+    assert near.backend == "tiled"
+    assert near.why == (
+        "nothing like it was measured; the nearest here on 2026-11-20, on b2.h4.s64.d32.fp32: tiled 1 ms, sdpa-flash"
+        " 3 ms"
+    )
+    assert reasons(near, "sdpa-flash") == "it takes the problem, but took 3 ms against 1"
+    assert reasons(near, "sdpa-math") == "it takes the problem, but was not measured here"
+    assert near.open  # measuring could change it yet
+    with pytest.raises(Unsupported, match="the policy is wisdom-only"):
+        attnswitch.plan("b2.h6.s64.d32.fp32", policy="wisdom-only")
+    for other in (
+        "b2.h6.s64.d32.fp32.grad",
+        "b2.h6.s64.d32.bf16",
+        "b2.h6.s64.d32.fp32.mask=bool:bk",
+        "b2.h6.s1x64.d32.fp32",
+    ):
+        assert attnswitch.plan(other).backend == "sdpa-flash", other
+
+
+def test_one_backend_alone_is_no_comparison() -> None:
+    view.remember([time("tiled", 1.0)])
+    assert attnswitch.plan("b2.h6.s64.d32.fp32").backend == "sdpa-flash"
+    assert attnswitch.plan(TEXT).backend == "tiled"
 
 
 def test_times_of_unlike_problems_are_compared_by_their_work() -> None:
