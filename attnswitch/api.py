@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ def attention(
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
-    attend = _untraced() if "torch._dynamo" in sys.modules else _attend
+    traced = "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling()
+    attend = _untraced() if traced else _attend
     out, lse = attend(
         query,
         key,
@@ -241,19 +243,7 @@ def run_plan(
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
     p = plan.problem
-    options = options_of(
-        p.dropout,
-        p.causal,
-        p.scale,
-        None,
-        p.alignment,
-        p.window,
-        p.softcap,
-        p.lse,
-        layout,
-        p.deterministic,
-        seed,
-    )
+    options = _of_plan(plan, layout) if seed is None and type(layout) is str else _of_plan_with(plan, layout, seed)
     found = None
     if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
         found = hot.attend(query, key, value, attn_mask, options, plan.backend, Policy.ESTIMATE, plan)
@@ -264,6 +254,19 @@ def run_plan(
         found = _run(call, planner.require(plan, None))
     out, lse = found
     return (out, lse) if p.lse else out
+
+
+def _of_plan_with(plan: Plan, layout: str, seed: int | None) -> Options:
+    """What the problem of ``plan`` says beside arrays, with what it leaves open."""
+    p = plan.problem
+    positions = p.alignment, p.window, p.softcap
+    return options_of(p.dropout, p.causal, p.scale, None, *positions, p.lse, layout, p.deterministic, seed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_plan(plan: Plan, layout: str) -> Options:
+    """The same for a plan that is called again and again."""
+    return _of_plan_with(plan, layout, None)
 
 
 def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:

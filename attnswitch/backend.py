@@ -10,7 +10,7 @@ from attnswitch.arrays import Array
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-__all__ = ["Backend", "Config", "Gradients", "Inputs", "Kernel", "Precision", "native"]
+__all__ = ["Backend", "Config", "Gradients", "Inputs", "Kernel", "Precision", "native", "prepared"]
 
 
 class Inputs(NamedTuple):
@@ -44,7 +44,12 @@ class Gradients(NamedTuple):
 
 
 class Kernel(Protocol):
-    """What a backend compiles for one problem."""
+    """What a backend compiles for one problem.
+
+    One with ``prepared(inputs) -> Callable[[Inputs], tuple[Array, Array | None]]`` is asked there for a forward of
+    torch tensors that have the shapes, strides and devices of these, and addresses that are multiples of 16 where these
+    are: what it need not look at again in every call.
+    """
 
     def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
         """Output (B, Hq, Lq, Dv) and lse (B, Hq, Lq).
@@ -129,3 +134,10 @@ class Backend(Protocol):
 def native(backend: Backend, library: str) -> str:
     """The library whose arrays ``backend`` is given for a caller's of ``library``: the same, if it takes them."""
     return library if library in getattr(backend, "libraries", ()) else backend.library
+
+
+def prepared(kernel: Kernel, inputs: Inputs) -> Callable[[Inputs], tuple[Array, Array | None]]:
+    """The forward of ``kernel`` for inputs that lie as these do."""
+    prepare = getattr(kernel, "prepared", None)
+    made: Callable[[Inputs], tuple[Array, Array | None]] = kernel.forward if prepare is None else prepare(inputs)
+    return made

@@ -24,6 +24,8 @@ class Policy(enum.StrEnum):
     #: Only what was measured here: a call of any other class raises ``Unsupported``.
     WISDOM_ONLY = "wisdom-only"
 
+    __hash__ = str.__hash__  # they equal their texts, and every call looks one up
+
 
 _chosen: ContextVar[Policy | None] = ContextVar("attnswitch_policy", default=None)
 

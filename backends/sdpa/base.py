@@ -15,10 +15,12 @@ from attnswitch.problem import DTYPES, Problem
 from . import autocast, masks
 from .reasons import no_gpu
 
-__all__ = ["Launch", "SdpaBackend", "SdpaKernel"]
+__all__ = ["Fit", "Launch", "SdpaBackend", "SdpaKernel"]
 
 #: How an operator is launched: the inputs, the hiding (see ``masks``), the scale; out and lse, or None for its lse.
 Launch = Callable[[Problem, Inputs, Any], tuple[Any, Any]]
+#: An operand as an operator wants it: itself, or a copy.
+Fit = Callable[[Any], Any]
 
 
 class SdpaBackend:
@@ -60,15 +62,20 @@ class SdpaBackend:
         mask_dtype = raised if self.raises_mask(device) else None
         empty = problem.is_empty or problem.seq_k == 0
         plain = None if problem.needs_mask or empty else masks.compose_plain(problem)
-        return SdpaKernel(problem, self.launcher(problem, device), mask_dtype, plain, autocast.available(device.kind))
+        launch, fit = self.launcher(problem, device), self.fitting(problem, device)
+        return SdpaKernel(problem, launch, fit, mask_dtype, plain, autocast.available(device.kind))
 
     def raises_mask(self, device: Device) -> bool:
         """Whether a float mask is raised to the accumulator's type, rather than given in the operands'."""
         return False
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
-        """The function that calls the operator."""
+        """The function that calls the operator, on operands that fit."""
         raise NotImplementedError
+
+    def fitting(self, problem: Problem, device: Device) -> Fit:
+        """The function that makes query, key and value fit the operator."""
+        return _as_it_is
 
     def _common(self, problem: Problem) -> Iterator[str]:
         if problem.softcap:
@@ -87,6 +94,10 @@ class SdpaBackend:
                 yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
 
 
+def _as_it_is(operand: Any) -> Any:
+    return operand
+
+
 def _itemsize(problem: Problem, role: str) -> int:
     if role == "attn_mask":
         return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
@@ -99,6 +110,7 @@ class SdpaKernel:
 
     problem: Problem
     launch: Launch
+    fit: Fit
     mask_dtype: torch.dtype | None
     #: What hides where no mask is needed, which is the same in every call; None where one is, or nothing is attended.
     plain: masks.Hiding | None = None
@@ -112,19 +124,41 @@ class SdpaKernel:
             return autocast.shielded(kind, self.forward, inputs)
         p = self.problem
         if self.plain is not None:
-            out, lse = self.launch(p, inputs, self.plain)
-            return out, lse if p.lse else None
+            return self._launched(inputs, self.plain)
         if p.is_empty or p.seq_k == 0:
             return _empty(p, inputs)
         if p.key_lengths and inputs.query.device.type != "cpu":
             inputs = _without_padding(inputs)
         hiding = masks.compose(p, inputs, self.mask_dtype)
-        out, lse = self.launch(p, inputs, hiding)
+        out, lse = self._launched(inputs, hiding)
         if hiding.alive is not None:
             out = out.masked_fill(~hiding.alive[..., None], 0.0)
             if lse is not None:
                 lse = lse if hiding.shift is None else lse + hiding.shift.to(lse.dtype)
                 lse = lse.masked_fill(~hiding.alive, -torch.inf)
+        return out, lse
+
+    def prepared(self, inputs: Inputs) -> Callable[[Inputs], tuple[Any, Any]]:
+        """``forward``; without a look at how operands lie, where these fit the operator as they are."""
+        p, launch, plain, kind = self.problem, self.launch, self.plain, self.autocasts
+        if plain is None or any(self.fit(operand) is not operand for operand in inputs[:3]):
+            return self.forward
+
+        def forward(inputs: Inputs) -> tuple[Any, Any]:
+            if kind is not None and torch.is_autocast_enabled(kind):
+                return self.forward(inputs)
+            out, lse = launch(p, inputs, plain)
+            return out, lse if p.lse else None
+
+        return forward
+
+    def _launched(self, inputs: Inputs, hiding: masks.Hiding) -> tuple[Any, Any]:
+        """The operator's answer, without what makes the operands fit, and without an lse that nobody asked for."""
+        p = self.problem
+        query, key, value = (self.fit(operand) for operand in inputs[:3])
+        out, lse = self.launch(p, inputs._replace(query=query, key=key, value=value), hiding)
+        if out.shape[-1] != p.dim_v:
+            out = out[..., : p.dim_v]
         return out, lse if p.lse else None
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:

@@ -11,7 +11,7 @@ from attnswitch.backend import Backend, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend
+from .base import Fit, Launch, SdpaBackend
 from .masks import Hiding
 from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
 from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, version
@@ -43,6 +43,10 @@ class CudnnBackend(SdpaBackend):
         """The operator."""
         return _launch
 
+    def fitting(self, problem: Problem, device: Device) -> Fit:
+        """Multiples of 8, aligned, and nothing expanded."""
+        return _fitted
+
 
 def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
     cudnn, pytorch = version(device, "cudnn"), version(device, "torch")
@@ -62,14 +66,18 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
         yield f"dropout_p={problem.dropout}: cuDNN rounds it to a multiple of 1/16"
 
 
+def _fitted(operand: Any) -> Any:
+    return copied_if_expanded(padded(operand, 8))
+
+
 def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    q, k, v = (copied_if_expanded(padded(x, 8)) for x in inputs[:3])
+    query, key, value = inputs[:3]
     scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
-    added = None if hiding.mask is None else bias(hiding.mask, q, scores)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        q, k, v, added, True, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
+    added = None if hiding.mask is None else bias(hiding.mask, query, scores)
+    out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
+        query, key, value, added, True, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
     )
-    return with_aligned_gradient(out)[..., : problem.dim_v], lse.reshape(scores[:3])
+    return with_aligned_gradient(out), lse.reshape(scores[:3]) if problem.lse else None
 
 
 _: type[Backend] = CudnnBackend

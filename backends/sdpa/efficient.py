@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from attnswitch.backend import Backend, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend
+from .base import Fit, Launch, SdpaBackend
 from .masks import Hiding
 from .operands import bias, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
@@ -48,18 +49,21 @@ class EfficientBackend(SdpaBackend):
         """The operator."""
         return _launch
 
+    def fitting(self, problem: Problem, device: Device) -> Fit:
+        """Rows of multiples of 16 bytes, aligned."""
+        return functools.partial(padded, multiple=4 if problem.dtype == "float32" else 8)
+
 
 def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    multiple = 4 if problem.dtype == "float32" else 8
-    q, k, v = (padded(x, multiple) for x in inputs[:3])
+    query, key, value = inputs[:3]
     scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
-    added = None if hiding.mask is None else bias(hiding.mask, q, scores)
+    added = None if hiding.mask is None else bias(hiding.mask, query, scores)
     # The lse is always asked for: the backward needs it even where only the mask has a gradient, and without it the
     # kernel of torch before 2.15 misreads keys whose head axis is expanded (pytorch#191937).
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
-        q, k, v, added, True, problem.dropout, hiding.causal, scale=problem.softmax_scale
+    out, lse, *_ = torch._scaled_dot_product_efficient_attention(
+        query, key, value, added, True, problem.dropout, hiding.causal, scale=problem.softmax_scale
     )
-    return with_aligned_gradient(out)[..., : problem.dim_v], lse[..., : problem.seq_q]
+    return with_aligned_gradient(out), lse[..., : problem.seq_q] if problem.lse else None
 
 
 _: type[Backend] = EfficientBackend

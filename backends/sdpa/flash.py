@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from attnswitch.backend import Backend, Inputs, Precision
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .base import Launch, SdpaBackend
+from .base import Fit, Launch, SdpaBackend
 from .masks import Hiding
 from .operands import additive, dense_rows, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half
@@ -52,6 +53,10 @@ class FlashBackend(SdpaBackend):
         """The operator of the device."""
         return _launch_cpu if device.kind == "cpu" else _launch_cuda
 
+    def fitting(self, problem: Problem, device: Device) -> Fit:
+        """Dense rows on the CPU; multiples of 8, aligned, on CUDA."""
+        return dense_rows if device.kind == "cpu" else functools.partial(padded, multiple=8)
+
 
 def _cpu_limits(problem: Problem) -> Iterator[str]:
     if problem.dropout:
@@ -78,22 +83,24 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _launch_cpu(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    q, k, v = inputs[:3]
-    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        q, k, v = (dense_rows(x) for x in inputs[:3])
-    mask = None if hiding.mask is None else additive(hiding.mask, q.dtype)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, hiding.causal, attn_mask=mask, scale=problem.softmax_scale
+    query, key, value = inputs[:3]
+    found: tuple[Any, Any]
+    if hiding.mask is None and problem.scale is None:  # what is left out need not be read
+        found = torch._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, hiding.causal)
+        return found
+    mask = None if hiding.mask is None else additive(hiding.mask, query.dtype)
+    found = torch._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, hiding.causal, attn_mask=mask, scale=problem.scale
     )
-    return out, lse
+    return found
 
 
 def _launch_cuda(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    q, k, v = (padded(x, 8) for x in inputs[:3])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
-        q, k, v, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
+    query, key, value = inputs[:3]
+    out, lse, *_ = torch._scaled_dot_product_flash_attention(
+        query, key, value, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
     )
-    return with_aligned_gradient(out)[..., : problem.dim_v], lse
+    return with_aligned_gradient(out), lse
 
 
 _: type[Backend] = FlashBackend
