@@ -17,6 +17,8 @@ __all__ = ["Arguments", "Operand", "constants", "of_call", "put"]
 
 #: ``Operand``, written in one go.
 _OPERAND = struct.Struct("=5q")
+#: Query, key and value.
+_OPERANDS = struct.Struct("=15q")
 
 
 class Operand(ctypes.Structure):
@@ -81,9 +83,8 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
     """``constants`` with the arrays of a call; query, key and value are ``mapped`` where tensor maps tell of them."""
     a = Arguments.from_buffer_copy(constants)
     if not mapped:
-        put(a, Arguments.query.offset, inputs.query)
-        put(a, Arguments.key.offset, inputs.key)
-        put(a, Arguments.value.offset, inputs.value)
+        places = memory.place(inputs.query), memory.place(inputs.key), memory.place(inputs.value)
+        _OPERANDS.pack_into(a, Arguments.query.offset, *places[0], *places[1], *places[2])
     if inputs.attn_mask is not None:
         address, *steps = memory.place(inputs.attn_mask)  # 0 along the axes that it is broadcast over
         kept = (0 if size == 1 else stride for size, stride in zip(inputs.attn_mask.shape, steps, strict=True))

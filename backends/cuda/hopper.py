@@ -12,6 +12,7 @@ from attnswitch.problem import Problem
 from . import arguments, config, memory, run, tensor_maps
 from .arguments import Arguments, put
 from .config import CudaConfig, HopperTile
+from .prepared import Alone
 from .variant import Variant
 
 __all__ = ["Forward"]
@@ -38,7 +39,9 @@ class Forward:
             tensor_maps.mapper(p.dtype, (*keys, p.dim_qk), tile.keys),
             tensor_maps.mapper(p.dtype, (*keys, p.dim_v), tile.keys),
         )
-        self._blocks = min(heads * arithmetic.tiles(p.seq_q, tile.queries), device.sms or _SMS)
+        tiles = heads * arithmetic.tiles(p.seq_q, tile.queries)
+        self._blocks = min(tiles, device.sms or _SMS)
+        self._counts = tiles > self._blocks
         dim = config.hopper_block(p)
         self.variant = Variant(
             "forward",
@@ -53,6 +56,7 @@ class Forward:
             flags=(("CONTINUED", int(tile.continued)),),
             family="hopper",
         )
+        self.alone = None if self._counts else Alone(self.variant, self._blocks, a, self._maps)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
@@ -61,7 +65,7 @@ class Forward:
         a.lse = memory.address(lse)
         # A counter for each launch, zeroed on its stream and so in a captured graph: two streams, or a graph and a
         # stream, may run one kernel at once, and what a launch that failed has left is of no account.
-        counter = memory.empty((1,), lse, "int32")
-        a.counter = memory.address(counter)
+        counter = memory.empty((1,), lse, "int32") if self._counts else None
+        a.counter = None if counter is None else memory.address(counter)
         maps = tuple(of(memory.place(array)) for of, array in zip(self._maps, inputs[:3], strict=True))
         run.start(self.variant, self._blocks, a, out, maps, counter)

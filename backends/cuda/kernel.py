@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from attnswitch.backend import Gradients, Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from . import hopper, memory, portable
+from . import hopper, memory, portable, prepared
 from .config import CudaConfig, HopperTile
 
 __all__ = ["CudaKernel"]
@@ -35,10 +36,17 @@ class CudaKernel:
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""
         with memory.on(inputs.query):
-            out = _like(inputs.query, self.problem.dim_v)
+            out = memory.like(inputs.query, self.problem.dim_v)
             lse = memory.empty(self._rows, inputs.query, self._real)
             self._forward(inputs, out, lse)
         return out, lse
+
+    def prepared(self, inputs: Inputs) -> Callable[[Inputs], tuple[Any, Any]]:
+        """``forward`` for tensors that lie like these; of calls without a mask that are one launch on a GPU."""
+        alone = self._forward.alone
+        if alone is None or inputs.attn_mask is not None or memory.on_cpu(inputs.query) or not alone.blocks:
+            return self.forward
+        return prepared.forward(self.problem, alone, inputs, self.forward)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
@@ -48,12 +56,3 @@ class CudaKernel:
             key, value = self._keys(inputs, saved) if self._keys else (None, None)
             mask = self._mask(inputs, saved) if self._mask else None
         return Gradients(query, key, value, mask)
-
-
-def _like(query: Any, dim: int) -> Any:
-    """An output (batch, heads, L, dim) that lies in memory in the order of ``query``, heads inside L or L inside."""
-    b, h, length, _ = query.shape
-    _, _, by_head, by_row, _ = memory.place(query)
-    if h > 1 and length > 1 and abs(by_head) < abs(by_row):
-        return memory.empty((b, length, h, dim), query).swapaxes(1, 2)
-    return memory.empty((b, h, length, dim), query)

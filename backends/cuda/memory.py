@@ -7,30 +7,33 @@ for the emulator. Results on the CPU start out as NaN, so that what is not writt
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from typing import Any
 
 from attnswitch.arrays import library_of
 
-__all__ = ["address", "dtype_name", "empty", "on", "on_cpu", "place", "stream"]
+__all__ = ["address", "dtype_name", "empty", "index", "like", "on", "on_cpu", "place", "stream"]
+
+
+_HERE = contextlib.nullcontext()
 
 
 def address(array: Any) -> int:
     """Where the first element is."""
-    return place(array)[0]
+    match _library(array):
+        case "torch":
+            return int(array.data_ptr())
+        case "cupy":
+            return int(array.data.ptr)
+        case _:
+            return int(array.__array_interface__["data"][0])
 
 
 def place(array: Any) -> tuple[int, ...]:
     """Where the first element is, and the strides in elements."""
-    match _library(array):
-        case "torch":
-            return array.data_ptr(), *array.stride()
-        case "cupy":
-            pointer = array.data.ptr
-        case _:
-            pointer = array.__array_interface__["data"][0]
-    return pointer, *(stride // array.itemsize for stride in array.strides)
+    if _library(array) == "torch":
+        return array.data_ptr(), *array.stride()
+    return address(array), *(stride // array.itemsize for stride in array.strides)
 
 
 def dtype_name(array: Any) -> str:
@@ -43,8 +46,8 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
     library = _library(like)
     if library == "torch":
         torch: Any = sys.modules["torch"]
-        made = like.new_empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
-        if on_cpu(made) and made.numel():
+        made = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(torch, dtype))
+        if made.is_cpu and made.numel():
             made.view(torch.uint8).fill_(0xFF)
         return made
     made = sys.modules[library].empty(shape, dtype or like.dtype)
@@ -53,32 +56,45 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
     return made
 
 
+def like(query: Any, dim: int) -> Any:
+    """An output (batch, heads, L, dim) that lies in memory in the order of ``query``, heads inside L or L inside."""
+    b, h, length, _ = query.shape
+    _, _, by_head, by_row, _ = place(query)
+    if h > 1 and length > 1 and abs(by_head) < abs(by_row):
+        return empty((b, length, h, dim), query).swapaxes(1, 2)
+    return empty((b, h, length, dim), query)
+
+
 def on_cpu(array: Any) -> bool:
     """Whether it is the CPU's memory that the array is in."""
     library = _library(array)
-    return library == "numpy" or (library == "torch" and bool(array.device.type == "cpu"))
+    return bool(array.is_cpu) if library == "torch" else library == "numpy"
 
 
 def on(array: Any) -> Any:
     """The device of ``array`` as the current one."""
-    match _library(array):
-        case "torch" if array.is_cuda:
-            torch: Any = sys.modules["torch"]
-            if array.device.index != torch.cuda.current_device():
-                return torch.cuda.device(array.device)
-        case "cupy":
-            return array.device
-    return contextlib.nullcontext()
+    library = _library(array)
+    if library == "torch" and array.is_cuda:
+        torch: Any = sys.modules["torch"]
+        if array.get_device() != torch.cuda.current_device():
+            return torch.cuda.device(array.device)
+    elif library == "cupy":
+        return array.device
+    return _HERE
 
 
-def stream(array: Any) -> Any:
-    """The current stream of the library and device of ``array``, as CuPy takes it."""
+def index(array: Any) -> int:
+    """The number of the GPU that the array is on."""
+    return int(array.get_device() if _library(array) == "torch" else array.device.id)
+
+
+def stream(array: Any) -> int:
+    """The current stream of the library and device of ``array``, as CUDA knows it."""
     if _library(array) == "torch":
         torch: Any = sys.modules["torch"]
-        index = array.device.index
-        return _external(torch.cuda.current_stream(index).cuda_stream, index)
+        return int(torch._C._cuda_getCurrentRawStream(array.get_device()))
     cupy: Any = sys.modules["cupy"]
-    return cupy.cuda.get_current_stream()
+    return int(cupy.cuda.get_current_stream().ptr)
 
 
 def _library(array: Any) -> str:
@@ -90,10 +106,3 @@ def _library(array: Any) -> str:
 
 
 _libraries: dict[type, str] = {}
-
-
-@functools.lru_cache(maxsize=256)
-def _external(pointer: int, index: int) -> Any:
-    import cupy
-
-    return cupy.cuda.ExternalStream(pointer, index)

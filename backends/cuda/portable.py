@@ -12,6 +12,7 @@ from attnswitch.problem import DTYPES, Memory, Problem
 from . import arguments, config, memory, run
 from .arguments import Arguments, put
 from .config import ROWS_A_BLOCK, CudaConfig, Tile, block
+from .prepared import Alone
 from .variant import Variant
 
 __all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved"]
@@ -50,6 +51,7 @@ class Forward:
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
         self._dim = p.dim_v
         self._merge = _of_rows("merge", p, {}) if splits > 1 else None
+        self.alone = Alone(self._variant, self._blocks, a) if splits == 1 else None
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""

@@ -16,7 +16,7 @@ __all__ = ["COLUMNS", "TensorMap", "mapper"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
-#: A CUtensorMap, passed by value.
+#: A CUtensorMap.
 _BY_VALUE = np.dtype("V128")
 #: Maps that an operand of a problem keeps: buffers take turns, and a graph holds its own copies.
 _KEPT = 256
@@ -37,7 +37,7 @@ class TensorMap:
 
     @functools.cached_property
     def encoded(self) -> np.ndarray[Any, Any]:
-        """As a launch passes it, an array of one element of 128 bytes. Raises ``RuntimeError`` if it is refused."""
+        """An array of one element of 128 bytes. Raises ``RuntimeError`` if it is refused."""
         from cuda.bindings import driver
 
         kind = "BFLOAT16" if self.dtype == "bfloat16" else "FLOAT16"
@@ -57,6 +57,11 @@ class TensorMap:
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the driver does not encode {self}: {error.name}")
         return np.frombuffer(ctypes.string_at(made.getPtr(), _BY_VALUE.itemsize), _BY_VALUE)
+
+    @functools.cached_property
+    def pointer(self) -> int:
+        """Where the encoded map is, as a launch passes it. Raises as ``encoded`` does."""
+        return int(self.encoded.ctypes.data)
 
 
 def mapper(dtype: str, shape: tuple[int, int, int, int], box: int) -> Callable[[tuple[int, ...]], TensorMap]:

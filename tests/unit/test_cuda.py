@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -34,7 +36,7 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
 def forget() -> None:
     """Drop what was planned, compiled and prepared."""
     unguarded.forget()
-    hot.ready.cache_clear()
+    hot.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -210,35 +212,52 @@ def test_head_dimensions_are_padded_to_steps(dim: int, dtype: str, padded: int) 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_launch_passes_all_arguments_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+class Driver:
+    """CuPy's, which notes launches: a thread has no context until it has called the runtime."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.freed: list[int] = []
+
+    def ctxGetCurrent(self) -> int:  # noqa: N802 - CuPy's name
+        return len(self.freed)
+
+    def free(self, address: int) -> None:
+        self.freed.append(address)
+
+    def launchKernel(self, *passed: Any) -> None:  # noqa: N802 - CuPy's name
+        *launch, pointers, extra = passed
+        self.launched.append((*launch, list((ctypes.c_void_p * 4).from_address(pointers)), extra))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    for name in ("driver", "runtime"):
+        monkeypatch.setitem(sys.modules, f"cupy_backends.cuda.api.{name}", made)
+    return made
+
+
+def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
     variant = importlib.import_module("attnswitch.backends.cuda.variant").Variant("merge", "float32", warps=4, shared=7)
-    launched: list[Any] = []
-
-    def loaded(what: Any, index: int) -> Any:
-        return lambda *parts, **options: launched.append((what, index, parts, options))
-
+    cleared: list[Any] = []
     monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
-    monkeypatch.setattr(run.memory, "stream", lambda _: "a stream")
-    monkeypatch.setattr(run, "_index", lambda _: 3)
-    monkeypatch.setattr(run, "_loaded", loaded)
-    monkeypatch.setattr(run, "_clear", lambda *cleared: launched.append(cleared))
+    monkeypatch.setattr(run.memory, "stream", lambda _: 17)
+    monkeypatch.setattr(run.memory, "index", lambda _: 3)
+    monkeypatch.setattr(run, "loaded", lambda what, index: type("Function", (), {"ptr": (what, index)}))
+    monkeypatch.setattr(run, "_clear", lambda *what: cleared.append(what))
     a = arguments.Arguments(batch=3, scale=0.5)
     run.start(variant, 0, a, None, (), "a counter")
-    assert launched == []
+    assert (driver.launched, cleared) == ([], [])
     run.start(variant, 5, a, None)
-    ((what, index, (grid, threads, (packed,)), options),) = launched
-    assert (what, index, grid, threads) == (variant, 3, (5,), (128,))
-    assert options == {"shared_mem": 7, "stream": "a stream"}
-    assert packed.size == 1
-    assert packed.tobytes() == bytes(a)
-    launched.clear()
-    maps = [type("Map", (), {"encoded": name}) for name in ("a map", "another")]
+    launch = ((variant, 3), 5, 1, 1, 128, 1, 1, 7, 17)
+    assert driver.launched == [(*launch, [ctypes.addressof(a), None, None, None], 0)]
+    maps = [type("Map", (), {"pointer": pointer}) for pointer in (64, 128)]
     run.start(variant, 5, a, None, maps, "a counter")
-    cleared, (_, _, (_, _, passed), _) = launched
-    assert cleared == ("a counter", "a stream")
-    assert passed[:2] == ("a map", "another")
-    assert passed[2].tobytes() == bytes(a)
+    assert driver.launched[1] == (*launch, [64, 128, ctypes.addressof(a), None], 0)
+    assert cleared == [("a counter", 17)]
+    assert driver.freed == [0]  # once, for a context
 
 
 # -- launches, emulated ------------------------------------------------------------------------------------------------

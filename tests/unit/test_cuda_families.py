@@ -200,12 +200,17 @@ def test_every_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         assert (counter.dtype, counter.numel()) == (torch.int32, 1)
 
 
+def test_where_each_block_has_one_tile_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, _, blocks, arguments, _, _, counter),) = launches(Problem.parse("b1.h4.s1024.d128.bf16"), monkeypatch)
+    assert (blocks, arguments.counter, counter) == (32, None, None)
+
+
 def test_a_counter_is_cleared_on_the_stream_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = pytest.importorskip("cupy.cuda.runtime")
     calls: list[Any] = []
     monkeypatch.setattr(runtime, "memsetAsync", lambda *call: calls.append(call))
     counter = torch.zeros(1, dtype=torch.int32)
-    run._clear(counter, type("Stream", (), {"ptr": 17}))
+    run._clear(counter, 17)
     assert calls == [(counter.data_ptr(), 0, 4, 17)]
 
 

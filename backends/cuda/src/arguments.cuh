@@ -22,7 +22,7 @@ struct Arguments {
     Operand mask;      // broadcast to (batch, heads, queries, keys)
     const u8* lengths; // (batch,) integers of |length_bytes| bytes, signed where that is negative
     i64 length_stride; // in bytes
-    void* lse;         // (batch, heads, queries), natural logarithm
+    void* lse;         // (batch, heads, queries), natural logarithm; null where one launch is all and nobody asks
     void* grad_lse;    // the same, or null for zero
     void* parts;       // (splits, batch, heads, queries, dim_v): numerators of split keys
     void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums
@@ -32,7 +32,7 @@ struct Arguments {
     void* grad_key;
     void* grad_value;
     void* grad_mask;
-    u32* counter;      // tiles that were taken, 0 between launches
+    u32* counter;      // tiles that were taken, 0 before a launch; null where there are none to take
     double scale;      // on q . k
     double factor;     // on q . k, before tanh or within the exponential
     double cap;        // of softcap

@@ -192,7 +192,7 @@ struct Consumer {
             const float total = softmax.total[m];
             const bool there = r < a.queries, empty = total == 0;  // it saw nothing
             const i64 line = (i64(work.batch) * a.heads + work.head) * a.queries + r;
-            if (there && first_column() == 0)
+            if (a.lse && there && first_column() == 0)
                 static_cast<float*>(a.lse)[line] =
                     empty ? -INFINITE : softmax.top[m] * float(a.scale) + logarithm(total);
             T* const out = reinterpret_cast<T*>(a.out.at) + work.batch * a.out.batch + work.head * a.out.head;

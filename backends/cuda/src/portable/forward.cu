@@ -118,7 +118,7 @@ KERNEL forward(const Arguments a) {
             store_sums<Real, BLOCK_DV>(reinterpret_cast<Real*>(a.parts) + line * a.dim_v, sums[m], a.dim_v);
         } else {
             const Real natural = FOLD ? top[m] * Real(a.scale) : top[m];
-            if (score_column(0) == 0)
+            if (a.lse && score_column(0) == 0)
                 reinterpret_cast<Real*>(a.lse)[line] = empty ? -INFINITE : natural + logarithm(total[m]);
             // An exact quotient: the mean of a power of two of equal weights is exact too.
             const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total[m]);
