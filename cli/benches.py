@@ -1,4 +1,4 @@
-"""``attnswitch bench`` and what is under it: a run, two runs compared, a run drawn."""
+"""``attnswitch bench`` and what is under it: a run, two runs compared, a run drawn, and what a call costs the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import bench, compare, plot
+from . import bench, compare, overhead, plot
 
 __all__ = ["app"]
 
@@ -24,9 +24,10 @@ class _RunByDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_RunByDefault,
-    help="Time backends beside their peers (run, which is the default), compare two runs, or draw one.",
+    help="Time backends beside peers (run, which is the default), compare two runs, draw one, or time calls alone.",
     rich_markup_mode=None,
 )
 app.command("run")(bench.bench)
 app.command("compare")(compare.compare)
 app.command("plot")(plot.plot)
+app.command("overhead")(overhead.overhead)
