@@ -93,15 +93,21 @@ def disassembler() -> Path | None:
     return tool if tool and tool.is_file() else None
 
 
-@pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
+disassembled = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
+
+
+def listing(variant: Any, folder: Path) -> str:
+    cubin = folder / "forward.cubin"
+    cubin.write_bytes(nvrtc.cubin(variant, "sm_90a"))
+    return subprocess.run([str(disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+@disassembled
 @pytest.mark.parametrize("dim", DIMS)
 def test_weights_are_not_rewritten_under_a_product(dim: int, tmp_path: Path) -> None:
     """Compilers before CUDA 13.3 let it happen where the source does; this one is whichever is installed."""
     for chosen in variants(dim):
-        cubin = tmp_path / "forward.cubin"
-        cubin.write_bytes(nvrtc.cubin(chosen, "sm_90a"))
-        command = [str(disassembler()), "-c", str(cubin)]
-        products, found = overwritten(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        products, found = overwritten(listing(chosen, tmp_path))
         assert products >= 2 * chosen.columns // 16
         assert found == [], chosen
 
@@ -116,3 +122,38 @@ def test_a_weight_that_is_rewritten_is_found() -> None:
         "/*0060*/ F2FP.BF16.F32.PACK_AB R152, R25, R24 ;",
     ]
     assert overwritten("\n".join(lines)) == (1, ["F2FP.BF16.F32.PACK_AB R153, R25, R24"])
+
+
+# -- the same bits, whichever block a tile is of -----------------------------------------------------------------------
+
+
+def roundings_of_lse(listing: str) -> list[str]:
+    """What makes each float that is stored on its own: lse is all that is."""
+    last: dict[str, str] = {}
+    found = []
+    for name, operands in INSTRUCTION.findall(listing):
+        if name in ("STG.E", "STG"):
+            found.append(last[operands.rpartition(", ")[2]])
+        elif (written := re.match(r"R\d+", operands)) and not name.startswith(WITHOUT_RESULT):
+            last[written[0]] = name
+    return found
+
+
+@disassembled
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_way_to_end_rows_rounds_lse_alike(dim: int, tmp_path: Path) -> None:
+    """A product and a sum that are fused in one place and not in another differ in the last bit."""
+    for chosen in variants(dim):
+        found = roundings_of_lse(listing(chosen, tmp_path))
+        assert len(found) == (4 if dict(chosen.flags)["CONTINUED"] else 2), chosen
+        assert set(found) == {"FFMA"}, chosen
+
+
+def test_a_sum_that_is_not_fused_is_found() -> None:
+    lines = [
+        "/*0010*/ FFMA R25, R200, R26, R25 ;",
+        "/*0020*/ STG.E desc[UR20][R206.64], R25 ;",
+        "/*0030*/ FADD R25, R25, R24 ;",
+        "/*0040*/ STG.E desc[UR20][R206.64+0x20], R25 ;",
+    ]
+    assert roundings_of_lse("\n".join(lines)) == ["FFMA", "FADD"]

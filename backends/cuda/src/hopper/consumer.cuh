@@ -193,8 +193,9 @@ struct Consumer {
             const bool there = r < a.queries, empty = total == 0;  // it saw nothing
             const i64 line = (i64(work.batch) * a.heads + work.head) * a.queries + r;
             if (a.lse && there && first_column() == 0)
+                // One operation wherever this is inlined: rows end in `change` or in `finish`, as their block comes by.
                 static_cast<float*>(a.lse)[line] =
-                    empty ? -INFINITE : softmax.top[m] * float(a.scale) + logarithm(total);
+                    empty ? -INFINITE : multiply_add(softmax.top[m], float(a.scale), logarithm(total));
             T* const out = reinterpret_cast<T*>(a.out.at) + work.batch * a.out.batch + work.head * a.out.head;
             store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : 1 / total, a.dim_v);
         }
