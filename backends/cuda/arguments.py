@@ -42,6 +42,7 @@ class Arguments(ctypes.Structure):
         ("length_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("lse", "grad_lse", "parts", "sums", "base", "delta")),
         *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value", "grad_mask", "counter")),
+        *((name, ctypes.c_void_p) for name in ("mask_sets", "mask_bits")),
         *((name, ctypes.c_double) for name in ("scale", "factor", "cap", "keep_scale")),
         *((name, ctypes.c_int32) for name in ("batch", "heads", "group", "pack")),
         *((name, ctypes.c_int32) for name in ("queries", "padded", "keys", "dim", "dim_v")),

@@ -1,4 +1,4 @@
-"""Launches of the Hopper family: the forward. A problem's gradients come from the portable kernels."""
+"""Launches of the Hopper family: the forward, and a look at its mask. Gradients come from the portable kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,53 @@ from .config import CudaConfig, HopperTile
 from .prepared import Alone
 from .variant import Variant
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "Survey"]
 
-#: Rows of a warpgroup, which has the loads of its queries to itself.
+#: Rows of a warpgroup, which has the loads of its queries to itself, and of a group of rows of a mask.
 _ROWS = 64
+#: Warps of a block of ``Survey``, and its blocks on an SM.
+_WARPS, _RESIDENT = 16, 2
+#: Tiles of keys to a word of what it finds, and words to 16 bytes, at multiples of which each part begins.
+_BITS, _HEAD = 32, 4
 #: SMs where the device does not say: what every H100 and H200 has that is not the PCIe card.
 _SMS = 132
+
+
+class Survey:
+    """One look at a bool mask before the forward: which tiles of keys it hides, and its bits (``src/hopper/mask.cuh``).
+
+    Memory that it takes, until the forward is done: 16 bytes for each row of the mask and tile of ``keys`` keys, which
+    is an eighth of the mask where ``keys`` is 128, a fifth at 80, a quarter at 64. An axis that the mask is broadcast
+    over, be it of length 1 or of stride 0, counts once.
+    """
+
+    def __init__(self, p: Problem, keys: int) -> None:
+        self._tiles = arithmetic.tiles(p.seq_k, keys)
+        # One build for every type of query and key, which it does not read.
+        self.variant = Variant(
+            "survey",
+            "bfloat16",
+            _ROWS,
+            keys,
+            warps=_WARPS,
+            resident=_RESIDENT,
+            shared=2 * _WARPS * 4,
+            family="hopper",
+        )
+
+    def __call__(self, mask: Any, a: Arguments) -> Any:
+        """Launch it. Returns the memory that ``a`` then points to, the forward's counter included, which is 0."""
+        _, *steps = memory.place(mask)
+        b, h, rows = (n if step else 1 for n, step in zip(mask.shape[:3], steps[:3], strict=True))
+        a.mask_batch, a.mask_heads, a.mask_rows = b, h, rows
+        words, groups = arithmetic.tiles(self._tiles, _BITS), arithmetic.tiles(rows, _ROWS)
+        sets = arithmetic.tiles(2 * b * h * groups * words, _HEAD) * _HEAD
+        bits = 4 * b * h * self._tiles * (1 if rows == 1 else groups * _ROWS)
+        found = memory.empty((_HEAD + sets + bits,), mask, "int32")
+        at = memory.address(found)
+        a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + sets)
+        run.start(self.variant, b * h * groups * words, a, found)
+        return found
 
 
 class Forward:

@@ -33,6 +33,8 @@ struct Arguments {
     void* grad_value;
     void* grad_mask;
     u32* counter;      // tiles that were taken, 0 before a launch; null where there are none to take
+    u32* mask_sets;    // which tiles a bool mask hides, and
+    u32* mask_bits;    // what it hides of them: hopper/mask.cuh
     double scale;      // on q . k
     double factor;     // on q . k, before tanh or within the exponential
     double cap;        // of softcap

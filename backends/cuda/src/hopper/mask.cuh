@@ -1,0 +1,31 @@
+// What a bool mask leaves of every tile of BLOCK_N keys, as survey.cu finds it and the forward uses it.
+//
+// `mask_sets` (mask_batch, mask_heads, groups, 2, words): a bit for each tile, of 64 rows of the mask, a group. SEEN
+// says that some row sees some key of it, HIDDEN that some row does not see some key.
+// `mask_bits` (mask_batch, mask_heads, tiles, rows, 4): what a row sees of a tile; rows in whole groups. Word q has a
+// bit for column 8 c + 2 q + e at 2 c + e: what the lanes l of wgmma with l % 4 = q hold of a row.
+//
+// A mask with one row for all queries is one group of one row.
+#pragma once
+#include "numbers.cuh"
+
+enum { SEEN, HIDDEN };
+constexpr int GROUP = 64;
+
+DEVICE int mask_tiles(const Arguments& a) { return ceil_div(a.keys, BLOCK_N); }
+DEVICE int mask_words(const Arguments& a) { return ceil_div(mask_tiles(a), 32); }
+DEVICE int mask_groups(const Arguments& a) { return ceil_div(a.mask_rows, GROUP); }
+
+// Which of the mask's planes (rows, columns) a head has.
+DEVICE int mask_plane(const Arguments& a, int batch, int head) {
+    return (a.mask_batch == 1 ? 0 : batch) * a.mask_heads + (a.mask_heads == 1 ? 0 : head);
+}
+// The words of a group.
+DEVICE u32* mask_set(const Arguments& a, int plane, int group, int kind) {
+    return a.mask_sets + (i64(plane * mask_groups(a) + group) * 2 + kind) * mask_words(a);
+}
+// The four words of a row.
+DEVICE u32* mask_row(const Arguments& a, int plane, int tile, int row) {
+    const int rows = a.mask_rows == 1 ? 1 : mask_groups(a) * GROUP;
+    return a.mask_bits + 4 * (i64(plane * mask_tiles(a) + tile) * rows + (rows == 1 ? 0 : row));
+}
