@@ -129,6 +129,11 @@ DEVICE float power(float x) {
     return x;
 }
 DEVICE double power(double x) { return exp(x); }
+// 1 / x (1 unit in the last place, subnormals are 0).
+DEVICE float reciprocal(float x) {
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
 DEVICE float logarithm(float x) { return logf(x); }
 DEVICE double logarithm(double x) { return log(x); }
 DEVICE float tangent(float x) { return tanhf(x); }

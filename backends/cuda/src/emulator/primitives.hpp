@@ -141,6 +141,7 @@ template <> DEVICE u32 pack_pair<bf16>(float low, float high) {
 
 DEVICE float power(float x) { return exp2f(x); }
 DEVICE double power(double x) { return exp(x); }
+DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float logarithm(float x) { return logf(x); }
 DEVICE double logarithm(double x) { return log(x); }
 DEVICE float tangent(float x) { return tanhf(x); }
