@@ -160,7 +160,13 @@ def _hopper_tiles(problem: Problem, device: Device) -> list[HopperTile]:
             return max(1.0, share) * tile.queries * (seen + _EDGE * tile.queries) / tile.pace
         return math.ceil(share) * tile.queries * seen / tile.pace
 
-    return sorted(_HOPPER[hopper_block(problem)], key=cost)
+    def crowded(tile: HopperTile) -> bool:
+        """Whether a mask's bits or a tanh have registers to spill: scores and sums of three consumers, or of 256."""
+        if arithmetic.capped(problem):
+            return tile.queries > 128 or tile.keys * hopper_block(problem) > 2**14
+        return problem.mask is not None and tile.queries > 128
+
+    return sorted(_HOPPER[hopper_block(problem)], key=lambda tile: (crowded(tile), cost(tile)))
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:

@@ -35,13 +35,15 @@ def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
 def _features(p: Problem) -> Iterator[str]:
     if p.dtype not in ("float16", "bfloat16"):
         yield f"{p.dtype}: it multiplies 16-bit types"
-    if p.mask is not None:
-        yield f"attn_mask of {p.mask.dtype}: positions and lengths are all that it hides by"
-    if arithmetic.capped(p):
-        yield f"softcap={p.softcap:g}: it has none"
+    if p.mask is not None and not p.mask.is_bool:
+        yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
     if p.dropout:
         yield f"dropout_p={p.dropout:g}: it has none"
-    if not _LEAST < p.softmax_scale < _MOST:
+    if arithmetic.capped(p):
+        factor, cap = arithmetic.factors(p)
+        if not (_LEAST < abs(factor) < _MOST and cap > _LEAST):
+            yield f"scale={p.softmax_scale:g}, softcap={p.softcap:g}: their quotient is no float32 of full precision"
+    elif not _LEAST < p.softmax_scale < _MOST:
         yield f"scale={p.softmax_scale:g}: a positive float32 of full precision becomes part of its exponential"
 
 

@@ -65,7 +65,10 @@ class Survey:
 
 
 class Forward:
-    """Writes output and lse: one launch of as many blocks as SMs, which take tiles of queries as they are done."""
+    """Writes output and lse: one launch of as many blocks as SMs, which take tiles of queries as they are done.
+
+    A bool mask takes a launch before it, and memory meanwhile: see ``Survey``.
+    """
 
     def __init__(self, p: Problem, chosen: CudaConfig, device: Device) -> None:
         tile = chosen.forward
@@ -94,19 +97,29 @@ class Forward:
             warps=4 * (1 + tile.queries // _ROWS),
             stages=tile.stages,
             shared=config.hopper_shared(tile, dim),
-            flags=(("CONTINUED", int(tile.continued)),),
+            flags=(
+                ("CONTINUED", int(tile.continued)),
+                ("MASKED", int(p.mask is not None)),
+                ("SOFTCAP", int(arithmetic.capped(p))),
+            ),
             family="hopper",
         )
         self.alone = None if self._counts else Alone(self.variant, self._blocks, a, self._maps)
+        self._survey = Survey(p, tile.keys) if p.mask is not None else None
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
         a = arguments.of_call(self._constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
+        maps = tuple(of(memory.place(array)) for of, array in zip(self._maps, inputs[:3], strict=True))
         # A counter for each launch, zeroed on its stream and so in a captured graph: two streams, or a graph and a
         # stream, may run one kernel at once, and what a launch that failed has left is of no account.
+        if self._survey is not None:
+            found = self._survey(inputs.attn_mask, a)
+            run.start(self.variant, self._blocks, a, out, maps)
+            del found  # not before: what it points to is the next launch's from here on
+            return
         counter = memory.empty((1,), lse, "int32") if self._counts else None
         a.counter = None if counter is None else memory.address(counter)
-        maps = tuple(of(memory.place(array)) for of, array in zip(self._maps, inputs[:3], strict=True))
         run.start(self.variant, self._blocks, a, out, maps, counter)

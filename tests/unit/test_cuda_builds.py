@@ -48,6 +48,7 @@ VALUES: dict[str, set[int]] = {
     "VALUE_BYTES": {4, 8, 16},
     "GRAD_OUT_BYTES": {16},
     "CONTINUED": {0, 1},
+    "MASKED": {0, 1},
 }
 
 

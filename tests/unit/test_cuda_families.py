@@ -44,6 +44,10 @@ def first(problem: Problem, device: Device = H200) -> Any:
         PLAIN.replace(dim_qk=192),
         PLAIN.replace(dim_qk=20, query=Memory(align=16)),
         PLAIN.replace(scale=2.0, nonfinite=True, causal=False),
+        *(PLAIN.replace(mask=Mask("bool", axes), key_lengths=True, window=(64, 5)) for axes in ("", "bk", "q", "bhqk")),
+        PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(align=1, strided=True, expanded=True, negative=True)),
+        *(PLAIN.replace(softcap=30.0, scale=scale) for scale in (None, -0.5, 1e-30)),
+        PLAIN.replace(softcap=1e35),
     ],
     ids=str,
 )
@@ -58,8 +62,9 @@ def test_hopper_takes_the_forward(problem: Problem) -> None:
         (PLAIN, "a100", r"A100, sm_80.*compute capability 9\.0"),
         (PLAIN, "b200", r"B200, sm_100.*compute capability 9\.0"),
         (PLAIN.replace(dtype="float32"), "h200", "float32"),
-        (PLAIN.replace(mask=Mask("bool")), "h200", "attn_mask of bool"),
-        (PLAIN.replace(softcap=30.0), "h200", "softcap=30"),
+        *((PLAIN.replace(mask=Mask(kind)), "h200", f"attn_mask of {kind}") for kind in ("bfloat16", "float32")),
+        *((PLAIN.replace(softcap=30.0, scale=scale), "h200", "scale=.*softcap=30: ") for scale in (0.0, 1e-38, 1e40)),
+        (PLAIN.replace(softcap=1e-39), "h200", "softcap=1e-39"),
         (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
         *((PLAIN.replace(scale=scale), "h200", "scale=") for scale in (0.0, -0.5, 1e-40, 1e39)),
         (PLAIN.replace(seq_q=0), "h200", "nothing to compute"),
@@ -105,6 +110,22 @@ def test_all_of_both_families_can_be_searched() -> None:
 )
 def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int) -> None:
     assert first(Problem.parse(text)).queries == queries
+
+
+@pytest.mark.parametrize(
+    ("dim", "more", "tile"),
+    [
+        (64, ".mask=bool", (128, 128)),
+        (128, ".mask=bool", (128, 128)),
+        (256, ".mask=bool", (128, 80)),
+        (64, ".softcap=30.0", (128, 128)),
+        (128, ".softcap=30.0", (128, 128)),
+        (256, ".softcap=30.0", (128, 64)),
+    ],
+)
+def test_a_mask_or_a_softcap_takes_a_tile_that_leaves_registers(dim: int, more: str, tile: tuple[int, int]) -> None:
+    chosen = first(Problem.parse(f"b4.h16.s4096.d{dim}.bf16{more}"))
+    assert (chosen.queries, chosen.keys) == tile
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -164,7 +185,8 @@ def operands(problem: Problem) -> Inputs:
     q = torch.zeros(p.batch, p.heads_q, p.seq_q, p.dim_qk, dtype=kind)
     k = torch.zeros(p.batch, p.seq_k, p.heads_kv, p.dim_qk, dtype=kind).transpose(1, 2)
     v = torch.zeros(p.batch, p.heads_kv, p.seq_k, p.dim_v, dtype=kind)
-    return Inputs(q, k, v, key_lengths=torch.full((p.batch,), p.seq_k) if p.key_lengths else None)
+    mask = torch.ones(p.mask_shape, dtype=torch.bool) if p.mask_shape else None
+    return Inputs(q, k, v, mask, key_lengths=torch.full((p.batch,), p.seq_k) if p.key_lengths else None)
 
 
 def launches(problem: Problem, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[Any]:
@@ -203,6 +225,29 @@ def test_every_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 def test_where_each_block_has_one_tile_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, _, blocks, arguments, _, _, counter),) = launches(Problem.parse("b1.h4.s1024.d128.bf16"), monkeypatch)
     assert (blocks, arguments.counter, counter) == (32, None, None)
+
+
+def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch clears the counter that the forward takes its tiles from; each call has both to itself."""
+    found = launches(PLAIN.replace(mask=Mask("bool", "bqk")), monkeypatch, times=2)
+    assert [parts[1].kernel for parts in found] == ["survey", "forward"] * 2
+    for (_, survey, blocks, arguments, looked, *_), (_, forward, _, passed, *rest) in (found[:2], found[2:]):
+        assert (survey.columns, survey.family) == (forward.columns, "hopper")
+        assert blocks == 4 * 1024 // 64
+        assert (arguments.mask_batch, arguments.mask_heads, arguments.mask_rows) == (4, 1, 1024)
+        assert arguments.counter == looked.data_ptr() == passed.counter
+        assert looked.data_ptr() < arguments.mask_sets < arguments.mask_bits < looked.data_ptr() + 4 * looked.numel()
+        assert dict(forward.flags)["MASKED"] == 1
+        assert len(rest) == 2, "no counter to be cleared"
+    assert found[0][3].counter != found[2][3].counter
+
+
+@pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])
+def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, variant, _, arguments, *_),) = launches(PLAIN.replace(softcap=softcap, scale=0.6), monkeypatch)
+    assert dict(variant.flags) == {"CONTINUED": 1, "MASKED": 0, "SOFTCAP": flag}
+    assert arguments.cap == softcap
+    assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)
 
 
 def test_a_counter_is_cleared_on_the_stream_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ H200 = Device.named("h200")
 DIMS = (64, 128, 256)
 #: Bytes that a thread may spill, between tiles of rows: where three warpgroups compute, they have 160 registers each.
 SPILLED = {2: 0, 3: 64}
+MORE = ("", ".mask=bool:bk", ".softcap=30.0")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,9 +36,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def variants(dim: int, dtype: str = "bfloat16") -> list[Any]:
-    """What the forward is compiled to in each of the family's configurations."""
-    problem = Problem.parse(f"b4.h16.s4096.d{dim}.{dtype}.causal")
+def variants(dim: int, dtype: str = "bfloat16", more: str = "") -> list[Any]:
+    """What the forward is compiled to in each of the family's configurations, the heuristic's choice first."""
+    problem = Problem.parse(f"b4.h16.s4096.d{dim}.{dtype}.causal{more}")
     configs = [c for c in config.configs(problem, H200) if isinstance(c.forward, config.HopperTile)]
     return [hopper.Forward(problem, chosen, H200).variant for chosen in configs]
 
@@ -49,10 +50,18 @@ def test_tiles_stay_in_registers(dim: int, dtype: str) -> None:
         assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= SPILLED[chosen.rows // 64], chosen
 
 
+@pytest.mark.parametrize("more", MORE[1:])
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_tile_of_a_mask_or_a_softcap_stays_in_registers(dim: int, more: str) -> None:
+    """But for the loader, of which one thread works, and that looks tiles up."""
+    chosen = variants(dim, more=more)[0]
+    assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= 32, chosen
+
+
 def test_registers_that_a_block_does_not_have_are_refused() -> None:
     """It would wait for them for ever."""
     source = sources.of_gpus()["hopper/forward.cu"]
-    greedy, changed = re.subn(r"(CONSUMERS == 2 \? )232\b", r"\g<1>240", source)
+    greedy, changed = re.subn(r"(\? MASKED \? 224 : )232\b", r"\g<1>240", source)
     assert changed == 1
     chosen = next(c for c in variants(128) if c.rows == 128)
     options = tuple(f"-D{name}={value}" for name, value in {**chosen.sizes, **dict(chosen.flags)}.items())
@@ -103,10 +112,11 @@ def listing(variant: Any, folder: Path) -> str:
 
 
 @disassembled
+@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("dim", DIMS)
-def test_weights_are_not_rewritten_under_a_product(dim: int, tmp_path: Path) -> None:
+def test_weights_are_not_rewritten_under_a_product(dim: int, more: str, tmp_path: Path) -> None:
     """Compilers before CUDA 13.3 let it happen where the source does; this one is whichever is installed."""
-    for chosen in variants(dim):
+    for chosen in variants(dim, more=more):
         products, found = overwritten(listing(chosen, tmp_path))
         assert products >= 2 * chosen.columns // 16
         assert found == [], chosen
@@ -140,10 +150,11 @@ def roundings_of_lse(listing: str) -> list[str]:
 
 
 @disassembled
+@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("dim", DIMS)
-def test_every_way_to_end_rows_rounds_lse_alike(dim: int, tmp_path: Path) -> None:
+def test_every_way_to_end_rows_rounds_lse_alike(dim: int, more: str, tmp_path: Path) -> None:
     """A product and a sum that are fused in one place and not in another differ in the last bit."""
-    for chosen in variants(dim):
+    for chosen in variants(dim, more=more):
         found = roundings_of_lse(listing(chosen, tmp_path))
         assert len(found) == (4 if dict(chosen.flags)["CONTINUED"] else 2), chosen
         assert set(found) == {"FFMA"}, chosen

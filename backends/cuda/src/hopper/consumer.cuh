@@ -8,7 +8,7 @@
 #include "hopper/store.cuh"
 
 // A consumer's rows, and which of the block's tiles of keys they see: `count`, with `before` and `after` others around.
-// Of tiles `plain` to `plain + plains` every row sees every key.
+// Of tiles `plain` to `plain + plains` every row sees every key by position. A mask may hide all of some of them.
 struct Rows {
     Work work;
     int first, count, before, after, plain, plains;
@@ -16,8 +16,10 @@ struct Rows {
 
     DEVICE Rows(const Arguments& a, const Work& work, int consumer)
         : work(work), first(work.first + 64 * consumer), reach(work.seen_by(a, 64 * consumer, 64 * consumer + 64)) {
-        count = reach.tiles();
-        before = count ? work.first_tile + work.count - reach.first_tile() - count : work.count;
+        count = MASKED ? work.seen : reach.tiles();
+        before = MASKED  ? work.before
+                 : count ? work.end_tile - reach.first_tile() - count
+                         : work.count;
         after = work.count - before - count;
         const int end = reach.first_tile() + count;
         plain = larger(end - reach.every.to / BLOCK_N, 0);
@@ -32,10 +34,11 @@ struct Consumer {
     Shared& shared;
     const Arguments& a;
     const int index;
-    const float factor = float(a.factor);
+    const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
     const u32 origin = lane_address(&shared);
     Position<QUERY_STAGES> query_at;
     Position<STAGES> key_at, value_at;
+    u32 told, shown[2];  // MASKED: of the tile whose scores are asked for, and of its columns, by the thread's rows
     Scores scores;
     Weights weights;
     float sums[BLOCK_DV / 2];
@@ -49,20 +52,22 @@ struct Consumer {
     DEVICE void run() {
         if (index == CONSUMERS - 1) pass_turn(index);
         bool begun = false;  // the first tile, with the last of the rows before
-        for (Schedule schedule{a, shared.ticket}; schedule.more();) {
+        Schedule schedule{a, shared.ticket};
+        if (MASKED) schedule.follow(index);
+        while (schedule.more()) {
             const Rows rows(a, schedule.work, index);
             if (!begun) begin(rows);
             for (int i = 1; i < rows.count; i++) step(rows, i);
             // While tiles are left that these rows do not see, the loader waits for them to be freed and deals none.
             const bool followed = CONTINUED && rows.count && !rows.after;
-            if (followed) schedule.follow();
+            if (followed) schedule.follow(index);
             const Rows next(a, schedule.work, index);
             begun = followed && schedule.more() && next.count && !next.before;
             if (begun)
                 change(rows, next);
             else
                 finish(rows);
-            if (!followed) schedule.follow();
+            if (!followed) schedule.follow(index);
         }
     }
 
@@ -76,7 +81,7 @@ struct Consumer {
         if (rows.work.count && !rows.count) free_query();  // first: the loader may wait for it
         pass_by(rows.before);
         if (!rows.count) return;
-        ask_scores();
+        ask_scores(rows);
         pass_turn(index);
         wait_products<0>();
         got_scores(rows, 0);
@@ -87,7 +92,7 @@ struct Consumer {
     // The scores of tile i beside the values of the one before, whose weights give way to its own. Exponentials are
     // left to the turns of others.
     DEVICE void step(const Rows& rows, int i) {
-        ask_scores();
+        ask_scores(rows);
         ask_sums();
         pass_turn(index);
         wait_products<1>();
@@ -103,7 +108,7 @@ struct Consumer {
     DEVICE void change(const Rows& rows, const Rows& next) {
         free_query();
         await_query();
-        ask_scores();
+        ask_scores(next);
         ask_sums();
         pass_turn(index);
         wait_products<1>();
@@ -150,20 +155,36 @@ struct Consumer {
         release(shared.query_free[query_at.stage][index]);
         query_at.next();
     }
-    DEVICE void ask_scores() {
+    DEVICE void ask_scores(const Rows& rows) {
         shared.key_full[key_at.stage].wait(key_at.parity);
         await_turn(index);
         begin_products();
         product_nt<BLOCK_N, BLOCK_D>(scores, origin + Shared::query_place(query_at.stage, index),
                                      origin + Shared::key_place(key_at.stage));
         commit_products();
+        if (MASKED) ask_mask(rows);
     }
     DEVICE void got_scores(const Rows& rows, int i) {
         hold(scores);
         release(shared.key_free[key_at.stage]);
         key_at.next();
-        if (rows.hides(i))
-            hide(scores, rows.start(i), [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
+        if (SOFTCAP) cap(scores, float(a.factor));
+        if (MASKED ? rows.reach.hides(start_of(rows, i)) : rows.hides(i))
+            hide(scores, start_of(rows, i), [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
+        if (MASKED && mixed()) hide(scores, shown);
+    }
+    // Where tile i of the rows begins, counted from the last; behind a mask, the one whose scores were asked for.
+    DEVICE int start_of(const Rows& rows, int i) const {
+        return MASKED ? int(told >> CONSUMERS) * BLOCK_N : rows.start(i);
+    }
+    // Whether the mask hides some of that tile. What it hides comes from global memory beside the product.
+    DEVICE bool mixed() const { return told >> index & 1; }
+    DEVICE void ask_mask(const Rows& rows) {
+        told = shared.told[key_at.stage];
+        if (!mixed()) return;
+        const int plane = mask_plane(a, rows.work.batch, rows.work.head);
+        UNROLL for (int m = 0; m < 2; m++)
+            shown[m] = mask_row(a, plane, told >> CONSUMERS, rows.first + row_of(m))[thread_index() % 4];
     }
     DEVICE void ask_sums() {
         shared.value_full[value_at.stage].wait(value_at.parity);
@@ -173,7 +194,7 @@ struct Consumer {
     }
     // Beyond the end of a sequence may lie NaN, which a weight of 0 does not take away: the first tile may hold some.
     DEVICE void clear_beyond(const Rows& rows) {
-        const int there = rows.work.extent.end - rows.start(0);
+        const int there = rows.work.extent.end - start_of(rows, 0);
         if (!a.length_bytes || there >= BLOCK_N) return;
         shared.value_full[value_at.stage].wait(value_at.parity);
         clear_rows<BLOCK_N, BLOCK_DV>(shared.value[value_at.stage], there);
@@ -195,7 +216,8 @@ struct Consumer {
             if (a.lse && there && first_column() == 0)
                 // One operation wherever this is inlined: rows end in `change` or in `finish`, as their block comes by.
                 static_cast<float*>(a.lse)[line] =
-                    empty ? -INFINITE : multiply_add(softmax.top[m], float(a.scale), logarithm(total));
+                    empty ? -INFINITE
+                          : multiply_add(softmax.top[m], float(SOFTCAP ? a.cap : a.scale), logarithm(total));
             T* const out = reinterpret_cast<T*>(a.out.at) + work.batch * a.out.batch + work.head * a.out.head;
             store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : 1 / total, a.dim_v);
         }

@@ -11,7 +11,9 @@
 // scores are there, the query before the last values, values once they are added; it does so warp by warp, since
 // nothing else says that the other warps of the product are done.
 //
-// CONTINUED says that the first scores of a tile of rows come beside the last values of the one before.
+// CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
+// producer leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
+// need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
@@ -20,7 +22,9 @@ static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 // Of a thread, once the producer has handed on what it does not need: no more than all have at the start, or it waits
 // for ever.
 constexpr int ENTRY_REGISTERS = 65536 / (32 * WARPS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+// A producer that looks up tiles takes more.
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? MASKED ? 56 : 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? MASKED ? 224 : 232 : 160;
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
               "registers for all");
 

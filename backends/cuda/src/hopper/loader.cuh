@@ -12,6 +12,7 @@ struct Shared {
     alignas(1024) T key[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T value[STAGES][BLOCK_N * BLOCK_DV];
     Barrier query_full[QUERY_STAGES][CONSUMERS], query_free[QUERY_STAGES][CONSUMERS];
+    u32 told[STAGES];  // MASKED: of the keys of a stage, the number of the tile and a bit for each consumer (`told`)
     Barrier key_full[STAGES], key_free[STAGES], value_full[STAGES], value_free[STAGES];
     Ticket ticket;
 
@@ -36,6 +37,14 @@ DEVICE void init_barriers(Shared& shared) {
     publish_barriers();
 }
 
+// The number of a tile of keys, and whether the mask hides any of it from the rows of each consumer.
+DEVICE u32 told(const Arguments& a, const Work& work, int tile) {
+    u32 all = u32(tile) << CONSUMERS;
+    UNROLL for (int c = 0; c < CONSUMERS; c++)
+        all |= (mask_word(a, work, c, HIDDEN, tile / 32) >> tile % 32 & 1) << c;
+    return all;
+}
+
 struct Loader {
     Shared& shared;
     const TensorMap &queries, &keys, &values;
@@ -51,10 +60,12 @@ struct Loader {
         }
         query_at.next();
     }
-    DEVICE void key(const Work& work, int i) {
+    DEVICE void key(const Arguments& a, const Work& work, int tile) {
         const int s = key_at.stage;
+        const u32 tells = MASKED ? told(a, work, tile) : 0;  // before the wait, which nothing is moved across
         shared.key_free[s].wait(key_at.parity ^ 1);
-        load_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], work.start(i), work.head_kv, work.batch);
+        if (MASKED) shared.told[s] = tells;
+        load_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], tile * BLOCK_N, work.head_kv, work.batch);
         key_at.next();
     }
     DEVICE void value(int start, int head_kv, int batch) {
@@ -72,14 +83,17 @@ DEVICE void produce(Loader loader, const Arguments& a) {
         if (start >= 0) loader.value(start, head_kv, batch);
         start = -1;
     };
-    for (Schedule schedule{a, loader.shared.ticket}; schedule.more(); schedule.deal()) {
+    Schedule schedule{a, loader.shared.ticket};
+    if (MASKED) schedule.tell();
+    for (; schedule.more(); schedule.deal()) {
         const Work& work = schedule.work;
-        for (int i = 0; i < work.count; i++) {
+        for (int i = 0, tile = work.end_tile; i < work.count; i++) {
             if (i == work.count - 1) schedule.take();
-            loader.key(work, i);
+            tile = MASKED ? left_before(a, work, tile) : tile - 1;
+            loader.key(a, work, tile);
             load_rest();
             if (i == 0) loader.query(work);  // last: it may wait until those values are asked for
-            start = work.start(i), head_kv = work.head_kv, batch = work.batch;
+            start = tile * BLOCK_N, head_kv = work.head_kv, batch = work.batch;
         }
         if (work.count == 0) {  // the next keys may be long in coming
             load_rest();

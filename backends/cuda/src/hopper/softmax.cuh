@@ -1,13 +1,14 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
-// A score is q . k times a positive factor, which is a part of the exponential. Weights are taken relative to `top`,
-// the largest score of a tile before; only where they add up to too much is the largest of their own tile looked for,
-// and they are taken again. So a tile costs a comparison for a row, and not one for a score.
+// A score is q . k, or its tanh for a softcap, times a positive factor, which is a part of the exponential. Weights are
+// taken relative to `top`, the largest score of a tile before; only where they add up to too much is the largest of
+// their own tile looked for, and they are taken again. So a tile costs a comparison for a row, and not one for a score.
 //
 // Invariants: `total` is relative to `top`, and of a thread's own columns until `finish`. Weights of a tile, those of a
 // row in one thread, add up to no more than MOST, or are at most 1 each: as exact in 16 bits as those below 1. A row
 // that has seen no key has top = -inf and a base so low that the first one it sees weighs inf, which is too much.
 #pragma once
+#include "hopper/tangent.cuh"
 #include "hopper/wgmma.cuh"
 #include "positions.cuh"
 
@@ -26,6 +27,23 @@ template <class Merge> DEVICE float over_row(float x, Merge merge) {
     return merge(x, shuffle_xor(x, 2));
 }
 
+// Scores q . k become tanh(factor q . k), PART at a time, with a branch for each: all together, they take more registers
+// than there are.
+DEVICE void cap(Scores& scores, float factor) {
+    constexpr int PART = 8;
+    UNROLL for (int first = 0; first < BLOCK_N / 2; first += PART) {
+        float most = 0;
+        UNROLL for (int n = first; n < first + PART; n++)
+            scores[n] *= factor, most = larger(most, fabsf(scores[n]));
+        if (__all_sync(0xffffffffu, most <= SMALL)) {
+            UNROLL for (int n = first; n < first + PART; n++) scores[n] = tangent_of_small(scores[n]);
+        } else {
+            UNROLL for (int n = first; n < first + PART; n++)
+                scores[n] = fabsf(scores[n]) <= SMALL ? tangent_of_small(scores[n]) : tangent_of_large(scores[n]);
+        }
+    }
+}
+
 // Takes out the keys from `start` on that rows do not see; `sees(m)` is what row m sees.
 template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
     UNROLL for (int m = 0; m < 2; m++) {
@@ -35,6 +53,12 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
             UNROLL for (int e = 0; e < 2; e++)
                 if (8 * c + e < from || 8 * c + e >= to) scores[4 * c + 2 * m + e] = -INFINITE;
     }
+}
+
+// The same by a mask: bit 2 c + e of `shown` is of column 8 c + e from the thread's first (mask.cuh).
+DEVICE void hide(Scores& scores, const u32 (&shown)[2]) {
+    UNROLL for (int n = 0; n < BLOCK_N / 2; n++)
+        if (!(shown[n / 2 % 2] >> (n / 4 * 2 + n % 2) & 1)) scores[n] = -INFINITE;
 }
 
 // NaN prevails.
