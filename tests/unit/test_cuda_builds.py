@@ -105,7 +105,8 @@ def test_the_problems_take_every_branch() -> None:
             dtypes.add(variant.dtype)
             for flag, value in variant.flags:
                 seen[flag].add(value)
-    assert kernels == {"forward", "merge", "prepare", "query_gradient", "key_gradients", "mask_gradient"}
+    gradients = {"query_gradient", "key_gradients", "mask_gradient"}
+    assert kernels == {"survey", "forward", "merge", "prepare", *gradients}
     assert dtypes == {"float16", "bfloat16", "float32", "float64"}
     assert seen.keys() == VALUES.keys()
     for flag, values in seen.items():
