@@ -15,7 +15,11 @@ from attnswitch.problem import DTYPES, Problem
 from .families import against_hopper
 
 __all__ = [
+    "MERGED",
+    "MERGING_WARPS",
+    "PARTS",
     "ROWS_A_BLOCK",
+    "WHOLE",
     "CudaConfig",
     "HopperTile",
     "Tile",
@@ -23,6 +27,7 @@ __all__ = [
     "configs",
     "hopper_block",
     "hopper_shared",
+    "merging_shared",
     "packs",
     "rows",
     "shared",
@@ -32,6 +37,17 @@ __all__ = [
 _SHARED = 99 * 1024
 #: Most splits of the keys of one row.
 _MOST_SPLITS = 256
+#: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have.
+_FEW = 16
+#: Columns of a head at most.
+_MOST_COLUMNS = 256
+#: What a block takes beside its tiles, the last block of a row to merge, and a launch that does: in steps of a tile
+#: each warp, of about 2 us on an H200.
+_EXTRA, _MERGE, _LAUNCH = 3, 3, 6
+#: Splits that the last block of a row merges; more are merged by a launch of many blocks, of so many warps each.
+_MOST_MERGED, MERGING_WARPS = 24, 8
+#: How keys are split, as ``SPLIT`` of ``forward.cu``: not at all, into parts for another launch, or merged at once.
+WHOLE, PARTS, MERGED = range(3)
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
 ROWS_A_BLOCK = 4
 
@@ -40,7 +56,8 @@ ROWS_A_BLOCK = 4
 class Tile:
     """Rows of queries and of keys in a tile, warps of a block, and stages of its pipeline of loads.
 
-    ``resident`` is how many blocks are to fit an SM, which bounds the registers of each.
+    ``resident`` is how many blocks are to fit an SM, which bounds the registers of each. Warps share a tile of keys and
+    have rows of their own, or, ``apart``, have the same rows and tiles of keys of their own.
     """
 
     queries: int
@@ -48,9 +65,16 @@ class Tile:
     warps: int
     stages: int
     resident: int = 1
+    apart: bool = False
+
+    @property
+    def teams(self) -> int:
+        """How many groups of warps share tiles of keys."""
+        return self.warps if self.apart else 1
 
     def __str__(self) -> str:
-        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}"
+        apart = " apart" if self.apart else ""
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}{apart}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +118,14 @@ class CudaConfig(Config):
     #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
     key_and_value: bool = True
 
+    @property
+    def split(self) -> int:
+        """How keys are split, and who merges them."""
+        if self.splits == 1:
+            return WHOLE
+        few = isinstance(self.forward, Tile) and self.forward.apart and self.splits <= _MOST_MERGED
+        return MERGED if few else PARTS
+
     def __str__(self) -> str:
         keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
         parts = (f"forward {self.forward}", keys, f"queries {self.query_gradient}", f"mask {self.mask_gradient}")
@@ -136,7 +168,8 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         return
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
-    for tile in searched:
+    few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= _FEW else ()
+    for tile in (*searched, *(Tile(_FEW, *choice, apart=True) for choice in few)):
         if tile != best.forward and _suits(tile, "forward", problem, device):
             yield replace(best, forward=tile, splits=_splits(problem, device, tile))
     for tile in searched if problem.grads else ():
@@ -172,7 +205,7 @@ def _hopper_tiles(problem: Problem, device: Device) -> list[HopperTile]:
 def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
     """Whether a warp gets whole rows, and few enough for its registers, and the tile fits shared memory."""
     own = tile.keys if kernel == "key_gradients" else tile.queries
-    each, left_over = divmod(own, tile.warps)
+    each, left_over = divmod(own, tile.warps // tile.teams)
     least, most = (16, 32) if on_tensor_cores(problem) else (4, 32)
     return not left_over and least <= each <= most and each % least == 0 and _fits(tile, kernel, problem, device)
 
@@ -180,11 +213,10 @@ def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
 def _emulated(problem: Problem) -> CudaConfig:
     """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline."""
     forward = Tile(32, 16, 2, 2)
-    few = rows(problem) <= 16
-    if few:
-        forward = Tile(16, 16, 1, 3)
+    if rows(problem) <= _FEW:
+        forward = Tile(_FEW, 16, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
-    splits = 3 if few and problem.seq_k > 2 * forward.keys else 1
+    splits = 3 if rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
     return CudaConfig(
         forward,
         key_gradients=Tile(16, 32, 2, 3),
@@ -213,10 +245,12 @@ def _heuristic(problem: Problem, device: Device) -> CudaConfig:
         forward, query_gradient, key_gradients = Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2), Tile(32, 64, 4, 2, 2)
     else:
         forward, query_gradient, key_gradients = Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)
-    if (few := rows(problem)) <= 64:
-        # Blocks of few warps, several to an SM, with tiles of keys in flight: keys stream at the memory's speed.
-        height = max(16, 1 << (max(few, 1) - 1).bit_length())
-        forward = Tile(height, 64 if on_tensor_cores(problem) else 32, max(1, height // 16), 3)
+    if (few := rows(problem)) <= _FEW:
+        forward = _streaming(problem, device)
+    elif few <= 64:
+        # Blocks of few warps, several to an SM, with tiles of keys in flight.
+        height = 1 << (few - 1).bit_length()
+        forward = Tile(height, 64 if on_tensor_cores(problem) else 32, height // 16, 3)
     mask_gradient = Tile(64, 32, 4, 1) if on_tensor_cores(problem) or wide <= 64 else Tile(32, 32, 4, 1)
     forward = _shrunk(forward, "forward", problem, device)
     return CudaConfig(
@@ -229,20 +263,44 @@ def _heuristic(problem: Problem, device: Device) -> CudaConfig:
     )
 
 
-def _splits(problem: Problem, device: Device, tile: Tile) -> int:
-    """Among how many blocks the keys of one tile of queries are split, so that every SM has as many as fit.
+def _streaming(problem: Problem, device: Device) -> Tile:
+    """The tile of a few rows: warps apart, eight of them or four, whichever is sooner done."""
+    row = (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype]
+    keys = 32 if row <= 256 else 16
+    for several, stages in itertools.product(((8, 4), (2,)), (3, 2)):
+        tiles = [Tile(_FEW, keys, warps, stages, apart=True) for warps in several]
+        if fitting := [tile for tile in tiles if _fits(tile, "forward", problem, device)]:
+            return min(fitting, key=lambda tile: _schedule(problem, device, tile)[0])
+    return Tile(_FEW, keys, 1, 3)
 
-    A split holds at least two tiles of keys.
+
+def _splits(problem: Problem, device: Device, tile: Tile) -> int:
+    """Among how many blocks the keys of one tile of queries are split."""
+    return _schedule(problem, device, tile)[1]
+
+
+def _schedule(problem: Problem, device: Device, tile: Tile) -> tuple[int, int]:
+    """About how long the forward takes, in steps of a tile each warp, and among how many blocks keys are then split.
+
+    Blocks run for about as long, in rounds of as many as fit, and a round takes its steps and a few more to begin and
+    to end with. So no SM is left without work while others have some, if that can be.
     """
     blocks = problem.batch * problem.heads_q * -(-rows(problem) // tile.queries)
     blocks //= problem.group if packs(problem) else 1
-    if not blocks:
-        return 1
-    room = (device.shared_memory or _SHARED) // shared("forward", tile, problem)
-    wanted = (device.sms or 64) * max(1, min(room, 16 // tile.warps))
-    splits = max(1, min(wanted // blocks, problem.seq_k // (2 * tile.keys), _MOST_SPLITS))
     tiles = -(-problem.seq_k // tile.keys)
-    return -(-tiles // -(-tiles // splits)) if tiles else 1  # none is launched for nothing
+    if not blocks or not tiles:
+        return 0, 1
+    room = (device.shared_memory or _SHARED) // shared("forward", tile, problem)
+    slots = (device.sms or 64) * max(1, min(room, 16 // tile.warps))
+
+    def cost(splits: int) -> int:
+        each = -(-tiles // splits)
+        steps = -(-each // tile.teams)
+        merge = 0 if splits == 1 else _MERGE if tile.apart and splits <= _MOST_MERGED else _LAUNCH
+        return -(-blocks * splits // slots) * (steps + _EXTRA) + merge
+
+    best = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=cost)
+    return cost(best), -(-tiles // -(-tiles // best))  # none is launched for nothing
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
@@ -260,8 +318,16 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     stage = columns * (dim + dim_v) * size
     if kernel == "key_gradients":
         stage += 2 * columns * real
-    scratch = 0 if on_tensor_cores(problem) else rows * (columns + pad) * size
-    return rows * own * size + tile.stages * stage + scratch
+    scratch = 0 if on_tensor_cores(problem) else tile.teams * rows * (columns + pad) * size
+    ring = tile.stages * stage
+    if tile.apart:  # what a team has made of its keys lies where they were
+        ring = max(ring, rows * (dim_v + 2) * real)
+    return rows * own * size + tile.teams * ring + scratch
+
+
+def merging_shared(problem: Problem) -> int:
+    """Bytes of shared memory that a block of ``merge.cu`` takes, for rows of any length."""
+    return MERGING_WARPS * _MOST_COLUMNS * (8 if problem.dtype == "float64" else 4)
 
 
 def hopper_shared(tile: HopperTile, dim: int) -> int:

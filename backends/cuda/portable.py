@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 
 class Forward:
-    """Writes output and lse: one launch, and another that merges them where the keys are split."""
+    """Writes output and lse: one launch, and another that merges many splits; few, the last block of a row does."""
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         tile, splits = chosen.forward, chosen.splits
@@ -46,26 +46,35 @@ class Forward:
         a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
         a.splits, a.chunk = splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys
         self._constants = a
-        self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": int(splits > 1)})
+        self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": chosen.split})
         self._blocks = p.batch * heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
         self._dim = p.dim_v
-        self._merge = _of_rows("merge", p, {}) if splits > 1 else None
-        self.alone = Alone(self._variant, self._blocks, a) if splits == 1 else None
+        self._split = chosen.split
+        self.alone = Alone(self._variant, self._blocks, a) if self._split == config.WHOLE else None
+        self._merge = _of_rows("merge", p, {"FOLD": int(arithmetic.folds(p))})._replace(
+            warps=config.MERGING_WARPS, shared=config.merging_shared(p)
+        )
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
         a = arguments.of_call(self._constants, inputs)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
-        if self._merge is None:
+        if self._split == config.WHOLE:
             run.start(self._variant, self._blocks, a, out)
             return
         parts = memory.empty((*self._rows, self._dim), lse)
         sums = memory.empty((2, *self._rows), lse)
         a.parts, a.sums = memory.address(parts), memory.address(sums)
+        if self._split == config.MERGED:
+            # Zeroed on the stream of the launch, as Hopper's counter is.
+            arrived = memory.empty((self._blocks // a.splits,), lse, "int32")
+            a.counter = memory.address(arrived)
+            run.start(self._variant, self._blocks, a, out, counter=arrived)
+            return
         run.start(self._variant, self._blocks, a, out)
-        run.start(self._merge, arithmetic.tiles(math.prod(self._rows[1:]), ROWS_A_BLOCK), a, out)
+        run.start(self._merge, math.prod(self._rows[1:]), a, out)
 
 
 class Prepare:
@@ -192,6 +201,7 @@ def _variant(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Vari
         tile.resident,
         config.shared(kernel, tile, p),
         tuple(flags.items()),
+        teams=tile.teams,
     )
 
 

@@ -39,6 +39,8 @@ def start(
     if blocks == 0:
         return
     if memory.on_cpu(like):
+        if counter is not None:
+            counter[...] = 0
         emulator.launch(variant, blocks, arguments)
         return
     function = loaded(variant, memory.index(like))

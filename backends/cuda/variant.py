@@ -15,7 +15,8 @@ _STORAGE = {"float16": "f16", "bfloat16": "bf16", "float32": "float", "float64":
 class Variant(NamedTuple):
     """A kernel, the type of its arrays, its tile, and its flags by name.
 
-    ``rows`` and ``columns`` are of a tile of scores, ``dim`` and ``dim_v`` of an operand in shared memory.
+    ``rows`` and ``columns`` are of a tile of scores, ``dim`` and ``dim_v`` of an operand in shared memory. ``teams`` of
+    warps share tiles of keys.
     """
 
     kernel: str
@@ -30,6 +31,7 @@ class Variant(NamedTuple):
     shared: int = 0
     flags: tuple[tuple[str, int], ...] = ()
     family: str = "portable"
+    teams: int = 1
 
     @property
     def source(self) -> str:
@@ -54,6 +56,7 @@ class Variant(NamedTuple):
             "WARPS": self.warps,
             "STAGES": self.stages,
             "RESIDENT": self.resident,
+            "TEAMS": self.teams,
             "SHARED_BYTES": self.shared,
             "PHILOX_ROUNDS": ROUNDS,
         }

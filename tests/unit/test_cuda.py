@@ -182,7 +182,8 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
         for name in KERNELS:
             tile = getattr(chosen, name)
             own, by = (tile.keys, tile.queries) if name == "key_gradients" else (tile.queries, tile.keys)
-            assert own % (tile.warps * (16 if tensor else 4)) == 0, (name, tile)
+            assert own % (tile.warps // tile.teams * (16 if tensor else 4)) == 0, (name, tile)
+            assert name == "forward" or not tile.apart
             assert by % (16 if tensor else 8) == 0, (name, tile)
             assert max(own, by) <= 128, "to which rows are padded in the backward"
             assert device == "cpu" or config.shared(name, tile, problem) <= (where.shared_memory or 0), (name, tile)
@@ -196,9 +197,42 @@ def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
     def splits(text: str) -> int:
         return int(next(config.configs(Problem.parse(text), h200)).splits)
 
-    assert splits("b1.h32/8.s1x131072.d128.bf16") * 8 >= 132
+    assert 8 * splits("b1.h32/8.s1x131072.d128.bf16") in range(120, 133)
+    assert splits("b8.h32/8.s1x8192.d128.bf16") == 2
     assert splits("b4.h16.s2048.d128.bf16") == 1
     assert splits("b1.h8.s1x64.d128.bf16") == 1
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "rtx3090"])
+@pytest.mark.parametrize(
+    "text", ["b1.h32/8.s1x131072.d128.bf16", "b11.h32/8.s1x16384.d128.bf16", "b50.h64/8.s1x16384.d64.bf16"]
+)
+def test_decoding_leaves_few_multiprocessors_without_work(text: str, device: str) -> None:
+    problem, where = Problem.parse(text), Device.named(device)
+    chosen = next(config.configs(problem, where))
+    blocks = problem.batch * problem.heads_kv * chosen.splits
+    at_once = where.sms * (where.shared_memory // config.shared("forward", chosen.forward, problem))
+    assert blocks / (-(-blocks // at_once) * at_once) > 0.85
+
+
+def test_warps_are_apart_where_rows_are_few() -> None:
+    def chosen(text: str) -> Any:
+        return next(config.configs(Problem.parse(text), Device.named("h200")))
+
+    assert chosen("b16.h32/8.s1x8192.d128.bf16").forward.teams == 8
+    assert chosen("b200.h32/8.s1x100.d128.bf16").forward.teams == 4, "rounds of short blocks overlap"
+    assert chosen("b16.h32/8.s8x8192.d128.bf16").forward.teams == 1
+    assert str(chosen("b16.h32/8.s1x8192.d128.bf16").forward) == "16x16 w8 s3 r1 apart"
+
+
+def test_many_splits_are_merged_by_a_launch_of_their_own() -> None:
+    def split(text: str) -> int:
+        return int(next(config.configs(Problem.parse(text), Device.named("h200"))).split)
+
+    assert split("b16.h32/8.s1x8192.d128.bf16") == config.WHOLE
+    assert split("b1.h32/8.s1x8192.d128.bf16") == config.MERGED
+    assert split("b1.h8/1.s1x131072.d128.bf16") == config.PARTS
+    assert split("b1.h32/8.s8x32768.d128.bf16") == config.PARTS, "rows are too many for one block"
 
 
 @pytest.mark.parametrize(
@@ -354,8 +388,9 @@ def test_a_split_that_the_window_leaves_nothing_of(window: tuple[int | None, int
 
 @compiled
 @pytest.mark.usefixtures("emulated")
-def test_the_least_number_in_all_of_a_row_hides_nothing() -> None:
-    q, k, v = operands()
+@pytest.mark.parametrize("queries", [1, 37, 70])
+def test_the_least_number_in_all_of_a_row_hides_nothing(queries: int) -> None:
+    q, k, v = operands(queries=queries)
     out = attnswitch.attention(q, k, v, attn_mask=torch.full((53,), torch.finfo(torch.float32).min), backend="cuda")
     torch.testing.assert_close(out, v.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out))
 
@@ -502,6 +537,27 @@ def test_tiles_change_nothing_but_rounding(
     monkeypatch.setattr(config, "_emulated", lambda _: chosen)
     forget()
     compare(operands(dtype), DTYPES[dtype], is_causal=True, dropout_p=0.25, seed=9)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("warps", "stages", "rows"), [(5, 1, 16), (2, 3, 32), (4, 2, 16)])
+@pytest.mark.parametrize(("splits", "most"), [(1, 24), (3, 24), (3, 2)], ids=["whole", "merged", "parts"])
+def test_warps_apart_change_nothing_but_rounding(
+    dtype: str, warps: int, stages: int, rows: int, splits: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in several tiles, warps and splits without a tile of keys, and rows that see nothing."""
+    other = config.Tile(32, 32, 1, 1)
+    chosen = config.CudaConfig(config.Tile(rows, 16, warps, stages, apart=True), other, other, other, splits=splits)
+    monkeypatch.setattr(config, "_emulated", lambda _: chosen)
+    monkeypatch.setattr(config, "_MOST_MERGED", most)
+    forget()
+    arrays, lengths = operands(dtype), torch.tensor([0, 50])
+    compare(arrays, DTYPES[dtype], causal_alignment="bottom_right", is_causal=True, key_lengths=lengths)
+    compare(arrays, DTYPES[dtype], dropout_p=0.25, seed=9)
+    first, again = (attnswitch.attention(*arrays, key_lengths=lengths, backend="cuda") for _ in range(2))
+    assert torch.equal(first, again)
 
 
 @compiled

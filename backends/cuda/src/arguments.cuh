@@ -32,7 +32,8 @@ struct Arguments {
     void* grad_key;
     void* grad_value;
     void* grad_mask;
-    u32* counter;      // tiles that were taken, 0 before a launch; null where there are none to take
+    u32* counter;      // 0 before a launch: tiles that were taken, or for each tile of rows the splits that are done; null
+                       // where nothing is counted
     u32* mask_sets;    // which tiles a bool mask hides, and
     u32* mask_bits;    // what it hides of them: hopper/mask.cuh
     double scale;      // on q . k

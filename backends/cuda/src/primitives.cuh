@@ -21,6 +21,7 @@ template <class T> struct alignas(16) Chunk {
 #define KERNEL extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 #define UNROLL _Pragma("unroll")
 #define UNROLL_LITTLE _Pragma("unroll 4")
+#define UNROLL_SOME _Pragma("unroll 8")
 #define INFINITE __int_as_float(0x7f800000)
 
 DEVICE int thread_index() { return threadIdx.x; }
@@ -31,6 +32,9 @@ DEVICE u32 block_index() { return blockIdx.x; }
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
+// Among all blocks: what a thread has written before, others read after, where an atomic operation tells them.
+DEVICE void fence() { __threadfence(); }
+DEVICE u32 add_atomic(u32* at, u32 value) { return atomicAdd(at, value); }
 
 // -- shared memory ----------------------------------------------------------------------------------------------------
 
@@ -47,7 +51,7 @@ DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_gener
 template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"

@@ -12,6 +12,8 @@ struct Place {
 DEVICE Place place(const Arguments& a, u32 at, int heads, int tiles, bool last_first) {
     const int split = at % a.splits;
     at /= a.splits;
+    // The same with fewer divisions, for which few queries would wait.
+    if (TEAMS > 1 && tiles == 1) return Place{int(at / heads), int(at % heads), 0, split};
     const u32 whole = u32(a.section) * tiles;
     const u32 first = at / whole * a.section;
     const u32 here = smaller<u32>(a.section, u32(a.batch) * heads - first);

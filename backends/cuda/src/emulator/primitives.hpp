@@ -10,6 +10,7 @@
 #define KERNEL EXPORTED void
 #define UNROLL
 #define UNROLL_LITTLE
+#define UNROLL_SOME
 #define INFINITE __builtin_inff()
 
 // Flags are variables here and constants on a GPU: one build serves all problems of a type and tile.
@@ -43,6 +44,14 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
         },
         &mine);
     return mine.result;
+}
+
+// Blocks run one after another.
+DEVICE void fence() {}
+DEVICE u32 add_atomic(u32* at, u32 value) {
+    const u32 before = *at;
+    *at += value;
+    return before;
 }
 
 // -- shared memory ----------------------------------------------------------------------------------------------------

@@ -3,10 +3,15 @@
 // out (batch, heads, queries, dim_v) and lse (batch, heads, queries) of softmax(scores) value. A block takes BLOCK_M
 // rows of one batch entry and one key head, and visits the tiles of BLOCK_N keys that any of them sees. A row is a
 // query of one head, or, packed, of all query heads that share the key head: row r is query r / pack of head r % pack
-// of the pack, so that a few queries still fill a tile and their keys are loaded once.
+// of the pack, so that a few queries still fill a tile and their keys are loaded once. Where rows are few, each warp
+// has all of them and every TEAMS-th tile of keys, and warps are put together at the end (together.cuh).
 //
-// Shared memory: query [BLOCK_M][BLOCK_D], then STAGES times key [BLOCK_N][BLOCK_D] and value [BLOCK_N][BLOCK_DV], then
-// the scratch of the products. One barrier for each tile of keys, in `pipeline`.
+// Keys may be split among blocks as well (SPLIT). A block then leaves maximum, sum and numerator of each row, which add
+// up exactly where the parts do, in `sums` (2, splits, batch, heads, queries) and `parts` (splits, batch, heads,
+// queries, dim_v): to merge.cu, or, a few splits, to the last block of a row that is done.
+//
+// Shared memory: query [BLOCK_M][BLOCK_D], then for each team STAGES times key [BLOCK_N][BLOCK_D] and value
+// [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier of a team for each tile of keys, in `pipeline`.
 //
 // Invariants: after each tile, `sums` and `total` are relative to the row's `top`; a thread's `total` is of its own
 // columns until the end. Scores that need nothing but a positive factor (FOLD) are never multiplied: the factor is a
@@ -14,32 +19,28 @@
 // 0.
 #include "portable/hull.cuh"
 #include "portable/tiles.cuh"
+#include "portable/together.cuh"
 #include "schedule.cuh"
 
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
-static_assert((QUERY + STAGES * (KEY + VALUE)) * sizeof(T) + SCRATCH == SHARED_BYTES,
-              "config.py counts the same shared memory");
+constexpr int RING = STAGES * (KEY + VALUE);
+constexpr int SHARES = SHARE * sizeof(Real) / sizeof(T), ROOM = RING > SHARES ? RING : SHARES;  // of a team
+enum { WHOLE, PARTS, MERGED };  // of SPLIT
+static_assert((QUERY + TEAMS * ROOM) * sizeof(T) + SCRATCH == SHARED_BYTES, "config.py counts the same shared memory");
 
 KERNEL forward(const Arguments a) {
     T* const query = reinterpret_cast<T*>(shared_memory());
-    T* const stages = query + QUERY;
-    T* const scratch = stages + STAGES * (KEY + VALUE);
+    T* const rings = query + QUERY;
+    T* const stages = rings + team() * ROOM;
+    T* const scratch = rings + TEAMS * ROOM;
 
     const int rows = a.queries * a.pack, heads = a.heads / a.pack;
     const Place at = place(a, heads, ceil_div(rows, BLOCK_M), true);
     const int b = at.batch, head = at.head * a.pack, first = at.tile * BLOCK_M;
     const i64 head_kv = head / a.group;
-    const auto head_of = [&](int r) { return a.pack == 1 ? head : head + r % a.pack; };
-    const auto query_of = [&](int r) { return a.pack == 1 ? r : r / a.pack; };
-
-    const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch;
-    load_rows<BLOCK_M, BLOCK_D>(
-        query,
-        [&](int r) {
-            r += first;
-            return r < rows ? queries + head_of(r) * a.query.head + query_of(r) * a.query.row : nullptr;
-        },
-        a.query.column, a.dim, QUERY_BYTES);
+    // Without a division where there is one query.
+    const auto head_of = [&](int r) { return a.pack == 1 ? head : head + (a.queries == 1 ? r : r % a.pack); };
+    const auto query_of = [&](int r) { return a.pack == 1 ? r : a.queries == 1 ? 0 : r / a.pack; };
 
     const Extent e = extent(a, b);
     const auto mine = [&](int m) { return first + warp_row() + row(m); };
@@ -47,14 +48,15 @@ KERNEL forward(const Arguments a) {
     const auto mask = [&](int m) {
         return b * a.mask.batch + head_of(mine(m)) * a.mask.head + query_of(mine(m)) * a.mask.row;
     };
-    const int last = smaller(first + BLOCK_M, rows) - 1;
-    Reach reached = reach(keys_of(a, e, query_of(first)), keys_of(a, e, query_of(last)));
+    const int count = smaller(BLOCK_M, rows - first);
+    Reach reached = reach(keys_of(a, e, query_of(first)), keys_of(a, e, query_of(first + count - 1)));
     if (SPLIT) {
         reached.any.from = larger(reached.any.from, at.split * a.chunk);
         reached.any.to = smaller(reached.any.to, (at.split + 1) * a.chunk);
     }
-    reached.any = hull(a, b, head, a.pack, reached.any, reinterpret_cast<int*>(stages));
-    const int first_tile = reached.first_tile();
+    reached.any = hull(a, b, head, a.pack, reached.any, reinterpret_cast<int*>(rings));
+    const int first_tile = reached.first_tile() + team();
+    const int tiles = ceil_div(larger(reached.tiles() - team(), 0), TEAMS);
 
     Real sums[ROWS][COLUMNS<BLOCK_DV>], top[ROWS], total[ROWS];
     clear(sums);
@@ -63,15 +65,23 @@ KERNEL forward(const Arguments a) {
 
     const T* const keys = reinterpret_cast<const T*>(a.key.at) + b * a.key.batch + head_kv * a.key.head;
     const T* const values = reinterpret_cast<const T*>(a.value.at) + b * a.value.batch + head_kv * a.value.head;
+    const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch;
+    const auto load_queries = [&] {
+        const auto line = [&](int r) {
+            r += first;
+            return r < rows ? queries + head_of(r) * a.query.head + query_of(r) * a.query.row : nullptr;
+        };
+        load_rows<BLOCK_M, BLOCK_D, 32 * WARPS>(query, line, a.query.column, a.dim, QUERY_BYTES);
+    };
     const auto load = [&](int t, int slot) {
-        const int start = (first_tile + t) * BLOCK_N;
+        const int start = (first_tile + t * TEAMS) * BLOCK_N;
         T* const key = stages + slot * (KEY + VALUE);
         load_rows<BLOCK_N, BLOCK_D>(key, lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES);
         load_rows<BLOCK_N, BLOCK_DV>(key + KEY, lines(values, a.value, start, e.end), a.value.column, a.dim_v,
                                      VALUE_BYTES);
     };
-    pipeline(reached.tiles(), load, [&](int t, int slot) {
-        const int start = (first_tile + t) * BLOCK_N;
+    pipeline(tiles, load, load_queries, [&](int t, int slot) {
+        const int start = (first_tile + t * TEAMS) * BLOCK_N;
         const T* const key = stages + slot * (KEY + VALUE);
         Scores p, tangents;
         clear(p);
@@ -79,6 +89,7 @@ KERNEL forward(const Arguments a) {
         scale_scores(p, tangents, a);
         hide(p, a, start, reached.hides(start), sees, mask, a.mask.column);
         UNROLL for (int m = 0; m < ROWS; m++) {
+            if (TEAMS > 1 && first_row(m) >= count) continue;  // no lane has a row: the products go by for nothing
             Real here = p[m][0];
             UNROLL for (int n = 1; n < COLUMNS<BLOCK_N>; n++) here = larger(here, p[m][n]);
             here = larger(top[m], row_max(here));
@@ -102,29 +113,60 @@ KERNEL forward(const Arguments a) {
         product_nn<BLOCK_N, BLOCK_DV>(sums, p, key + KEY, scratch);
     });
 
-    UNROLL for (int m = 0; m < ROWS; m++) {
-        const int r = mine(m), h = head_of(r), i = query_of(r);
-        total[m] = row_sum(total[m]);
-        if (r >= rows) continue;
-        const bool empty = total[m] == 0;  // it saw nothing
-        const i64 line = (i64(at.split * a.batch + b) * a.heads + h) * a.queries + i;
-        if (SPLIT) {  // maximum, sum and numerator, which add up exactly where the parts do
-            Real* const maxima = reinterpret_cast<Real*>(a.sums) + line;
-            if (score_column(0) == 0) {
-                maxima[0] = top[m] * factor;
-                maxima[i64(a.splits) * a.batch * a.heads * a.queries] = total[m];
+    const i64 lines = i64(a.batch) * a.heads * a.queries;
+    Real* const lse = reinterpret_cast<Real*>(a.lse);
+    Real* const parts = reinterpret_cast<Real*>(a.parts);
+    Real* const maxima = reinterpret_cast<Real*>(a.sums);
+    Real* const totals = maxima + a.splits * lines;
+    const auto line_of = [&](int r) { return (i64(b) * a.heads + head_of(r)) * a.queries + query_of(r); };
+    const auto out_of = [&](int r) {
+        return reinterpret_cast<T*>(a.out.at) + b * a.out.batch + head_of(r) * a.out.head + query_of(r) * a.out.row;
+    };
+    // An exact quotient: the mean of a power of two of equal weights is exact too.
+    const auto weight_of = [&](Real total) { return Real(a.keep_scale) / (total == 0 ? Real(1) : total); };
+    UNROLL for (int m = 0; m < ROWS; m++) total[m] = row_sum(total[m]);
+
+    if constexpr (TEAMS == 1) {
+        UNROLL for (int m = 0; m < ROWS; m++) {
+            const int r = mine(m);
+            if (r >= rows) continue;
+            const i64 line = line_of(r);
+            if (SPLIT) {
+                const i64 part = at.split * lines + line;
+                if (score_column(0) == 0) maxima[part] = FOLD ? top[m] * factor : top[m], totals[part] = total[m];
+                store_sums<Real, BLOCK_DV>(parts + part * a.dim_v, sums[m], a.dim_v);
+            } else {
+                const Real natural = FOLD ? top[m] * Real(a.scale) : top[m];
+                if (lse && score_column(0) == 0) lse[line] = total[m] == 0 ? -INFINITE : natural + logarithm(total[m]);
+                const Real weight = weight_of(total[m]);
+                UNROLL for (int c = 0; c < COLUMNS<BLOCK_DV>; c++) sums[m][c] *= weight;
+                store_sums<T, BLOCK_DV>(out_of(r), sums[m], a.dim_v);
             }
-            UNROLL for (int c = 0; c < COLUMNS<BLOCK_DV>; c++) sums[m][c] *= Real(a.keep_scale);
-            store_sums<Real, BLOCK_DV>(reinterpret_cast<Real*>(a.parts) + line * a.dim_v, sums[m], a.dim_v);
-        } else {
-            const Real natural = FOLD ? top[m] * Real(a.scale) : top[m];
-            if (a.lse && score_column(0) == 0)
-                reinterpret_cast<Real*>(a.lse)[line] = empty ? -INFINITE : natural + logarithm(total[m]);
-            // An exact quotient: the mean of a power of two of equal weights is exact too.
-            const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total[m]);
-            UNROLL for (int c = 0; c < COLUMNS<BLOCK_DV>; c++) sums[m][c] *= weight;
-            T* const out = reinterpret_cast<T*>(a.out.at) + b * a.out.batch + h * a.out.head + i * a.out.row;
-            store_sums<T, BLOCK_DV>(out, sums[m], a.dim_v);
+        }
+    } else {
+        if (FOLD) UNROLL for (int m = 0; m < ROWS; m++) top[m] *= factor;
+        const bool even = a.dim_v % 2 == 0;
+        const auto share = [&](int n) { return reinterpret_cast<Real*>(rings + n * ROOM); };
+        const auto finish = [&](int r, int d, Pair all) {
+            const Real natural = FOLD ? all.top / UNIT : all.top;
+            if (lse && d == 0) lse[line_of(r)] = all.total == 0 ? -INFINITE : natural + logarithm(all.total);
+            const Real weight = weight_of(all.total);
+            all.at[0] *= weight, all.at[1] *= weight;
+            store_pair(out_of(r) + d, all.at, a.dim_v - d, even);
+        };
+        each_pair(sums, top, total, count, a.dim_v, share, [&](int r, int d, Pair all) {
+            r += first;
+            if (!SPLIT) return finish(r, d, all);
+            const i64 part = at.split * lines + line_of(r);
+            if (d == 0) maxima[part] = all.top, totals[part] = all.total;
+            store_pair(parts + part * a.dim_v + d, all.at, a.dim_v - d, even);
+        });
+        if (SPLIT != MERGED) return;
+        if (!is_last(a.counter + block_index() / a.splits, a.splits, reinterpret_cast<u32*>(query))) return;
+        for (int n = 2 * thread_index(); n < count * BLOCK_DV; n += 64 * WARPS) {
+            const int r = first + n / BLOCK_DV, d = n % BLOCK_DV;
+            if (d < a.dim_v)
+                finish(r, d, of_splits(maxima, totals, parts, line_of(r), a.splits, lines, d, a.dim_v));
         }
     }
 }

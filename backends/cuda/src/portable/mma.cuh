@@ -7,9 +7,9 @@
 // In shared memory rows lie PITCH elements apart: 16 bytes more than they hold, an odd number of 16 bytes, so that
 // eight rows that are read at once lie in different banks.
 #pragma once
-#include "numbers.cuh"
+#include "portable/teams.cuh"
 
-constexpr int WARP_ROWS = BLOCK_M / WARPS;
+constexpr int WARP_ROWS = BLOCK_M / TEAM;
 static_assert(WARP_ROWS % 16 == 0, "a warp owns whole tiles of 16 rows");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_D % 16 == 0 && BLOCK_DV % 16 == 0, "columns come in steps of 16");
 constexpr int ROWS = WARP_ROWS / 8;                    // of a thread
@@ -21,8 +21,9 @@ template <int N> constexpr int COLUMNS = N / 4;        // of a thread, of N
 template <int WIDTH> constexpr int PITCH = WIDTH + 8;  // elements
 
 DEVICE int lane() { return thread_index() % 32; }
-DEVICE int warp_row() { return thread_index() / 32 * WARP_ROWS; }
-DEVICE int row(int a) { return 16 * (a / 2) + lane() / 4 + 8 * (a % 2); }
+DEVICE int warp_row() { return TEAM == 1 ? 0 : thread_index() / 32 * WARP_ROWS; }
+constexpr int first_row(int a) { return 16 * (a / 2) + 8 * (a % 2); }  // of those that lanes have for a
+DEVICE int row(int a) { return first_row(a) + lane() / 4; }
 DEVICE int column(int c) { return 8 * (c / 2) + 2 * (lane() % 4) + c % 2; }
 DEVICE int score_column(int c) { return column(c); }
 DEVICE int sum_column(int c) { return column(c); }

@@ -8,11 +8,11 @@
 // different banks. Scores that become the left operand of a product pass through SCRATCH, where a warp has rows of its
 // own.
 #pragma once
-#include "numbers.cuh"
+#include "portable/teams.cuh"
 
 constexpr int VECTOR = Chunk<T>::SIZE;  // neighbouring columns of sums that a thread holds
 constexpr int PAIR = 1;                 // and of scores
-constexpr int WARP_ROWS = BLOCK_M / WARPS;
+constexpr int WARP_ROWS = BLOCK_M / TEAM;
 static_assert(WARP_ROWS % 4 == 0, "a warp owns whole groups of 4 rows");
 static_assert(BLOCK_N % 8 == 0, "8 lanes share the columns of a row");
 static_assert(BLOCK_D % (8 * VECTOR) == 0 && BLOCK_DV % (8 * VECTOR) == 0, "and 8 chunks of a sum");
@@ -20,11 +20,12 @@ constexpr int ROWS = WARP_ROWS / 4;                         // of a thread
 constexpr int LANES = 8;                                    // that share a row
 template <int N> constexpr int COLUMNS = N / 8;             // of a thread, of N
 template <int WIDTH> constexpr int PITCH = WIDTH + VECTOR;  // elements
-constexpr int SCRATCH = BLOCK_M * PITCH<BLOCK_N> * sizeof(T);
+constexpr int SCRATCH = TEAMS * BLOCK_M * PITCH<BLOCK_N> * sizeof(T);
 
 DEVICE int lane() { return thread_index() % 32; }
-DEVICE int warp_row() { return thread_index() / 32 * WARP_ROWS; }
-DEVICE int row(int a) { return lane() / 8 + 4 * a; }
+DEVICE int warp_row() { return TEAM == 1 ? 0 : thread_index() / 32 * WARP_ROWS; }
+constexpr int first_row(int a) { return 4 * a; }  // of those that lanes have for a
+DEVICE int row(int a) { return first_row(a) + lane() / 8; }
 DEVICE int score_column(int c) { return lane() % 8 + 8 * c; }
 DEVICE int sum_column(int c) { return (lane() % 8 + 8 * (c / VECTOR)) * VECTOR + c % VECTOR; }
 
@@ -54,7 +55,7 @@ DEVICE void product_nn(Real (&sums)[ROWS][COLUMNS<WIDTH>], const Real (&p)[ROWS]
     constexpr bool APART = sizeof(Real) == 4;
     constexpr int PART = COLUMNS<(!APART || WIDTH <= 128 ? WIDTH : WIDTH % 64 ? 32 : 64)>;
     static_assert(PART % VECTOR == 0 && COLUMNS<WIDTH> % PART == 0, "parts of whole chunks");
-    T* const mine = scratch + warp_row() * PITCH<N>;
+    T* const mine = scratch + thread_index() / 32 * WARP_ROWS * PITCH<N>;
     warp_barrier();  // what was there before has been read
     UNROLL for (int m = 0; m < ROWS; m++)
         UNROLL for (int n = 0; n < COLUMNS<N>; n++) store_shared(mine + row(m) * PITCH<N> + score_column(n), p[m][n]);
