@@ -46,7 +46,7 @@ def variants(problem: Problem, device: Device) -> list[Variant]:
     """
     found: dict[Variant, None] = {}
 
-    def record(variant: Variant, *_: Any) -> None:
+    def record(variant: Variant, *_: Any, **__: Any) -> None:
         found[variant] = None
 
     start, run.start = run.start, record  # type: ignore[assignment]
