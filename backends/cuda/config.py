@@ -299,7 +299,10 @@ def _schedule(problem: Problem, device: Device, tile: Tile) -> tuple[int, int]:
         merge = 0 if splits == 1 else _MERGE if tile.apart and splits <= _MOST_MERGED else _LAUNCH
         return -(-blocks * splits // slots) * (steps + _EXTRA) + merge
 
-    best = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=cost)
+    if tile.apart:
+        best = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=cost)
+    else:  # splits hold two tiles at least, and only fill what is free: arithmetic and parts cost more than rounds
+        best = max(1, min(slots // blocks, tiles // 2, _MOST_SPLITS))
     return cost(best), -(-tiles // -(-tiles // best))  # none is launched for nothing
 
 

@@ -201,6 +201,7 @@ def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
     assert splits("b8.h32/8.s1x8192.d128.bf16") == 2
     assert splits("b4.h16.s2048.d128.bf16") == 1
     assert splits("b1.h8.s1x64.d128.bf16") == 1
+    assert next(config.configs(Problem.parse("b4.h16.s1024.d128.bf16"), Device.named("a100"))).splits == 1
 
 
 @pytest.mark.parametrize("device", ["h200", "a100", "rtx3090"])
