@@ -49,7 +49,7 @@ def variants(problem: Problem, device: Device) -> list[Variant]:
     def record(variant: Variant, *_: Any, **__: Any) -> None:
         found[variant] = None
 
-    start, run.start = run.start, record  # type: ignore[assignment]
+    start, run.start = run.start, record
     try:
         for chosen in _firsts(problem, device):
             _launch(CudaKernel(problem, chosen, device))
