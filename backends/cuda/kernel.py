@@ -16,8 +16,7 @@ __all__ = ["CudaKernel"]
 
 
 class CudaKernel:
-    """Forward in one launch, or two: many splits of the keys, a mask on Hopper; backward in three or four, and another
-    for a float mask.
+    """Forward in one launch, or two for many splits or a mask on Hopper; backward in three or four, five with a mask.
 
     Nothing is special about sizes of 0: a grid without blocks is not launched, and a row without keys is one that sees
     nothing.
