@@ -93,8 +93,8 @@ KERNEL forward(const Arguments a) {
             Real here = p[m][0];
             UNROLL for (int n = 1; n < COLUMNS<BLOCK_N>; n++) here = larger(here, p[m][n]);
             here = larger(top[m], row_max(here));
-            const Real base = here == -INFINITE ? Real(0) : FOLD ? here * factor : here;
-            const Real rescale = FOLD ? power(top[m] * factor - base) : power((top[m] - base) * factor);
+            const Real base = here == -INFINITE ? Real(0) : FOLD ? rounded(here, factor) : here;
+            const Real rescale = FOLD ? power(rounded(top[m], factor) - base) : power((top[m] - base) * factor);
             top[m] = here;
             total[m] *= rescale;
             UNROLL for (int c = 0; c < COLUMNS<BLOCK_DV>; c++) sums[m][c] *= rescale;

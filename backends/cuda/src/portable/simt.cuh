@@ -48,12 +48,12 @@ template <int N, int DEPTH> DEVICE void product_nt(Real (&sums)[ROWS][COLUMNS<N>
 
 // sums (rows, WIDTH) += p (rows, N), in registers, times b (N, WIDTH) in shared memory.
 //
-// In float the terms of a tile are added up by themselves first, as one chain over all keys would round a quarter more;
-// where registers are few, for a part of the columns at a time.
+// In float the terms of a tile are added up by themselves first, as one chain over all keys would round a quarter more:
+// a part of the columns at a time, for want of registers.
 template <int N, int WIDTH>
 DEVICE void product_nn(Real (&sums)[ROWS][COLUMNS<WIDTH>], const Real (&p)[ROWS][COLUMNS<N>], const T* b, T* scratch) {
     constexpr bool APART = sizeof(Real) == 4;
-    constexpr int PART = COLUMNS<(!APART || WIDTH <= 128 ? WIDTH : WIDTH % 64 ? 32 : 64)>;
+    constexpr int PART = COLUMNS<(!APART ? WIDTH : WIDTH > 64 && WIDTH % 64 == 0 ? 64 : 32)>;
     static_assert(PART % VECTOR == 0 && COLUMNS<WIDTH> % PART == 0, "parts of whole chunks");
     T* const mine = scratch + thread_index() / 32 * WARP_ROWS * PITCH<N>;
     warp_barrier();  // what was there before has been read
