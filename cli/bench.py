@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ from attnswitch.bench import document
 from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.bench.table import to_csv
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.measure import Budget, Limits, limits
 from attnswitch.verify.session.environment import environment
@@ -85,7 +82,7 @@ def bench(
 
     Exit code 0: good. 1: a result was wrong. 2: the tool could not do its work. 3: nothing was measured.
     """
-    where = present(device) if device is not None else ("cuda:0" if len(Device.all()) > 1 else "cpu")
+    where = present(device)
     rows = [
         _chosen(found, _backends(backend), _peers(peer), tuple(config or ()))
         for found in _rows(suite, problem, row, where)
@@ -169,8 +166,7 @@ class _Output:
             limits=self.limits,
             budget=self.budget,
             environment=environment(),
-            # The folder that the document lies in says nothing about the run.
-            command=shlex.join(["attnswitch", *(arg.replace(str(self.json), self.json.name) for arg in sys.argv[1:])]),
+            command=render.command(self.json),
             seconds=time.monotonic() - self.start,
             stopped=self.stopped,
         )

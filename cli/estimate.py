@@ -14,7 +14,7 @@ from attnswitch.estimate import Direction, Estimate, Peak
 from attnswitch.problem import Problem
 
 from . import render
-from .named import present
+from .named import first, present
 
 __all__ = ["estimate"]
 
@@ -36,7 +36,7 @@ def estimate(
 ) -> None:
     """Work out operations, bytes, memory and the time on the roofline, of the standard and of the tiled algorithm."""
     described = Problem.parse(problem)
-    name = device or ("cuda:0" if len(Device.all()) > 1 else "cpu")
+    name = device or first()
     where = Device.parse(name)
     peak = None if measured else estimates.published(where, described.dtype)
     if peak is None and (measured or where.present):

@@ -10,11 +10,21 @@ from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify.outcome import AUTO
 
-__all__ = ["named", "present", "reach"]
+__all__ = ["first", "named", "present", "reach"]
 
 
-def present(name: str) -> str:
-    """``name`` as torch spells it, if it is a device of this machine. Raises ``InvalidProblem`` if not."""
+def first() -> str:
+    """The first GPU of this machine, else the CPU, as torch spells it."""
+    return "cuda:0" if len(Device.all()) > 1 else "cpu"
+
+
+def present(name: str | None) -> str:
+    """``name`` as torch spells it, if it is a device of this machine; ``first`` where none is named.
+
+    Raises ``InvalidProblem`` if it is not here.
+    """
+    if name is None:
+        return first()
     device = Device.parse(name)
     if not device.present:
         raise InvalidProblem(f"device {name!r} is not in this machine: kernels can be planned for it, not run")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import track
 
-from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.session.environment import environment
 
@@ -44,7 +41,7 @@ def overhead(
     """
     from attnswitch.bench.overhead import costs, problems, to_json  # torch is slow to import
 
-    where = present(device) if device is not None else ("cuda:0" if len(Device.all()) > 1 else "cpu")
+    where = present(device)
     asked = [Problem.parse(text) for text in problem] if problem else problems(where)
     names = tuple(named(name) for name in backend or ())
     quiet = str(json) == "-"
@@ -52,13 +49,12 @@ def overhead(
     bar = track(asked, "calls", console=render.console, transient=True, disable=quiet)
     found = [cost for each in bar for cost in costs(each, where, names, rounds)]
     if json is not None:
-        command = [arg.replace(str(json), json.name) for arg in sys.argv[1:]]
         made = to_json(
             found,
             device=where,
             rounds=rounds,
             environment=environment(),
-            command=shlex.join(["attnswitch", *command]),
+            command=render.command(json),
             seconds=time.monotonic() - start,
         )
         render.write_json(made, json)

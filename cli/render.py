@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Found, Report, Tally
 
 __all__ = [
+    "command",
     "console",
     "counts",
     "emulated",
@@ -52,6 +54,11 @@ _errors = Console(stderr=True, highlight=False)
 def error(problem: Exception | str) -> None:
     """One error, on standard error."""
     _errors.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
+
+
+def command(document: Path) -> str:
+    """The command line that wrote ``document``, whose folder says nothing about the run."""
+    return shlex.join(["attnswitch", *(arg.replace(str(document), document.name) for arg in sys.argv[1:])])
 
 
 def write_json(document: Any, target: Path | None) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.measure import Budget
 from attnswitch.problem import Problem
@@ -62,7 +61,7 @@ def tune(
     so a run that was interrupted goes on where it was. Exit code 0: good. 1: a backend was wrong, and is left out from
     now on. 2: the tool could not do its work. 3: nothing could be measured.
     """
-    where = present(device) if device is not None else ("cuda:0" if len(Device.all()) > 1 else "cpu")
+    where = present(device)
     output = _Output(where, json)
     output.check()
     found = _problems(where, problem, model, context, batch, dtype, train, recorded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -142,7 +143,7 @@ def means(found: Iterable[Pair]) -> dict[tuple[str, str, str], tuple[float, int]
         if pair.ratio:
             r = pair.record
             groups.setdefault((r.suite, r.direction, r.candidate), []).append(pair.ratio)
-    return {key: (math.exp(sum(map(math.log, ratios)) / len(ratios)), len(ratios)) for key, ratios in groups.items()}
+    return {key: (statistics.geometric_mean(ratios), len(ratios)) for key, ratios in groups.items()}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], leave_out: Sequence[str] = ()) -> list[str]:

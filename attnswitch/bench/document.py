@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -87,7 +87,7 @@ def means(records: Iterable[Record]) -> list[dict[str, Any]]:
             "direction": direction,
             "of": first,
             "other": name,
-            "ratio": round(math.exp(sum(map(math.log, found)) / len(found)), 4),
+            "ratio": round(statistics.geometric_mean(found), 4),
             "rows": len(found),
         }
         for (suite, direction, first, name), found in groups.items()
@@ -114,7 +114,7 @@ def regrets(records: Iterable[Record]) -> list[dict[str, Any]]:
             "suite": suite,
             "direction": direction,
             "of": name,
-            "regret": round(math.exp(sum(map(math.log, found.values())) / len(found)), 4),
+            "regret": round(statistics.geometric_mean(found.values()), 4),
             "rows": len(found),
             "worst": round(max(found.values()), 4),
             "worst_row": max(found, key=lambda row: found[row]),
