@@ -13,7 +13,7 @@ from attnswitch.problem import Problem
 from . import launch
 from .arguments import dense
 from .config import TritonConfig
-from .operands import copied, in_steps, uneven
+from .operands import copied, in_steps, mask_in_steps, uneven
 
 __all__ = ["TritonKernel"]
 
@@ -69,6 +69,8 @@ class TritonKernel:
         """Inputs as the kernels read them."""
         if self._uneven:
             inputs = inputs._replace(**{role: copied(getattr(inputs, role)) for role in self._uneven})
+        if inputs.attn_mask is not None:
+            inputs = inputs._replace(attn_mask=mask_in_steps(inputs.attn_mask))
         if inputs.key_lengths is None or inputs.key_lengths.is_contiguous():
             return inputs
         return inputs._replace(key_lengths=inputs.key_lengths.contiguous())

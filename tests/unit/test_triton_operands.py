@@ -68,3 +68,35 @@ def test_zeros_follow_a_row_that_ends_within_a_step() -> None:
 )
 def test_the_problem_tells_which(text: str, roles: tuple[str, ...]) -> None:
     assert operands.uneven(Problem.parse(text)) == roles
+
+
+def hiding(*shape: int) -> torch.Tensor:
+    return buffer(*shape) % 3 == 0
+
+
+MASKS = {
+    "contiguous": (buffer(2, 3, 5, 32), True),
+    "a row for all": (buffer(2, 1, 1, 32).expand(2, 3, 5, 32), True),
+    "one for each query": (buffer(2, 3, 5, 1), True),
+    "the same for every key": (buffer(2, 3, 5, 1).expand(2, 3, 5, 33), True),
+    "one row": (buffer(1, 1, 1, 33), True),
+    "even rows that Triton does not see": (buffer(2, 3, 5, 24), False),
+    "odd keys": (hiding(2, 1, 1, 33), False),
+    "odd keys for all heads": (buffer(2, 1, 5, 33).expand(2, 3, 5, 33), False),
+    "odd address": (hiding(481)[1:].view(2, 3, 5, 16), False),
+    "columns": (buffer(2, 3, 16, 32).mT, False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_copied_where_its_elements_would_be_loaded_one_by_one(name: str) -> None:
+    mask, seen = MASKS[name]
+    found = operands.mask_in_steps(mask)
+    assert (found is mask) == seen
+    assert found.shape == mask.shape
+    assert torch.equal(found, mask)
+    if not seen:
+        assert found.data_ptr() % 16 == 0
+        assert not any(stride % 16 for stride in found.stride()[:3])
+        assert operands.mask_in_steps(found) is found
+        assert found.untyped_storage().nbytes() <= 2 * mask.untyped_storage().nbytes() + 64, "what is expanded stays so"
