@@ -22,11 +22,12 @@ Call = Callable[[], object]
 Failed = Callable[[str, Exception], None]
 
 #: Runs of a candidate whatever the budget says, and at most.
-LEAST, MOST = 10, 1000
+LEAST, MOST = 10, 400
 #: Runs from which the length of one is estimated.
 _TRIALS = 3
-#: Milliseconds of head start that the host is given at most; a longer call is one that waits for the device itself.
-_HEAD_START = 1.0
+#: Head start that the host is given, in times of its fastest launch, as others are slower; and in milliseconds at most:
+#: a longer call is one that waits for the device itself.
+_MARGIN, _HEAD_START = 1.5, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def measure(
                 trials[name] = trial
         if not live:
             return {}
-        clock.head_start(max(host for _, host in trials.values()))
+        clock.head_start(_MARGIN * max(host for _, host in trials.values()))
         for name in _turns({name: budget.warm(trials[name][0]) for name in live}):
             if name in live:
                 attempt(name, live[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,6 +19,9 @@ from attnswitch.wisdom.record import Time
 
 from . import render
 from .named import present
+
+if TYPE_CHECKING:
+    from attnswitch.tune.trial import Effort
 
 __all__ = ["tune"]
 
@@ -43,10 +46,16 @@ def tune(
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ... Default: the first GPU, else the CPU.")] = None,
     budget: Annotated[
         float, typer.Option(min=1, metavar="MS", help="Milliseconds that each candidate is measured in.")
-    ] = Budget().run,
+    ] = Budget().run / 2,
     search: Annotated[
-        float, typer.Option(min=0, metavar="S", help="Seconds to search the configs of a backend in, for each problem.")
-    ] = 2.0,
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Seconds to search the configs of a backend in, for each problem. Default: 2 for problems that are"
+            " named, 0 for the catalogue.",
+        ),
+    ] = None,
     again: Annotated[bool, typer.Option(help="Measure what is known already as well.")] = False,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one launch may take while it is verified; longer has failed.")
@@ -65,7 +74,11 @@ def tune(
     output = _Output(where, json)
     output.check()
     found = _problems(where, problem, model, context, batch, dtype, train, recorded)
-    output.measure(found, Budget(budget / 4, budget), search, timeout, again)
+    from attnswitch.tune.trial import Effort  # torch is slow to import
+
+    if search is None:
+        search = Effort().search if problem or model or recorded else 0.0
+    output.measure(found, Effort(Budget(budget / 4, budget), search), timeout, again)
     output.show()
     raise typer.Exit(output.exit_code)
 
@@ -130,10 +143,9 @@ class _Output:
         except OSError as error:
             raise InvalidProblem(f"{self.json} cannot be written: {error}") from None
 
-    def measure(self, problems: list[Problem], budget: Budget, search: float, timeout: float, again: bool) -> None:
+    def measure(self, problems: list[Problem], effort: Effort, timeout: float, again: bool) -> None:
         """Measure with a bar and the time left; what an interrupted run has measured is kept."""
         from attnswitch.tune import session
-        from attnswitch.tune.trial import Effort
 
         todo = [problem for problem in problems if again or not session.known(problem, self.where)]
         self.left_out = len(problems) - len(todo)
@@ -142,7 +154,7 @@ class _Output:
         with Progress(*columns, *left, console=render.console, transient=True, disable=self.quiet) as bar:
             task = bar.add_task(str(todo[0]) if todo else "", total=len(todo))
             try:
-                for number, tuned in enumerate(session.run(todo, self.where, Effort(budget, search), timeout), 1):
+                for number, tuned in enumerate(session.run(todo, self.where, effort, timeout), 1):
                     self.tuned.append(tuned)
                     bar.update(task, advance=1, description=str(todo[min(number, len(todo) - 1)]))
                     self.write(last=number == len(todo))

@@ -172,7 +172,14 @@ def case(problem: Problem) -> Case:
     if found.work > _MUCH:
         found = found.replace(batch=1, heads_kv=1)
     found = found.replace(lengths=found.lengths[: found.batch] if found.lengths is not None else None)
-    return found if found.unseeded else found.replace(check="repeat")
+    return _showing(found) if found.unseeded else found.replace(check="repeat")
+
+
+def _showing(case: Case) -> Case:
+    """``case`` with so few keys that its output shows which of them a backend dropped."""
+    keys = min(case.seq_k, case.dim_v)
+    lengths = None if case.lengths is None else tuple(min(length, keys) for length in case.lengths)
+    return case.replace(seq_k=keys, lengths=lengths)
 
 
 def _tried(

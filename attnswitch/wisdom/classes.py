@@ -8,9 +8,8 @@ from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
 __all__ = ["NEAR", "covers", "doublings", "speed_class"]
 
-#: Doublings up to which a time serves a problem of another class: farther, the declared order is as good a guess
-#: (``fixtures/measure_classes.py``).
-NEAR = 2.0
+#: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
+NEAR = 8.0
 
 
 def speed_class(problem: Problem) -> Problem:
@@ -46,7 +45,7 @@ def _rounded(size: int) -> int:
 
 
 def doublings(seen: Problem, problem: Problem) -> float:
-    """How far apart two problems are, where none of the class of ``problem`` was measured: inf if too far to tell.
+    """How far apart two problems are, where none of the class of ``problem`` was measured: inf for another kind.
 
     By how many doublings their sizes differ, added up; a position that only one of them hides counts as one. Problems
     of unlike kind say nothing of each other: other kernels run, or the same with much more to do.
@@ -60,7 +59,14 @@ def doublings(seen: Problem, problem: Problem) -> float:
 
 def _kind(p: Problem) -> tuple[object, ...]:
     mask = None if p.mask is None else p.mask.is_bool
-    return DTYPES[p.dtype], mask, bool(p.grads), bool(p.dropout), bool(p.softcap), p.seq_q == 1, p.is_empty
+    features = mask, _irregular(p), bool(p.grads), bool(p.dropout), bool(p.softcap)
+    return DTYPES[p.dtype], *features, p.seq_q == 1, p.is_empty
+
+
+def _irregular(p: Problem) -> bool:
+    """Whether positions are hidden for which many a kernel has to be given a mask written out."""
+    shifted = p.causal and p.bottom_right and p.seq_q != p.seq_k
+    return p.key_lengths or p.window is not None or shifted
 
 
 def _sizes(p: Problem) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,13 @@ def test_the_best_config_is_found_and_a_wrong_one_is_left_out(register: Register
     assert found.failed["tunable broken"].startswith("mismatch: its deviation from float64 math")
     view.remember(found.records)
     assert {c.backend: c.config for c in attnswitch.explain(SMALL).candidates}["tunable"] == "fast"
+
+
+def test_a_mask_that_the_backend_draws_is_verified_where_its_output_shows_it() -> None:
+    """More keys than the output has columns would show some of the mask, and every backend would look wrong."""
+    found = trial.run(Problem.parse("b2.h2.s24x40.d16.fp32.lengths.dropout=0.3.grad"), "cpu", QUICK, examine)
+    assert found.wrong == []
+    assert "sdpa-math" in {time.backend for time in found.times} | found.hopeless.keys()
 
 
 def test_a_kernel_that_dies_where_it_is_verified_is_never_run_here() -> None:
@@ -266,6 +273,24 @@ def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
     assert {speed_class(time.problem) for time in times} == {
         speed_class(Problem.parse(text)) for text in (first, second)
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [((), 0.0), (("--problem", "b1.h2.s16.d8.fp32"), 2.0), (("--search", "7"), 7.0)],
+)
+def test_configs_are_searched_where_problems_are_named(
+    arguments: tuple[str, ...], seconds: float, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    efforts = list[Effort]()
+
+    def run(todo: Sequence[Problem], where: str, effort: Effort, timeout: float) -> Iterator[session.Tuned]:
+        efforts.append(effort)
+        yield from ()
+
+    monkeypatch.setattr(session, "run", run)
+    assert cli("--device", "cpu", *arguments).code == 3
+    assert [effort.search for effort in efforts] == [seconds]
 
 
 def test_problems_are_verified_side_by_side_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
