@@ -9,7 +9,7 @@ from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 __all__ = ["NEAR", "covers", "doublings", "speed_class"]
 
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
-NEAR = 8.0
+NEAR = 12.0
 
 
 def speed_class(problem: Problem) -> Problem:
@@ -47,14 +47,18 @@ def _rounded(size: int) -> int:
 def doublings(seen: Problem, problem: Problem) -> float:
     """How far apart two problems are, where none of the class of ``problem`` was measured: inf for another kind.
 
-    By how many doublings their sizes differ, added up; a position that only one of them hides counts as one. Problems
-    of unlike kind say nothing of each other: other kernels run, or the same with much more to do.
+    By how many doublings their sizes differ, added up; those of heads, of which most devices have enough, count half,
+    and a position that only one of them hides counts as one. Problems of unlike kind say nothing of each other: other
+    kernels run, or the same with much more to do.
     """
     if _kind(seen) != _kind(problem):
         return math.inf
-    sizes = zip(_sizes(seen), _sizes(problem), strict=True)
-    hidden = zip(_hidden(seen), _hidden(problem), strict=True)
-    return sum(abs(math.log2(a / b)) for a, b in sizes) + sum(a != b for a, b in hidden)
+    heads, sizes = (_added_up(of(seen), of(problem)) for of in (_heads, _sizes))
+    return 0.5 * heads + sizes + sum(a != b for a, b in zip(_hidden(seen), _hidden(problem), strict=True))
+
+
+def _added_up(some: tuple[int, ...], others: tuple[int, ...]) -> float:
+    return sum(abs(math.log2(max(1, a) / max(1, b))) for a, b in zip(some, others, strict=True))
 
 
 def _kind(p: Problem) -> tuple[object, ...]:
@@ -69,9 +73,12 @@ def _irregular(p: Problem) -> bool:
     return p.key_lengths or p.window is not None or shifted
 
 
+def _heads(p: Problem) -> tuple[int, ...]:
+    return p.batch * p.heads_q, p.group
+
+
 def _sizes(p: Problem) -> tuple[int, ...]:
-    """Heads and sequences together: how many blocks there are to fill a device with."""
-    return max(1, p.batch * p.heads_kv), p.group, max(1, p.seq_q), max(1, p.seq_k), p.dim_qk, p.dim_v
+    return p.seq_q, p.seq_k, p.dim_qk, p.dim_v
 
 
 def _hidden(p: Problem) -> tuple[bool, ...]:

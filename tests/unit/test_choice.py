@@ -62,7 +62,7 @@ def test_the_fastest_measured_is_chosen_and_explained() -> None:
     assert plan.why == "measured here on 2026-11-20, on b2.h4.s64.d32.fp32: tiled 1 ms, sdpa-flash 3 ms"
     assert reasons(plan, "sdpa-flash") == "it takes the problem, but took 3 ms against 1"
     assert reasons(plan, "sdpa-math") == "it takes the problem, but was not measured here"
-    assert attnswitch.plan("b2.h4.s2048.d32.fp32").backend == "sdpa-flash"  # another class, far away
+    assert attnswitch.plan("b2.h4.s8192.d32.fp32").backend == "sdpa-flash"  # another class, far away
 
 
 def test_the_nearest_that_was_measured_serves_where_nothing_of_the_class_was() -> None:

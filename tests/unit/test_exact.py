@@ -10,6 +10,7 @@ import pytest
 from attnswitch import VerificationError
 from attnswitch.backend import Precision
 from attnswitch.verify import Case, MaskRecipe, check
+from attnswitch.verify.checks import reference
 from attnswitch.verify.drawing.data import operands
 from attnswitch.verify.truth import exact, oracle, rows
 from attnswitch.verify.truth.exact import Exact
@@ -135,6 +136,28 @@ def test_a_right_backend_passes_on_sampled_rows(name: str, backend: str, monkeyp
     outcome = check(CASES[name], backend)
     assert outcome.failure is None
     assert outcome.verdict == "verified" or backend != "tiled"
+
+
+DRAWN = Case(batch=2, heads_kv=2, seq_q=70, seq_k=64, dim_qk=64, dim_v=64, dropout=0.3, grads="qkv")
+
+
+@pytest.mark.parametrize("check_name", ["reference", "fresh-dropout"])
+def test_sampled_rows_know_the_mask_that_a_backend_drew(check_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "DENSE_WORK", 0)
+    outcome = check(DRAWN.replace(check=check_name), "sdpa-math")
+    assert (outcome.verdict, outcome.failure) == ("verified", None)
+
+
+@pytest.mark.parametrize(("share", "right"), [(0.7, True), (0.6, False), (0.8, False)])
+def test_a_share_that_was_not_asked_for_is_seen_on_sampled_rows(
+    share: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "DENSE_WORK", 0)
+    keep = np.random.default_rng(0).random(DRAWN.scores) < share
+    found = reference._plausible(Exact(DRAWN, operands(DRAWN), keep))
+    assert (found is None) is right
+    if found is not None:
+        assert found.message.endswith("weights were kept with dropout_p=0.3")
 
 
 def test_a_wrong_row_is_found_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements
 from attnswitch.verify.outcome import Failure
@@ -30,17 +28,15 @@ def _reference(trial: Trial) -> Failure | None:
     return failure
 
 
-def heavy_weights(exact: Exact) -> Any:
-    """Which weights (B, Hq, Lq, Lk) are too large to vanish by rounding: one that is 0 was dropped."""
-    (answer,) = exact.answers
-    return answer.visible & (answer.p > 1e-4)
+def heavy_weights(exact: Exact) -> tuple[int, int]:
+    """How many weights are too large to vanish by rounding, so that one that is 0 was dropped; and how many were not."""
+    heavy = [(answer, answer.visible & (answer.p > 1e-4)) for answer in exact.answers]
+    return sum(int(of.sum()) for _, of in heavy), sum(int((of & (answer.z > 0)).sum()) for answer, of in heavy)
 
 
 def _plausible(exact: Exact) -> Failure | None:
     """The share of kept heavy weights is what dropout_p says (6 sigma)."""
-    (answer,), heavy = exact.answers, heavy_weights(exact)
-    n, p = int(heavy.sum()), exact.case.dropout
-    kept = int((heavy & (answer.z > 0)).sum())
+    (n, kept), p = heavy_weights(exact), exact.case.dropout
     if abs(kept - n * (1 - p)) > 6 * (n * p * (1 - p)) ** 0.5 + 1:
         return Failure("reference", f"{kept} of {n} weights were kept with dropout_p={p}", "dropout")
     return None

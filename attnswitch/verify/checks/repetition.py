@@ -110,7 +110,7 @@ def _drawn(case: Case) -> bool:
 def _fresh_masks(trial: Trial) -> Failure | None:
     """Two calls without a seed, from different states of torch's generator: equal masks would be chance."""
     case = trial.case
-    undecided = int(heavy_weights(exact_of(trial)).sum())
+    undecided, _ = heavy_weights(exact_of(trial))
     if undecided * -math.log2(case.dropout**2 + (1 - case.dropout) ** 2) < 60:
         raise NotApplicable("two masks of so few weights may be equal by chance")
     other = trial.subject.derive("redrawn", lambda: (case.replace(data_seed=case.data_seed + 1), trial.data))

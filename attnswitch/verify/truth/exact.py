@@ -47,7 +47,7 @@ class Exact:
             self.values, self.poisoned = dense.values, dense.poisoned
             return
         places = _places(case)
-        self.answers = [_some_rows(case, data, b, h, i) for b, h, i in places]
+        self.answers = [_some_rows(case, data, keep, b, h, i) for b, h, i in places]
         if not trusted:
             b, h, i = places[-1]
             rows.check_row(case, data, self.answers[-1], (b, h, int(i[-1])), len(i) - 1)
@@ -108,7 +108,7 @@ def _places(case: Case) -> list[tuple[int, int, Any]]:
     return found
 
 
-def _some_rows(case: Case, data: dict[str, Any], b: int, h: int, i: Any) -> Answer:
+def _some_rows(case: Case, data: dict[str, Any], keep: Any, b: int, h: int, i: Any) -> Answer:
     """The answer to rows ``i`` of one batch entry and head."""
     g = h // case.group
     few = {role: data[role][b : b + 1, h : h + 1, i] for role in ("query", "grad_out", "grad_lse")}
@@ -117,8 +117,9 @@ def _some_rows(case: Case, data: dict[str, Any], b: int, h: int, i: Any) -> Answ
     visible = oracle.visible_positions(case, mask, (b, h, i))
     if mask is not None:
         few["attn_mask"] = oracle.mask_rows(mask, b, h, i)
-    keep = None
-    if case.dropout:
+    if keep is not None:
+        keep = keep[b : b + 1, h : h + 1, i]
+    elif case.dropout:
         row = i[None, None, :]
         keep = keep_mask(case.dropout_seed or 0, case.dropout, np.array(b), np.array(h), row, 0, case.seq_k)
     part = case.replace(batch=1, heads_kv=1, group=1, seq_q=len(i), lengths=None, mask=None)
