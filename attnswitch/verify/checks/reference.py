@@ -29,7 +29,7 @@ def _reference(trial: Trial) -> Failure | None:
 
 
 def heavy_weights(exact: Exact) -> tuple[int, int]:
-    """How many weights are too large to vanish by rounding, so that one that is 0 was dropped; and how many were not."""
+    """How many weights are too large to vanish by rounding, so that a 0 was dropped; and how many were kept."""
     heavy = [(answer, answer.visible & (answer.p > 1e-4)) for answer in exact.answers]
     return sum(int(of.sum()) for _, of in heavy), sum(int((of & (answer.z > 0)).sum()) for answer, of in heavy)
 
