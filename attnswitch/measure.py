@@ -27,7 +27,7 @@ LEAST, MOST = 10, 400
 _TRIALS = 3
 #: Head start that the host is given, in times of its fastest launch, as others are slower; and in milliseconds at most:
 #: a longer call is one that waits for the device itself.
-_MARGIN, _HEAD_START = 1.5, 1.0
+_MARGIN, _HEAD_START = 1.5, 2.0
 
 
 @dataclass(frozen=True, slots=True)
