@@ -13,7 +13,7 @@ from attnswitch.problem import Problem
 
 from . import memory
 
-__all__ = ["Arguments", "Operand", "constants", "of_call", "put"]
+__all__ = ["Arguments", "Divisor", "Operand", "constants", "of_call", "put"]
 
 #: ``Operand``, written in one go.
 _OPERAND = struct.Struct("=5q")
@@ -33,6 +33,19 @@ class Operand(ctypes.Structure):
     ]
 
 
+class Divisor(ctypes.Structure):
+    """A number that others below 2^31 are divided by: multiplied by ``multiplier``, and shifted by ``shift`` bits."""
+
+    _fields_: ClassVar = [("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
+
+    @classmethod
+    def of(cls, number: int) -> Divisor:
+        """That of ``number``, or of 1 if it is 0 (Granlund and Montgomery 1994, for 31 bits)."""
+        number = max(1, number)
+        shift = 31 + (number - 1).bit_length()
+        return cls(-(-(1 << shift) // number), shift)
+
+
 class Arguments(ctypes.Structure):
     """Every argument of every kernel; what one does not read stays 0. ``src/arguments.cuh`` says what each is."""
 
@@ -44,9 +57,10 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value", "grad_mask", "counter")),
         *((name, ctypes.c_void_p) for name in ("mask_sets", "mask_bits")),
         *((name, ctypes.c_double) for name in ("scale", "factor", "cap", "keep_scale")),
-        *((name, ctypes.c_int32) for name in ("batch", "heads", "group", "pack")),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "group", "pack", "packs", "tiles")),
         *((name, ctypes.c_int32) for name in ("queries", "padded", "keys", "dim", "dim_v")),
         *((name, ctypes.c_int32) for name in ("left", "right", "bottom_right", "section", "splits", "chunk")),
+        *((name, Divisor) for name in ("by_splits", "by_tiles", "by_packs", "by_pack", "by_group")),
         ("length_bytes", ctypes.c_int32),
         *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
         *((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "threshold")),

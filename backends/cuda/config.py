@@ -27,6 +27,7 @@ __all__ = [
     "configs",
     "hopper_block",
     "hopper_shared",
+    "left",
     "merging_shared",
     "packs",
     "rows",
@@ -44,7 +45,7 @@ _MOST_COLUMNS = 256
 #: What a block takes beside its tiles, the last block of a row to merge, and a launch that does: in steps of a tile
 #: each warp, of about 2 us on an H200.
 _EXTRA, _MERGE, _LAUNCH = 3, 3, 6
-#: Splits that the last block of a row merges; more are merged by a launch of many blocks, of so many warps each.
+#: Splits that the block of the last one merges; more are merged by a launch of many blocks, of so many warps each.
 _MOST_MERGED, MERGING_WARPS = 24, 8
 #: How keys are split, as ``SPLIT`` of ``forward.cu``: not at all, into parts for another launch, or merged at once.
 WHOLE, PARTS, MERGED = range(3)
@@ -326,6 +327,12 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     if tile.apart:  # what a team has made of its keys lies where they were
         ring = max(ring, rows * (dim_v + 2) * real)
     return rows * own * size + tile.teams * ring + scratch
+
+
+def left(problem: Problem, tile: Tile) -> int:
+    """Bytes that the block of one split leaves to that of the last: numerators, maximum and sum of each row."""
+    real = 8 if problem.dtype == "float64" else 4
+    return tile.queries * (block(problem.dim_v, problem) + 2) * real
 
 
 def merging_shared(problem: Problem) -> int:

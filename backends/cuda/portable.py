@@ -10,7 +10,7 @@ from attnswitch.backend import Inputs
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import arguments, config, memory, run
-from .arguments import Arguments, put
+from .arguments import Arguments, Divisor, put
 from .config import ROWS_A_BLOCK, CudaConfig, Tile, block
 from .prepared import Alone
 from .variant import Variant
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 
 class Forward:
-    """Writes output and lse: one launch, and another that merges many splits; few, the last block of a row does."""
+    """Writes output and lse: one launch, and another that merges many splits; of few, the last one's block does."""
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         tile, splits = chosen.forward, chosen.splits
@@ -45,10 +45,15 @@ class Forward:
         heads = p.heads_q // a.pack
         a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
         a.splits, a.chunk = splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys
+        a.packs, a.tiles = heads, arithmetic.tiles(config.rows(p), tile.queries)
+        a.by_splits, a.by_tiles, a.by_packs = Divisor.of(splits), Divisor.of(a.tiles), Divisor.of(heads)
+        a.by_pack, a.by_group = Divisor.of(a.pack), Divisor.of(p.group)
+        self._blocks = p.batch * heads * a.tiles * splits
         self._constants = a
-        self._variant = _variant("forward", p, tile, {**_flags(p), "SPLIT": chosen.split})
-        self._blocks = p.batch * heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
+        own = {"LENGTHS": int(p.key_lengths), "SPLIT": chosen.split}
+        self._variant = _variant("forward", p, tile, {**_flags(p), **own})
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
+        self._left = config.left(p, tile) * (self._blocks - self._blocks // splits)
         self._dim = p.dim_v
         self._split = chosen.split
         self.alone = Alone(self._variant, self._blocks, a) if self._split == config.WHOLE else None
@@ -64,15 +69,12 @@ class Forward:
         if self._split == config.WHOLE:
             run.start(self._variant, self._blocks, a, out)
             return
+        if self._split == config.MERGED:
+            run.start(self._variant, self._blocks, a, out, left=self._left)
+            return
         parts = memory.empty((*self._rows, self._dim), lse)
         sums = memory.empty((2, *self._rows), lse)
         a.parts, a.sums = memory.address(parts), memory.address(sums)
-        if self._split == config.MERGED:
-            # Zeroed on the stream of the launch, as Hopper's counter is.
-            arrived = memory.empty((self._blocks // a.splits,), lse, "int32")
-            a.counter = memory.address(arrived)
-            run.start(self._variant, self._blocks, a, out, counter=arrived)
-            return
         run.start(self._variant, self._blocks, a, out)
         run.start(self._merge, math.prod(self._rows[1:]), a, out)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnswitch.errors import CompileError
 
-from . import emulator, memory
+from . import emulator, memory, workspace
 from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
@@ -31,22 +31,30 @@ def start(
     like: Any,
     maps: tuple[TensorMap, ...] = (),
     counter: Any = None,
+    left: int = 0,
 ) -> None:
     """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them.
 
-    ``maps`` come before the arguments. ``counter`` is zeroed first, on that stream.
+    ``maps`` come before the arguments. ``counter`` is zeroed first, on that stream. ``left`` is how many bytes blocks
+    leave to one another, in ``parts``.
     """
     if blocks == 0:
         return
     if memory.on_cpu(like):
         if counter is not None:
             counter[...] = 0
+        if left:
+            places = memory.empty((left,), like, "uint8")
+            arguments.parts = memory.address(places)
         emulator.launch(variant, blocks, arguments)
         return
     function = loaded(variant, memory.index(like))
     stream = memory.stream(like)
     if counter is not None:
         _clear(counter, stream)
+    if left:
+        places = workspace.blank(left, like, stream)
+        arguments.parts = memory.address(places)
     pointers = (tensor_map.pointer for tensor_map in maps)
     send(function, variant, blocks, stream, *pointers, ctypes.addressof(arguments))
 

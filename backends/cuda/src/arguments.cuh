@@ -13,6 +13,11 @@ struct Operand {
     i64 batch, head, row, column;
 };
 
+// A number that others are divided by, without the time that a division takes: `quotient`.
+struct Divisor {
+    u32 multiplier, shift;
+};
+
 struct Arguments {
     Operand query;     // (batch, heads, queries, dim)
     Operand key;       // (batch, heads / group, keys, dim)
@@ -24,7 +29,7 @@ struct Arguments {
     i64 length_stride; // in bytes
     void* lse;         // (batch, heads, queries), natural logarithm; null where one launch is all and nobody asks
     void* grad_lse;    // the same, or null for zero
-    void* parts;       // (splits, batch, heads, queries, dim_v): numerators of split keys
+    void* parts;       // (splits, batch, heads, queries, dim_v): numerators of split keys; or what blocks leave to others
     void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums
     void* base;        // (batch, heads, padded): lse in the unit of the exponential, +inf where a row weighs nothing
     void* delta;       // (batch, heads, padded): rowsum(dO O) - dlse
@@ -32,8 +37,7 @@ struct Arguments {
     void* grad_key;
     void* grad_value;
     void* grad_mask;
-    u32* counter;      // 0 before a launch: tiles that were taken, or for each tile of rows the splits that are done; null
-                       // where nothing is counted
+    u32* counter;      // 0 before a launch: tiles that were taken; null where nothing is counted
     u32* mask_sets;    // which tiles a bool mask hides, and
     u32* mask_bits;    // what it hides of them: hopper/mask.cuh
     double scale;      // on q . k
@@ -42,11 +46,13 @@ struct Arguments {
     double keep_scale; // 1 / (1 - dropout)
     int batch, heads, group;
     int pack;          // query heads that share a tile of rows: row r is query r / pack of head r % pack
+    int packs, tiles;  // of all heads; of all rows
     int queries, padded, keys, dim, dim_v;
     int left, right;   // keys that a query sees before and after its own
     int bottom_right;  // whether the diagonal ends at the last key
     int section;       // heads that run side by side
     int splits, chunk; // parts of the keys, and keys of each
+    Divisor by_splits, by_tiles, by_packs, by_pack, by_group;
     int length_bytes;  // 0 without lengths
     int mask_batch, mask_heads, mask_rows, mask_columns;  // its shape
     u32 seed_low, seed_high;

@@ -14,6 +14,11 @@ struct Extent {
     int offset;  // of its diagonal
 };
 
+DEVICE Extent extent_of(const Arguments& a, int end) { return Extent{end, a.bottom_right ? end - a.queries : 0}; }
+
+// Of batch entries that have all keys.
+DEVICE Extent whole(const Arguments& a) { return extent_of(a, a.keys); }
+
 DEVICE Extent extent(const Arguments& a, int b) {
     int end = a.keys;
     if (a.length_bytes) {
@@ -30,7 +35,7 @@ DEVICE Extent extent(const Arguments& a, int b) {
         }
         end = int(smaller<i64>(larger<i64>(length, 0), a.keys));
     }
-    return Extent{end, a.bottom_right ? end - a.queries : 0};
+    return extent_of(a, end);
 }
 
 // Keys that query i sees.

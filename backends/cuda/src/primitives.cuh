@@ -21,7 +21,6 @@ template <class T> struct alignas(16) Chunk {
 #define KERNEL extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 #define UNROLL _Pragma("unroll")
 #define UNROLL_LITTLE _Pragma("unroll 4")
-#define UNROLL_SOME _Pragma("unroll 8")
 #define INFINITE __int_as_float(0x7f800000)
 
 DEVICE int thread_index() { return threadIdx.x; }
@@ -32,9 +31,35 @@ DEVICE u32 block_index() { return blockIdx.x; }
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
-// Among all blocks: what a thread has written before, others read after, where an atomic operation tells them.
-DEVICE void fence() { __threadfence(); }
 DEVICE u32 add_atomic(u32* at, u32 value) { return atomicAdd(at, value); }
+
+// -- from block to block ----------------------------------------------------------------------------------------------
+
+// Two neighbouring numbers, where pairs begin; two of 32 bits are there together or not yet, and so is each of 64.
+DEVICE void store_relaxed(float* at, float first, float second) {
+    const u64 both = u64(__float_as_uint(second)) << 32 | __float_as_uint(first);
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(at)), "l"(both) : "memory");
+}
+DEVICE void store_relaxed(double* at, double first, double second) {
+    asm volatile("st.relaxed.gpu.global.v2.f64 [%0], {%1, %2};"
+                 ::"l"(__cvta_generic_to_global(at)), "d"(first), "d"(second) : "memory");
+}
+DEVICE void load_relaxed(float& first, float& second, const float* at) {
+    u64 both;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(both) : "l"(__cvta_generic_to_global(at)) : "memory");
+    first = __uint_as_float(u32(both)), second = __uint_as_float(u32(both >> 32));
+}
+DEVICE void load_relaxed(double& first, double& second, const double* at) {
+    asm volatile("ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];"
+                 : "=d"(first), "=d"(second) : "l"(__cvta_generic_to_global(at)) : "memory");
+}
+// The number whose bits are all 1, and whether one of two that were left together is that.
+DEVICE float blank(float) { return __uint_as_float(0xffffffffu); }
+DEVICE double blank(double) { return __longlong_as_double(-1); }
+DEVICE bool is_blank(float, float second) { return __float_as_uint(second) == 0xffffffffu; }
+DEVICE bool is_blank(double first, double second) {
+    return __double_as_longlong(first) == -1 || __double_as_longlong(second) == -1;
+}
 
 // -- shared memory ----------------------------------------------------------------------------------------------------
 

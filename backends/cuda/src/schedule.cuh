@@ -12,8 +12,6 @@ struct Place {
 DEVICE Place place(const Arguments& a, u32 at, int heads, int tiles, bool last_first) {
     const int split = at % a.splits;
     at /= a.splits;
-    // The same with fewer divisions, for which few queries would wait.
-    if (TEAMS > 1 && tiles == 1) return Place{int(at / heads), int(at % heads), 0, split};
     const u32 whole = u32(a.section) * tiles;
     const u32 first = at / whole * a.section;
     const u32 here = smaller<u32>(a.section, u32(a.batch) * heads - first);
@@ -23,4 +21,11 @@ DEVICE Place place(const Arguments& a, u32 at, int heads, int tiles, bool last_f
 }
 DEVICE Place place(const Arguments& a, int heads, int tiles, bool last_first) {
     return place(a, block_index(), heads, tiles, last_first);
+}
+
+// The same for few queries, which would wait for divisions: splits, tiles of rows, heads, batch entries.
+DEVICE Place place_of_few(const Arguments& a) {
+    const u32 at = block_index(), rows = quotient(at, a.by_splits), head = quotient(rows, a.by_tiles);
+    const u32 batch = quotient(head, a.by_packs);
+    return Place{int(batch), int(head - batch * a.packs), int(rows - head * a.tiles), int(at - rows * a.splits)};
 }

@@ -10,7 +10,6 @@
 #define KERNEL EXPORTED void
 #define UNROLL
 #define UNROLL_LITTLE
-#define UNROLL_SOME
 #define INFINITE __builtin_inff()
 
 // Flags are variables here and constants on a GPU: one build serves all problems of a type and tile.
@@ -46,12 +45,27 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
     return mine.result;
 }
 
-// Blocks run one after another.
-DEVICE void fence() {}
+// Blocks run one after another, in their order on the grid.
 DEVICE u32 add_atomic(u32* at, u32 value) {
     const u32 before = *at;
     *at += value;
     return before;
+}
+
+// -- from block to block ----------------------------------------------------------------------------------------------
+
+template <class V> DEVICE V blank(V x) {
+    memset(&x, 0xff, sizeof x);
+    return x;
+}
+template <class V> DEVICE bool is_blank(V first, V second) {
+    const V nothing = blank(first);
+    return memcmp(&first, &nothing, sizeof nothing) == 0 || memcmp(&second, &nothing, sizeof nothing) == 0;
+}
+template <class V> DEVICE void store_relaxed(V* at, V first, V second) { at[0] = first, at[1] = second; }
+template <class V> DEVICE void load_relaxed(V& first, V& second, const V* at) {
+    first = at[0], second = at[1];
+    if (is_blank(first, second)) emulator::fail("a wait for what no block before this one has left");
 }
 
 // -- shared memory ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@
 // has all of them and every TEAMS-th tile of keys, and warps are put together at the end (together.cuh).
 //
 // Keys may be split among blocks as well (SPLIT). A block then leaves maximum, sum and numerator of each row, which add
-// up exactly where the parts do, in `sums` (2, splits, batch, heads, queries) and `parts` (splits, batch, heads,
-// queries, dim_v): to merge.cu, or, a few splits, to the last block of a row that is done.
+// up exactly where the parts do: to merge.cu in `sums` (2, splits, batch, heads, queries) and `parts` (splits, batch,
+// heads, queries, dim_v), or, a few splits, to the block of the last split in `parts` (tiles of rows, splits - 1,
+// BLOCK_M, LEFT). That block waits: those before it on the grid were begun before it, and wait for nobody.
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], then for each team STAGES times key [BLOCK_N][BLOCK_D] and value
 // [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier of a team for each tile of keys, in `pipeline`.
@@ -34,15 +35,14 @@ KERNEL forward(const Arguments a) {
     T* const stages = rings + team() * ROOM;
     T* const scratch = rings + TEAMS * ROOM;
 
-    const int rows = a.queries * a.pack, heads = a.heads / a.pack;
-    const Place at = place(a, heads, ceil_div(rows, BLOCK_M), true);
+    const int rows = a.queries * a.pack;
+    const Place at = TEAMS > 1 ? place_of_few(a) : place(a, a.packs, ceil_div(rows, BLOCK_M), true);
     const int b = at.batch, head = at.head * a.pack, first = at.tile * BLOCK_M;
-    const i64 head_kv = head / a.group;
-    // Without a division where there is one query.
-    const auto head_of = [&](int r) { return a.pack == 1 ? head : head + (a.queries == 1 ? r : r % a.pack); };
-    const auto query_of = [&](int r) { return a.pack == 1 ? r : a.queries == 1 ? 0 : r / a.pack; };
+    const i64 head_kv = quotient(head, a.by_group);
+    const auto query_of = [&](int r) { return int(quotient(r, a.by_pack)); };
+    const auto head_of = [&](int r) { return head + r - query_of(r) * a.pack; };
 
-    const Extent e = extent(a, b);
+    const Extent e = LENGTHS ? extent(a, b) : whole(a);
     const auto mine = [&](int m) { return first + warp_row() + row(m); };
     const auto sees = [&](int m) { return mine(m) < rows ? keys_of(a, e, query_of(mine(m))) : Span{0, 0}; };
     const auto mask = [&](int m) {
@@ -154,19 +154,19 @@ KERNEL forward(const Arguments a) {
             all.at[0] *= weight, all.at[1] *= weight;
             store_pair(out_of(r) + d, all.at, a.dim_v - d, even);
         };
+        const int others = a.splits - 1;
+        Real* const left = parts + i64(quotient(block_index(), a.by_splits)) * others * LEFT_BY_BLOCK;
         each_pair(sums, top, total, count, a.dim_v, share, [&](int r, int d, Pair all) {
+            if (SPLIT == MERGED) {
+                if (at.split < others) return leave(left + at.split * LEFT_BY_BLOCK + r * LEFT, d, all);
+                all = of_splits(left + r * LEFT, others, d, all);
+            }
             r += first;
-            if (!SPLIT) return finish(r, d, all);
+            if (SPLIT != PARTS) return finish(r, d, all);
             const i64 part = at.split * lines + line_of(r);
             if (d == 0) maxima[part] = all.top, totals[part] = all.total;
             store_pair(parts + part * a.dim_v + d, all.at, a.dim_v - d, even);
         });
-        if (SPLIT != MERGED) return;
-        if (!is_last(a.counter + block_index() / a.splits, a.splits, reinterpret_cast<u32*>(query))) return;
-        for (int n = 2 * thread_index(); n < count * BLOCK_DV; n += 64 * WARPS) {
-            const int r = first + n / BLOCK_DV, d = n % BLOCK_DV;
-            if (d < a.dim_v)
-                finish(r, d, of_splits(maxima, totals, parts, line_of(r), a.splits, lines, d, a.dim_v));
-        }
+        if (SPLIT == MERGED && at.split == others) clear_left(left, others, count);
     }
 }

@@ -1,0 +1,46 @@
+"""Memory that blocks of a launch leave sums to one another in: between launches, every bit of it is 1.
+
+Whoever takes a sum makes its place blank again. So the memory is filled once, and the launches of a stream, which come
+one after another, share it. A graph may be replayed on any stream, and fills memory of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from . import memory
+
+__all__ = ["blank"]
+
+#: What ``cudaStreamPerThread`` is for every thread.
+_PER_THREAD = 2
+#: By GPU and stream. Not of an allocator that pools, as such may count what outlives a call.
+_kept: dict[tuple[int, int, int], Any] = {}
+
+
+def blank(size: int, like: Any, stream: int) -> Any:
+    """An array of ``size`` bytes or more, on the GPU of ``like``, for a launch on ``stream`` that leaves it blank."""
+    from cupy.cuda import runtime
+
+    if runtime.streamIsCapturing(stream):
+        return _filled(memory.empty((size,), like, "uint8"), stream)
+    key = memory.index(like), stream, threading.get_ident() if stream == _PER_THREAD else 0
+    found = _kept.get(key)
+    if found is None or found.nbytes < size:
+        found = _kept[key] = _filled(_allocated(size), stream)
+    return found
+
+
+def _allocated(size: int) -> Any:
+    """An array on the current GPU, freed when nobody has it any more and no launch is under way."""
+    import cupy
+
+    return cupy.ndarray((size,), "uint8", cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0))
+
+
+def _filled(array: Any, stream: int) -> Any:
+    from cupy.cuda import runtime
+
+    runtime.memsetAsync(memory.address(array), 0xFF, array.nbytes, stream)
+    return array
