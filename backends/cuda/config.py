@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from attnswitch import arithmetic
 from attnswitch.backend import Config
+from attnswitch.cost import kv_bytes
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
@@ -29,6 +30,7 @@ __all__ = [
     "hopper_shared",
     "left",
     "merging_shared",
+    "once",
     "packs",
     "rows",
     "shared",
@@ -47,6 +49,8 @@ _MOST_COLUMNS = 256
 _EXTRA, _MERGE, _LAUNCH = 3, 3, 6
 #: Splits that the block of the last one merges; more are merged by a launch of many blocks, of so many warps each.
 _MOST_MERGED, MERGING_WARPS = 24, 8
+#: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
+_ONCE = 256 * 2**20
 #: How keys are split, as ``SPLIT`` of ``forward.cu``: not at all, into parts for another launch, or merged at once.
 WHOLE, PARTS, MERGED = range(3)
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
@@ -157,6 +161,12 @@ def packs(problem: Problem) -> bool:
 def rows(problem: Problem) -> int:
     """Rows of queries for each head of the grid."""
     return problem.seq_q * (problem.group if packs(problem) else 1)
+
+
+def once(problem: Problem) -> bool:
+    """Whether keys and values, each of which one block reads, are the first to leave the L2."""
+    one_tile = rows(problem) <= _FEW and (packs(problem) or problem.group == 1)
+    return one_tile and kv_bytes(problem) <= _ONCE
 
 
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:

@@ -50,7 +50,7 @@ class Forward:
         a.by_pack, a.by_group = Divisor.of(a.pack), Divisor.of(p.group)
         self._blocks = p.batch * heads * a.tiles * splits
         self._constants = a
-        own = {"LENGTHS": int(p.key_lengths), "SPLIT": chosen.split}
+        own = {"LENGTHS": int(p.key_lengths), "SPLIT": chosen.split, "ONCE": int(config.once(p))}
         self._variant = _variant("forward", p, tile, {**_flags(p), **own})
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
         self._left = config.left(p, tile) * (self._blocks - self._blocks // splits)

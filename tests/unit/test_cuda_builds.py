@@ -41,7 +41,7 @@ CASES = sorted(
 )
 #: What flags have to be compiled for, in some kernel of some problem.
 VALUES: dict[str, set[int]] = {
-    **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "WITH_KEY", "WITH_VALUE")},
+    **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "ONCE", "WITH_KEY", "WITH_VALUE")},
     "SPLIT": {0, 1, 2},
     "MASK_KIND": {0, 1, 2, 3, 4, 5},
     "QUERY_BYTES": {2, 4, 16},

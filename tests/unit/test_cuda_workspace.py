@@ -139,6 +139,17 @@ def test_a_divisor_divides_every_number_below_2_31() -> None:
             assert number * divisor.multiplier >> divisor.shift == number // by
 
 
+def test_keys_that_are_read_once_leave_the_cache_first() -> None:
+    def once(text: str) -> bool:
+        return bool(config.once(Problem.parse(text)))
+
+    assert once("b1.h32/8.s1x8192.d128.bf16")
+    assert once("b1.h8.s4x8192.d128.bf16")
+    assert not once("b1.h32/8.s1x131072.d128.bf16"), "more than the L2 has room for"
+    assert not once("b1.h8.s64x8192.d128.bf16"), "tiles of rows share them"
+    assert not once("b1.h64/2.s4x8192.d128.bf16"), "so do query heads"
+
+
 def test_what_blocks_leave_has_a_place_for_each_row_and_split() -> None:
     problem = Problem.parse("b1.h32/8.s1x8192.d128.bf16")
     chosen = next(config.configs(problem, Device.named("h200")))

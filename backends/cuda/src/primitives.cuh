@@ -72,10 +72,16 @@ template <class V> DEVICE void store_shared(V* at, V value) { *at = value; }
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
 // Copies the first `bytes` of BYTES from global to shared memory and zeroes the rest. Done by `copy_wait`, for the
-// thread that asked; for the others, by the barrier after it.
-template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes) {
+// thread that asked; for the others, by the barrier after it. `once`: nobody reads it again, and what the L2 holds of
+// others stays there.
+template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes, bool once = false) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (BYTES == 16)
+    if (BYTES == 16 && once) {
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "l"(policy) : "memory");
+    } else if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
     else

@@ -93,7 +93,7 @@ struct Copies {
 };
 inline Copies copies[1024];
 
-template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes) {
+template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes, bool = false) {
     Copies& mine = copies[thread_index()];
     emulator::touch(to, BYTES, true, thread_index());
     memset(to, 0xff, BYTES);

@@ -76,9 +76,9 @@ KERNEL forward(const Arguments a) {
     const auto load = [&](int t, int slot) {
         const int start = (first_tile + t * TEAMS) * BLOCK_N;
         T* const key = stages + slot * (KEY + VALUE);
-        load_rows<BLOCK_N, BLOCK_D>(key, lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES);
+        load_rows<BLOCK_N, BLOCK_D>(key, lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES, ONCE);
         load_rows<BLOCK_N, BLOCK_DV>(key + KEY, lines(values, a.value, start, e.end), a.value.column, a.dim_v,
-                                     VALUE_BYTES);
+                                     VALUE_BYTES, ONCE);
     };
     pipeline(tiles, load, load_queries, [&](int t, int slot) {
         const int start = (first_tile + t * TEAMS) * BLOCK_N;

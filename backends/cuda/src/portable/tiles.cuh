@@ -17,7 +17,7 @@ DEVICE Lines lines(const T* head, const Operand& operand, int first, int rows) {
 
 // One copy after another by each of THREADS, of BYTES. Row r begins at `source(r)`, which is null if there is none.
 template <int COUNT, int WIDTH, int THREADS, int BYTES, class Source>
-DEVICE void copy_rows(T* tile, Source source, int dim) {
+DEVICE void copy_rows(T* tile, Source source, int dim, bool once) {
     constexpr int STEP = BYTES / sizeof(T), PARTS = WIDTH / STEP;
     const T* const anywhere = source(0);  // a tile has a row, and a copy of nothing an address
     UNROLL for (int n = 0; n < COUNT * PARTS; n += THREADS) {
@@ -26,22 +26,23 @@ DEVICE void copy_rows(T* tile, Source source, int dim) {
         const int r = part / PARTS, d = part % PARTS * STEP;
         const T* const from = source(r);
         const int there = from ? smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES) : 0;
-        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, there ? from + d : anywhere, there);
+        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, there ? from + d : anywhere, there, once);
     }
 }
 
 // The same where a thread's copies are of one column, so that it goes from row to row by addition.
-template <int COUNT, int WIDTH, int THREADS, int BYTES> DEVICE void copy_rows(T* tile, Lines lines, int dim) {
+template <int COUNT, int WIDTH, int THREADS, int BYTES>
+DEVICE void copy_rows(T* tile, Lines lines, int dim, bool once) {
     constexpr int STEP = BYTES / sizeof(T), PARTS = WIDTH / STEP, APART = THREADS / PARTS;
     if constexpr (THREADS % PARTS != 0 || COUNT % (APART ? APART : 1) != 0) {
-        copy_rows<COUNT, WIDTH, THREADS, BYTES, Lines>(tile, lines, dim);
+        copy_rows<COUNT, WIDTH, THREADS, BYTES, Lines>(tile, lines, dim, once);
     } else {
         const int thread = thread_of<THREADS>(), r = thread / PARTS, d = thread % PARTS * STEP;
         const int there = smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES);
         const T* from = lines.at + r * lines.row + (there ? d : 0);
         T* to = tile + r * PITCH<WIDTH> + d;
         UNROLL for (int n = 0; n < COUNT; n += APART) {
-            copy_async<BYTES>(to + n * PITCH<WIDTH>, from, r + n < lines.count ? there : 0);
+            copy_async<BYTES>(to + n * PITCH<WIDTH>, from, r + n < lines.count ? there : 0, once);
             from += APART * lines.row;
         }
     }
@@ -60,15 +61,15 @@ DEVICE void gather_rows(T* tile, Source source, i64 column, int dim) {
 
 // Rows 0 to COUNT of a tile, WIDTH columns each, of which `dim` are there; the rest is 0. `bytes` is how much one copy
 // may move: 16, 8 or 4 where rows lie in steps of that, and the size of an element where nothing is known. THREADS
-// share the work, the team's or the block's.
+// share the work, the team's or the block's. `once` is as in `copy_async`.
 template <int COUNT, int WIDTH, int THREADS = 32 * TEAM, class Source>
-DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes) {
+DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes, bool once = false) {
     if (bytes == 16)
-        copy_rows<COUNT, WIDTH, THREADS, 16>(tile, source, dim);
+        copy_rows<COUNT, WIDTH, THREADS, 16>(tile, source, dim, once);
     else if (bytes == 8 && sizeof(T) < 8)
-        copy_rows<COUNT, WIDTH, THREADS, 8>(tile, source, dim);
+        copy_rows<COUNT, WIDTH, THREADS, 8>(tile, source, dim, once);
     else if (bytes == 4 && sizeof(T) < 4)
-        copy_rows<COUNT, WIDTH, THREADS, (sizeof(T) < 4 ? 4 : sizeof(T))>(tile, source, dim);
+        copy_rows<COUNT, WIDTH, THREADS, (sizeof(T) < 4 ? 4 : sizeof(T))>(tile, source, dim, once);
     else
         gather_rows<COUNT, WIDTH, THREADS>(tile, source, column, dim);
 }
