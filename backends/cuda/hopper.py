@@ -19,8 +19,8 @@ __all__ = ["Forward", "Survey"]
 
 #: Rows of a warpgroup, which has the loads of its queries to itself, and of a group of rows of a mask.
 _ROWS = 64
-#: Warps of a block of ``Survey``, and its blocks on an SM.
-_WARPS, _RESIDENT = 16, 2
+#: Warps of a block of ``Survey``, its blocks on an SM, and their tiles of keys.
+_WARPS, _RESIDENT, _TILES = 16, 2, 8
 #: Tiles of keys to a word of what it finds, and words to 16 bytes, at multiples of which each part begins.
 _BITS, _HEAD = 32, 4
 #: SMs where the device does not say: what every H100 and H200 has that is not the PCIe card.
@@ -45,7 +45,7 @@ class Survey:
             keys,
             warps=_WARPS,
             resident=_RESIDENT,
-            shared=2 * _WARPS * 4,
+            shared=_WARPS * 4,
             family="hopper",
         )
 
@@ -60,7 +60,7 @@ class Survey:
         found = memory.empty((_HEAD + sets + bits,), mask, "int32")
         at = memory.address(found)
         a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + sets)
-        run.start(self.variant, b * h * groups * words, a, found)
+        run.start(self.variant, b * h * groups * words * (_BITS // _TILES), a, found)
         return found
 
 

@@ -233,7 +233,7 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [parts[1].kernel for parts in found] == ["survey", "forward"] * 2
     for (_, survey, blocks, arguments, looked, *_), (_, forward, _, passed, *rest) in (found[:2], found[2:]):
         assert (survey.columns, survey.family) == (forward.columns, "hopper")
-        assert blocks == 4 * 1024 // 64
+        assert blocks == 4 * (1024 // 64) * 4, "planes, groups of rows, bytes of a word"
         assert (arguments.mask_batch, arguments.mask_heads, arguments.mask_rows) == (4, 1, 1024)
         assert arguments.counter == looked.data_ptr() == passed.counter
         assert looked.data_ptr() < arguments.mask_sets < arguments.mask_bits < looked.data_ptr() + 4 * looked.numel()

@@ -33,7 +33,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def surveyed(mask: Any, keys: int) -> tuple[Any, Any, Any]:
-    """The launch's arguments, the sets (planes, groups, 2, words), the bits (planes, tiles, rows, 4)."""
+    """The launch's arguments, the sets (planes, groups, 2, words), the bits (planes, tiles, rows, 8)."""
     lk = mask.shape[3]
     problem = PLAIN.replace(seq_k=lk, mask=Mask("bool"))
     operand = torch.zeros(1)
@@ -42,11 +42,12 @@ def surveyed(mask: Any, keys: int) -> tuple[Any, Any, Any]:
     planes, groups, tiles = a.mask_batch * a.mask_heads, -(-a.mask_rows // 64), -(-lk // keys)
     words, rows = -(-tiles // 32), 1 if a.mask_rows == 1 else 64 * groups
     sets, bits = (found[(at - a.counter) // 4 :] for at in (a.mask_sets, a.mask_bits))
+    bits = bits.view(np.uint16)
     assert found[0] == 0, "the counter of the forward"
     assert a.mask_bits % 16 == a.counter % 16
-    assert len(bits) == planes * tiles * rows * 4
+    assert len(bits) == planes * tiles * rows * 8
     shape = (planes, groups, 2, words)
-    return a, sets[: np.prod(shape)].reshape(shape), bits.reshape(planes, tiles, rows, 4)
+    return a, sets[: np.prod(shape)].reshape(shape), bits.reshape(planes, tiles, rows, 8)
 
 
 def check(mask: Any, keys: int) -> Any:
@@ -63,11 +64,11 @@ def check(mask: Any, keys: int) -> Any:
             np.testing.assert_array_equal(told[:, group, 0], rows.any((1, 2)))
             np.testing.assert_array_equal(told[:, group, 1], ~rows.all((1, 2)))
         for column in range(columns.shape[2]):
-            eight, (quarter, e) = column // 8, divmod(column % 8, 2)
-            told = bits[:, tile, : a.mask_rows, quarter] >> (2 * eight + e) & 1
+            (chunk, c), (quarter, e) = divmod(column // 8, 2), divmod(column % 8, 2)
+            told = bits[:, tile, : a.mask_rows, chunk] >> (4 * quarter + 2 * c + e) & 1
             np.testing.assert_array_equal(told, columns[:, :, column])
     if a.mask_rows > 1:
-        assert (bits[:, :, a.mask_rows :] == 0xFFFFFFFF).all(), "rows that are not there"
+        assert (bits[:, :, a.mask_rows :] == 0xFFFF).all(), "rows that are not there"
     return a
 
 

@@ -39,7 +39,7 @@ struct Arguments {
     void* grad_mask;
     u32* counter;      // 0 before a launch: tiles that were taken; null where nothing is counted
     u32* mask_sets;    // which tiles a bool mask hides, and
-    u32* mask_bits;    // what it hides of them: hopper/mask.cuh
+    u16* mask_bits;    // what it hides of them: hopper/mask.cuh
     double scale;      // on q . k
     double factor;     // on q . k, before tanh or within the exponential
     double cap;        // of softcap

@@ -38,7 +38,8 @@ struct Consumer {
     const u32 origin = lane_address(&shared);
     Position<QUERY_STAGES> query_at;
     Position<STAGES> key_at, value_at;
-    u32 told, shown[2];  // MASKED: of the tile whose scores are asked for, and of its columns, by the thread's rows
+    u32 told;             // MASKED: of the tile whose scores are asked for, and what
+    u32 shown[2][SHOWN];  // the thread's rows see of it
     Scores scores;
     Weights weights;
     float sums[BLOCK_DV / 2];
@@ -183,8 +184,11 @@ struct Consumer {
         told = shared.told[key_at.stage];
         if (!mixed()) return;
         const int plane = mask_plane(a, rows.work.batch, rows.work.head);
-        UNROLL for (int m = 0; m < 2; m++)
-            shown[m] = mask_row(a, plane, told >> CONSUMERS, rows.first + row_of(m))[thread_index() % 4];
+        UNROLL for (int m = 0; m < 2; m++) {
+            const u16* const row = mask_row(a, plane, told >> CONSUMERS, rows.first + row_of(m));
+            const Chunk<u32> all = *reinterpret_cast<const Chunk<u32>*>(row);
+            UNROLL for (int n = 0; n < SHOWN; n++) shown[m][n] = all.at[n];
+        }
     }
     DEVICE void ask_sums() {
         shared.value_full[value_at.stage].wait(value_at.parity);

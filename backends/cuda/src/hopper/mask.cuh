@@ -2,15 +2,16 @@
 //
 // `mask_sets` (mask_batch, mask_heads, groups, 2, words): a bit for each tile, of 64 rows of the mask, a group. SEEN
 // says that some row sees some key of it, HIDDEN that some row does not see some key.
-// `mask_bits` (mask_batch, mask_heads, tiles, rows, 4): what a row sees of a tile; rows in whole groups. Word q has a
-// bit for column 8 c + 2 q + e at 2 c + e: what the lanes l of wgmma with l % 4 = q hold of a row.
+// `mask_bits` (mask_batch, mask_heads, tiles, rows, CHUNKS): what a row sees of a tile; rows in whole groups. Chunk j,
+// 16 bits, has column 16 j + 8 c + 2 q + e at 4 q + 2 c + e: four bits for the lanes l of wgmma with l % 4 = q. Chunks
+// past the tile's columns are not written.
 //
 // A mask with one row for all queries is one group of one row.
 #pragma once
 #include "numbers.cuh"
 
 enum { SEEN, HIDDEN };
-constexpr int GROUP = 64;
+constexpr int GROUP = 64, CHUNKS = 8;
 
 DEVICE int mask_tiles(const Arguments& a) { return ceil_div(a.keys, BLOCK_N); }
 DEVICE int mask_words(const Arguments& a) { return ceil_div(mask_tiles(a), 32); }
@@ -24,8 +25,8 @@ DEVICE int mask_plane(const Arguments& a, int batch, int head) {
 DEVICE u32* mask_set(const Arguments& a, int plane, int group, int kind) {
     return a.mask_sets + (i64(plane * mask_groups(a) + group) * 2 + kind) * mask_words(a);
 }
-// The four words of a row.
-DEVICE u32* mask_row(const Arguments& a, int plane, int tile, int row) {
+// The chunks of a row.
+DEVICE u16* mask_row(const Arguments& a, int plane, int tile, int row) {
     const int rows = a.mask_rows == 1 ? 1 : mask_groups(a) * GROUP;
-    return a.mask_bits + 4 * (i64(plane * mask_tiles(a) + tile) * rows + (rows == 1 ? 0 : row));
+    return a.mask_bits + CHUNKS * (i64(plane * mask_tiles(a) + tile) * rows + (rows == 1 ? 0 : row));
 }

@@ -55,10 +55,18 @@ template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
     }
 }
 
-// The same by a mask: bit 2 c + e of `shown` is of column 8 c + e from the thread's first (mask.cuh).
-DEVICE void hide(Scores& scores, const u32 (&shown)[2]) {
-    UNROLL for (int n = 0; n < BLOCK_N / 2; n++)
-        if (!(shown[n / 2 % 2] >> (n / 4 * 2 + n % 2) & 1)) scores[n] = -INFINITE;
+// The same by a mask: bits of 32 columns, of which eight are the thread's (mask.cuh).
+constexpr int SHOWN = (BLOCK_N + 31) / 32;
+DEVICE void hide(Scores& scores, const u32 (&shown)[2][SHOWN]) {
+    UNROLL for (int m = 0; m < 2; m++) {
+        // Bit 16 (j % 2) + 4 (j / 2) + 2 c + e is of column 16 j + 8 c + e from the thread's first.
+        u32 own = 0;
+        UNROLL for (int n = 0; n < SHOWN; n++)
+            own |= (shown[m][n] >> 4 * (thread_index() % 4) & 0x000f000f) << 4 * n;
+        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
+            UNROLL for (int e = 0; e < 2; e++)
+                if (!(own >> (c / 2 % 2 * 16 + c / 4 * 4 + c % 2 * 2 + e) & 1)) scores[4 * c + 2 * m + e] = -INFINITE;
+    }
 }
 
 // NaN prevails.

@@ -1,22 +1,22 @@
 // One look at a bool mask before the forward: which tiles of keys it hides, and the mask in bits (mask.cuh).
 //
-// A block takes a group of rows and 32 tiles of keys, a word of the sets. Eight lanes share a row of a tile, 16 columns
-// each; a warp takes four tiles and goes down the rows, which it shares with others. Rows past the last see everything,
-// as where there is no mask.
+// A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, 16 columns
+// each, and go down the rows together, with all of a thread's loads on their way at once. Rows past the last see
+// everything, as where there is no mask.
 //
 // It also clears `counter`, from which the blocks of the forward take their tiles of rows.
 #include "hopper/mask.cuh"
 
-constexpr int EACH = 16, SHARING = 8, SIDE = 32 / SHARING;  // columns of a lane, lanes of a tile, tiles of a warp
-constexpr int TILES = 32, AT_ONCE = 4;                      // of a block; rows that a warp waits for together
-static_assert(BLOCK_N % EACH == 0 && BLOCK_N <= EACH * SHARING, "the lanes of a tile hold all of it");
-static_assert(WARPS >= TILES / SIDE, "a block holds all of its tiles");
-static_assert(2 * WARPS * sizeof(u32) == SHARED_BYTES, "hopper.py counts the same shared memory");
+constexpr int EACH = 16, TILES = 8;                                         // columns of a thread, tiles of a block
+constexpr int ACROSS = TILES * BLOCK_N / EACH, DOWN = 32 * WARPS / ACROSS;  // threads
+constexpr int ROWS = (GROUP + DOWN - 1) / DOWN;                             // of a thread
+static_assert(BLOCK_N % EACH == 0 && BLOCK_N <= EACH * CHUNKS, "whole chunks");
+static_assert(WARPS * sizeof(u32) == SHARED_BYTES, "hopper.py counts the same shared memory");
 
 // The highest bit of each byte that is not 0.
 DEVICE u32 bytes_set(u32 word) { return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080; }
 
-// What a row sees of the 16 columns of a lane: four bits for each quarter, of columns 8 c + 2 q + e at 4 q + 2 c + e.
+// What a row sees of the 16 columns of a thread: four bits for each quarter, of columns 8 c + 2 q + e at 4 q + 2 c + e.
 struct Look {
     u32 quarters = 0;
     bool hidden = false;  // of those that are there
@@ -40,17 +40,6 @@ struct Look {
     }
 };
 
-// Of the quarters of eight lanes, one put together: 2 (lane % 2) + lane / 2 % 2.
-DEVICE u32 joined(u32 quarters, int lane) {
-    const u32 pair = quarters >> 8 * (lane & 1) & 0xff, others = shuffle_xor(quarters >> 8 * (~lane & 1) & 0xff, 1);
-    const u32 even = lane & 1 ? others : pair, odd = lane & 1 ? pair : others;  // of two lanes, two quarters each
-    const u32 first = even & 15 | (odd & 15) << 4, second = even >> 4 | odd >> 4 << 4;
-    const u32 byte = shuffle_xor(lane & 2 ? first : second, 2);
-    const u32 half = lane & 2 ? byte | second << 8 : first | byte << 8;
-    const u32 other = shuffle_xor(half, 4);
-    return lane & 4 ? other | half << 16 : half | other << 16;
-}
-
 DEVICE u32 any_of_warp(u32 bits) {
     UNROLL for (int lanes = 16; lanes; lanes /= 2) bits |= shuffle_xor(bits, lanes);
     return bits;
@@ -60,56 +49,57 @@ KERNEL survey(const Arguments a) {
     u32* const found = reinterpret_cast<u32*>(shared_memory());
     if (block_index() == 0 && thread_index() == 0) *a.counter = 0;
 
-    const int words = mask_words(a), groups = mask_groups(a);
-    const int word = block_index() % words, group = block_index() / words % groups;
-    const int plane = block_index() / words / groups;
+    const int bytes = 4 * mask_words(a), groups = mask_groups(a);
+    const int byte = block_index() % bytes, group = block_index() / bytes % groups;
+    const int plane = block_index() / bytes / groups;
+    const auto set = [&](int kind, u32 tiles) {
+        reinterpret_cast<u8*>(mask_set(a, plane, group, kind))[byte] = tiles;
+    };
+    const int there = smaller(TILES, mask_tiles(a) - TILES * byte);
+    if (there <= 0) {  // it fills up a word
+        if (thread_index() <= HIDDEN) set(thread_index(), 0);
+        return;
+    }
     const u8* const mask = a.mask.at + plane / a.mask_heads * a.mask.batch + plane % a.mask_heads * a.mask.head;
     const bool aligned = a.mask.column == 1 && (reinterpret_cast<u64>(mask) | u64(a.mask.row)) % EACH == 0;
 
-    const int warp = thread_index() / 32, lane = thread_index() % SHARING;
-    const int there = smaller(TILES, mask_tiles(a) - TILES * word);
-    const int across = ceil_div(there, SIDE), down = WARPS / across;
-    const int place = warp % across * SIDE + thread_index() % 32 / SHARING, tile = TILES * word + place;
-    const int first = tile * BLOCK_N + lane * EACH;
-    const int count = lane * EACH < BLOCK_N ? smaller(EACH, a.keys - first) : 0;  // none past the last tile
-    const int rows = warp / across >= down ? 0 : a.mask_rows == 1 ? 1 : GROUP, ends = a.mask_rows - group * GROUP;
+    const int chunk = thread_index() % ACROSS, down = thread_index() / ACROSS;
+    const int place = chunk * EACH / BLOCK_N, tile = TILES * byte + place;
+    const int first = TILES * byte * BLOCK_N + chunk * EACH;
+    const int ends = a.mask_rows - group * GROUP;
+    const int rows = place >= there || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
     const u8* const line = mask + group * GROUP * a.mask.row + first * a.mask.column;
-    u32* const out = mask_row(a, plane, tile, group * GROUP) + 2 * (lane & 1) + lane / 2;
+    u16* const out = mask_row(a, plane, tile, group * GROUP) + chunk % (BLOCK_N / EACH);
     bool seen = false, hidden = false;
     const auto put = [&](int r, const Look& look) {
         if (r < ends) seen |= look.quarters != 0, hidden |= look.hidden;
-        const u32 bits = joined(r < ends ? look.quarters : 0xffff, lane);
-        if (lane < 4 && place < there) out[4 * r] = bits;
+        out[CHUNKS * r] = r < ends ? look.quarters : 0xffff;
     };
-    // A warp goes down the rows, AT_ONCE together where its lanes have all of their columns, or none.
-    const bool odd = any_of_warp(count > 0 && !(aligned && count == EACH));
-    const int step = odd ? 1 : AT_ONCE;
-    for (int begin = warp / across * step; begin < rows; begin += down * step) {
-        if (odd) {
-            Look look;
-            if (begin < ends) look.narrow(line + begin * a.mask.row, a.mask.column, count);
-            put(begin, look);
-            continue;
-        }
-        Chunk<u32> all[AT_ONCE];
-        UNROLL for (int n = 0; n < AT_ONCE; n++)
-            if (count > 0 && begin + n < ends)
-                all[n] = *reinterpret_cast<const Chunk<u32>*>(line + (begin + n) * a.mask.row);
-        UNROLL for (int n = 0; n < AT_ONCE; n++)
-            if (begin + n < rows) {
+    if (aligned && first + EACH <= a.keys) {
+        Chunk<u32> all[ROWS];
+        UNROLL for (int n = 0; n < ROWS; n++)
+            if (down + n * DOWN < smaller(rows, ends))
+                all[n] = *reinterpret_cast<const Chunk<u32>*>(line + (down + n * DOWN) * a.mask.row);
+        UNROLL for (int n = 0; n < ROWS; n++)
+            if (down + n * DOWN < rows) {
                 Look look;
-                if (count > 0) look.wide(all[n]);
-                put(begin + n, look);
+                look.wide(all[n]);
+                put(down + n * DOWN, look);
             }
+    } else {
+        const int count = larger(smaller(EACH, a.keys - first), 0);
+        for (int r = down; r < rows; r += DOWN) {
+            Look look;
+            if (r < ends) look.narrow(line + r * a.mask.row, a.mask.column, count);
+            put(r, look);
+        }
     }
 
-    const u32 bit = place < there ? 1u << place : 0;
-    const u32 seen_tiles = any_of_warp(seen ? bit : 0), hidden_tiles = any_of_warp(hidden ? bit : 0);
-    if (thread_index() % 32 == 0) store_shared(found + SEEN * WARPS + warp, seen_tiles);
-    if (thread_index() % 32 == 0) store_shared(found + HIDDEN * WARPS + warp, hidden_tiles);
+    const u32 tiles = any_of_warp(u32(seen) << place | u32(hidden) << (TILES + place));
+    if (thread_index() % 32 == 0) store_shared(found + thread_index() / 32, tiles);
     barrier();
     if (thread_index() > HIDDEN) return;
     u32 all = 0;
-    for (int n = 0; n < WARPS; n++) all |= load_shared(found + thread_index() * WARPS + n);
-    mask_set(a, plane, group, thread_index())[word] = all;
+    for (int n = 0; n < WARPS; n++) all |= load_shared(found + n);
+    set(thread_index(), all >> TILES * thread_index());
 }
