@@ -117,7 +117,7 @@ class Forward:
         # stream, may run one kernel at once, and what a launch that failed has left is of no account.
         if self._survey is not None:
             found = self._survey(inputs.attn_mask, a)
-            run.start(self.variant, self._blocks, a, out, maps)
+            run.start(self.variant, self._blocks, a, out, maps, beside=True)
             del found  # not before: what it points to is the next launch's from here on
             return
         counter = memory.empty((1,), lse, "int32") if self._counts else None

@@ -22,6 +22,8 @@ _Parameters = ctypes.c_void_p * 4
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 #: Shared memory that a block has without asking.
 _UNASKED = 48 * 1024
+#: The driver from which on overlapping launches can be captured in a graph: that of CUDA 12.3.
+_OVERLAPS = 12030
 
 
 def start(
@@ -32,11 +34,14 @@ def start(
     maps: tuple[TensorMap, ...] = (),
     counter: Any = None,
     left: int = 0,
+    *,
+    beside: bool = False,
 ) -> None:
     """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them.
 
     ``maps`` come before the arguments. ``counter`` is zeroed first, on that stream. ``left`` is how many bytes blocks
-    leave to one another, in ``parts``.
+    leave to one another, in ``parts``. ``beside``: it may begin before the end of the launch before it, where that one
+    lets it, and waits for that end itself.
     """
     if blocks == 0:
         return
@@ -55,8 +60,11 @@ def start(
     if left:
         places = workspace.blank(left, like, stream)
         arguments.parts = memory.address(places)
-    pointers = (tensor_map.pointer for tensor_map in maps)
-    send(function, variant, blocks, stream, *pointers, ctypes.addressof(arguments))
+    pointers = (*(tensor_map.pointer for tensor_map in maps), ctypes.addressof(arguments))
+    if beside and _overlaps():
+        _send_beside(function, variant, blocks, stream, *pointers)
+    else:
+        send(function, variant, blocks, stream, *pointers)
 
 
 def send(function: Any, variant: Variant, blocks: int, stream: int, *pointers: int) -> None:
@@ -70,6 +78,40 @@ def send(function: Any, variant: Variant, blocks: int, stream: int, *pointers: i
     passed = _Parameters(*pointers)
     grid, block = (blocks, 1, 1), (variant.threads, 1, 1)
     driver.launchKernel(function.ptr, *grid, *block, variant.shared, stream, ctypes.addressof(passed), 0)
+
+
+@functools.cache
+def _overlaps() -> bool:
+    """Whether the driver lets launches overlap, in a captured graph as well."""
+    from cupy.cuda import runtime
+
+    return int(runtime.driverGetVersion()) >= _OVERLAPS
+
+
+def _send_beside(function: Any, variant: Variant, blocks: int, stream: int, *pointers: int) -> None:
+    """``send`` without waiting for the end of the launch before: programmatic dependent launch."""
+    from cuda.bindings import driver
+
+    passed = _Parameters(*pointers)
+    config = _beside(blocks, variant.threads, variant.shared, stream)
+    (error,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function.ptr), ctypes.addressof(passed), 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"the driver does not launch {variant}: {error.name}")
+
+
+@functools.lru_cache(maxsize=256)
+def _beside(blocks: int, threads: int, shared: int, stream: int) -> Any:
+    from cuda.bindings import driver
+
+    overlap = driver.CUlaunchAttribute()
+    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, driver.CUstream(stream)
+    config.attrs, config.numAttrs = [overlap], 1
+    return config
 
 
 def _clear(array: Any, stream: int) -> None:

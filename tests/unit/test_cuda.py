@@ -295,6 +295,38 @@ def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, mon
     assert driver.freed == [0]  # once, for a context
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_launch_beside_another_says_so(driver: Driver, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver knows how; the kernel waits by itself in either case."""
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+    variant = importlib.import_module("attnswitch.backends.cuda.variant").Variant("forward", "float16", shared=7)
+    sent: list[Any] = []
+
+    def launch(launched: Any, function: Any, parameters: int, extra: int) -> tuple[Any]:
+        passed = list((ctypes.c_void_p * 4).from_address(parameters))
+        (attribute,) = launched.attrs
+        overlap = attribute.value.programmaticStreamSerializationAllowed
+        grid, block = launched.gridDimX, launched.blockDimX
+        sent.append((grid, block, launched.sharedMemBytes, int(launched.hStream), int(function), passed, overlap))
+        return (bindings.CUresult.CUDA_SUCCESS if grid < 9 else bindings.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(bindings, "cuLaunchKernelEx", launch)
+    monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
+    monkeypatch.setattr(run.memory, "stream", lambda _: 17)
+    monkeypatch.setattr(run.memory, "index", lambda _: 3)
+    monkeypatch.setattr(run, "loaded", lambda what, index: type("Function", (), {"ptr": 1000 + index}))
+    monkeypatch.setattr(run, "_overlaps", lambda: overlaps)
+    a = arguments.Arguments(batch=3)
+    run.start(variant, 5, a, None, beside=True)
+    run.start(variant, 5, a, None)
+    assert sent == [(5, 128, 7, 17, 1003, [ctypes.addressof(a), None, None, None], 1)] * overlaps
+    assert len(driver.launched) == 2 - overlaps
+    if overlaps:
+        with pytest.raises(RuntimeError, match=r"does not launch forward float16 .*CUDA_ERROR_INVALID_VALUE"):
+            run.start(variant, 9, a, None, beside=True)
+
+
 # -- launches, emulated ------------------------------------------------------------------------------------------------
 
 SIZES = {"batch": 2, "heads": 4, "heads_kv": 2, "queries": 37, "keys": 53, "dim": 24, "dim_v": 40}

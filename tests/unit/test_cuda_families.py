@@ -191,7 +191,7 @@ def operands(problem: Problem) -> Inputs:
 
 def launches(problem: Problem, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[Any]:
     started: list[Any] = []
-    monkeypatch.setattr(run, "start", lambda *parts: started.append(parts))
+    monkeypatch.setattr(run, "start", lambda *parts, **_: started.append(parts))
     forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
     inputs = operands(problem)
     out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
@@ -225,6 +225,19 @@ def test_every_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 def test_where_each_block_has_one_tile_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, _, blocks, arguments, _, _, counter),) = launches(Problem.parse("b1.h4.s1024.d128.bf16"), monkeypatch)
     assert (blocks, arguments.counter, counter) == (32, None, None)
+
+
+def test_only_what_follows_a_look_at_a_mask_begins_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone waits by itself for the end of the launch before."""
+    named: list[tuple[str, bool]] = []
+    for problem in (PLAIN, PLAIN.replace(mask=Mask("bool", "bk"))):
+        forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+        inputs = operands(problem)
+        out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "start", lambda variant, *_, beside=False: named.append((variant.kernel, beside)))
+            forward(inputs, out, torch.zeros(out.shape[:3]))
+    assert named == [("forward", False), ("survey", False), ("forward", True)]
 
 
 def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

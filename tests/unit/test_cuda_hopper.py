@@ -137,6 +137,20 @@ def test_a_weight_that_is_rewritten_is_found() -> None:
 # -- the same bits, whichever block a tile is of -----------------------------------------------------------------------
 
 
+@disassembled
+def test_the_forward_waits_for_the_look_at_its_mask_and_for_nothing_else(tmp_path: Path) -> None:
+    """Programmatic dependent launch: what lets the next one begin must be waited for."""
+    problem = Problem.parse("b4.h16.s2048.d128.bf16.mask=bool:bk")
+    forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+    survey = listing(forward._survey.variant, tmp_path)
+    assert ("PREEXIT" in survey, "ACQBULK" in survey) == (True, False)
+    behind = listing(forward.variant, tmp_path)
+    assert ("PREEXIT" in behind, "ACQBULK" in behind) == (False, True)
+    plain = listing(variants(problem.dim_qk)[0], tmp_path)
+    assert "PREEXIT" not in plain
+    assert "ACQBULK" not in plain
+
+
 def roundings_of_lse(listing: str) -> list[str]:
     """What makes each float that is stored on its own: lse is all that is."""
     last: dict[str, str] = {}

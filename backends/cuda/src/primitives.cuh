@@ -32,6 +32,18 @@ DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
 DEVICE u32 add_atomic(u32* at, u32 value) { return atomicAdd(at, value); }
+// From 9.0 on, of launches that follow one another: the next may begin where this one leaves room, once all blocks have
+// come here; and it waits for the end of this one before it reads what that has written.
+DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void await_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // -- from block to block ----------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
     return mine.result;
 }
 
+DEVICE void let_next_begin() {}
+DEVICE void await_launch_before() {}
 // Blocks run one after another, in their order on the grid.
 DEVICE u32 add_atomic(u32* at, u32 value) {
     const u32 before = *at;

@@ -84,7 +84,7 @@ DEVICE void produce(Loader loader, const Arguments& a) {
         start = -1;
     };
     Schedule schedule{a, loader.shared.ticket};
-    if (MASKED) schedule.tell();
+    if (MASKED) await_launch_before(), schedule.tell();
     for (; schedule.more(); schedule.deal()) {
         const Work& work = schedule.work;
         for (int i = 0, tile = work.end_tile; i < work.count; i++) {
