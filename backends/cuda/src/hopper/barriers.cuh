@@ -63,6 +63,6 @@ DEVICE void pass_turn(int consumer) {
 
 // -- registers --------------------------------------------------------------------------------------------------------
 
-// What the producer gives up, the consumers get: 64 Ki registers for all warps.
+// What loader and dealer give up, the consumers get: 64 Ki registers for all warps.
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }

@@ -54,7 +54,10 @@ struct Consumer {
         if (index == CONSUMERS - 1) pass_turn(index);
         bool begun = false;  // the first tile, with the last of the rows before
         Schedule schedule{a, shared.ticket};
-        if (MASKED) schedule.follow(index);
+        if (MASKED)
+            schedule.follow(index);
+        else
+            schedule.read();
         while (schedule.more()) {
             const Rows rows(a, schedule.work, index);
             if (!begun) begin(rows);
@@ -158,12 +161,12 @@ struct Consumer {
     }
     DEVICE void ask_scores(const Rows& rows) {
         shared.key_full[key_at.stage].wait(key_at.parity);
+        if (MASKED) ask_mask(rows);
         await_turn(index);
         begin_products();
         product_nt<BLOCK_N, BLOCK_D>(scores, origin + Shared::query_place(query_at.stage, index),
                                      origin + Shared::key_place(key_at.stage));
         commit_products();
-        if (MASKED) ask_mask(rows);
     }
     DEVICE void got_scores(const Rows& rows, int i) {
         hold(scores);
@@ -178,7 +181,8 @@ struct Consumer {
     DEVICE int start_of(const Rows& rows, int i) const {
         return MASKED ? int(told >> CONSUMERS) * BLOCK_N : rows.start(i);
     }
-    // Whether the mask hides some of that tile. What it hides comes from global memory beside the product.
+    // Whether the mask hides some of that tile. What it hides comes from global memory, and is asked for before the turn,
+    // which nothing is to hold up.
     DEVICE bool mixed() const { return told >> index & 1; }
     DEVICE void ask_mask(const Rows& rows) {
         told = shared.told[key_at.stage];

@@ -1,10 +1,11 @@
 // The forward on Hopper: online softmax over tiles of keys, brought by TMA and multiplied by wgmma.
 //
 // out (batch, heads, queries, dim_v) and lse (batch, heads, queries) of softmax(scores) value, scores being q . k times
-// a positive factor. A block is a producer, one thread of the first warpgroup, and CONSUMERS warpgroups with 64 rows of
-// queries each. The tiles of keys go by from the last to the first, so that those on the diagonal come first.
+// a positive factor. A block is a loader and a dealer, two threads of the first warpgroup, and CONSUMERS warpgroups
+// with 64 rows of queries each. The tiles of keys go by from the last to the first: those on the diagonal come first.
 //
-//   producer    key 0, query, key 1, value 0, key 2, value 1, ...          into rings of STAGES tiles each
+//   dealer      query | waits for the last tiles of keys | the next rows, query | ...
+//   loader      key 0, key 1, value 0, key 2, value 1, ...                 into rings of STAGES tiles each
 //   consumer    S0 | softmax | S1, P0 V0 | softmax | S2, P1 V1 | softmax | ...    products beside softmax of others
 //
 // Shared memory: `Shared`. Barriers: `full` and `free` of every tile (barriers.cuh); a consumer frees keys once its
@@ -12,20 +13,20 @@
 // nothing else says that the other warps of the product are done.
 //
 // CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
-// producer leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
+// loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
 // need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh.
 #include "hopper/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
-// Of a thread, once the producer has handed on what it does not need: no more than all have at the start, or it waits
-// for ever.
+// Of a thread, once the first warpgroup has handed on what it does not need: no more than all have at the start, or it
+// waits for ever.
 constexpr int ENTRY_REGISTERS = 65536 / (32 * WARPS) / 8 * 8;
-// A producer that looks up tiles takes more.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? MASKED ? 56 : 40 : 32;
+// To look up tiles takes more.
+constexpr int LOADER_REGISTERS = CONSUMERS == 2 ? MASKED ? 56 : 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? MASKED ? 224 : 232 : 160;
-static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
+static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
               "registers for all");
 
 KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
@@ -39,8 +40,9 @@ KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant_
     barrier();
     const int group = thread_index() / 128;
     if (group == 0) {
-        give_registers<PRODUCER_REGISTERS>();
-        if (thread_index() == 0) produce(Loader{shared, queries, keys, values}, a);
+        give_registers<LOADER_REGISTERS>();
+        if (thread_index() == 0) Loader{a, shared, keys, values}.run();
+        if (thread_index() == 32) Dealer{a, shared, queries}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer{shared, a, group - 1}.run();

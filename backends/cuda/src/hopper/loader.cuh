@@ -33,24 +33,77 @@ DEVICE void init_barriers(Shared& shared) {
         shared.key_full[s].init(1), shared.key_free[s].init(4 * CONSUMERS);
         shared.value_full[s].init(1), shared.value_free[s].init(4 * CONSUMERS);
     }
-    shared.ticket.full.init(1), shared.ticket.free.init(4 * CONSUMERS);
+    shared.ticket.full.init(1), shared.ticket.free.init(1 + 4 * CONSUMERS);
+    if (!MASKED) shared.ticket.full.arrive();  // the first tile, which all know
     publish_barriers();
 }
 
-// The number of a tile of keys, and whether the mask hides any of it from the rows of each consumer.
-DEVICE u32 told(const Arguments& a, const Work& work, int tile) {
-    u32 all = u32(tile) << CONSUMERS;
-    UNROLL for (int c = 0; c < CONSUMERS; c++)
-        all |= (mask_word(a, work, c, HIDDEN, tile / 32) >> tile % 32 & 1) << c;
-    return all;
-}
+// Tiles of keys that are still to be loaded when the next rows are asked for.
+constexpr int AHEAD = 2;
 
+// Loads keys and values, in the order of use: the values of a tile after the keys of the next one, whatever its rows.
 struct Loader {
+    const Arguments& a;
     Shared& shared;
-    const TensorMap &queries, &keys, &values;
-    Position<QUERY_STAGES> query_at;
+    const TensorMap &keys, &values;
     Position<STAGES> key_at, value_at;
+    int start = -1, head_kv = 0, batch = 0;  // values that are still to be loaded
 
+    DEVICE void run() {
+        Schedule schedule{a, shared.ticket};
+        Left left;
+        if (MASKED) schedule.follow();
+        for (; schedule.more(); schedule.follow()) {
+            const Work& work = schedule.work;
+            if (MASKED) left.begin(work);
+            for (int i = 0; i < work.count; i++) {
+                if (i == larger(work.count - AHEAD, 0)) schedule.want();
+                const u32 told = MASKED ? left.next(a, work) : 0;
+                const int tile = MASKED ? int(told >> CONSUMERS) : work.end_tile - 1 - i;
+                key(work, tile, told);
+                value();
+                start = tile * BLOCK_N, head_kv = work.head_kv, batch = work.batch;
+            }
+            if (work.count == 0) {  // the next keys may be long in coming
+                value();
+                schedule.want();
+            }
+        }
+        value();
+    }
+    DEVICE void key(const Work& work, int tile, u32 told) {
+        const int s = key_at.stage;
+        shared.key_free[s].wait(key_at.parity ^ 1);
+        if (MASKED) shared.told[s] = told;
+        load_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], tile * BLOCK_N, work.head_kv, work.batch);
+        key_at.next();
+    }
+    DEVICE void value() {
+        if (start < 0) return;
+        const int s = value_at.stage;
+        shared.value_free[s].wait(value_at.parity ^ 1);
+        load_tile<BLOCK_N, BLOCK_DV>(shared.value[s], values, shared.value_full[s], start, head_kv, batch);
+        value_at.next();
+        start = -1;
+    }
+};
+
+// Deals tiles of rows, and loads their queries: a thread of its own, so that no keys wait for it.
+struct Dealer {
+    const Arguments& a;
+    Shared& shared;
+    const TensorMap& queries;
+    Position<QUERY_STAGES> query_at;
+
+    DEVICE void run() {
+        Schedule schedule{a, shared.ticket};
+        if (MASKED) {
+            await_launch_before();
+            schedule.tell();
+        }
+        for (; schedule.more(); schedule.deal())
+            if (schedule.work.count) query(schedule.work);
+    }
     DEVICE void query(const Work& work) {
         const int s = query_at.stage;
         UNROLL for (int c = 0; c < CONSUMERS; c++) {
@@ -60,45 +113,4 @@ struct Loader {
         }
         query_at.next();
     }
-    DEVICE void key(const Arguments& a, const Work& work, int tile) {
-        const int s = key_at.stage;
-        const u32 tells = MASKED ? told(a, work, tile) : 0;  // before the wait, which nothing is moved across
-        shared.key_free[s].wait(key_at.parity ^ 1);
-        if (MASKED) shared.told[s] = tells;
-        load_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], tile * BLOCK_N, work.head_kv, work.batch);
-        key_at.next();
-    }
-    DEVICE void value(int start, int head_kv, int batch) {
-        const int s = value_at.stage;
-        shared.value_free[s].wait(value_at.parity ^ 1);
-        load_tile<BLOCK_N, BLOCK_DV>(shared.value[s], values, shared.value_full[s], start, head_kv, batch);
-        value_at.next();
-    }
 };
-
-// All loads of a block, in the order of use: the values of a tile after the keys of the next one, whatever its rows.
-DEVICE void produce(Loader loader, const Arguments& a) {
-    int start = -1, head_kv = 0, batch = 0;  // values that are still to be loaded
-    const auto load_rest = [&] {
-        if (start >= 0) loader.value(start, head_kv, batch);
-        start = -1;
-    };
-    Schedule schedule{a, loader.shared.ticket};
-    if (MASKED) await_launch_before(), schedule.tell();
-    for (; schedule.more(); schedule.deal()) {
-        const Work& work = schedule.work;
-        for (int i = 0, tile = work.end_tile; i < work.count; i++) {
-            if (i == work.count - 1) schedule.take();
-            tile = MASKED ? left_before(a, work, tile) : tile - 1;
-            loader.key(a, work, tile);
-            load_rest();
-            if (i == 0) loader.query(work);  // last: it may wait until those values are asked for
-            start = tile * BLOCK_N, head_kv = work.head_kv, batch = work.batch;
-        }
-        if (work.count == 0) {  // the next keys may be long in coming
-            load_rest();
-            schedule.take();
-        }
-    }
-    load_rest();
-}

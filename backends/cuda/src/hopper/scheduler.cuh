@@ -1,9 +1,9 @@
 // Which tile of rows a block works on, and which tiles of keys its rows see.
 //
 // Tiles of rows are numbered so that those with most keys come first, within a section of heads that share the L2.
-// There are as many blocks as SMs, and each that is done takes the next tile, counted in global memory (`a.counter`, 0
-// before the launch, and null where there is a block for each tile). Dealing them out beforehand evens out worse: 10 %
-// at 16,384 causal.
+// There are as many blocks as SMs, and each that is nearly done takes the next tile, counted in global memory
+// (`a.counter`, 0 before the launch, and null where there is a block for each tile). Dealing them out beforehand evens
+// out worse: 10 % at 16,384 causal.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "hopper/mask.cuh"
@@ -85,15 +85,31 @@ DEVICE void pick(const Arguments& a, Work& work, int* before, int* seen) {
     }
 }
 
-// The last tile before `tile` that is left; there is one.
-DEVICE int left_before(const Arguments& a, const Work& work, int tile) {
-    int word = tile / 32;
-    u32 left = left_by_mask(a, work, word) & bits_between(word, 0, tile);
-    while (!left) left = left_by_mask(a, work, --word);
-    return 32 * word + 31 - __clz(left);
-}
+// The tiles that are left, from the last to the first, and what is told of each: its number, and for each consumer
+// whether the mask hides any of it from those rows.
+struct Left {
+    int word = 0;  // that these are of
+    u32 tiles = 0, hidden[CONSUMERS];
 
-// How the producer tells the consumers the next tile, worked out; MASKED, the first one too.
+    DEVICE void begin(const Work& work) { word = ceil_div(work.end_tile, 32), tiles = 0; }
+    // There is one.
+    DEVICE u32 next(const Arguments& a, const Work& work) {
+        while (!tiles) {
+            tiles = left_by_mask(a, work, --word);
+            UNROLL for (int c = 0; c < CONSUMERS; c++) hidden[c] = mask_word(a, work, c, HIDDEN, word);
+        }
+        const int bit = 31 - __clz(tiles);
+        tiles ^= 1u << bit;
+        u32 told = u32(32 * word + bit) << CONSUMERS;
+        UNROLL for (int c = 0; c < CONSUMERS; c++) told |= (hidden[c] >> bit & 1) << c;
+        return told;
+    }
+};
+
+// -- who works on which -----------------------------------------------------------------------------------------------
+
+// How the dealer tells the others a tile, worked out (`full`). It deals the next one when the consumers have read this
+// one and the loader has little of it left (`free`).
 struct Ticket {
     Barrier full, free;
     u32 tile;
@@ -101,43 +117,49 @@ struct Ticket {
     int before[CONSUMERS], seen[CONSUMERS];
 };
 
-// The tiles of a block, one after another; `work` is meaningless once there is none.
+// The tiles of a block, one after another; `work` is meaningless once there is none. Without a mask all work out the
+// first one by themselves, and there is no ticket of round 0.
 struct Schedule {
     const Arguments& a;
     Ticket& ticket;
     const u32 tiles = tiles_of_all(a);
-    u32 tile = block_index(), round = 0, taken = 0;
+    u32 tile = block_index(), round = MASKED ? 0 : 1;
     Work work = work_at(a, tile);
 
     DEVICE bool more() const { return tile < tiles; }
 
-    // Of the producer, shortly before it is done with a tile: a tile taken earlier would wait for its turn here, while
-    // another block has nothing to do.
-    DEVICE void take() {
-        if (a.counter) taken = atomicAdd(a.counter, 1u);
+    // Of the dealer.
+    DEVICE void tell() {
+        if (MASKED) pick(a, work, ticket.before, ticket.seen);
+        ticket.tile = tile, ticket.work = work;
+        ticket.full.arrive();
+        round++;
     }
-    // Of the producer, after `take`.
+    // The next tile, shortly before the block is done with this one: taken earlier, it would wait for its turn here,
+    // while another block has nothing to do.
     DEVICE void deal() {
-        tile = gridDim.x + taken;
+        ticket.free.wait(~round & 1);
+        tile = gridDim.x + (a.counter ? atomicAdd(a.counter, 1u) : 0);
         work = work_at(a, tile);
         tell();
     }
-    DEVICE void tell() {
-        ticket.free.wait(~round & 1);
-        if (MASKED) pick(a, work, ticket.before, ticket.seen);
-        ticket.tile = tile;
-        ticket.work = work;
-        ticket.full.arrive();
+    // Of the others.
+    DEVICE void follow() {
+        ticket.full.wait(round & 1);
+        tile = ticket.tile, work = ticket.work;
         round++;
     }
     // Of a consumer.
     DEVICE void follow(int consumer) {
-        ticket.full.wait(round & 1);
-        tile = ticket.tile;
-        work = ticket.work;
+        follow();
         if (MASKED) work.before = ticket.before[consumer], work.seen = ticket.seen[consumer];
+        read();
+    }
+    // Of a consumer that knows the tile of a round.
+    DEVICE void read() {
         warp_barrier();
         if (thread_index() % 32 == 0) ticket.free.arrive();
-        round++;
     }
+    // Of the loader.
+    DEVICE void want() { ticket.free.arrive(); }
 };
