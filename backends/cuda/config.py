@@ -103,11 +103,17 @@ class HopperTile:
 #: Tiles of Hopper's forward by head dimension; README.md has what was measured beside them.
 _HOPPER = {
     64: (HopperTile(192, 128, pace=1.27), HopperTile(128, 128, continued=True)),
-    128: (HopperTile(192, 80, continued=True, pace=1.07), HopperTile(128, 128, continued=True)),
+    128: (
+        HopperTile(192, 80, continued=True, pace=1.07),
+        HopperTile(128, 128, continued=True),
+        HopperTile(192, 80, pace=1.07),
+    ),
     256: (HopperTile(128, 80), HopperTile(128, 64, pace=0.98)),
 }
 #: Keys that cost a row although it does not see them, where it sees some by position: this many heights of its tile.
 _EDGE = 1.3
+#: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
+_LAST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +200,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
 def _hopper_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     """Tiles of Hopper's forward, the fastest first: by the scores that the SM with most of them makes, and its pace."""
     left, right = problem.reach
+    uneven = problem.key_lengths or problem.mask is not None
     seen = problem.seq_k // 2 if problem.causal else problem.seq_k
     if left is not None and right is not None:
         seen = min(seen, left + right + 1)
@@ -202,15 +209,20 @@ def _hopper_tiles(problem: Problem, device: Device) -> list[HopperTile]:
         share = problem.batch * problem.heads_q * arithmetic.tiles(problem.seq_q, tile.queries) / max(1, device.sms)
         if problem.positional:  # tiles of all sizes, which fill gaps
             return max(1.0, share) * tile.queries * (seen + _EDGE * tile.queries) / tile.pace
+        if uneven:
+            return (share + _LAST) * tile.queries * seen / tile.pace
         return math.ceil(share) * tile.queries * seen / tile.pace
 
     def crowded(tile: HopperTile) -> bool:
         """Whether a mask's bits or a tanh have registers to spill: scores and sums of three consumers, or of 256."""
+        three = tile.queries > 128
         if arithmetic.capped(problem):
-            return tile.queries > 128 or tile.keys * hopper_block(problem) > 2**14
-        return problem.mask is not None and tile.queries > 128
+            return three or tile.keys * hopper_block(problem) > 2**14
+        return problem.mask is not None and three and (tile.continued or tile.keys > 80)
 
-    return sorted(_HOPPER[hopper_block(problem)], key=lambda tile: (crowded(tile), cost(tile)))
+    # What is continued pays where tiles of rows take as long as one another.
+    tiles = _HOPPER[hopper_block(problem)]
+    return sorted(tiles, key=lambda tile: (crowded(tile), cost(tile), uneven and tile.continued))
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:

@@ -116,7 +116,8 @@ def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int
     ("dim", "more", "tile"),
     [
         (64, ".mask=bool", (128, 128)),
-        (128, ".mask=bool", (128, 128)),
+        (128, ".mask=bool", (192, 80)),
+        (128, ".mask=bool.softcap=30.0", (128, 128)),
         (256, ".mask=bool", (128, 80)),
         (64, ".softcap=30.0", (128, 128)),
         (128, ".softcap=30.0", (128, 128)),
@@ -126,6 +127,15 @@ def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int
 def test_a_mask_or_a_softcap_takes_a_tile_that_leaves_registers(dim: int, more: str, tile: tuple[int, int]) -> None:
     chosen = first(Problem.parse(f"b4.h16.s4096.d{dim}.bf16{more}"))
     assert (chosen.queries, chosen.keys) == tile
+
+
+@pytest.mark.parametrize("more", [".lengths", ".mask=bool:bk", ".mask=bool:bqk"])
+def test_tiles_of_all_sizes_fill_gaps_and_are_not_continued(more: str) -> None:
+    """Lengths and masks leave some rows less than others; but not so little that 176 of 192 take but one turn."""
+    chosen = first(Problem.parse(f"b4.h16.s2048.d128.bf16{more}"))
+    assert (chosen.queries, chosen.keys, chosen.continued) == (192, 80, False)
+    assert first(Problem.parse("b4.h16.s2048.d128.bf16")).queries == 128
+    assert first(Problem.parse(f"b1.h16.s2048.d128.bf16{more}")).queries == 128
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
