@@ -16,9 +16,8 @@ __all__ = ["Options", "of"]
 _LAYOUTS = ("BHLD", "BLHD")
 
 
-#: Numbers whose value is all there is to them.
-_NUMBERS = (float, int, type(None))
-_SIDES = (int, type(None))
+#: Types whose value is all there is to them.
+_PLAIN = frozenset((float, int, bool, str, type(None)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,20 +84,27 @@ def of(
     seed: Any,
 ) -> Options:
     """The options of a call, shared where numbers and flags say all that is no array. Raises ``InvalidProblem``."""
-    rest = (scale, enable_gqa, causal_alignment, window, softcap, return_lse, layout, deterministic, seed)
-    plain = type(scale) in _NUMBERS and type(dropout_p) in _NUMBERS and type(softcap) in _NUMBERS and seed is None
-    if plain and (window is None or (type(window) is tuple and all(type(side) in _SIDES for side in window))):
-        try:
-            return _shared(dropout_p, is_causal, *rest)
-        except TypeError:  # what is not hashable is no option
-            pass
-    return Options(dropout_p, is_causal, *rest)
+    rest = softcap, return_lse, layout, deterministic, seed
+    try:
+        if window is None:
+            return _shared(dropout_p, is_causal, scale, enable_gqa, causal_alignment, (), *rest)
+        if type(window) is tuple and window:
+            sides = map(type, window)
+            return _shared(dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, *rest, *sides)
+    except TypeError:  # what is not hashable, or can change, is read every time
+        pass
+    return Options(dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, *rest)
 
 
-#: By type as well: 1 is no flag, and True no number.
+#: By type as well: 1 is no flag, and True no number; nor are they as sides of a window, whose types come last.
 @functools.lru_cache(maxsize=1024, typed=True)
 def _shared(*arguments: Any) -> Options:
-    made = Options(*arguments)
+    """The options that all calls with these arguments have. Raises ``TypeError`` where more than values counts."""
+    *before, window = arguments[:6]
+    *after, seed = arguments[6:11]
+    if seed is not None or not {type(argument) for argument in (*before, *window, *after)} <= _PLAIN:
+        raise TypeError("something here can change, or is for one call")
+    made = Options(*(*before, window or None, *after))
     object.__setattr__(made, "shared", True)
     return made
 
