@@ -16,14 +16,18 @@ from attnswitch.arrays import Array
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
-__all__ = ["checking", "finite", "look", "looked_for", "when"]
+__all__ = ["checking", "chosen", "finite", "look", "looked_for", "when"]
 
 #: Whether query, key and value hold neither NaN nor inf.
 Look = Callable[[Any, Any, Any], bool]
 _WHEN = ("cpu", "always", "never")
 #: Elements of an operand up to which a temporary of its size costs less than two more calls.
 _SMALL = 2**14
+#: Up to which comparing, an element at a time, does as well.
+_TINY = 2**10
 _chosen: ContextVar[str | None] = ContextVar("attnswitch_finite", default=None)
+#: What the context says of it, if anything.
+chosen = _chosen.get
 
 
 @contextlib.contextmanager
@@ -55,35 +59,64 @@ def looked_for(when: str, kind: str) -> bool:
     return when == "always" or (when == "cpu" and kind == "cpu")
 
 
-def finite(operands: tuple[Array, ...]) -> bool:
-    """Whether no operand, of one library, holds NaN or inf."""
+def finite(problem: Problem, operands: tuple[Array, ...]) -> bool:
+    """Whether query, key and value of ``problem`` are free of NaN and inf that a kernel could lose or let leak.
+
+    Where nothing is hidden, value is not looked at: all of it is weighted and summed, NaN and inf included.
+    """
+    looked_at = operands if _hides(problem) else operands[:2]
     library = arrays.library_of(operands[0])
     if library == "numpy":
         numpy: Any = sys.modules["numpy"]
         with numpy.errstate(all="ignore"):
             return all(
-                bool(numpy.isfinite(numpy.sum(x, dtype=numpy.float64)) or numpy.isfinite(x).all()) for x in operands
+                bool(numpy.isfinite(numpy.sum(x, dtype=numpy.float64)) or numpy.isfinite(x).all()) for x in looked_at
             )
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        return _one_by_one(*(arrays.passage(x, library, "torch") for x in operands))
+        return _one_by_one(*(arrays.passage(x, library, "torch") for x in looked_at))
 
 
 def look(problem: Problem) -> Look:
-    """``finite`` of the torch tensors of ``problem``. A sum that is finite proves that every term is."""
+    """``finite`` of the torch tensors of ``problem``, in as few calls as can be."""
     p = problem
-    alike = (p.heads_q, p.seq_q, p.dim_qk) == (p.heads_kv, p.seq_k, p.dim_v)
-    found = _at_once if alike and p.batch * p.heads_q * p.seq_q * p.dim_qk <= _SMALL else _one_by_one
+    elements = p.batch * p.heads_q * p.seq_q * p.dim_qk
+    alike = (p.heads_q, p.seq_q) == (p.heads_kv, p.seq_k)
+    if _hides(p):
+        found = _all_at_once if alike and p.dim_qk == p.dim_v and elements <= _SMALL else _one_by_one
+    else:
+        found = _two_at_once() if alike and elements <= _TINY else _two
     return _beside_autograd(found) if p.grads else found
 
 
-def _at_once(query: Any, key: Any, value: Any) -> bool:
+def _hides(problem: Problem) -> bool:
+    """Whether a value may be weighted with 0 that is no weight of its score."""
+    p = problem
+    return p.mask is not None or p.key_lengths or p.dropout > 0.0 or (p.positional and not p.sees_all)
+
+
+def _all_at_once(query: Any, key: Any, value: Any) -> bool:
     """One call costs more than a pass: a product or a sum with NaN or inf is either."""
     return math.isfinite(query.addcmul(key, value).sum().item()) or _one_by_one(query, key, value)
 
 
+def _two_at_once() -> Look:
+    """With no other operand: query + key * (query - query) is query itself, or NaN, which equals nothing."""
+    torch: Any = sys.modules["torch"]
+    lerp, equal = torch.lerp, torch.equal
+
+    def found(query: Any, key: Any, _: Any) -> bool:
+        return equal(lerp(query, query, key), query)  # type: ignore[no-any-return]
+
+    return found
+
+
+def _two(query: Any, key: Any, _: Any) -> bool:
+    return _one_by_one(query, key)
+
+
 def _one_by_one(*operands: Any) -> bool:
-    """A pass each, and no temporary."""
+    """A pass each, and no temporary: a sum that is finite proves that every term is."""
     if all(math.isfinite(operand.sum().item()) for operand in operands):
         return True
     return all(bool(operand.isfinite().all()) for operand in operands)

@@ -101,8 +101,8 @@ class Problem:
     key: Memory = field(default=CONTIGUOUS)
     value: Memory = field(default=CONTIGUOUS)
     attn_mask: Memory = field(default=CONTIGUOUS)
-    #: NaN or inf was seen in query, key or value. Read on the CPU only, unless ATTNSWITCH_CHECK_FINITE=always:
-    #: elsewhere reading costs a synchronisation.
+    #: NaN or inf was seen in query, key or value; in value it is looked for where something is hidden. Read on the CPU
+    #: only, unless ATTNSWITCH_CHECK_FINITE=always: elsewhere reading costs a synchronisation.
     nonfinite: bool = False
 
     def __post_init__(self) -> None:

@@ -191,19 +191,51 @@ def test_nan_is_seen_in_every_call() -> None:
     torch.testing.assert_close(attnswitch.attention(q, poisoned, v, attn_mask=mask), clean)
 
 
-@pytest.mark.parametrize("heads", [2, 4])  # of as many keys as queries, and not
+LOOKED_AT = {"few": (2, 8), "grouped": (4, 8), "many": (2, 80)}
+
+
+@pytest.mark.parametrize(("heads", "length"), LOOKED_AT.values(), ids=LOOKED_AT)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("grads", ["", "q"])
 @pytest.mark.parametrize("role", ["query", "key", "value"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_every_operand_is_looked_at(heads: int, grads: str, role: str, value: float) -> None:
-    operands = dict(zip(("query", "key", "value"), tensors(heads=2), strict=True))
-    operands["query"] = torch.randn(1, heads, 8, 16)
-    look = finite.look(Problem(1, heads, 2, 8, 8, 16, 16, "float32", grads=grads))
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_every_operand_is_looked_at(
+    heads: int, length: int, causal: bool, grads: str, role: str, poison: float
+) -> None:
+    operands = dict(zip(("query", "key", "value"), tensors(length), strict=True))
+    operands["query"] = torch.randn(1, heads, length, 16)
+    problem = Problem(1, heads, 2, length, length, 16, 16, "float32", causal=causal, grads=grads)
+    look = finite.look(problem)
+    arrays = tuple(operand.numpy() for operand in operands.values())
     assert look(*operands.values())
-    operands[role].view(-1)[77] = value
-    assert not look(*operands.values())
+    assert finite.finite(problem, arrays)
+    operands[role].view(-1)[77] = poison
+    matters = causal or role != "value"
     operands["query"].requires_grad_(grads != "")
-    assert not look(*operands.values())
+    assert look(*operands.values()) is not matters
+    assert finite.finite(problem, arrays) is not matters
+    assert finite.finite(problem, tuple(operands.values())) is not matters
+
+
+@pytest.mark.parametrize("backend", ["sdpa-flash", "sdpa-math"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("length", [1, 8, 33, 600])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_all_see_is_summed_whatever_it_is(backend: str, dtype: torch.dtype, length: int, poison: float) -> None:
+    """Why value is not looked at where nothing is hidden: NaN and inf come out, and go back, as arithmetic says."""
+    operands = tensors(length, dtype=dtype)
+    operands[2][0, 1, length // 2, 5] = poison
+    exact = [tensor.double().requires_grad_() for tensor in operands]
+    expected = by_formula(*exact)
+    found = quickly(*(tensor.requires_grad_() for tensor in operands), backend=backend)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0.1, atol=0.1, equal_nan=True)
+
+
+def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The formula, and its gradients."""
+    out = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1) @ value
+    return [out, *torch.autograd.grad(out.sum(), (query, key, value))]
 
 
 def test_what_only_overflows_a_sum_is_finite() -> None:
