@@ -25,6 +25,12 @@ from attnswitch.problem import Alignment, Window
 __all__ = ["attention", "attention_backward", "run_plan", "scaled_dot_product_attention"]
 
 
+#: Options that say nothing, and causal alone.
+_SILENT, _CAUSAL = (
+    options_of(0.0, causal, None, None, "top_left", None, 0.0, False, "BHLD", False, None) for causal in (False, True)
+)
+
+
 def attention(
     query: Array,
     key: Array,
@@ -81,27 +87,28 @@ def attention(
         BackendUnavailable: the backend named cannot run on this machine.
     """
     traced = "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling()
+    # Most calls say little beside arrays: that is seen faster than all of it can be looked up.
+    if (
+        scale is None
+        and window is None
+        and key_lengths is None
+        and enable_gqa is None
+        and seed is None
+        and return_lse is deterministic is traced is False
+        and type(dropout_p) is type(softcap) is float
+        and dropout_p == 0.0 == softcap
+        and type(is_causal) is bool
+        and layout == "BHLD"
+        and causal_alignment == "top_left"
+        and (hot := sys.modules.get("attnswitch.hot")) is not None
+    ):
+        options = _CAUSAL if is_causal else _SILENT
+        if (found := hot.attend(query, key, value, attn_mask, options, backend, policy)) is not None:
+            return found[0]
     attend = _untraced() if traced else _attend
-    out, lse = attend(
-        query,
-        key,
-        value,
-        attn_mask,
-        key_lengths,
-        backend,
-        policy,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        causal_alignment,
-        window,
-        softcap,
-        return_lse,
-        layout,
-        deterministic,
-        seed,
-    )
+    positions = causal_alignment, window, softcap
+    rest = dropout_p, is_causal, scale, enable_gqa, *positions, return_lse, layout, deterministic, seed
+    out, lse = attend(query, key, value, attn_mask, key_lengths, backend, policy, *rest)
     return (out, lse) if return_lse else out
 
 
@@ -116,11 +123,12 @@ def _attend(
     *rest: Any,
 ) -> tuple[Array, Array | None]:
     """Output and lse; ``rest`` are the options in the order of ``options.of``."""
-    options, policy = options_of(*rest), effective(policy)
+    options = options_of(*rest)
     if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
         found = hot.attend(query, key, value, attn_mask, options, backend, policy)
         if found is not None:
             return found  # type: ignore[no-any-return]
+    policy = effective(policy)
     call = calls.read(query, key, value, attn_mask, key_lengths, options)
     recording.note(call.problem)
     if call.library == "torch":

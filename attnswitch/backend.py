@@ -10,7 +10,21 @@ from attnswitch.arrays import Array
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-__all__ = ["Backend", "Config", "Gradients", "Inputs", "Kernel", "Precision", "native", "prepared"]
+__all__ = [
+    "Backend",
+    "Config",
+    "Gradients",
+    "Inputs",
+    "Kernel",
+    "Precision",
+    "Prepared",
+    "native",
+    "prepared",
+    "unprepared",
+]
+
+#: Output and lse of query, key, value and, where the problem has one, attn_mask.
+Prepared = Callable[..., tuple[Array, Array | None]]
 
 
 class Inputs(NamedTuple):
@@ -46,9 +60,9 @@ class Gradients(NamedTuple):
 class Kernel(Protocol):
     """What a backend compiles for one problem.
 
-    One with ``prepared(inputs) -> Callable[[Inputs], tuple[Array, Array | None]]`` is asked there for a forward of
-    torch tensors that have the shapes, strides and devices of these, and addresses that are multiples of 16 where these
-    are: what it need not look at again in every call.
+    One with ``prepared(inputs) -> Prepared`` is asked there for a forward of torch tensors that have the shapes,
+    strides and devices of these, and addresses that are multiples of 16 where these are, while torch is in the modes
+    that it is in now (autograd, autocast): what it need not look at again in every call.
     """
 
     def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
@@ -136,8 +150,17 @@ def native(backend: Backend, library: str) -> str:
     return library if library in getattr(backend, "libraries", ()) else backend.library
 
 
-def prepared(kernel: Kernel, inputs: Inputs) -> Callable[[Inputs], tuple[Array, Array | None]]:
+def prepared(kernel: Kernel, inputs: Inputs) -> Prepared:
     """The forward of ``kernel`` for inputs that lie as these do."""
     prepare = getattr(kernel, "prepared", None)
-    made: Callable[[Inputs], tuple[Array, Array | None]] = kernel.forward if prepare is None else prepare(inputs)
+    made: Prepared = unprepared(kernel.forward) if prepare is None else prepare(inputs)
     return made
+
+
+def unprepared(forward: Callable[[Inputs], tuple[Array, Array | None]]) -> Prepared:
+    """``forward`` itself, for inputs that are given one by one."""
+
+    def found(query: Array, key: Array, value: Array, attn_mask: Array | None = None) -> tuple[Array, Array | None]:
+        return forward(Inputs(query, key, value, attn_mask))
+
+    return found

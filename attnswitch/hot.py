@@ -16,9 +16,9 @@ import torch
 from torch.autograd import forward_ad
 
 from attnswitch import call as calls
-from attnswitch import finite, planner, recording
+from attnswitch import finite, planner, policy, recording
 from attnswitch.arrays import Facts
-from attnswitch.backend import Inputs, Kernel, native, prepared
+from attnswitch.backend import Inputs, Kernel, Prepared, native, prepared, unprepared
 from attnswitch.call import Call
 from attnswitch.device import Device
 from attnswitch.options import Options
@@ -26,13 +26,31 @@ from attnswitch.planner import Plan
 from attnswitch.policy import Policy
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["Ready", "attend", "forget", "ready"]
+__all__ = ["Like", "Ready", "attend", "forget", "ready"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _transforms = torch._C._functorch.peek_interpreter_stack
+_grad_enabled = torch.is_grad_enabled
+_policy_chosen, _look_chosen, _recording = policy.chosen, finite.chosen, recording.chosen
 
 #: Shape, strides in elements, dtype, device, requires_grad, and the address modulo 16.
 _Seen = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Like:
+    """What calls come to that are like one before."""
+
+    problem: Problem
+    #: Whether all calls of this process are recorded.
+    recorded: bool
+    #: Looks for NaN and inf, where that is done.
+    look: finite.Look | None
+    #: Output and lse of operands as the caller lays them out.
+    run: Prepared
+    #: Whether operands have the same facts but for addresses, and torch is in the same modes: what can be asked faster
+    #: than the facts can be looked up.
+    alike: Callable[..., bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,18 +60,15 @@ class Ready:
     problem: Problem
     device: tuple[str, int]
     kernel: Kernel
-    #: Looks for NaN and inf, where that is done.
     look: finite.Look | None
     #: Whether gradients go through the kernel's own backward.
     wrapped: bool
-    #: The kernel's forward for operands that lie as these do, once there were some.
-    forward: Callable[[Inputs], tuple[Any, Any]] | None = None
-    #: Whether operands have these facts, but for addresses: what can be asked faster than the facts can be looked up.
-    alike: Callable[..., bool] | None = None
+    #: The same for calls like the last one.
+    like: Like | None = None
 
 
 #: What the last call came to, by all that is no fact of its operands: most calls are like the one before.
-_latest: dict[tuple[Any, ...], Ready] = {}
+_latest: dict[tuple[Any, ...], Like] = {}
 _MOST = 256
 
 
@@ -64,53 +79,44 @@ def attend(
     attn_mask: Any,
     options: Options,
     backend: str | None,
-    policy: Policy,
+    named: Policy | str | None,
     plan: Plan | None = None,
 ) -> tuple[Any, Any] | None:
     """Output and lse, or None where the call has to go through every step; with ``plan``, by what that chose.
 
-    Raises what the kernel raises.
+    Raises what the kernel raises, and ``InvalidProblem`` for what is no policy.
     """
     if not options.shared or forward_ad._current_level >= 0:
         return None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    asked = options, len(operands), torch.is_grad_enabled(), backend, policy, finite.when(), planner.generation(), plan
+    # What the context says stands for itself here: what it falls back on never changes.
+    said = _policy_chosen(), _look_chosen(), _grad_enabled(), planner.generation(), plan
+    asked = options, attn_mask is None, backend, named, *said
     try:
         found = _latest.get(asked)
     except TypeError:  # what is not hashable is no name of a backend
         return None
-    if found is None or not found.alike(*operands) or not _aligned(*operands):  # type: ignore[misc]
+    if (
+        found is None
+        or not found.alike(*operands)
+        or (query.data_ptr() | key.data_ptr() | value.data_ptr() | (0 if attn_mask is None else attn_mask.data_ptr()))
+        & 15
+    ):
         found = _looked_up(operands, asked)
         if found is None:
             return None
-    p = found.problem
-    turned = options.layout == "BLHD"
-    if turned:
-        query, key, value = (tensor.swapaxes(1, 2) for tensor in (query, key, value))
     if found.look is not None and not found.look(query, key, value):
         return None
-    if attn_mask is not None and attn_mask.dim() < 4:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    inputs = Inputs(query, key, value, attn_mask)
-    recording.note(p)
-    if found.wrapped:
-        from attnswitch import torch_op
-
-        call = Call(p, "torch", "torch", found.device, inputs, "BHLD", query)
-        out, lse = torch_op.differentiable(call, found.kernel, "torch")
-    else:
-        if found.forward is None:
-            found.forward = prepared(found.kernel, inputs)
-        out, lse = found.forward(inputs)
-    return (out.swapaxes(1, 2) if turned else out), lse
+    if found.recorded or _recording() is not None:
+        recording.note(found.problem)
+    return found.run(*operands)
 
 
-def _aligned(query: Any, key: Any, value: Any, mask: Any = None) -> bool:
-    addresses: int = query.data_ptr() | key.data_ptr() | value.data_ptr() | (0 if mask is None else mask.data_ptr())
-    return addresses & 15 == 0
+def _aligned(operands: tuple[Any, ...]) -> bool:
+    return not any(operand.data_ptr() & 15 for operand in operands)
 
 
-def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Ready | None:
+def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None:
     """What a call comes to, by all its facts; None where it is not for here."""
     if any(type(operand) not in _PLAIN for operand in operands) or _transforms() is not None:
         return None
@@ -118,24 +124,64 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Ready | Non
         query, key, value, *mask = (_seen(operand) for operand in operands)
     except RuntimeError:  # sparse and nested tensors have no strides
         return None
-    found = ready(query, key, value, mask[0] if mask else None, *asked)
-    if found is not None and _aligned(*operands):
-        if found.alike is None or not found.alike(*operands):  # or what dispatches on them has changed
-            found.alike = _alike(operands)
+    options, _, backend, named, _, _, grad_enabled, generation, plan = asked
+    settled = grad_enabled, backend, policy.effective(named), finite.when(), generation, plan
+    found = ready(query, key, value, mask[0] if mask else None, options, *settled)
+    if found is None:
+        return None
+    like = found.like
+    if like is None or not like.alike(*operands):
+        alike = _alike(operands)
+        run = _run(found, operands, options.layout == "BLHD", prepare=alike is not None)
+        like = found.like = Like(found.problem, recording.environment() is not None, found.look, run, alike or _never)
+    if _aligned(operands):
         if len(_latest) >= _MOST:
             _latest.clear()
-        _latest[asked] = found
-    return found
+        _latest[asked] = like
+    return like
+
+
+def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool) -> Prepared:
+    """The way from ``operands``, and such as are like them if it is to ``prepare`` for these, to the results."""
+    missing = 4 - operands[3].dim() if len(operands) > 3 else 0
+
+    def straight(query: Any, key: Any, value: Any, mask: Any = None) -> Inputs:
+        if turned:
+            query, key, value = (tensor.swapaxes(1, 2) for tensor in (query, key, value))
+        return Inputs(query, key, value, mask[(None,) * missing] if missing else mask)
+
+    if found.wrapped:
+        forward = unprepared(functools.partial(_differentiable, found))
+    elif prepare:
+        forward = prepared(found.kernel, straight(*operands))
+    else:
+        forward = unprepared(found.kernel.forward)
+    if not turned and not missing:
+        return forward
+
+    def run(*operands: Any) -> tuple[Any, Any]:
+        out, lse = forward(*straight(*operands)[: len(operands)])
+        return (out.swapaxes(1, 2) if turned else out), lse
+
+    return run
+
+
+def _differentiable(found: Ready, inputs: Inputs) -> tuple[Any, Any]:
+    from attnswitch import torch_op
+
+    call = Call(found.problem, "torch", "torch", found.device, inputs, "BHLD", inputs.query)
+    return torch_op.differentiable(call, found.kernel, "torch")
 
 
 def _seen(tensor: Any) -> _Seen:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.data_ptr() & 15
 
 
-def _alike(operands: tuple[Any, ...]) -> Callable[..., bool]:
+def _alike(operands: tuple[Any, ...]) -> Callable[..., bool] | None:
     """Whether others are like ``operands`` in all but their elements and addresses, by what guards compiled graphs.
 
-    That is: their types, what dispatches on them here and now, dtypes, devices, shapes, strides and requires_grad.
+    That is: their types, what dispatches on them here and now (autocast among it), dtypes, devices, shapes, strides
+    and requires_grad. Whether gradients are enabled is not asked.
     """
     try:
         guards = torch._C._dynamo.guards.TensorGuards(
@@ -144,9 +190,13 @@ def _alike(operands: tuple[Any, ...]) -> Callable[..., bool]:
             dynamic_dims_strides=[list(operand.stride()) for operand in operands],  # type: ignore[misc]
         )
     except (AttributeError, TypeError):  # no such thing in this torch: every call is looked up
-        return lambda *_: False
+        return None
     check: Callable[..., bool] = guards.check
     return check
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -156,10 +206,9 @@ def ready(
     value: _Seen,
     mask: _Seen | None,
     options: Options,
-    count: int,
     grad_enabled: bool,
     backend: str | None,
-    policy: Policy,
+    settled: Policy,
     when: str,
     generation: int,
     asked_for: Plan | None,
@@ -178,12 +227,12 @@ def ready(
     grads = "".join(letter for letter, facts in letters if grad_enabled and facts[4])
     problem = calls.describe(q, k, v, m, False, options, grads)
     where = q.device
-    plan = asked_for or planner.make_plan(problem, Device.of(*where), backend, policy)
-    if plan.chosen is None or plan.problem != problem or (policy is Policy.MEASURE and plan.open):
+    plan = asked_for or planner.make_plan(problem, Device.of(*where), backend, settled)
+    if plan.chosen is None or plan.problem != problem or (settled is Policy.MEASURE and plan.open):
         return None
     look = finite.look(problem) if finite.looked_for(when, where[0]) else None
     if look is not None and asked_for is None:
-        poisoned = planner.make_plan(problem.replace(nonfinite=True), Device.of(*where), backend, policy)
+        poisoned = planner.make_plan(problem.replace(nonfinite=True), Device.of(*where), backend, settled)
         if poisoned.chosen == plan.chosen:  # the choice is the same, whatever a look would find
             plan, look = poisoned, None
     chosen, kernel = planner.compiled(plan)

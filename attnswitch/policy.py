@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["Policy", "effective", "using"]
+__all__ = ["Policy", "chosen", "effective", "using"]
 
 
 class Policy(enum.StrEnum):
@@ -28,6 +28,8 @@ class Policy(enum.StrEnum):
 
 
 _chosen: ContextVar[Policy | None] = ContextVar("attnswitch_policy", default=None)
+#: The policy of the context, if it has one.
+chosen = _chosen.get
 
 
 @contextlib.contextmanager

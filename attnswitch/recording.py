@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attnswitch.problem import Problem
 
-__all__ = ["Recording", "note", "record"]
+__all__ = ["Recording", "chosen", "environment", "note", "record"]
 
 
 @dataclass(slots=True)
@@ -35,6 +35,8 @@ class Recording:
 
 
 _current: ContextVar[Recording | None] = ContextVar("attnswitch_recording", default=None)
+#: The recording of the context, if there is one.
+chosen = _current.get
 
 
 @contextlib.contextmanager

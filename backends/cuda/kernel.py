@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from attnswitch.backend import Gradients, Inputs
+from attnswitch.backend import Gradients, Inputs, Prepared, unprepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
@@ -41,12 +40,12 @@ class CudaKernel:
             self._forward(inputs, out, lse)
         return out, lse
 
-    def prepared(self, inputs: Inputs) -> Callable[[Inputs], tuple[Any, Any]]:
+    def prepared(self, inputs: Inputs) -> Prepared:
         """``forward`` for tensors that lie like these; of calls without a mask that are one launch on a GPU."""
-        alone = self._forward.alone
+        alone, general = self._forward.alone, unprepared(self.forward)
         if alone is None or inputs.attn_mask is not None or memory.on_cpu(inputs.query) or not alone.blocks:
-            return self.forward
-        return prepared.forward(self.problem, alone, inputs, self.forward)
+            return general
+        return prepared.forward(self.problem, alone, inputs, general)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attnswitch.backend import Inputs
+from attnswitch.backend import Inputs, Prepared
 from attnswitch.problem import Problem
 
 from . import memory, run
@@ -34,9 +34,7 @@ class Alone(NamedTuple):
     maps: tuple[Callable[[tuple[int, ...]], TensorMap], ...] = ()
 
 
-def forward(
-    problem: Problem, launch: Alone, inputs: Inputs, general: Callable[[Inputs], tuple[Any, Any]]
-) -> Callable[[Inputs], tuple[Any, Any]]:
+def forward(problem: Problem, launch: Alone, inputs: Inputs, general: Prepared) -> Prepared:
     """Output, and lse if ``problem`` asks for it, of torch tensors on a GPU that lie like ``inputs``.
 
     ``general`` takes the calls that are made while another GPU is the current one. Raises ``CompileError``.
@@ -54,10 +52,9 @@ def forward(
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     pointers = _Maps(maps, (by_query, by_key, by_value))
 
-    def found(inputs: Inputs) -> tuple[Any, Any]:
+    def found(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
         if current() != index:
-            return general(inputs)
-        query, key, value = inputs[:3]
+            return general(query, key, value)
         out = query.new_empty_strided(shape, steps)
         lse = None if rows is None else query.new_empty_strided(*rows, dtype=real)
         at = query.data_ptr(), key.data_ptr(), value.data_ptr()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.backend import Config, Gradients, Inputs, Kernel, Precision, Prepared, unprepared
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
@@ -17,8 +17,9 @@ from .reasons import no_gpu
 
 __all__ = ["Fit", "Launch", "SdpaBackend", "SdpaKernel"]
 
-#: How an operator is launched: the inputs, the hiding (see ``masks``), the scale; out and lse, or None for its lse.
-Launch = Callable[[Problem, Inputs, Any], tuple[Any, Any]]
+#: How an operator is launched where that hides (see ``masks``): from query, key and value to out and lse, which may be
+#: None where the problem does not ask for it.
+Launch = Callable[[masks.Hiding], Prepared]
 #: An operand as an operator wants it: itself, or a copy.
 Fit = Callable[[Any], Any]
 
@@ -138,25 +139,20 @@ class SdpaKernel:
                 lse = lse.masked_fill(~hiding.alive, -torch.inf)
         return out, lse
 
-    def prepared(self, inputs: Inputs) -> Callable[[Inputs], tuple[Any, Any]]:
-        """``forward``; without a look at how operands lie, where these fit the operator as they are."""
-        p, launch, plain, kind = self.problem, self.launch, self.plain, self.autocasts
+    def prepared(self, inputs: Inputs) -> Prepared:
+        """``forward``; the operator alone, where these fit it as they are and there is no autocast now."""
+        plain, kind = self.plain, self.autocasts
         if plain is None or any(self.fit(operand) is not operand for operand in inputs[:3]):
-            return self.forward
-
-        def forward(inputs: Inputs) -> tuple[Any, Any]:
-            if kind is not None and torch.is_autocast_enabled(kind):
-                return self.forward(inputs)
-            out, lse = launch(p, inputs, plain)
-            return out, lse if p.lse else None
-
-        return forward
+            return unprepared(self.forward)
+        if kind is not None and torch.is_autocast_enabled(kind):
+            return unprepared(self.forward)
+        return self.launch(plain)
 
     def _launched(self, inputs: Inputs, hiding: masks.Hiding) -> tuple[Any, Any]:
         """The operator's answer, without what makes the operands fit, and without an lse that nobody asked for."""
         p = self.problem
         query, key, value = (self.fit(operand) for operand in inputs[:3])
-        out, lse = self.launch(p, inputs._replace(query=query, key=key, value=value), hiding)
+        out, lse = self.launch(hiding)(query, key, value)
         if out.shape[-1] != p.dim_v:
             out = out[..., : p.dim_v]
         return out, lse if p.lse else None

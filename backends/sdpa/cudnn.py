@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Inputs
+from attnswitch.backend import Backend, Prepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
@@ -41,7 +41,20 @@ class CudnnBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""
-        return _launch
+        operator, dropout, scale = torch._scaled_dot_product_cudnn_attention, problem.dropout, problem.softmax_scale
+        scores, asked = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), problem.lse
+
+        def launch(hiding: Hiding) -> Prepared:
+            mask, causal = hiding.mask, hiding.causal
+
+            def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+                added = None if mask is None else bias(mask, query, scores)
+                found = operator(query, key, value, added, True, dropout, causal, False, scale=scale)
+                return with_aligned_gradient(found[0]), found[1].reshape(scores[:3]) if asked else None
+
+            return launched
+
+        return launch
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Multiples of 8, aligned, and nothing expanded."""
@@ -68,16 +81,6 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 def _fitted(operand: Any) -> Any:
     return copied_if_expanded(padded(operand, 8))
-
-
-def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    query, key, value = inputs[:3]
-    scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
-    added = None if hiding.mask is None else bias(hiding.mask, query, scores)
-    out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
-        query, key, value, added, True, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
-    )
-    return with_aligned_gradient(out), lse.reshape(scores[:3]) if problem.lse else None
 
 
 _: type[Backend] = CudnnBackend

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Inputs
+from attnswitch.backend import Backend, Prepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
@@ -47,23 +47,26 @@ class EfficientBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""
-        return _launch
+        operator, dropout, scale = torch._scaled_dot_product_efficient_attention, problem.dropout, problem.softmax_scale
+        scores, asked = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), problem.lse
+
+        def launch(hiding: Hiding) -> Prepared:
+            mask, causal = hiding.mask, hiding.causal
+
+            def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+                added = None if mask is None else bias(mask, query, scores)
+                # The lse is always asked for: the backward needs it even where only the mask has a gradient, and
+                # without it the kernel of torch before 2.15 misreads keys whose head axis is expanded (pytorch#191937).
+                found = operator(query, key, value, added, True, dropout, causal, scale=scale)
+                return with_aligned_gradient(found[0]), found[1][..., : scores[2]] if asked else None
+
+            return launched
+
+        return launch
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""
         return functools.partial(padded, multiple=4 if problem.dtype == "float32" else 8)
-
-
-def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    query, key, value = inputs[:3]
-    scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
-    added = None if hiding.mask is None else bias(hiding.mask, query, scores)
-    # The lse is always asked for: the backward needs it even where only the mask has a gradient, and without it the
-    # kernel of torch before 2.15 misreads keys whose head axis is expanded (pytorch#191937).
-    out, lse, *_ = torch._scaled_dot_product_efficient_attention(
-        query, key, value, added, True, problem.dropout, hiding.causal, scale=problem.softmax_scale
-    )
-    return with_aligned_gradient(out), lse[..., : problem.seq_q] if problem.lse else None
 
 
 _: type[Backend] = EfficientBackend

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Inputs, Precision
+from attnswitch.backend import Backend, Precision, Prepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
@@ -51,7 +51,7 @@ class FlashBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator of the device."""
-        return _launch_cpu if device.kind == "cpu" else _launch_cuda
+        return _on_cpu(problem) if device.kind == "cpu" else _on_cuda(problem)
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Dense rows on the CPU; multiples of 8, aligned, on CUDA."""
@@ -82,25 +82,37 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
             yield ATOMIC
 
 
-def _launch_cpu(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    query, key, value = inputs[:3]
-    found: tuple[Any, Any]
-    if hiding.mask is None and problem.scale is None:  # what is left out need not be read
-        found = torch._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, hiding.causal)
-        return found
-    mask = None if hiding.mask is None else additive(hiding.mask, query.dtype)
-    found = torch._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, hiding.causal, attn_mask=mask, scale=problem.scale
-    )
-    return found
+def _on_cpu(problem: Problem) -> Launch:
+    operator, scale = torch._scaled_dot_product_flash_attention_for_cpu, problem.scale
+
+    def launch(hiding: Hiding) -> Prepared:
+        causal = hiding.causal
+        if hiding.mask is None and scale is None:  # what is left out need not be read
+            return (lambda query, key, value: operator(query, key, value, 0.0, True)) if causal else operator
+
+        def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+            mask = None if hiding.mask is None else additive(hiding.mask, query.dtype)
+            return operator(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+
+        return launched
+
+    return launch
 
 
-def _launch_cuda(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, Any]:
-    query, key, value = inputs[:3]
-    out, lse, *_ = torch._scaled_dot_product_flash_attention(
-        query, key, value, problem.dropout, hiding.causal, False, scale=problem.softmax_scale
-    )
-    return with_aligned_gradient(out), lse
+def _on_cuda(problem: Problem) -> Launch:
+    operator = torch._scaled_dot_product_flash_attention
+    dropout, scale = problem.dropout, problem.softmax_scale
+
+    def launch(hiding: Hiding) -> Prepared:
+        causal = hiding.causal
+
+        def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+            found = operator(query, key, value, dropout, causal, False, scale=scale)
+            return with_aligned_gradient(found[0]), found[1]
+
+        return launched
+
+    return launch
 
 
 _: type[Backend] = FlashBackend

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Inputs, Precision
+from attnswitch.backend import Backend, Precision, Prepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
@@ -40,26 +40,28 @@ class MathBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The composite itself, not the front door that may choose another."""
-        return _launch
+        return _launcher(problem)
 
 
-def _launch(problem: Problem, inputs: Inputs, hiding: Hiding) -> tuple[Any, None]:
+def _launcher(problem: Problem) -> Launch:
     # Everything is raised to the accumulator here: the operator does so too, unless a process-wide switch says
     # otherwise; and it would add a bool mask as 0 and 1.
     kind = torch.float64 if problem.dtype == "float64" else torch.float32
-    q, k, v = (x.to(kind) for x in inputs[:3])
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
-        q,
-        k,
-        v,
-        None if hiding.mask is None else additive(hiding.mask, kind),
-        problem.dropout,
-        hiding.causal,
-        None,
-        scale=problem.softmax_scale,
-        enable_gqa=problem.group > 1,
-    )
-    return out.to(inputs.query.dtype), None
+    raised = problem.dtype not in ("float32", "float64")
+    operator, dropout, scale = torch._scaled_dot_product_attention_math, problem.dropout, problem.softmax_scale
+    grouped = problem.group > 1
+
+    def launch(hiding: Hiding) -> Prepared:
+        mask, causal = None if hiding.mask is None else additive(hiding.mask, kind), hiding.causal
+
+        def launched(query: Any, key: Any, value: Any) -> tuple[Any, None]:
+            q, k, v = (query.to(kind), key.to(kind), value.to(kind)) if raised else (query, key, value)
+            out, _ = operator(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+            return (out.to(query.dtype) if raised else out), None
+
+        return launched
+
+    return launch
 
 
 _: type[Backend] = MathBackend

@@ -319,11 +319,15 @@ def test_a_policy_is_found_by_its_text() -> None:
 def test_the_mode_of_autograd_is_a_fact() -> None:
     q, k, v = (tensor.requires_grad_() for tensor in tensors())
     for _ in range(2):
-        assert attnswitch.attention(q, k, v).requires_grad
-        with torch.no_grad():
-            assert not attnswitch.attention(q, k, v).requires_grad
-        with torch.inference_mode():
-            assert not attnswitch.attention(q, k, v).requires_grad
+        with attnswitch.record() as recorded:
+            assert attnswitch.attention(q, k, v).requires_grad
+            with torch.no_grad():
+                assert not attnswitch.attention(q, k, v).requires_grad
+                assert not torch.is_grad_enabled()
+            with torch.inference_mode():
+                assert not attnswitch.attention(q, k, v).requires_grad
+            assert torch.is_grad_enabled()
+        assert {problem.grads: calls for problem, calls in recorded.problems.items()} == {"qkv": 1, "": 2}
 
 
 def test_autocast_casts_nothing_here_either() -> None:
@@ -437,4 +441,4 @@ def test_a_call_like_one_before_is_short() -> None:
         finally:
             sys.setprofile(None)
     assert "ready" not in entered
-    assert len(entered) <= 12, entered
+    assert entered == ["attention", "attend", "generation"]
