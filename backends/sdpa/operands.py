@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
 __all__ = ["additive", "aligned", "bias", "copied_if_expanded", "dense_rows", "padded", "with_aligned_gradient"]
+
+#: Among the hooks of a tensor, whose numbers begin at 0.
+_OURS = -1
 
 
 def aligned(tensor: Any) -> Any:
@@ -27,8 +31,10 @@ def with_aligned_gradient(out: Any) -> Any:
 
     The backward kernels load it 16 bytes at a time and check nothing (fixtures/corpus/sdpa-*-grad-out-offset.json).
     """
-    if out.requires_grad:
-        out.register_hook(aligned)
+    if out.requires_grad:  # what register_hook does, but for the handle to take it back, which costs four times as much
+        out._backward_hooks = hooks = OrderedDict()
+        out.grad_fn._register_hook_dict(out)
+        hooks[_OURS] = aligned
     return out
 
 

@@ -1,0 +1,69 @@
+"""Operands and gradients of torch's fused kernels, made fit for them."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+operands = importlib.import_module("attnswitch.backends.sdpa.operands")
+
+
+def output(leaf: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = operands.with_aligned_gradient(leaf * 2)
+    return made
+
+
+def aside(size: int) -> torch.Tensor:
+    """Not at a multiple of 16."""
+    return torch.arange(size + 1, dtype=torch.float32)[1:]
+
+
+def test_an_upstream_gradient_is_aligned() -> None:
+    leaf, seen = torch.randn(8, requires_grad=True), []
+    out = output(leaf)
+    assert out.grad_fn is not None
+    out.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+    upstream = aside(8)
+    assert upstream.data_ptr() % 16
+    (grad,) = torch.autograd.grad(out, leaf, upstream)
+    assert seen[0].data_ptr() % 16 == 0
+    assert torch.equal(seen[0], upstream)
+    assert torch.equal(grad, 2 * upstream)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_hooks_of_the_caller_come_after_and_go_alone(removed: bool) -> None:
+    leaf, seen = torch.randn(8, requires_grad=True), []
+    out = output(leaf)
+
+    def tripled(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(grad.data_ptr() % 16)
+        return 3 * grad
+
+    handle = out.register_hook(tripled)  # type: ignore[no-untyped-call]
+    if removed:
+        handle.remove()
+    (grad,) = torch.autograd.grad(out, leaf, aside(8))
+    assert seen == ([] if removed else [0])
+    assert torch.equal(grad, (2 if removed else 6) * aside(8))
+
+
+def test_outputs_have_hooks_of_their_own() -> None:
+    leaf = torch.randn(8, requires_grad=True)
+    first, second = output(leaf), output(leaf)
+    first.register_hook(lambda grad: 3 * grad)  # type: ignore[no-untyped-call]
+    (grad,) = torch.autograd.grad(second, leaf, torch.ones(8))
+    assert torch.equal(grad, torch.full((8,), 2.0))
+
+
+def test_it_holds_for_what_is_written_over_the_output() -> None:
+    leaf = torch.randn(8, requires_grad=True)
+    out = output(leaf).mul_(3)
+    (grad,) = torch.autograd.grad(out, leaf, aside(8))
+    assert torch.equal(grad, 6 * aside(8))
+
+
+def test_an_output_without_gradients_has_none() -> None:
+    assert output(torch.randn(8))._backward_hooks is None
