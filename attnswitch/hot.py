@@ -19,7 +19,6 @@ from attnswitch import call as calls
 from attnswitch import finite, planner, policy, recording
 from attnswitch.arrays import Facts
 from attnswitch.backend import Inputs, Kernel, Prepared, native, prepared, unprepared
-from attnswitch.call import Call
 from attnswitch.device import Device
 from attnswitch.options import Options
 from attnswitch.planner import Plan
@@ -150,12 +149,11 @@ def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool
             query, key, value = (tensor.swapaxes(1, 2) for tensor in (query, key, value))
         return Inputs(query, key, value, mask[(None,) * missing] if missing else mask)
 
+    forward = prepared(found.kernel, straight(*operands)) if prepare else unprepared(found.kernel.forward)
     if found.wrapped:
-        forward = unprepared(functools.partial(_differentiable, found))
-    elif prepare:
-        forward = prepared(found.kernel, straight(*operands))
-    else:
-        forward = unprepared(found.kernel.forward)
+        from attnswitch import torch_op
+
+        forward = torch_op.prepared(found.problem, found.device, found.kernel, forward)
     if not turned and not missing:
         return forward
 
@@ -164,13 +162,6 @@ def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool
         return (out.swapaxes(1, 2) if turned else out), lse
 
     return run
-
-
-def _differentiable(found: Ready, inputs: Inputs) -> tuple[Any, Any]:
-    from attnswitch import torch_op
-
-    call = Call(found.problem, "torch", "torch", found.device, inputs, "BHLD", inputs.query)
-    return torch_op.differentiable(call, found.kernel, "torch")
 
 
 def _seen(tensor: Any) -> _Seen:

@@ -7,31 +7,54 @@ from typing import Any
 import torch
 
 from attnswitch import arrays
-from attnswitch.backend import Gradients, Kernel
+from attnswitch.backend import Gradients, Inputs, Kernel, Prepared
 from attnswitch.call import Call
 from attnswitch.errors import Unsupported
+from attnswitch.problem import Problem
 
-__all__ = ["differentiable"]
+__all__ = ["differentiable", "prepared"]
 
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
-    out, lse = _Attention.apply(
-        call.inputs.query, call.inputs.key, call.inputs.value, call.inputs.attn_mask, call, kernel, library
-    )
+    out, lse = _Attention.apply(*call.inputs[:4], call, kernel, library, None)
     return out, lse if call.problem.lse else None
+
+
+def prepared(problem: Problem, device: tuple[str, int], kernel: Kernel, forward: Prepared) -> Prepared:
+    """``differentiable`` of calls without key lengths or a seed to a kernel that takes torch's tensors.
+
+    ``forward`` is the kernel's own, for tensors that lie as theirs do.
+    """
+    call = Call(problem, "torch", "torch", device, Inputs(None, None, None), "BHLD", None)
+
+    def found(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        out, lse = _Attention.apply(query, key, value, attn_mask, call, kernel, "torch", forward)
+        return out, lse if problem.lse else None
+
+    return found
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, call: Call, kernel: Kernel, library: str
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any,
+        call: Call,
+        kernel: Kernel,
+        library: str,
+        prepared: Prepared | None,
     ) -> Any:
-        inputs = call.to_backend(library)
-        out, lse = kernel.forward(inputs)
         ctx.call, ctx.kernel, ctx.library = call, kernel, library
-        out = arrays.passage(out, library, "torch")
-        lse = None if lse is None else arrays.passage(lse, library, "torch")
+        if prepared is None:
+            out, lse = kernel.forward(call.to_backend(library))
+            out = arrays.passage(out, library, "torch")
+            lse = None if lse is None else arrays.passage(lse, library, "torch")
+        else:
+            out, lse = prepared(query, key, value) if attn_mask is None else prepared(query, key, value, attn_mask)
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(query, key, value, attn_mask, call.inputs.key_lengths, out, lse)
         if not call.problem.lse and lse is not None:
@@ -62,7 +85,7 @@ class _Attention(torch.autograd.Function):
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))
-        return *back, None, None, None
+        return *back, None, None, None, None
 
 
 class _OnceOnly(torch.autograd.Function):

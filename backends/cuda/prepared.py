@@ -35,7 +35,7 @@ class Alone(NamedTuple):
 
 
 def forward(problem: Problem, launch: Alone, inputs: Inputs, general: Prepared) -> Prepared:
-    """Output, and lse if ``problem`` asks for it, of torch tensors on a GPU that lie like ``inputs``.
+    """Output, and lse if ``problem`` asks for it or for gradients, of torch tensors on a GPU that lie like ``inputs``.
 
     ``general`` takes the calls that are made while another GPU is the current one. Raises ``CompileError``.
     """
@@ -47,7 +47,7 @@ def forward(problem: Problem, launch: Alone, inputs: Inputs, general: Prepared) 
         model = memory.like(inputs.query, problem.dim_v)
     shape, steps = model.shape, model.stride()
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
-    rows = (shape[:3], (shape[1] * shape[2], shape[2], 1)) if problem.lse else None
+    rows = (shape[:3], (shape[1] * shape[2], shape[2], 1)) if problem.lse or problem.grads else None
     real = torch.float64 if problem.dtype == "float64" else torch.float32
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     pointers = _Maps(maps, (by_query, by_key, by_value))

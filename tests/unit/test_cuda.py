@@ -475,6 +475,28 @@ def test_only_the_gradients_that_are_asked_for(wanted: str, monkeypatch: pytest.
 
 @compiled
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("layout", ["BHLD", "BLHD"])
+@pytest.mark.parametrize("mask", [None, torch.randn(9, 9)])
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients_of_calls_like_one_before(layout: str, mask: torch.Tensor | None, lse: bool) -> None:
+    def step() -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        extra = None if mask is None else mask.clone().requires_grad_()
+        found = attnswitch.attention(*leaves, attn_mask=extra, layout=layout, return_lse=lse, backend="cuda")
+        total = sum(tensor.sum() for tensor in (found if lse else (found,)))
+        wanted = leaves if extra is None else [*leaves, extra]
+        return [*(found if lse else (found,)), *torch.autograd.grad(total, wanted)]
+
+    given = [torch.randn(1, 9, 9, 16) for _ in range(3)]
+    first = step()  # through every step
+    for _ in range(2):
+        for one, other in zip(step(), first, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_any_strides(dtype: str) -> None:
     """Turned, sliced, expanded and offset operands give the bits that plain ones give."""

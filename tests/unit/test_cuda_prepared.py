@@ -60,7 +60,8 @@ def kernel(text: str, device: Device = H200) -> Any:
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
-    "text", ["b1.h1.s8.d64.bf16.lse", "b2.h4/2.s37x53.d24/40.fp32.causal.lse", "b2.h4.s9.d64.fp64"]
+    "text",
+    ["b1.h1.s8.d64.bf16.lse", "b2.h4/2.s37x53.d24/40.fp32.causal.lse", "b2.h4.s9.d64.fp64", "b1.h2.s8.d64.fp16.grad"],
 )
 def test_it_passes_what_the_general_one_passes(text: str, turned: bool, gpu: list[Any]) -> None:
     made, p = kernel(text), Problem.parse(text)
@@ -75,8 +76,8 @@ def test_it_passes_what_the_general_one_passes(text: str, turned: bool, gpu: lis
         assert out.stride() == expected_out.stride()
         assert (out.shape, out.dtype) == (expected_out.shape, expected_out.dtype)
         assert passed.out.at == out.data_ptr()
-        assert passed.lse == (lse.data_ptr() if p.lse else None)
-        assert p.lse is (lse is not None)
+        assert passed.lse == (None if lse is None else lse.data_ptr())
+        assert (p.lse or p.grads != "") is (lse is not None)
         if lse is not None:
             assert (lse.shape, lse.stride(), lse.dtype) == (
                 expected_lse.shape,
