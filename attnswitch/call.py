@@ -82,7 +82,7 @@ def read(
         attn_mask = attn_mask[(None,) * (4 - len(m.shape))]  # type: ignore[index]
     lengths = None if key_lengths is None else _read_lengths(key_lengths, q, problem.seq_k, library)
     inputs = Inputs(query, key, value, attn_mask, lengths, options.seed)
-    if finite.looked_for(finite.when(), q.device[0]) and not finite.finite(problem, inputs[:3]):
+    if finite.looked_for(finite.when(), q.device[0]) and not finite.finite(problem, q.device[0], inputs[:3]):
         problem = problem.replace(nonfinite=True)
     return Call(problem, library, q.library, q.device, inputs, options.layout, caller)
 

@@ -59,12 +59,12 @@ def looked_for(when: str, kind: str) -> bool:
     return when == "always" or (when == "cpu" and kind == "cpu")
 
 
-def finite(problem: Problem, operands: tuple[Array, ...]) -> bool:
+def finite(problem: Problem, kind: str, operands: tuple[Array, ...]) -> bool:
     """Whether query, key and value of ``problem`` are free of NaN and inf that a kernel could lose or let leak.
 
-    Where nothing is hidden, value is not looked at: all of it is weighted and summed, NaN and inf included.
+    On the CPU value is not looked at where nothing is hidden: all of it is weighted and summed, NaN and inf included.
     """
-    looked_at = operands if _hides(problem) else operands[:2]
+    looked_at = operands if _value_matters(problem, kind) else operands[:2]
     library = arrays.library_of(operands[0])
     if library == "numpy":
         numpy: Any = sys.modules["numpy"]
@@ -77,22 +77,23 @@ def finite(problem: Problem, operands: tuple[Array, ...]) -> bool:
         return _one_by_one(*(arrays.passage(x, library, "torch") for x in looked_at))
 
 
-def look(problem: Problem) -> Look:
+def look(problem: Problem, kind: str) -> Look:
     """``finite`` of the torch tensors of ``problem``, in as few calls as can be."""
     p = problem
     elements = p.batch * p.heads_q * p.seq_q * p.dim_qk
     alike = (p.heads_q, p.seq_q) == (p.heads_kv, p.seq_k)
-    if _hides(p):
+    if _value_matters(p, kind):
         found = _all_at_once if alike and p.dim_qk == p.dim_v and elements <= _SMALL else _one_by_one
     else:
         found = _two_at_once() if alike and elements <= _TINY else _two
     return _beside_autograd(found) if p.grads else found
 
 
-def _hides(problem: Problem) -> bool:
-    """Whether a value may be weighted with 0 that is no weight of its score."""
+def _value_matters(problem: Problem, kind: str) -> bool:
+    """Whether a value may be weighted with 0 that is no weight of its score; GPUs were not tried without."""
     p = problem
-    return p.mask is not None or p.key_lengths or p.dropout > 0.0 or (p.positional and not p.sees_all)
+    hides = p.mask is not None or p.key_lengths or p.dropout > 0.0 or (p.positional and not p.sees_all)
+    return hides or kind != "cpu"
 
 
 def _all_at_once(query: Any, key: Any, value: Any) -> bool:

@@ -221,7 +221,7 @@ def ready(
     plan = asked_for or planner.make_plan(problem, Device.of(*where), backend, settled)
     if plan.chosen is None or plan.problem != problem or (settled is Policy.MEASURE and plan.open):
         return None
-    look = finite.look(problem) if finite.looked_for(when, where[0]) else None
+    look = finite.look(problem, where[0]) if finite.looked_for(when, where[0]) else None
     if look is not None and asked_for is None:
         poisoned = planner.make_plan(problem.replace(nonfinite=True), Device.of(*where), backend, settled)
         if poisoned.chosen == plan.chosen:  # the choice is the same, whatever a look would find

@@ -101,7 +101,7 @@ class Problem:
     key: Memory = field(default=CONTIGUOUS)
     value: Memory = field(default=CONTIGUOUS)
     attn_mask: Memory = field(default=CONTIGUOUS)
-    #: NaN or inf was seen in query, key or value; in value it is looked for where something is hidden. Read on the CPU
+    #: NaN or inf was seen in query, key or value; on the CPU in value only where something is hidden. Read there
     #: only, unless ATTNSWITCH_CHECK_FINITE=always: elsewhere reading costs a synchronisation.
     nonfinite: bool = False
 

@@ -205,16 +205,18 @@ def test_every_operand_is_looked_at(
     operands = dict(zip(("query", "key", "value"), tensors(length), strict=True))
     operands["query"] = torch.randn(1, heads, length, 16)
     problem = Problem(1, heads, 2, length, length, 16, 16, "float32", causal=causal, grads=grads)
-    look = finite.look(problem)
+    look = finite.look(problem, "cpu")
     arrays = tuple(operand.numpy() for operand in operands.values())
     assert look(*operands.values())
-    assert finite.finite(problem, arrays)
+    assert finite.finite(problem, "cpu", arrays)
     operands[role].view(-1)[77] = poison
     matters = causal or role != "value"
     operands["query"].requires_grad_(grads != "")
     assert look(*operands.values()) is not matters
-    assert finite.finite(problem, arrays) is not matters
-    assert finite.finite(problem, tuple(operands.values())) is not matters
+    assert finite.finite(problem, "cpu", arrays) is not matters
+    assert finite.finite(problem, "cpu", tuple(operands.values())) is not matters
+    assert not finite.look(problem, "cuda")(*operands.values())
+    assert not finite.finite(problem, "cuda", tuple(operands.values()))
 
 
 @pytest.mark.parametrize("backend", ["sdpa-flash", "sdpa-math"])
@@ -240,7 +242,8 @@ def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> l
 
 def test_what_only_overflows_a_sum_is_finite() -> None:
     operands = [torch.full((1, 2, 8, 16), 3e38) for _ in range(3)]
-    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32"))(*operands)
+    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32"), "cpu")(*operands)
+    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32", causal=True), "cpu")(*operands)
 
 
 def test_nothing_is_looked_for_that_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
