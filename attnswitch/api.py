@@ -18,17 +18,12 @@ from attnswitch.choice import plan_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.options import Options
 from attnswitch.options import of as options_of
+from attnswitch.options import of_few as options_of_few
 from attnswitch.planner import Plan
 from attnswitch.policy import Policy, effective
 from attnswitch.problem import Alignment, Window
 
 __all__ = ["attention", "attention_backward", "run_plan", "scaled_dot_product_attention"]
-
-
-#: Options that say nothing, and causal alone.
-_SILENT, _CAUSAL = (
-    options_of(0.0, causal, None, None, "top_left", None, 0.0, False, "BHLD", False, None) for causal in (False, True)
-)
 
 
 def attention(
@@ -87,10 +82,9 @@ def attention(
         BackendUnavailable: the backend named cannot run on this machine.
     """
     traced = "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling()
-    # Most calls say little beside arrays: that is seen faster than all of it can be looked up.
+    # Most calls say little beside arrays: that is seen faster than all that they could say is looked up.
     if (
-        scale is None
-        and window is None
+        window is None
         and key_lengths is None
         and enable_gqa is None
         and seed is None
@@ -98,11 +92,12 @@ def attention(
         and type(dropout_p) is type(softcap) is float
         and dropout_p == 0.0 == softcap
         and type(is_causal) is bool
+        and (scale is None or type(scale) is float)
         and layout == "BHLD"
         and causal_alignment == "top_left"
         and (hot := sys.modules.get("attnswitch.hot")) is not None
     ):
-        options = _CAUSAL if is_causal else _SILENT
+        options = options_of_few(is_causal, scale)
         if (found := hot.attend(query, key, value, attn_mask, options, backend, policy)) is not None:
             return found[0]
     attend = _untraced() if traced else _attend

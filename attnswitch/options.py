@@ -11,7 +11,7 @@ from typing import Any, get_args
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Window
 
-__all__ = ["Options", "of"]
+__all__ = ["Options", "of", "of_few"]
 
 _LAYOUTS = ("BHLD", "BLHD")
 
@@ -94,6 +94,12 @@ def of(
     except TypeError:  # what is not hashable, or can change, is read every time
         pass
     return Options(dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, *rest)
+
+
+@functools.lru_cache(maxsize=1024)
+def of_few(is_causal: bool, scale: float | None) -> Options:
+    """``of`` what says no more than these, of these very types."""
+    return of(0.0, is_causal, scale, None, "top_left", None, 0.0, False, "BHLD", False, None)
 
 
 #: By type as well: 1 is no flag, and True no number; nor are they as sides of a window, whose types come last.
