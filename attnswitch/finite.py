@@ -85,7 +85,7 @@ def look(problem: Problem, kind: str) -> Look:
     if _value_matters(p, kind):
         found = _all_at_once if alike and p.dim_qk == p.dim_v and elements <= _SMALL else _one_by_one
     else:
-        found = _two_at_once() if alike and elements <= _TINY else _two
+        found = _two_at_once if alike and elements <= _TINY else _two
     return _beside_autograd(found) if p.grads else found
 
 
@@ -101,15 +101,9 @@ def _all_at_once(query: Any, key: Any, value: Any) -> bool:
     return math.isfinite(query.addcmul(key, value).sum().item()) or _one_by_one(query, key, value)
 
 
-def _two_at_once() -> Look:
-    """With no other operand: query + key * (query - query) is query itself, or NaN, which equals nothing."""
-    torch: Any = sys.modules["torch"]
-    lerp, equal = torch.lerp, torch.equal
-
-    def found(query: Any, key: Any, _: Any) -> bool:
-        return equal(lerp(query, query, key), query)  # type: ignore[no-any-return]
-
-    return found
+def _two_at_once(query: Any, key: Any, _: Any) -> bool:
+    """What is between query and itself, by key, is query or NaN, which equals nothing."""
+    return query.lerp(query, key).equal(query)  # type: ignore[no-any-return]
 
 
 def _two(query: Any, key: Any, _: Any) -> bool:
@@ -126,10 +120,13 @@ def _one_by_one(*operands: Any) -> bool:
 def _beside_autograd(look: Look) -> Look:
     """``look``, of which autograd takes no note; ``no_grad`` would take as long as the look itself."""
     torch: Any = sys.modules["torch"]
-    beside = torch._C._AutoDispatchBelowAutograd
+    switch = torch._C._set_grad_enabled
 
     def found(query: Any, key: Any, value: Any) -> bool:
-        with beside():
+        switch(False)
+        try:
             return look(query, key, value)
+        finally:
+            switch(True)  # as it is wherever a problem has gradients
 
     return found
