@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +170,8 @@ class _Output:
             return
         document = {
             "schema": SCHEMA,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "command": render.command(self.json),
             "device": self.where,
             "environment": environment(),
             "seconds": round(time.monotonic() - self.start, 3),

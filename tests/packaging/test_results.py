@@ -16,9 +16,17 @@ make_tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(make_tables)
 
 
-@pytest.mark.parametrize("readme", make_tables.TABLES, ids=lambda path: path.parent.name)
-def test_the_readme_shows_the_results(readme: Path) -> None:
-    assert make_tables.TABLES[readme]() in readme.read_text()
+@pytest.mark.parametrize(
+    ("readme", "name"), make_tables.TABLES, ids=lambda of: of.parent.name if isinstance(of, Path) else of
+)
+def test_the_readme_shows_the_results(readme: Path, name: str) -> None:
+    text = readme.read_text()
+    assert make_tables.marked(text, name, make_tables.TABLES[readme, name]()) == text
+
+
+def test_a_table_stands_between_its_own_marks() -> None:
+    text = "<!-- a table -->\n<!-- end -->\n<!-- b table -->\nold\n<!-- end -->\n"
+    assert make_tables.marked(text, "b", "new") == text.replace("old", "\nnew\n")
 
 
 @pytest.mark.parametrize("path", sorted(make_tables.RESULTS.glob("verify-*.json")), ids=lambda path: path.stem)

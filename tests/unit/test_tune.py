@@ -261,6 +261,7 @@ def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
     ran = cli(*BRIEF, "--problem", first, "--json", "-")
     document = json.loads(ran.out)
     assert (ran.code, document["known_before"]) == (0, 0)
+    assert document["command"].startswith("attnswitch tune --device cpu --budget 2")
     (entry,) = document["problems"]
     assert entry["problem"] == first
     assert entry["after"] == entry["times"][0]["backend"] == attnswitch.plan(first).backend
