@@ -98,8 +98,10 @@ def attention(
         and (hot := sys.modules.get("attnswitch.hot")) is not None
     ):
         options = options_of_few(is_causal, scale)
-        if (found := hot.attend(query, key, value, attn_mask, options, backend, policy)) is not None:
-            return found[0]
+        found = hot.attend(query, key, value, attn_mask, options, backend, policy)
+        if found is None:
+            found = _by_every_step(query, key, value, attn_mask, None, options, backend, policy)
+        return found[0]
     attend = _untraced() if traced else _attend
     positions = causal_alignment, window, softcap
     rest = dropout_p, is_causal, scale, enable_gqa, *positions, return_lse, layout, deterministic, seed
@@ -123,6 +125,20 @@ def _attend(
         found = hot.attend(query, key, value, attn_mask, options, backend, policy)
         if found is not None:
             return found  # type: ignore[no-any-return]
+    return _by_every_step(query, key, value, attn_mask, key_lengths, options, backend, policy)
+
+
+def _by_every_step(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any,
+    key_lengths: Any,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+) -> tuple[Array, Array | None]:
+    """The same for a call that is not like one before."""
     policy = effective(policy)
     call = calls.read(query, key, value, attn_mask, key_lengths, options)
     recording.note(call.problem)

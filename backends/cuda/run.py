@@ -50,6 +50,7 @@ def start(
             counter[...] = 0
         if left:
             places = memory.empty((left,), like, "uint8")
+            places[...] = workspace.BLANK
             arguments.parts = memory.address(places)
         emulator.launch(variant, blocks, arguments)
         return

@@ -11,8 +11,10 @@ from typing import Any
 
 from . import memory
 
-__all__ = ["blank"]
+__all__ = ["BLANK", "blank"]
 
+#: Every byte of a place where nothing was left.
+BLANK = 0xFF
 #: What ``cudaStreamPerThread`` is for every thread.
 _PER_THREAD = 2
 #: By GPU and stream. Not of an allocator that pools, as such may count what outlives a call.
@@ -28,7 +30,11 @@ def blank(size: int, like: Any, stream: int) -> Any:
     key = memory.index(like), stream, threading.get_ident() if stream == _PER_THREAD else 0
     found = _kept.get(key)
     if found is None or found.nbytes < size:
-        found = _kept[key] = _filled(_allocated(size), stream)
+        try:
+            made = _allocated(1 << (size - 1).bit_length())  # as sizes that grow bit by bit would free as often
+        except runtime.CUDARuntimeError:  # the caller's allocator may have all that is left
+            return _filled(memory.empty((size,), like, "uint8"), stream)
+        found = _kept[key] = _filled(made, stream)
     return found
 
 
@@ -42,5 +48,5 @@ def _allocated(size: int) -> Any:
 def _filled(array: Any, stream: int) -> Any:
     from cupy.cuda import runtime
 
-    runtime.memsetAsync(memory.address(array), 0xFF, array.nbytes, stream)
+    runtime.memsetAsync(memory.address(array), BLANK, array.nbytes, stream)
     return array

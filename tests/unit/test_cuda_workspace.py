@@ -55,12 +55,27 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def test_launches_of_a_stream_share_memory_that_was_filled_once(runtime: Runtime) -> None:
     first = workspace.blank(4000, 0, 7)
-    assert runtime.filled == [(first.data_ptr(), 0xFF, 4000, 7)]
+    assert runtime.filled == [(first.data_ptr(), 0xFF, 4096, 7)]
     assert workspace.blank(4000, 0, 7) is first
     assert workspace.blank(400, 0, 7) is first
     larger = workspace.blank(8000, 0, 7)
-    assert runtime.filled[1:] == [(larger.data_ptr(), 0xFF, 8000, 7)]
+    assert runtime.filled[1:] == [(larger.data_ptr(), 0xFF, 8192, 7)]
     assert workspace.blank(4000, 0, 7) is larger
+
+
+def test_where_there_is_no_memory_left_that_of_the_caller_serves_a_launch(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose allocator holds the whole GPU has room there."""
+    out_of_memory = pytest.importorskip("cupy.cuda").runtime.CUDARuntimeError(2)
+
+    def refused(size: int) -> Any:
+        raise out_of_memory
+
+    monkeypatch.setattr(workspace, "_allocated", refused)
+    first, second = workspace.blank(4000, 0, 7), workspace.blank(4000, 0, 7)
+    assert first is not second
+    assert runtime.filled == [(array.data_ptr(), 0xFF, 4000, 7) for array in (first, second)]
 
 
 def test_what_may_run_at_once_shares_none(runtime: Runtime) -> None:

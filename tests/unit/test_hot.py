@@ -445,3 +445,18 @@ def test_a_call_like_one_before_is_short() -> None:
             sys.setprofile(None)
     assert "ready" not in entered
     assert entered == ["attention", "attend", "generation"]
+
+
+def test_a_call_that_is_not_for_here_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(3, 1, 2, 6, 8)
+    attnswitch.attention(query, key, value)
+    attend, tried = hot.attend, list[Any]()
+
+    def counted(*asked: Any) -> Any:
+        tried.append(attend(*asked))
+        return tried[-1]
+
+    monkeypatch.setattr(hot, "attend", counted)
+    query[0, 0, 0, 0] = torch.nan
+    assert attnswitch.attention(query, key, value)[0, 0, 0].isnan().all()
+    assert tried == [None]

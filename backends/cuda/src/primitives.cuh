@@ -31,7 +31,6 @@ DEVICE u32 block_index() { return blockIdx.x; }
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
-DEVICE u32 add_atomic(u32* at, u32 value) { return atomicAdd(at, value); }
 // From 9.0 on, of launches that follow one another: the next may begin where this one leaves room, once all blocks have
 // come here; and it waits for the end of this one before it reads what that has written.
 DEVICE void let_next_begin() {

@@ -47,15 +47,10 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
 
 DEVICE void let_next_begin() {}
 DEVICE void await_launch_before() {}
-// Blocks run one after another, in their order on the grid.
-DEVICE u32 add_atomic(u32* at, u32 value) {
-    const u32 before = *at;
-    *at += value;
-    return before;
-}
 
 // -- from block to block ----------------------------------------------------------------------------------------------
 
+// Blocks run one after another, in their order on the grid.
 template <class V> DEVICE V blank(V x) {
     memset(&x, 0xff, sizeof x);
     return x;

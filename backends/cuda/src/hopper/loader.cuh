@@ -12,7 +12,7 @@ struct Shared {
     alignas(1024) T key[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T value[STAGES][BLOCK_N * BLOCK_DV];
     Barrier query_full[QUERY_STAGES][CONSUMERS], query_free[QUERY_STAGES][CONSUMERS];
-    u32 told[STAGES];  // MASKED: of the keys of a stage, the number of the tile and a bit for each consumer (`told`)
+    u32 told[STAGES];  // MASKED: of the keys of a stage, the number of the tile and a bit for each consumer (`Left::next`)
     Barrier key_full[STAGES], key_free[STAGES], value_full[STAGES], value_free[STAGES];
     Ticket ticket;
 
