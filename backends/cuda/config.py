@@ -334,7 +334,7 @@ def _schedule(problem: Problem, device: Device, tile: Tile) -> tuple[int, int]:
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
-    size, real = DTYPES[problem.dtype], 8 if problem.dtype == "float64" else 4
+    size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem) + pad for n in (problem.dim_qk, problem.dim_v))
     rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
@@ -353,13 +353,17 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
 
 def left(problem: Problem, tile: Tile) -> int:
     """Bytes that the block of one split leaves to that of the last: numerators, maximum and sum of each row."""
-    real = 8 if problem.dtype == "float64" else 4
-    return tile.queries * (block(problem.dim_v, problem) + 2) * real
+    return tile.queries * (block(problem.dim_v, problem) + 2) * _real(problem)
 
 
 def merging_shared(problem: Problem) -> int:
     """Bytes of shared memory that a block of ``merge.cu`` takes, for rows of any length."""
-    return MERGING_WARPS * _MOST_COLUMNS * (8 if problem.dtype == "float64" else 4)
+    return MERGING_WARPS * _MOST_COLUMNS * _real(problem)
+
+
+def _real(problem: Problem) -> int:
+    """Bytes of a number as the kernels add up: float32, or float64 for float64."""
+    return 8 if problem.dtype == "float64" else 4
 
 
 def hopper_shared(tile: HopperTile, dim: int) -> int:
