@@ -111,21 +111,18 @@ def attend(
     return found.run(*operands)
 
 
-def _aligned(operands: tuple[Any, ...]) -> bool:
-    return not any(operand.data_ptr() & 15 for operand in operands)
-
-
 def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None:
     """What a call comes to, by all its facts; None where it is not for here."""
     if any(type(operand) not in _PLAIN for operand in operands) or _transforms() is not None:
         return None
     try:
-        query, key, value, *mask = (_seen(operand) for operand in operands)
+        seen = [_seen(operand) for operand in operands]
     except RuntimeError:  # sparse and nested tensors have no strides
         return None
     options, _, backend, named, _, _, grad_enabled, generation, plan = asked
     settled = grad_enabled, backend, policy.effective(named), finite.when(), generation, plan
-    found = ready(query, key, value, mask[0] if mask else None, options, *settled)
+    query, key, value, mask = seen if len(seen) > 3 else (*seen, None)
+    found = ready(query, key, value, mask, options, *settled)
     if found is None:
         return None
     like = found.like
@@ -133,7 +130,7 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None
         alike = _alike(operands)
         run = _run(found, operands, options.layout == "BLHD", prepare=alike is not None)
         like = found.like = Like(found.problem, recording.environment() is not None, found.look, run, alike or _never)
-    if _aligned(operands):
+    if not any(facts[-1] for facts in seen):  # addresses, as ``attend`` asks for them
         if len(_latest) >= _MOST:
             _latest.clear()
         _latest[asked] = like
