@@ -233,7 +233,12 @@ class Problem:
     @property
     def needs_mask(self) -> bool:
         """Whether a kernel that knows plain causal only needs a mask for it, of up to Lq x Lk elements."""
-        if self.mask is not None or self.key_lengths or self.window is not None:
+        return self.mask is not None or self.irregular
+
+    @property
+    def irregular(self) -> bool:
+        """Whether positions or lengths hide what plain causal does not say."""
+        if self.key_lengths or self.window is not None:
             return True
         return self.causal and not self.plainly_causal and not self.sees_all
 

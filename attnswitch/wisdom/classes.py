@@ -63,14 +63,8 @@ def _added_up(some: tuple[int, ...], others: tuple[int, ...]) -> float:
 
 def _kind(p: Problem) -> tuple[object, ...]:
     mask = None if p.mask is None else p.mask.is_bool
-    features = mask, _irregular(p), bool(p.grads), bool(p.dropout), bool(p.softcap)
+    features = mask, p.irregular, bool(p.grads), bool(p.dropout), bool(p.softcap)
     return DTYPES[p.dtype], *features, p.seq_q == 1, p.is_empty
-
-
-def _irregular(p: Problem) -> bool:
-    """Whether positions are hidden for which many a kernel has to be given a mask written out."""
-    shifted = p.causal and p.bottom_right and p.seq_q != p.seq_k
-    return p.key_lengths or p.window is not None or shifted
 
 
 def _heads(p: Problem) -> tuple[int, ...]:

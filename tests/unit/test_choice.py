@@ -88,6 +88,14 @@ def test_the_nearest_that_was_measured_serves_where_nothing_of_the_class_was() -
         assert attnswitch.plan(other).backend == "sdpa-flash", other
 
 
+def test_one_query_at_the_last_key_is_near_one_that_says_nothing_of_causal() -> None:
+    """It sees every key either way, and no kernel needs a mask for it."""
+    kept = "b2.h4.s1x512.d32.fp32"
+    view.remember([time("sdpa-flash", 3.0, kept), time("tiled", 1.0, kept)])
+    assert attnswitch.plan("b2.h4.s1x600.d32.fp32.causal-br").backend == "tiled"
+    assert attnswitch.plan("b2.h4.s1x600.d32.fp32.causal-br.lengths").backend == "sdpa-flash"
+
+
 def test_one_backend_alone_is_no_comparison() -> None:
     view.remember([time("tiled", 1.0)])
     assert attnswitch.plan("b2.h6.s64.d32.fp32").backend == "sdpa-flash"
