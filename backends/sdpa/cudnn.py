@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Prepared
+from attnswitch.backend import Backend
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
+from . import biased
 from .base import Fit, Launch, SdpaBackend
-from .masks import Hiding
-from .operands import bias, copied_if_expanded, padded, with_aligned_gradient
+from .operands import copied_if_expanded, padded
 from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, version
 
 __all__ = ["CudnnBackend"]
@@ -41,20 +41,7 @@ class CudnnBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""
-        operator, dropout, scale = torch._scaled_dot_product_cudnn_attention, problem.dropout, problem.softmax_scale
-        scores, asked = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), problem.lse
-
-        def launch(hiding: Hiding) -> Prepared:
-            mask, causal = hiding.mask, hiding.causal
-
-            def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-                added = None if mask is None else bias(mask, query, scores)
-                found = operator(query, key, value, added, True, dropout, causal, False, scale=scale)
-                return with_aligned_gradient(found[0]), found[1].reshape(scores[:3]) if asked else None
-
-            return launched
-
-        return launch
+        return biased.launcher(problem, torch._scaled_dot_product_cudnn_attention)
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Multiples of 8, aligned, and nothing expanded."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Prepared
+from attnswitch.backend import Backend
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
+from . import biased
 from .base import Fit, Launch, SdpaBackend
-from .masks import Hiding
-from .operands import bias, padded, with_aligned_gradient
+from .operands import padded
 from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
 
 __all__ = ["EfficientBackend"]
@@ -47,22 +47,7 @@ class EfficientBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""
-        operator, dropout, scale = torch._scaled_dot_product_efficient_attention, problem.dropout, problem.softmax_scale
-        scores, asked = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), problem.lse
-
-        def launch(hiding: Hiding) -> Prepared:
-            mask, causal = hiding.mask, hiding.causal
-
-            def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-                added = None if mask is None else bias(mask, query, scores)
-                # The lse is always asked for: the backward needs it even where only the mask has a gradient, and
-                # without it the kernel of torch before 2.15 misreads keys whose head axis is expanded (pytorch#191937).
-                found = operator(query, key, value, added, True, dropout, causal, scale=scale)
-                return with_aligned_gradient(found[0]), found[1][..., : scores[2]] if asked else None
-
-            return launched
-
-        return launch
+        return biased.launcher(problem, torch._scaled_dot_product_efficient_attention)
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""

@@ -1,0 +1,42 @@
+"""The launch of torch's operators with an additive mask, by shapes alone: neither runs on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from attnswitch import Problem
+
+biased = importlib.import_module("attnswitch.backends.sdpa.biased")
+masks = importlib.import_module("attnswitch.backends.sdpa.masks")
+
+OPERATORS: dict[str, Any] = {
+    "cudnn": torch._scaled_dot_product_cudnn_attention,
+    "efficient": torch._scaled_dot_product_efficient_attention,
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lse", ["", ".lse"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_output_and_lse_have_the_shapes_of_the_contract(name: str, lse: str, masked: bool) -> None:
+    """70 queries: one operator pads their lse to a multiple of 32, the other gives it a last axis."""
+    problem = Problem.parse(f"b2.h3.s70x50.d64/32.bf16{lse}")
+    operands = (torch.empty(2, 3, n, d, dtype=torch.bfloat16, device="meta") for n, d in ((70, 64), (50, 64), (50, 32)))
+    mask = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta") if masked else None
+    given: list[torch.Tensor | None] = []
+
+    def operator(*passed: torch.Tensor, **more: float) -> tuple[torch.Tensor, ...]:
+        given.append(passed[3])
+        found: tuple[torch.Tensor, ...] = OPERATORS[name](*passed, **more)
+        return found
+
+    out, found = biased.launcher(problem, operator)(masks.Hiding(mask))(*operands)
+    assert out.shape == (2, 3, 70, 32)
+    assert (found is None) == (not lse)
+    assert found is None or found.shape == (2, 3, 70)
+    (added,) = given
+    assert (None if added is None else added.shape) == ((2, 3, 70, 50) if masked else None)
