@@ -46,8 +46,8 @@ class EfficientBackend(SdpaBackend):
             yield ATOMIC
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
-        """The operator."""
-        return biased.launcher(problem, torch._scaled_dot_product_efficient_attention)
+        """The operator; without an lse it misreads keys of an expanded head axis before torch 2.15 (pytorch#191937)."""
+        return biased.launcher(problem, torch._scaled_dot_product_efficient_attention, always_lse=problem.key.expanded)
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""

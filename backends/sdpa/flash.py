@@ -13,12 +13,16 @@ from attnswitch.backend import Backend, Precision, Prepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
+from .arguments import told
 from .base import Fit, Launch, SdpaBackend
 from .masks import Hiding
 from .operands import additive, dense_rows, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half
 
 __all__ = ["FlashBackend"]
+
+#: Keys of a tile of torch's CPU kernel.
+_CPU_TILE = 512
 
 
 class FlashBackend(SdpaBackend):
@@ -48,6 +52,10 @@ class FlashBackend(SdpaBackend):
     def raises_mask(self, device: Device) -> bool:
         """On the CPU it is; torch misreads a float32 mask beside float64 operands."""
         return device.kind == "cpu"
+
+    def lse_shows(self, problem: Problem, device: Device) -> bool:
+        """On the CPU it does where keys are one tile and all are seen; of more, tiles of no number may be passed by."""
+        return device.kind == "cpu" and problem.seq_k <= _CPU_TILE and not problem.causal
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator of the device."""
@@ -83,16 +91,14 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _on_cpu(problem: Problem) -> Launch:
-    operator, scale = torch._scaled_dot_product_flash_attention_for_cpu, problem.scale
-
     def launch(hiding: Hiding) -> Prepared:
-        causal = hiding.causal
-        if hiding.mask is None and scale is None:  # what is left out need not be read
-            return (lambda query, key, value: operator(query, key, value, 0.0, True)) if causal else operator
+        call, last = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
+        if hiding.mask is None:
+            return (lambda query, key, value: call(query, key, value, *last)) if last else call
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-            mask = None if hiding.mask is None else additive(hiding.mask, query.dtype)
-            return operator(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+            found: tuple[Any, Any] = call(query, key, value, *last, attn_mask=additive(hiding.mask, query.dtype))
+            return found
 
         return launched
 
@@ -100,14 +106,11 @@ def _on_cpu(problem: Problem) -> Launch:
 
 
 def _on_cuda(problem: Problem) -> Launch:
-    operator = torch._scaled_dot_product_flash_attention
-    dropout, scale = problem.dropout, problem.softmax_scale
-
     def launch(hiding: Hiding) -> Prepared:
-        causal = hiding.causal
+        call, last = told(torch._scaled_dot_product_flash_attention, problem, hiding.causal)
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-            found = operator(query, key, value, dropout, causal, False, scale=scale)
+            found = call(query, key, value, *last)
             return with_aligned_gradient(found[0]), found[1]
 
         return launched

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -11,11 +12,15 @@ from attnswitch.backend import Backend, Precision, Prepared
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
+from .arguments import Operator, told
 from .base import Launch, SdpaBackend
 from .masks import Hiding
 from .operands import additive
 
 __all__ = ["MathBackend"]
+
+#: Whether the operator may compute in a 16-bit type.
+_narrow_allowed: Callable[[], bool] = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
 
 
 class MathBackend(SdpaBackend):
@@ -44,20 +49,23 @@ class MathBackend(SdpaBackend):
 
 
 def _launcher(problem: Problem) -> Launch:
-    # Everything is raised to the accumulator here: the operator does so too, unless a process-wide switch says
-    # otherwise; and it would add a bool mask as 0 and 1.
+    # A bool mask is made a float mask, as the operator would add it as 0 and 1. The operator raises 16-bit operands to
+    # the accumulator's type, unless a process-wide switch says otherwise; beside a mask of that type they are given so.
     kind = torch.float64 if problem.dtype == "float64" else torch.float32
-    raised = problem.dtype not in ("float32", "float64")
-    operator, dropout, scale = torch._scaled_dot_product_attention_math, problem.dropout, problem.softmax_scale
-    grouped = problem.group > 1
+    narrow = problem.dtype not in ("float32", "float64")
+    operator: Operator = torch._scaled_dot_product_attention_math
+    if problem.group > 1:
+        operator = functools.partial(operator, enable_gqa=True)
 
     def launch(hiding: Hiding) -> Prepared:
-        mask, causal = None if hiding.mask is None else additive(hiding.mask, kind), hiding.causal
+        mask = None if hiding.mask is None else additive(hiding.mask, kind)
+        call, last = told(operator, problem, hiding.causal)
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, None]:
-            q, k, v = (query.to(kind), key.to(kind), value.to(kind)) if raised else (query, key, value)
-            out, _ = operator(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
-            return (out.to(query.dtype) if raised else out), None
+            if narrow and (mask is not None or _narrow_allowed()):
+                out, _ = call(query.to(kind), key.to(kind), value.to(kind), mask, *last)
+                return out.to(query.dtype), None
+            return call(query, key, value, mask, *last)[0], None
 
         return launched
 

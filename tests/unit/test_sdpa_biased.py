@@ -27,10 +27,10 @@ def test_output_and_lse_have_the_shapes_of_the_contract(name: str, lse: str, mas
     problem = Problem.parse(f"b2.h3.s70x50.d64/32.bf16{lse}")
     operands = (torch.empty(2, 3, n, d, dtype=torch.bfloat16, device="meta") for n, d in ((70, 64), (50, 64), (50, 32)))
     mask = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta") if masked else None
-    given: list[torch.Tensor | None] = []
+    given: list[tuple[torch.Tensor | None, bool]] = []
 
-    def operator(*passed: torch.Tensor, **more: float) -> tuple[torch.Tensor, ...]:
-        given.append(passed[3])
+    def operator(*passed: Any, **more: float) -> tuple[torch.Tensor, ...]:
+        given.append(passed[3:5])
         found: tuple[torch.Tensor, ...] = OPERATORS[name](*passed, **more)
         return found
 
@@ -38,5 +38,19 @@ def test_output_and_lse_have_the_shapes_of_the_contract(name: str, lse: str, mas
     assert out.shape == (2, 3, 70, 32)
     assert (found is None) == (not lse)
     assert found is None or found.shape == (2, 3, 70)
-    (added,) = given
+    ((added, with_lse),) = given
     assert (None if added is None else added.shape) == ((2, 3, 70, 50) if masked else None)
+    assert with_lse is bool(lse)
+
+
+@pytest.mark.parametrize(("text", "always", "expected"), [("", False, False), (".grad", False, True), ("", True, True)])
+def test_lse_is_computed_only_where_something_needs_it(text: str, always: bool, expected: bool) -> None:
+    problem = Problem.parse(f"b1.h1.s8.d64.bf16{text}")
+    asked: list[bool] = []
+
+    def operator(query: torch.Tensor, key: object, value: object, bias: object, with_lse: bool) -> Any:
+        asked.append(with_lse)
+        return query, None
+
+    biased.launcher(problem, operator, always_lse=always)(masks.Hiding())(*torch.zeros(3, 1, 1, 8, 64))
+    assert asked == [expected]
