@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 import os
@@ -16,7 +17,7 @@ from attnswitch.arrays import Array
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
-__all__ = ["checking", "chosen", "finite", "look", "looked_for", "when"]
+__all__ = ["checking", "chosen", "finite", "look", "looked_for", "shows", "when"]
 
 #: Whether query, key and value hold neither NaN nor inf.
 Look = Callable[[Any, Any, Any], bool]
@@ -25,6 +26,8 @@ _WHEN = ("cpu", "always", "never")
 _SMALL = 2**14
 #: Up to which comparing, an element at a time, does as well.
 _TINY = 2**10
+#: Numbers up to which a list of them is faster than a call of torch.
+_FEW = 48
 _chosen: ContextVar[str | None] = ContextVar("attnswitch_finite", default=None)
 #: What the context says of it, if anything.
 chosen = _chosen.get
@@ -87,6 +90,33 @@ def look(problem: Problem, kind: str) -> Look:
     else:
         found = _two_at_once if alike and elements <= _TINY else _two
     return _beside_autograd(found) if p.grads else found
+
+
+def shows(problem: Problem) -> Callable[[Any], bool]:
+    """Whether 0, NaN or inf is in an lse (B, Hq, Lq) of ``problem``, a dense tensor on the CPU."""
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    number = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
+    return _shown_by_few((number * rows).from_address) if rows <= _FEW else _shown_by_many()
+
+
+def _shown_by_few(at: Callable[[int], Any]) -> Callable[[Any], bool]:
+    def shown(lse: Any) -> bool:
+        numbers = at(lse.data_ptr())[:]
+        return 0.0 in numbers or not math.isfinite(sum(numbers))
+
+    return shown
+
+
+def _shown_by_many() -> Callable[[Any], bool]:
+    ones: Any = None
+
+    def shown(lse: Any) -> bool:
+        nonlocal ones
+        if ones is None:
+            ones = lse.new_ones(()).expand(lse.shape).clone(memory_format=sys.modules["torch"].preserve_format)
+        return not lse.div(lse).equal(ones)
+
+    return shown
 
 
 def _value_matters(problem: Problem, kind: str) -> bool:

@@ -45,6 +45,8 @@ class Like:
     recorded: bool
     #: Looks for NaN and inf, where that is done.
     look: finite.Look | None
+    #: Whether lse shows that there is need to look; None where that is done before the launch.
+    shown: Callable[[Any], bool] | None
     #: Output and lse of operands as the caller lays them out.
     run: Prepared
     #: Whether operands have the same facts but for addresses, and torch is in the same modes: what can be asked faster
@@ -89,8 +91,8 @@ def attend(
         return None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     # What the context says stands for itself here: what it falls back on never changes.
-    said = _policy_chosen(), _look_chosen(), _grad_enabled(), planner.generation(), plan
-    asked = options, attn_mask is None, backend, named, *said
+    context = _policy_chosen(), _look_chosen(), _grad_enabled(), planner.generation()
+    asked = options, attn_mask is None, backend, named, plan, context
     try:
         found = _latest.get(asked)
     except TypeError:  # what is not hashable is no name of a backend
@@ -104,11 +106,17 @@ def attend(
         found = _looked_up(operands, asked)
         if found is None:
             return None
-    if found.look is not None and not found.look(query, key, value):
+    look, shown = found.look, found.shown
+    if look is not None and shown is None and not look(query, key, value):
         return None
+    result = found.run(*operands)
+    if look is not None and shown is not None:
+        lse = result[1]
+        if (lse is None or shown(lse)) and not look(query, key, value):
+            return None
     if found.recorded or _recording() is not None:
         recording.note(found.problem)
-    return found.run(*operands)
+    return result
 
 
 def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None:
@@ -119,7 +127,7 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None
         seen = [_seen(operand) for operand in operands]
     except RuntimeError:  # sparse and nested tensors have no strides
         return None
-    options, _, backend, named, _, _, grad_enabled, generation, plan = asked
+    options, _, backend, named, plan, (_, _, grad_enabled, generation) = asked
     settled = grad_enabled, backend, policy.effective(named), finite.when(), generation, plan
     query, key, value, mask = seen if len(seen) > 3 else (*seen, None)
     found = ready(query, key, value, mask, options, *settled)
@@ -129,7 +137,10 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None
     if like is None or not like.alike(*operands):
         alike = _alike(operands)
         run = _run(found, operands, options.layout == "BLHD", prepare=alike is not None)
-        like = found.like = Like(found.problem, recording.environment() is not None, found.look, run, alike or _never)
+        tells = found.look is not None and alike is not None and getattr(found.kernel, "lse_shows", False)
+        shown = finite.shows(found.problem) if tells else None
+        recorded = recording.environment() is not None
+        like = found.like = Like(found.problem, recorded, found.look, shown, run, alike or _never)
     if not any(facts[-1] for facts in seen):  # addresses, as ``attend`` asks for them
         if len(_latest) >= _MOST:
             _latest.clear()

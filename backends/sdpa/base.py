@@ -64,10 +64,15 @@ class SdpaBackend:
         empty = problem.is_empty or problem.seq_k == 0
         plain = None if problem.needs_mask or empty else masks.compose_plain(problem)
         launch, fit = self.launcher(problem, device), self.fitting(problem, device)
-        return SdpaKernel(problem, launch, fit, mask_dtype, plain, autocast.available(device.kind))
+        lse_shows = plain is not None and self.lse_shows(problem, device)
+        return SdpaKernel(problem, launch, fit, mask_dtype, plain, autocast.available(device.kind), lse_shows)
 
     def raises_mask(self, device: Device) -> bool:
         """Whether a float mask is raised to the accumulator's type, rather than given in the operands'."""
+        return False
+
+    def lse_shows(self, problem: Problem, device: Device) -> bool:
+        """Whether the operator's lse shows what ``Kernel`` says, in a problem that needs no mask."""
         return False
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
@@ -117,6 +122,8 @@ class SdpaKernel:
     plain: masks.Hiding | None = None
     #: Kind of device, where that has autocast regions.
     autocasts: str | None = None
+    #: See ``Kernel``.
+    lse_shows: bool = False
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, differentiable by torch, and lse where the problem asks for it."""

@@ -15,6 +15,8 @@ import torch
 import attnswitch
 from attnswitch import InvalidProblem, Problem, Unsupported, divergences, finite, hot, planner
 from attnswitch import call as calls
+from attnswitch.backend import Inputs, prepared
+from attnswitch.device import Device
 from attnswitch.policy import Policy
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
@@ -189,6 +191,68 @@ def test_nan_is_seen_in_every_call() -> None:
     with finite.checking("never"):
         assert attnswitch.attention(q, poisoned, v, attn_mask=mask).isnan().any()
     torch.testing.assert_close(attnswitch.attention(q, poisoned, v, attn_mask=mask), clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("keys", [1, 3, 8, 33, 100, 512])
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_the_lse_of_the_cpu_kernel_shows_every_row_that_is_nan(queries: int, keys: int, dtype: torch.dtype) -> None:
+    """Its output is 0 in some of them, and a number in others."""
+    problem = Problem(1, 2, 2, queries, keys, 16, 16, str(dtype).removeprefix("torch."))
+    _, kernel = planner.kernel("sdpa-flash", problem, Device.of("cpu", 0))
+    assert kernel.lse_shows  # type: ignore[attr-defined]
+    shown = finite.shows(problem)
+    generator = np.random.default_rng(queries + keys)
+    hidden = 0
+    for draw in range(60):
+        query, key = (torch.randn(1, 2, length, 16, dtype=dtype) for length in (queries, keys))
+        which = (query, key)[draw % 2]
+        first, last = sorted(generator.integers(0, which.shape[2] + 1, 2))
+        where = slice(None) if draw % 3 else int(generator.integers(16))
+        poison = (torch.nan, torch.inf, -torch.inf)[draw // 2 % 3]
+        which[0, :: int(generator.integers(1, 3)), first : last + 1, where] = poison
+        operands = Inputs(query, key, torch.randn(1, 2, keys, 16, dtype=dtype))
+        out, lse = prepared(kernel, operands)(*operands[:3])
+        exact = torch.softmax(query.double() @ key.double().mT / 4, -1).isnan().any(-1)
+        assert lse is not None
+        told = (lse == 0) | ~lse.isfinite()
+        assert bool((told | ~exact).all())
+        assert shown(lse) is bool(told.any())
+        hidden += int((exact & ~out.isnan().any(-1)).sum())
+    assert hidden or keys > 1  # or there would be no need to look
+
+
+@pytest.mark.parametrize("keys", [8, 520])
+def test_nan_is_seen_whether_lse_shows_it_or_not(keys: int) -> None:
+    """520 keys are more than a tile."""
+    query, key, value = torch.randn(1, 2, 4, 16), *torch.randn(2, 1, 2, keys, 16).unbind()
+    attnswitch.attention(query, key, value, backend="sdpa-flash")
+    attnswitch.attention(query, key, value, backend="sdpa-flash")
+    key[:, :, -8:] = torch.nan
+    with pytest.raises(Unsupported, match="NaN or inf"):
+        attnswitch.attention(query, key, value, backend="sdpa-flash")
+    assert attnswitch.attention(query, key, value).isnan().all()
+
+
+def test_an_lse_of_zero_is_looked_into(steps: list[object]) -> None:
+    """One key, and a score of 0."""
+    query, key, value = (torch.zeros(1, 1, 1, 16), *torch.randn(2, 1, 1, 1, 16).unbind())
+    attnswitch.attention(query, key, value, backend="sdpa-flash")
+    steps.clear()
+    with attnswitch.record() as recorded:
+        assert torch.equal(attnswitch.attention(query, key, value, backend="sdpa-flash"), value)
+    assert not steps
+    assert list(recorded.problems.values()) == [1]
+
+
+def test_a_call_with_nan_is_recorded_once() -> None:
+    query, key, value = torch.randn(3, 1, 1, 4, 16).unbind()
+    attnswitch.attention(query, key, value)
+    query[..., 0] = torch.nan
+    with attnswitch.record() as recorded:
+        assert attnswitch.attention(query, key, value).isnan().all()
+    assert [problem.nonfinite for problem in recorded.problems] == [True]
+    assert list(recorded.problems.values()) == [1]
 
 
 LOOKED_AT = {"few": (2, 8), "grouped": (4, 8), "many": (2, 80)}
