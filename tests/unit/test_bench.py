@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +28,7 @@ from attnswitch.problem import Problem
 from attnswitch.tune import problems
 
 Register = Callable[[str, str], None]
+ROOT = Path(__file__).parents[2]
 LIMITS = Limits(1.0, 10.0, 1024, "float32", 2**26)
 SHORT = Budget(1.0, 1.0)
 ROWS = [row for suite in suites().values() for row in suite.rows]
@@ -67,6 +71,17 @@ def test_what_is_unseen_is_not_tuned_on(suite: str, kind: str) -> None:
     assert not {row.problem for row in rows} & set(problems.catalogue(kind))
     assert {row.directions for row in rows} == {("forward",), ("forward", "training")}
     assert all((row.directions == ("forward",)) == (row.problem.seq_q == 1) for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_what_is_unseen_is_what_was_drawn(kind: str) -> None:
+    spec = importlib.util.spec_from_file_location("draw_unseen", ROOT / "fixtures" / "draw_unseen.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    (seed,) = re.findall(r"draw_unseen.py with seed (\d+)", (ROOT / "attnswitch/bench/suites.toml").read_text("utf-8"))
+    assert [str(row.problem) for row in suites()[f"unseen-{kind}"].rows] == drawing.rows(kind, int(seed))
 
 
 @pytest.mark.parametrize("row", suites()["grid"].rows, ids=lambda row: row.name)
