@@ -26,11 +26,13 @@ def launcher(problem: Problem, operator: Operator, *, always_lse: bool = False) 
 
     def launch(hiding: Hiding) -> Prepared:
         mask = hiding.mask
-        call, last = told(operator, problem, hiding.causal)
+        call = told(operator, problem, hiding.causal)
+        if mask is None and not with_lse:
+            return lambda query, key, value: (call(query, key, value, None, False)[0], None)
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
             added = None if mask is None else bias(mask, query, scores)
-            found = call(query, key, value, added, with_lse, *last)
+            found = call(query, key, value, added, with_lse)
             lse = found[1].flatten(2)[..., : scores[2]] if asked else None
             return with_aligned_gradient(found[0]), lse
 

@@ -92,12 +92,12 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 def _on_cpu(problem: Problem) -> Launch:
     def launch(hiding: Hiding) -> Prepared:
-        call, last = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
+        call = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
         if hiding.mask is None:
-            return (lambda query, key, value: call(query, key, value, *last)) if last else call
+            return call
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-            found: tuple[Any, Any] = call(query, key, value, *last, attn_mask=additive(hiding.mask, query.dtype))
+            found: tuple[Any, Any] = call(query, key, value, attn_mask=additive(hiding.mask, query.dtype))
             return found
 
         return launched
@@ -107,10 +107,12 @@ def _on_cpu(problem: Problem) -> Launch:
 
 def _on_cuda(problem: Problem) -> Launch:
     def launch(hiding: Hiding) -> Prepared:
-        call, last = told(torch._scaled_dot_product_flash_attention, problem, hiding.causal)
+        call = told(torch._scaled_dot_product_flash_attention, problem, hiding.causal)
+        if not problem.grads:
+            return lambda query, key, value: call(query, key, value)[:2]
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-            found = call(query, key, value, *last)
+            found = call(query, key, value)
             return with_aligned_gradient(found[0]), found[1]
 
         return launched

@@ -59,13 +59,13 @@ def _launcher(problem: Problem) -> Launch:
 
     def launch(hiding: Hiding) -> Prepared:
         mask = None if hiding.mask is None else additive(hiding.mask, kind)
-        call, last = told(operator, problem, hiding.causal)
+        call = told(operator, problem, hiding.causal)
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, None]:
             if narrow and (mask is not None or _narrow_allowed()):
-                out, _ = call(query.to(kind), key.to(kind), value.to(kind), mask, *last)
+                out, _ = call(query.to(kind), key.to(kind), value.to(kind), mask)
                 return out.to(query.dtype), None
-            return call(query, key, value, mask, *last)[0], None
+            return call(query, key, value, mask)[0], None
 
         return launched
 
