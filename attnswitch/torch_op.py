@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,75 +18,83 @@ __all__ = ["differentiable", "prepared"]
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
-    out, lse = _Attention.apply(*call.inputs[:4], call, kernel, library, None)
-    return out, lse if call.problem.lse else None
+    found = _Attention.apply(*call.inputs[:4], _Work(call, kernel, library))
+    return found if call.problem.lse else (found, None)
 
 
 def prepared(problem: Problem, device: tuple[str, int], kernel: Kernel, forward: Prepared) -> Prepared:
     """``differentiable`` of calls without key lengths or a seed to a kernel that takes torch's tensors.
 
-    ``forward`` is the kernel's own, for tensors that lie as theirs do.
+    ``forward`` is the kernel's own, for tensors that lie as theirs do. No function transform is active.
     """
     call = Call(problem, "torch", "torch", device, Inputs(None, None, None), "BHLD", None)
+    work = _Work(call, kernel, "torch", forward)
+    # What torch has before it looks for function transforms, which takes as long as the rest.
+    apply = super(torch.autograd.Function, _Attention).apply
 
-    def found(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-        out, lse = _Attention.apply(query, key, value, attn_mask, call, kernel, "torch", forward)
-        return out, lse if problem.lse else None
+    def with_lse(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = apply(query, key, value, attn_mask, work)
+        return found
 
-    return found
+    def without(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        return apply(query, key, value, attn_mask, work), None
+
+    return with_lse if problem.lse else without
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """All of a call but its operands; ``prepared`` is its forward, if there is one."""
+
+    call: Call
+    kernel: Kernel
+    library: str
+    prepared: Prepared | None = None
+
+    def forward(self, *operands: Any) -> tuple[Any, Any]:
+        """Output and lse as torch's."""
+        if self.prepared is not None:
+            return self.prepared(*(operands if operands[3] is not None else operands[:3]))
+        out, lse = self.kernel.forward(self.call.to_backend(self.library))
+        return self.to_torch(out), self.to_torch(lse)
+
+    def to_torch(self, array: Any) -> Any:
+        """An array of the backend's, over the same memory."""
+        return None if array is None else arrays.passage(array, self.library, "torch")
+
+    def to_backend(self, tensor: Any) -> Any:
+        """The reverse."""
+        return None if tensor is None else arrays.passage(tensor, "torch", self.library)
 
 
 class _Attention(torch.autograd.Function):
+    """The output, and lse where the problem asks for it."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any,
-        call: Call,
-        kernel: Kernel,
-        library: str,
-        prepared: Prepared | None,
-    ) -> Any:
-        ctx.call, ctx.kernel, ctx.library = call, kernel, library
-        if prepared is None:
-            out, lse = kernel.forward(call.to_backend(library))
-            out = arrays.passage(out, library, "torch")
-            lse = None if lse is None else arrays.passage(lse, library, "torch")
-        else:
-            out, lse = prepared(query, key, value) if attn_mask is None else prepared(query, key, value, attn_mask)
+    def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, work: _Work) -> Any:
+        ctx.work, call = work, work.call
+        out, lse = work.forward(query, key, value, attn_mask)
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(query, key, value, attn_mask, call.inputs.key_lengths, out, lse)
-        if not call.problem.lse and lse is not None:
-            ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if call.problem.lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
         query, key, value, attn_mask, lengths, out, lse = ctx.saved_tensors
         graph = torch.is_grad_enabled()  # create_graph=True
-        call: Call = ctx.call
+        work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = call.inputs._replace(query=query, key=key, value=value, attn_mask=attn_mask, key_lengths=lengths)
-
-        def native(tensor: Any) -> Any:
-            return None if tensor is None else arrays.passage(tensor, "torch", ctx.library)
-
-        grads = ctx.kernel.backward(
-            inputs.map(native),
-            native(out),
-            native(lse),
-            native(grad_out),
-            native(grad_lse if call.problem.lse else None),
-        )
-        back = Gradients(*(None if grad is None else arrays.passage(grad, ctx.library, "torch") for grad in grads))
+        inputs = work.call.inputs._replace(
+            query=query, key=key, value=value, attn_mask=attn_mask, key_lengths=lengths
+        ).map(work.to_backend)
+        results = (work.to_backend(tensor) for tensor in (out, lse, grad_out, grad_lse))
+        back = Gradients(*map(work.to_torch, work.kernel.backward(inputs, *results)))
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))
-        return *back, None, None, None, None
+        return *back, None
 
 
 class _OnceOnly(torch.autograd.Function):
