@@ -21,6 +21,7 @@ template <class T> struct alignas(16) Chunk {
 #define KERNEL extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 #define UNROLL _Pragma("unroll")
 #define UNROLL_LITTLE _Pragma("unroll 4")
+#define ROLLED _Pragma("unroll 1")
 #define INFINITE __int_as_float(0x7f800000)
 
 DEVICE int thread_index() { return threadIdx.x; }
@@ -43,6 +44,9 @@ DEVICE void await_launch_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Has the L2 fetch the line of memory that holds `at`.
+DEVICE void fetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at))); }
 
 // -- from block to block ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@
 #define KERNEL EXPORTED void
 #define UNROLL
 #define UNROLL_LITTLE
+#define ROLLED
 #define INFINITE __builtin_inff()
 
 // Flags are variables here and constants on a GPU: one build serves all problems of a type and tile.
@@ -47,6 +48,7 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
 
 DEVICE void let_next_begin() {}
 DEVICE void await_launch_before() {}
+DEVICE void fetch(const void*) {}
 
 // -- from block to block ----------------------------------------------------------------------------------------------
 

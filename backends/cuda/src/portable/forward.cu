@@ -66,12 +66,16 @@ KERNEL forward(const Arguments a) {
     const T* const keys = reinterpret_cast<const T*>(a.key.at) + b * a.key.batch + head_kv * a.key.head;
     const T* const values = reinterpret_cast<const T*>(a.value.at) + b * a.value.batch + head_kv * a.value.head;
     const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch;
+    Real* const parts = reinterpret_cast<Real*>(a.parts);
+    const int others = a.splits - 1;
+    Real* const left = parts + i64(quotient(block_index(), a.by_splits)) * others * LEFT_BY_BLOCK;
     const auto load_queries = [&] {
         const auto line = [&](int r) {
             r += first;
             return r < rows ? queries + head_of(r) * a.query.head + query_of(r) * a.query.row : nullptr;
         };
         load_rows<BLOCK_M, BLOCK_D, 32 * WARPS>(query, line, a.query.column, a.dim, QUERY_BYTES);
+        if (TEAMS > 1 && SPLIT == MERGED && at.split == others) fetch_left(left, others, count);
     };
     const auto load = [&](int t, int slot) {
         const int start = (first_tile + t * TEAMS) * BLOCK_N;
@@ -115,7 +119,6 @@ KERNEL forward(const Arguments a) {
 
     const i64 lines = i64(a.batch) * a.heads * a.queries;
     Real* const lse = reinterpret_cast<Real*>(a.lse);
-    Real* const parts = reinterpret_cast<Real*>(a.parts);
     Real* const maxima = reinterpret_cast<Real*>(a.sums);
     Real* const totals = maxima + a.splits * lines;
     const auto line_of = [&](int r) { return (i64(b) * a.heads + head_of(r)) * a.queries + query_of(r); };
@@ -154,8 +157,6 @@ KERNEL forward(const Arguments a) {
             all.at[0] *= weight, all.at[1] *= weight;
             store_pair(out_of(r) + d, all.at, a.dim_v - d, even);
         };
-        const int others = a.splits - 1;
-        Real* const left = parts + i64(quotient(block_index(), a.by_splits)) * others * LEFT_BY_BLOCK;
         each_pair(sums, top, total, count, a.dim_v, share, [&](int r, int d, Pair all) {
             if (SPLIT == MERGED) {
                 if (at.split < others) return leave(left + at.split * LEFT_BY_BLOCK + r * LEFT, d, all);

@@ -87,6 +87,15 @@ DEVICE void leave(Real* row, int d, const Pair& pair) {
     if (d == 0) store_relaxed(row + BLOCK_DV, never_blank(pair.top), never_blank(pair.total));
 }
 
+// Has the L2 fetch the places of what `others` blocks will leave of the first `count` rows, for who asks later waits.
+DEVICE void fetch_left(const Real* rows, int others, int count) {
+    constexpr int LINE = 128 / sizeof(Real), LINES = (LEFT_BY_BLOCK + LINE - 1) / LINE;
+    ROLLED for (int n = thread_index(); n < others * LINES; n += 32 * WARPS) {
+        const int at = n % LINES * LINE;
+        if (at < count * LEFT) fetch(rows + n / LINES * LEFT_BY_BLOCK + at);
+    }
+}
+
 // Columns d and d + 1 of what `others` blocks leave of a row, from `row` on, and of `own`. Waits for them, and makes the
 // numerators' places blank again. It is short, as its instructions come from memory while all wait for them.
 DEVICE Pair of_splits(Real* row, int others, int d, const Pair& own) {
