@@ -214,7 +214,7 @@ def _of_rows(kernel: str, p: Problem, flags: dict[str, int]) -> Variant:
 
 def _for(variant: Variant, saved: Saved) -> Variant:
     """The variant for the upstream gradient of one call, which is no part of the problem."""
-    copied = _copied(_memory(saved.grad_out), variant.dtype, saved.grad_out.shape[3])
+    copied = _copied(_memory(saved.grad_out), variant.dtype)
     return variant._replace(flags=(*variant.flags, ("GRAD_OUT_BYTES", copied)))
 
 
@@ -224,16 +224,15 @@ def _flags(p: Problem) -> dict[str, int]:
         "SOFTCAP": int(arithmetic.capped(p)),
         "MASK_KIND": 0 if p.mask is None else _MASK_KINDS[p.mask.dtype],
         "DROPOUT": int(p.dropout > 0.0),
-        "QUERY_BYTES": _copied(p.query, p.dtype, p.dim_qk),
-        "KEY_BYTES": _copied(p.key, p.dtype, p.dim_qk),
-        "VALUE_BYTES": _copied(p.value, p.dtype, p.dim_v),
+        "QUERY_BYTES": _copied(p.query, p.dtype),
+        "KEY_BYTES": _copied(p.key, p.dtype),
+        "VALUE_BYTES": _copied(p.value, p.dtype),
     }
 
 
-def _copied(operand: Memory, dtype: str, dim: int) -> int:
-    """Bytes that one copy may move: rows of ``dim`` elements are whole copies."""
-    size = DTYPES[dtype]
-    return size if operand.strided else max(math.gcd(operand.align, dim * size), size)
+def _copied(operand: Memory, dtype: str) -> int:
+    """Bytes that one copy may move."""
+    return DTYPES[dtype] if operand.strided else max(operand.align, DTYPES[dtype])
 
 
 def _memory(array: Any) -> Memory:

@@ -148,12 +148,6 @@ def test_copies_are_as_wide_as_memory_allows(memory: Memory, copied: int) -> Non
     assert dict(forward.flags)["KEY_BYTES"] == copied
 
 
-@pytest.mark.parametrize(("dim", "copied"), [(24, 16), (20, 8), (18, 4), (17, 2)])
-def test_rows_are_whole_copies(dim: int, copied: int) -> None:
-    forward = ahead.variants(Problem.parse(f"b1.h1.s64.d{dim}.bf16"), Device.named("a100"))[0]
-    assert {dict(forward.flags)[f"{operand}_BYTES"] for operand in ("QUERY", "KEY", "VALUE")} == {copied}
-
-
 def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead.config, "shared", lambda *_: 1)  # the sources count their shared memory themselves

@@ -144,15 +144,14 @@ def test_copies_arrive_when_they_are_waited_for(tmp_path: Path) -> None:
     values = np.arange(8, dtype=np.float32)
     out = np.zeros((3, 4), np.float32)
     body = SHARED + IN_OUT + "if (thread_index()) return;\n"
-    body += "copy_async<16>(shared, in, true); copy_commit();\n"
-    body += "copy_async<16>(shared + 4, in + 4, false); copy_commit();\n"
+    body += "copy_async<16>(shared, in, 16); copy_commit(); copy_async<16>(shared + 4, in + 4, 8); copy_commit();\n"
     body += "for (int n = 0; n < 4; n++) out[n] = shared[n];\ncopy_wait<1>();\n"
     body += "for (int n = 0; n < 4; n++) out[4 + n] = shared[n] + (shared[4] == shared[4]);\ncopy_wait<0>();\n"
     body += "for (int n = 0; n < 4; n++) out[8 + n] = shared[4 + n];"
     run(tmp_path, body, values, out)
     assert np.isnan(out[0]).all()
     assert out[1].tolist() == [0, 1, 2, 3]
-    assert out[2].tolist() == [0, 0, 0, 0]
+    assert out[2].tolist() == [4, 5, 0, 0]
 
 
 def test_philox_is_the_one_of_the_contract(tmp_path: Path) -> None:
@@ -177,8 +176,8 @@ RACES = [
     ("store_shared(shared + t, 1.f); out[t] = load_shared(shared + (t + 1) % 64);", "a race"),
     ("out[t] = load_shared(shared + (t + 1) % 64); store_shared(shared + t, 1.f);", "a race"),
     ("store_shared(shared + t, 1.f); warp_barrier(); out[t] = load_shared(shared + (t + 32) % 64);", "a race"),
-    ("copy_async<16>(shared + t / 2 * 4, in, false); copy_commit(); copy_wait<0>();", "a race"),
-    ("copy_async<16>(own, in, false); copy_commit(); barrier(); copy_wait<0>(); load_shared(mirror);", "a race"),
+    ("copy_async<16>(shared + t / 2 * 4, in, 0); copy_commit(); copy_wait<0>();", "a race"),
+    ("copy_async<16>(own, in, 0); copy_commit(); barrier(); copy_wait<0>(); out[t] = load_shared(mirror);", "a race"),
     ("if (t < 32) barrier();", "some threads never reach"),
     ("if (t % 2) barrier(); else warp_barrier();", "some threads never reach"),
     ("if (t % 2) warp_barrier(); else out[t] = shuffle_xor(1.f, 1);", "different instructions"),
@@ -186,14 +185,14 @@ RACES = [
     ("store_shared(shared - 1 - t, 1.f);", "shared memory is left"),
     ("store_shared(shared + (1 << 28), 1.f);", "shared memory is left"),  # it goes no further
     ("u32 to[4]; load_matrices(to, shared + (1 << 28));", "shared memory is left"),
-    ("copy_async<16>(own, in + 1, true); copy_commit(); copy_wait<0>();", "odd address"),
+    ("copy_async<16>(own, in + 1, 16); copy_commit(); copy_wait<0>();", "odd address"),
 ]
 ORDERED = [
     "store_shared(shared + t, 1.f); barrier(); out[t] = load_shared(shared + (t + 1) % 64);",
     "out[t] = load_shared(shared + (t + 1) % 64); barrier(); store_shared(shared + t, 1.f);",
     "store_shared(shared + t, 1.f); warp_barrier(); out[t] = load_shared(shared + (t ^ 1));",
     "out[t] = load_shared(shared) + load_shared(shared + t);",
-    "copy_async<16>(own, in, false); copy_commit(); copy_wait<0>(); barrier(); out[t] = load_shared(mirror);",
+    "copy_async<16>(own, in, 0); copy_commit(); copy_wait<0>(); barrier(); out[t] = load_shared(mirror);",
 ]
 
 

@@ -86,32 +86,31 @@ template <class V> DEVICE V load_shared(const V* at) { return *at; }
 template <class V> DEVICE void store_shared(V* at, V value) { *at = value; }
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// Copies BYTES from global to shared memory, or zeroes them if they are not `there`, wherever `from` is then. Done by
-// `copy_wait`, for the thread that asked; for the others, by the barrier after it. `once`: nobody reads it again, and
-// what the L2 holds of others stays there.
-template <int BYTES> DEVICE void copy_async(void* to, const void* from, bool there, bool once = false) {
+// Copies the first `bytes` of BYTES from global to shared memory and zeroes the rest. Done by `copy_wait`, for the
+// thread that asked; for the others, by the barrier after it. `once`: nobody reads it again, and what the L2 holds of
+// others stays there.
+template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes, bool once = false) {
 #if __CUDA_ARCH__ >= 800
     if (BYTES == 16 && once) {
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("{.reg .pred none; setp.eq.s32 none, %2, 0;\n"
-                     "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, none, %3;}"
-                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(int(there)), "l"(policy)
-                     : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "l"(policy) : "memory");
     } else if constexpr (BYTES == 16)
-        asm volatile("{.reg .pred none; setp.eq.s32 none, %2, 0;\n"
-                     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, none;}"
-                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(int(there)) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
     else
-        asm volatile("{.reg .pred none; setp.eq.s32 none, %3, 0;\n"
-                     "cp.async.ca.shared.global [%0], [%1], %2, none;}"
-                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "n"(BYTES), "r"(int(there))
-                     : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "n"(BYTES), "r"(bytes) : "memory");
 #else
     struct alignas(BYTES) Block {
         u32 words[BYTES / 4];
     };
-    *static_cast<Block*>(to) = there ? *static_cast<const Block*>(from) : Block();
+    if (bytes == BYTES)
+        *static_cast<Block*>(to) = *static_cast<const Block*>(from);
+    else
+        for (int n = 0; n < BYTES; n++)
+            static_cast<u8*>(to)[n] = n < bytes ? static_cast<const u8*>(from)[n] : u8(0);
 #endif
 }
 DEVICE void copy_commit() {

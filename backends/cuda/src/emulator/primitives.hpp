@@ -84,8 +84,7 @@ template <class V> DEVICE void store_shared(V* at, V value) {
 struct Copy {
     u8* to;
     const u8* from;
-    int size, group;
-    bool there;
+    int size, bytes, group;
 };
 struct Copies {
     Copy list[1 << 13];
@@ -93,13 +92,14 @@ struct Copies {
 };
 inline Copies copies[1024];
 
-template <int BYTES> DEVICE void copy_async(void* to, const void* from, bool there, bool = false) {
+template <int BYTES> DEVICE void copy_async(void* to, const void* from, int bytes, bool = false) {
     Copies& mine = copies[thread_index()];
     emulator::touch(to, BYTES, true, thread_index());
     memset(to, 0xff, BYTES);
-    if (there && reinterpret_cast<size_t>(from) % BYTES) emulator::fail("a copy from an odd address");
+    if (bytes > BYTES || bytes < 0) emulator::fail("a copy of more bytes than it has room for");
+    if (bytes && reinterpret_cast<size_t>(from) % BYTES) emulator::fail("a copy from an odd address");
     if (mine.count == sizeof mine.list / sizeof *mine.list) return emulator::fail("too many copies under way");
-    mine.list[mine.count++] = Copy{static_cast<u8*>(to), static_cast<const u8*>(from), BYTES, mine.group, there};
+    mine.list[mine.count++] = Copy{static_cast<u8*>(to), static_cast<const u8*>(from), BYTES, bytes, mine.group};
 }
 DEVICE void copy_commit() { copies[thread_index()].group++; }
 
@@ -113,10 +113,8 @@ template <int PENDING> DEVICE void copy_wait() {
             continue;
         }
         emulator::touch(copy.to, copy.size, true, thread_index());
-        if (copy.there)
-            memcpy(copy.to, copy.from, copy.size);
-        else
-            memset(copy.to, 0, copy.size);
+        if (copy.bytes) memcpy(copy.to, copy.from, copy.bytes);
+        memset(copy.to + copy.bytes, 0, copy.size - copy.bytes);
     }
     mine.count = left;
 }

@@ -66,7 +66,7 @@ KERNEL key_gradients(const Arguments a) {
             copy_async<16>(of_rows + n,
                            n < BLOCK_N ? reinterpret_cast<const Real*>(a.base) + line + n
                                        : reinterpret_cast<const Real*>(a.delta) + line + n - BLOCK_N,
-                           true);
+                           16);
     };
     pipeline(tiles * a.group, load, [&](int t, int slot) {
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;

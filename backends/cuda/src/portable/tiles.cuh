@@ -19,12 +19,14 @@ DEVICE Lines lines(const T* head, const Operand& operand, int first, int rows) {
 template <int COUNT, int WIDTH, int THREADS, int BYTES, class Source>
 DEVICE void copy_rows(T* tile, Source source, int dim, bool once) {
     constexpr int STEP = BYTES / sizeof(T), PARTS = WIDTH / STEP;
+    const T* const anywhere = source(0);  // a tile has a row, and a copy of nothing an address
     UNROLL for (int n = 0; n < COUNT * PARTS; n += THREADS) {
         const int part = n + thread_of<THREADS>();
         if (COUNT * PARTS % THREADS != 0 && part >= COUNT * PARTS) break;
         const int r = part / PARTS, d = part % PARTS * STEP;
         const T* const from = source(r);
-        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, from + d, from && d < dim, once);
+        const int there = from ? smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES) : 0;
+        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, there ? from + d : anywhere, there, once);
     }
 }
 
@@ -36,11 +38,11 @@ DEVICE void copy_rows(T* tile, Lines lines, int dim, bool once) {
         copy_rows<COUNT, WIDTH, THREADS, BYTES, Lines>(tile, lines, dim, once);
     } else {
         const int thread = thread_of<THREADS>(), r = thread / PARTS, d = thread % PARTS * STEP;
-        const int rows = d < dim ? lines.count - r : 0;  // from this one on
-        const T* from = lines.at + r * lines.row + d;
+        const int there = smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES);
+        const T* from = lines.at + r * lines.row + (there ? d : 0);
         T* to = tile + r * PITCH<WIDTH> + d;
         UNROLL for (int n = 0; n < COUNT; n += APART) {
-            copy_async<BYTES>(to + n * PITCH<WIDTH>, from, n < rows, once);
+            copy_async<BYTES>(to + n * PITCH<WIDTH>, from, r + n < lines.count ? there : 0, once);
             from += APART * lines.row;
         }
     }
@@ -58,7 +60,7 @@ DEVICE void gather_rows(T* tile, Source source, i64 column, int dim) {
 }
 
 // Rows 0 to COUNT of a tile, WIDTH columns each, of which `dim` are there; the rest is 0. `bytes` is how much one copy
-// may move: 16, 8 or 4 where rows lie and end in steps of that, else the size of an element. THREADS
+// may move: 16, 8 or 4 where rows lie in steps of that, and the size of an element where nothing is known. THREADS
 // share the work, the team's or the block's. `once` is as in `copy_async`.
 template <int COUNT, int WIDTH, int THREADS = 32 * TEAM, class Source>
 DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes, bool once = false) {
