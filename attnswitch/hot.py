@@ -95,14 +95,19 @@ def attend(
     asked = options, attn_mask is None, backend, named, plan, context
     try:
         found = _latest.get(asked)
+        # Guards end the process where an operand has no sizes, so that those come last.
+        if found is not None and (
+            (query.data_ptr() | key.data_ptr() | value.data_ptr() | (0 if attn_mask is None else attn_mask.data_ptr()))
+            & 15
+            or (query.is_nested or key.is_nested or value.is_nested or (attn_mask is not None and attn_mask.is_nested))
+            or not found.alike(*operands)
+        ):
+            found = None
     except TypeError:  # what is not hashable is no name of a backend
         return None
-    if (
-        found is None
-        or not found.alike(*operands)
-        or (query.data_ptr() | key.data_ptr() | value.data_ptr() | (0 if attn_mask is None else attn_mask.data_ptr()))
-        & 15
-    ):
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
+        found = None
+    if found is None:
         found = _looked_up(operands, asked)
         if found is None:
             return None

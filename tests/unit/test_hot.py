@@ -397,6 +397,30 @@ def test_the_mode_of_autograd_is_a_fact() -> None:
         assert {problem.grads: calls for problem, calls in recorded.problems.items()} == {"qkv": 1, "": 2}
 
 
+def _nested(like: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([like[0], like[0, :, :3]])
+
+
+UNLIKE = {"nested": _nested, "sparse": torch.Tensor.to_sparse, "a list": torch.Tensor.tolist, "none": lambda _: None}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("change", UNLIKE.values(), ids=UNLIKE)
+@pytest.mark.parametrize("role", [0, 1, 2, 3])
+def test_what_has_no_sizes_or_memory_is_refused_as_before(role: int, change: Callable[[torch.Tensor], Any]) -> None:
+    """torch's guards end the process where they are asked of some of these."""
+    operands: list[Any] = tensors()
+    mask: Any = torch.zeros(1, 2, 8, 8)
+    for _ in range(2):
+        attnswitch.attention(*operands, attn_mask=mask)
+    if role < 3:
+        operands[role] = change(operands[role])
+    else:
+        mask = change(mask)
+    with nullcontext() if mask is None else pytest.raises(InvalidProblem):
+        attnswitch.attention(*operands, attn_mask=mask)
+
+
 def test_autocast_casts_nothing_here_either() -> None:
     q, k, v = tensors()
     first = attnswitch.attention(q, k, v)
