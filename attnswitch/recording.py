@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
 __all__ = ["Recording", "chosen", "environment", "note", "record"]
@@ -45,8 +46,10 @@ def record(path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
 
     ``problems`` of what is yielded counts the calls of each; with ``path`` each new one is also added to that file, for
     ``attnswitch tune --recorded``. ATTNSWITCH_RECORD=FILE does so for a whole process.
+
+    Raises ``OSError`` for a file that cannot be written.
     """
-    made = Recording(None if path is None else Path(path))
+    made = Recording() if path is None else _opened(path)
     before = _current.set(made)
     try:
         yield made
@@ -63,6 +66,16 @@ def note(problem: Problem) -> None:
 
 @functools.cache
 def environment() -> Recording | None:
-    """What this process was started to record to."""
+    """What this process was started to record to. Raises ``InvalidProblem`` for an ATTNSWITCH_RECORD that cannot be."""
     path = os.environ.get("ATTNSWITCH_RECORD")
-    return Recording(Path(path)) if path else None
+    try:
+        return _opened(path) if path else None
+    except OSError as error:
+        raise InvalidProblem(f"ATTNSWITCH_RECORD={path!r} cannot be written: {error.strerror}") from None
+
+
+def _opened(path: str | os.PathLike[str]) -> Recording:
+    """A recording to the file, which is there from now on."""
+    made = Recording(Path(path))
+    Path(path).touch()
+    return made

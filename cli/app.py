@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from attnswitch import finite, policy, recording
 from attnswitch.errors import AttnswitchError
 
 from . import backends, benches, estimate, explain, replay, tune, verify, wisdom
@@ -53,6 +54,9 @@ def root(
     ] = False,
 ) -> None:
     """Exact attention over every kernel this machine has: chosen with reasons, verified here."""
+    # A variable that says nothing is no fault of a kernel: it is told before anything runs.
+    for module in (policy, finite, recording):
+        module.environment()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from attnswitch import choice, registry
+from attnswitch import choice, finite, policy, recording, registry
 from attnswitch.verify import Case, Failure, Outcome
 from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.session import corpus
@@ -286,6 +286,35 @@ def test_a_mistake_is_explained_and_exits_with_two(arguments: tuple[str, ...], m
     ran = cli(*arguments)
     assert ran.code == 2
     assert message in ran.err
+    assert ran.out == ""
+
+
+VARIABLES = {
+    "ATTNSWITCH_POLICY": ("fastest", "expected one of estimate, measure, wisdom-only"),
+    "ATTNSWITCH_CHECK_FINITE": ("perhaps", "expected cpu, always or never"),
+    "ATTNSWITCH_RECORD": ("absent/calls.txt", "cannot be written: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("command", [("verify", "--quick"), ("tune", "b1.h1.s8.d8.fp32"), ("backends",)], ids=" ".join)
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_that_says_nothing_is_no_fault_of_a_kernel(
+    name: str, command: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, message = VARIABLES[name]
+    monkeypatch.setenv(name, value)
+    readers = [module.environment for module in (policy, finite, recording)]
+    for reader in readers:
+        reader.cache_clear()
+    try:
+        ran = cli(*command)
+    finally:
+        monkeypatch.undo()
+        for reader in readers:
+            reader.cache_clear()
+    assert ran.code == 2
+    assert f"{name}={value!r}" in ran.err
+    assert message in ran.err.replace("\n", " ")
     assert ran.out == ""
 
 

@@ -229,6 +229,11 @@ def test_gradients_of_arrays_without_autograd_are_recorded() -> None:
     assert [str(problem) for problem in recorded.problems] == ["b1.h1.s3.d8.fp32.grad"]
 
 
+def test_a_recording_that_cannot_be_written_says_so_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), attnswitch.record(tmp_path / "absent" / "calls.txt"):
+        pass
+
+
 def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_tune; test_tune.call(5)"
     environment = {**os.environ, "ATTNSWITCH_RECORD": str(tmp_path / "calls.txt")}
