@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,7 +102,7 @@ def attention(
         if found is None:
             found = _by_every_step(query, key, value, attn_mask, None, options, backend, policy)
         return found[0]
-    attend = _untraced() if traced else _attend
+    attend = _untraced(_attend) if traced else _attend
     positions = causal_alignment, window, softcap
     rest = dropout_p, is_causal, scale, enable_gqa, *positions, return_lse, layout, deterministic, seed
     out, lse = attend(query, key, value, attn_mask, key_lengths, backend, policy, *rest)
@@ -147,16 +147,14 @@ def _by_every_step(
     return _run(call, plan_of(call, backend, policy))
 
 
-def _untraced() -> Any:
-    """``_attend`` as torch.compile leaves it alone: one break in the graph, and what runs is what runs without."""
-    if "attend" not in _UNTRACED:
-        _UNTRACED["attend"] = sys.modules["torch"].compiler.disable(
-            _attend, reason="attnswitch chooses a backend in Python"
-        )
-    return _UNTRACED["attend"]
+def _untraced(call: Callable[..., Any]) -> Any:
+    """``call`` as torch.compile leaves it alone: one break in the graph, and what runs is what runs without."""
+    if call not in _UNTRACED:
+        _UNTRACED[call] = sys.modules["torch"].compiler.disable(call, reason="attnswitch chooses a backend in Python")
+    return _UNTRACED[call]
 
 
-_UNTRACED: dict[str, Any] = {}  # a cache decorator would be traced
+_UNTRACED: dict[Callable[..., Any], Any] = {}  # a cache decorator would be traced
 
 
 def scaled_dot_product_attention(
@@ -261,6 +259,8 @@ def run_plan(
     plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: int | None, layout: str
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
+    if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
+        return _untraced(run_plan)(plan, query, key, value, attn_mask, key_lengths, seed, layout)
     p = plan.problem
     options = _of_plan(plan, layout) if seed is None and type(layout) is str else _of_plan_with(plan, layout, seed)
     found = None

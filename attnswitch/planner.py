@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnswitch import cost, divergences, registry
+from attnswitch import api, cost, divergences, registry  # api imports this module: for calls of plans alone
 from attnswitch.backend import Backend, Kernel
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
@@ -150,7 +150,7 @@ class Plan:
             InvalidProblem: the arrays are of another problem.
             Unsupported: the plan chose nothing.
         """
-        return _runner()(self, query, key, value, attn_mask, key_lengths, seed, layout)
+        return api.run_plan(self, query, key, value, attn_mask, key_lengths, seed, layout)
 
     def __str__(self) -> str:
         lines = [f"problem  {self.problem}", f"device   {self.device}"]
@@ -160,13 +160,6 @@ class Plan:
             for line, reason in enumerate((*(self.why_not(candidate) or ("chosen",)), *self.remarks(candidate))):
                 lines.append(f"  {candidate.backend if line == 0 else '':{width}}  {reason}")
         return "\n".join(lines)
-
-
-@functools.cache
-def _runner() -> Callable[..., Any]:
-    from attnswitch import api  # which imports this module
-
-    return api.run_plan
 
 
 def _candidate(name: str, problem: Problem, device: Device) -> Candidate:

@@ -454,6 +454,30 @@ def test_torch_compile_breaks_its_graph_and_warns_of_nothing(policy: str | None)
         torch.testing.assert_close(compiled(q), function(q), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("lse", [False, True])
+def test_torch_compile_breaks_its_graph_at_a_plan_as_it_does_there(known: bool, lse: bool) -> None:
+    q, k, v = tensors()
+    torch.compiler.reset()
+    plan = attnswitch.plan(q, k, v, is_causal=True, return_lse=lse)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def function(q: torch.Tensor) -> Any:
+        found = plan(2 * q, k, v)
+        return found[0] + found[1].sum() if lse else found + 1
+
+    def noted(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    if known:
+        function(q)
+    compiled = torch.compile(function, backend=noted)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(q), function(q), rtol=0, atol=0)
+    assert len(graphs) == 2  # what is before the call, and what is after it
+
+
 def test_subclasses_and_other_libraries_go_through_every_step(steps: list[object]) -> None:
     class Named(torch.Tensor):
         pass
