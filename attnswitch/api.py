@@ -21,7 +21,7 @@ from attnswitch.options import of as options_of
 from attnswitch.options import of_few as options_of_few
 from attnswitch.planner import Plan
 from attnswitch.policy import Policy, effective
-from attnswitch.problem import Alignment, Window
+from attnswitch.problem import Alignment, Problem, Window
 
 __all__ = ["attention", "attention_backward", "run_plan", "scaled_dot_product_attention"]
 
@@ -269,10 +269,20 @@ def run_plan(
     if found is None:
         call = calls.read(query, key, value, attn_mask, key_lengths, options)
         if call.problem != p:
-            raise InvalidProblem(f"the plan is for {p}, and the call is {call.problem}: make a plan for it")
+            raise InvalidProblem(_not_planned(plan, call.problem))
         found = _run(call, planner.require(plan, None))
     out, lse = found
     return (out, lse) if p.lse else out
+
+
+def _not_planned(plan: Plan, called: Problem) -> str:
+    """Why ``plan`` is not for the problem ``called``."""
+    if called == plan.problem.replace(nonfinite=True):
+        return (
+            f"query, key or value holds NaN or inf, and the plan chose {plan.backend} for operands without:"
+            " attention chooses for such a call, or make a plan for it"
+        )
+    return f"the plan is for {plan.problem}, and the call is {called}: make a plan for it"
 
 
 def _of_plan_with(plan: Plan, layout: str, seed: int | None) -> Options:

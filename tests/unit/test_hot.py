@@ -524,6 +524,20 @@ def test_a_plan_is_called_so_too(steps: list[object]) -> None:
         plan(q, k, v, attn_mask=torch.ones(8, 8))
 
 
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("role", [0, 1, 2])
+def test_a_plan_says_what_is_wrong_with_nan(role: int, library: str) -> None:
+    operands = tensors()
+    plan = attnswitch.plan(*operands, is_causal=True)
+    plan(*operands)
+    operands[role][0, 0, 3, 5] = torch.nan
+    arrays = operands if library == "torch" else [operand.numpy() for operand in operands]
+    with pytest.raises(InvalidProblem, match=r"query, key or value holds NaN or inf, .* attention chooses"):
+        plan(*arrays)
+    with pytest.raises(InvalidProblem, match=r"the plan is for .* and the call is "):
+        plan(*arrays, attn_mask=arrays[0][0, 0, :, :8])
+
+
 def test_calls_are_recorded_so_too() -> None:
     q, k, v = tensors()
     with attnswitch.record() as recorded:
