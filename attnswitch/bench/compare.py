@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,10 @@ __all__ = ["Measure", "Pair", "Rule", "differences", "load", "means", "pairs", "
 Measure = Literal["ms", "memory"]
 #: What a run is to fail for, with the factor that is still allowed where there is one.
 _RULES = {"slower": True, "larger": True, "missing": False, "wrong": False}
+#: What is read of a document, of its limits, and of a record beside what names it.
+_PARTS = {"device": str, "environment": dict, "limits": dict, "records": list, "schema": int}
+_LIMITS = {"tflops": float | int, "gbps": float | int}
+_MEASURED = dict.fromkeys(("ms", "ms_low", "ms_high", "memory"), float | int | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +113,39 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document["schema"] != SCHEMA:
-            raise InvalidProblem(f"{path} has schema {document['schema']}, and this version reads schema {SCHEMA}")
-        records(document)
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InvalidProblem):
-            raise
-        raise InvalidProblem(f"{path} is no result of `attnswitch bench --json`: {type(error).__name__}") from None
+    except ValueError:
+        document, fault = None, "it is no JSON"
+    else:
+        fault = _fault(document)
+    if fault:
+        raise InvalidProblem(f"{path} is no result of `attnswitch bench run --json`: {fault}")
     return document  # type: ignore[no-any-return]
+
+
+def _fault(document: Any) -> str:
+    """Why it is not the document of a run; "" if it is."""
+    if not isinstance(document, dict):
+        return f"it is a {type(document).__name__}"
+    if "costs" in document:
+        return "it is one of `attnswitch bench overhead`, whose costs are compared with nothing"
+    if document.get("schema", SCHEMA) != SCHEMA:
+        return f"it is of schema {document['schema']}, and this version reads schema {SCHEMA}"
+    fault = _mistyped(document, _PARTS) or _mistyped(document["limits"], _LIMITS, " of its limits")
+    if fault:
+        return fault
+    wanted = {field.name: str if field.default is MISSING else object for field in fields(Record)} | _MEASURED
+    for record in document["records"]:
+        if not isinstance(record, dict):
+            return f"a record is a {type(record).__name__}"
+        if fault := _mistyped({name: _number(value) for name, value in record.items()}, wanted, " of a record"):
+            return fault
+    return ""
+
+
+def _mistyped(found: dict[str, Any], wanted: Mapping[str, Any], whose: str = "") -> str:
+    """The first of ``wanted`` that ``found`` has not, or of another type."""
+    names = (name for name, kind in wanted.items() if not isinstance(found.get(name), kind))
+    return next((f"{name!r}{whose} is missing or of another type" for name in names), "")
 
 
 def records(document: dict[str, Any]) -> list[Record]:
@@ -158,6 +187,6 @@ def differences(before: dict[str, Any], after: dict[str, Any], leave_out: Sequen
         found.insert(0, f"device: {before['device']}, then {after['device']}")
     for limit, unit in (("tflops", "TFLOP/s"), ("gbps", "GB/s")):
         a, b = before["limits"][limit], after["limits"][limit]
-        if not 1 / 1.05 <= b / a <= 1.05:
+        if max(a, b) > 1.05 * min(a, b):
             found.append(f"measured limit: {a:.4g} {unit}, then {b:.4g}")
     return found

@@ -142,12 +142,36 @@ def test_what_two_runs_did_not_have_in_common() -> None:
         "measured limit: 100 TFLOP/s, then 80",
     ]
     assert compare.differences(run(), run()) == []
+    halted = replace(LIMITS, gbps=0.0)  # as slow as that, to three digits
+    assert compare.differences(run(limits=halted), run()) == ["measured limit: 0 GB/s, then 1000"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "records": [{"suite": "x"}]}'])
-def test_what_is_no_run(text: str, tmp_path: Path) -> None:
+def changed(**changes: Any) -> str:
+    """A run with other parts, or without those that are None."""
+    return json.dumps({name: value for name, value in {**run(record()), **changes}.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is no JSON"),
+        ("[]", "it is a list"),
+        ("{}", "'device' is missing"),
+        ('{"schema": 2}', "it is of schema 2, and this version reads schema 1"),
+        ('{"schema": 1, "records": [], "environment": {}}', "'device' is missing"),
+        (changed(records=None), "'records' is missing or of another type"),
+        (changed(records={}), "'records' is missing or of another type"),
+        (changed(records=[1]), "a record is a int"),
+        (changed(records=[{"suite": "x"}]), "'row' of a record is missing"),
+        (changed(records=[{**record().to_json(), "ms": "fast"}]), "'ms' of a record is missing or of another type"),
+        (changed(environment="here"), "'environment' is missing or of another type"),
+        (changed(limits={"tflops": 1.0}), "'gbps' of its limits is missing"),
+        (json.dumps({"schema": 1, "costs": []}), "it is one of `attnswitch bench overhead`"),
+    ],
+)
+def test_what_is_no_run(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(InvalidProblem, match="is no result of `attnswitch bench --json`"):
+    with pytest.raises(InvalidProblem, match=f"run.json is no result of `attnswitch bench run --json`: {why}"):
         compare.load(tmp_path / "run.json")
 
 
@@ -237,6 +261,7 @@ Cli = Callable[..., Any]
 def cli(command: Callable[[str], Cli]) -> Cli:
     Path("a.json").write_text(json.dumps(run(record(ms=1.0), record("flex", ms=1.0))))
     Path("b.json").write_text(json.dumps(run(record(ms=1.2), record("flex", ms=1.01), torch="2.15.0")))
+    Path("part.json").write_text(json.dumps({"schema": 1, "records": [], "environment": {}}))
     return command("bench")
 
 
@@ -265,6 +290,7 @@ def test_compare_what_has_nothing_in_common(cli: Cli) -> None:
     [
         (("compare", "a.json", "c.json"), "does not exist"),
         (("compare", "a.json", "b.json", "--fail-if", "late"), "expected slower=F"),
+        (("compare", "a.json", "part.json"), "'device' is missing"),
         (("plot", "a.json", "a.bmp"), "ends in .png"),
         (("plot", "a.json", "a.png", "--kind", "pie"), "Invalid value for '--kind'"),
     ],
