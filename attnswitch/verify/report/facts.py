@@ -155,8 +155,8 @@ def met(report: Report) -> str:
 def emulated(device: str, variables: Mapping[str, str]) -> str:
     """That kernels were emulated, and what that is worth, in a sentence."""
     return (
-        f"emulated on {device} ({emulation.text(variables)}): small cases; this says nothing about a compiler, races or"
-        " speed"
+        f"emulated on {device} ({emulation.text(variables)}): small cases; this says nothing about a compiler or speed,"
+        " nor about races that the emulation does not report"
     )
 
 
