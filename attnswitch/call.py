@@ -92,6 +92,7 @@ def describe(q: Facts, k: Facts, v: Facts, m: Facts | None, key_lengths: bool, o
 
     Raises ``InvalidProblem`` where they do not go together.
     """
+    _check_untraced(q.library)
     _check_alike(q, k, v)
     if options.layout == "BLHD":
         q, k, v = (_swapped(facts) for facts in (q, k, v))
@@ -131,6 +132,15 @@ def describe(q: Facts, k: Facts, v: Facts, m: Facts | None, key_lengths: bool, o
 
 #: Equal facts make the same problem, validated once.
 _described = functools.lru_cache(maxsize=4096)(Problem)
+
+
+def _check_untraced(library: str) -> None:
+    """Under a trace sizes are tensors, of which no two are equal."""
+    if library == "torch" and sys.modules["torch"].jit.is_tracing():
+        raise InvalidProblem(
+            "torch.jit.trace records what torch is asked to do, which cannot see the choice of a kernel nor kernels"
+            " that are not torch's: use torch.compile, which breaks its graph at the call"
+        )
 
 
 def _check_alike(q: Facts, k: Facts, v: Facts) -> None:

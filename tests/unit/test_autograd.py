@@ -306,3 +306,16 @@ def test_what_the_dispatcher_cannot_see_through_is_refused() -> None:
             attnswitch.attention(dual, k, v)
     with pytest.raises(InvalidProblem, match=r"query is inside torch.func"):
         torch.func.grad(lambda x: attnswitch.attention(x, k, v).sum())(q)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")  # torch's own
+@pytest.mark.parametrize("known", [False, True])
+def test_a_trace_is_refused_for_what_it_is(known: bool) -> None:
+    operands = tuple(operand.detach() for operand in leaves())
+    plan = attnswitch.plan(*operands)
+    for call in (attnswitch.attention, plan):
+        if known:
+            call(*operands)
+        with pytest.raises(InvalidProblem, match=r"torch\.jit\.trace records .*, which cannot see the choice"):
+            torch.jit.trace(lambda q, k, v, call=call: call(q, k, v), operands)  # type: ignore[no-untyped-call]
+        call(*operands)
