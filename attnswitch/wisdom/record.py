@@ -123,7 +123,8 @@ def from_line(line: bytes) -> Record:
 
 
 def _typed(name: str, value: Any, wanted: type) -> Any:
-    if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, (int, wanted)):
+    taken = float | int if wanted is float else wanted
+    if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, taken):
         raise TypeError(f"{name}={value!r}: expected a {wanted.__name__}")
     return value
 

@@ -72,12 +72,16 @@ def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
 
     fields = json.loads(to_line(time()))
     del fields["sum"]
+    whole = {**fields, "ms": 1, "low": 1, "high": 1}  # as another writer of JSON may have it
+    assert from_line(json.dumps({**whole, "sum": _sum(whole)}).encode()).ms == 1  # type: ignore[union-attr]
     for name, value, message in (
         ("schema", 2, "it is of schema 2"),
         ("kind", "guess", "KeyError"),
         ("ms", "fast", "expected a float"),
         ("ms", -1.0, "expected positive numbers"),
         ("ms", True, "expected a float"),
+        ("runs", 1.5, "expected a int"),
+        ("config", 1, "expected a str"),
         ("problem", "b1", "missing"),
         ("versions", None, "no line of wisdom"),
     ):
