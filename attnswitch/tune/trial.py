@@ -165,8 +165,7 @@ def case(problem: Problem) -> Case:
     """The problem as a case of the verifier: its lengths and features, with few of its batch entries and heads.
 
     The call is made again and again on it (the check "repeat"); but where the backend draws the dropout mask, once and
-    with few keys. What many heads do beside each other is seen where the
-    whole problem is tried out.
+    with few keys. What many heads do beside each other is seen where the whole problem is tried out.
     """
     found = Case.of(problem)
     found = found.replace(batch=min(found.batch, 2), heads_kv=min(found.heads_kv, 2))

@@ -1,7 +1,7 @@
 """``Wisdom``: the records that hold on this machine now, indexed for the planner; read once a process, then kept.
 
-This is one of the two caches of a process, beside that of the plans. What this process remembers is in it at once;
-what others remember, after ``reload``.
+What this process remembers is in it at once; what others remember, after ``reload``. Either begins another
+``planner.generation``, so that nothing which was planned before is looked up again.
 """
 
 from __future__ import annotations
