@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,36 @@ def test_a_committed_result_passed(path: Path) -> None:
     assert document["exit_code"] == 0
     assert document["failures"] == []
     assert document["verified"] == sum(row["verified"] for row in document["results"])
+
+
+def test_the_choice_says_of_how_many_rows_torchs_figure_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def regret(of: str, direction: str, rows: int, mean: float) -> dict[str, Any]:
+        return {"suite": "unseen", "direction": direction, "of": of, "rows": rows, "regret": mean, "worst": 2 * mean}
+
+    def record(candidate: str, direction: str, status: str) -> dict[str, str]:
+        return {"candidate": candidate, "direction": direction, "status": status}
+
+    document = {
+        "command": "attnswitch bench",
+        "date": "2026-01-01",
+        "device": "cuda:0",
+        "environment": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"},
+        "regrets": [
+            regret("auto", "forward", 9, 1.01),
+            regret("torch", "forward", 6, 1.2),
+            regret("auto", "x", 3, 1.0),
+        ],
+        "records": [
+            *(record("torch", "forward", status) for status in ("measured", "wrong", "wrong", "refused")),
+            *(record(*of, "wrong") for of in (("cuda", "forward"), ("torch", "x"))),
+        ],
+    }
+    monkeypatch.setattr(make_tables, "_read", lambda _: document)
+    monkeypatch.setattr(make_tables, "CHOICES", ("one",))
+    head, _, *rows = make_tables.chosen().splitlines()[2:]
+    columns = ("", "rows", "chosen / fastest", "at most", "torch's own / fastest", "rows of that", "torch wrong in")
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == list(columns)
+    assert rows == [
+        "| cuda:0, forward | 9 | 1.010 | 2.02 | 1.200 | 6 | 2 |",
+        "| cuda:0, x | 3 | 1.000 | 2.00 |  | 0 | 1 |",
+    ]
