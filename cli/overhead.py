@@ -73,6 +73,6 @@ def _show(found: list[Cost]) -> None:
         render.console.print(rows)
     render.console.print(
         "\n[dim]us: microseconds until the call returns, the median; ±: half of the range from the 20th to the 80th"
-        " percentile; over: more than the same kernel through torch's own call[/]",
+        " percentile; over: more than the same kernel through torch's own call in the same round, the median[/]",
         soft_wrap=True,
     )

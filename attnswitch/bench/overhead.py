@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +55,8 @@ _SIZES = ("b1.h1.s8.d64", "b2.h4.s32.d64")
 class Cost:
     """Microseconds of one call: the median of all batches, the 20th and the 80th percentile.
 
-    ``beside`` names the call of the same kernel without attnswitch, where there is one, and ``over`` is the difference
-    of the medians.
+    ``beside`` names the call of the same kernel without attnswitch, where there is one, and ``over`` is the median of
+    how much longer than that a batch took in its round: hosts change their speed from one round to the next.
     """
 
     problem: str
@@ -91,12 +92,11 @@ def costs(problem: Problem, device: str, backends: Sequence[str] = (), rounds: i
         work = workload.make(ad_hoc(str(problem)), "backward" if problem.grads else "forward", device)
         made = _calls(work, backends)
         times = _timed({name: (call.run, call.within) for name, call in made.items()}, device, rounds)
-    medians = {name: statistics.median(found) for name, found in times.items()}
     for name, found in times.items():
         cut = statistics.quantiles(found, n=5)
         beside = made[name].beside
-        over = None if beside is None else medians[name] - medians[beside]
-        yield Cost(str(problem), name, medians[name], cut[0], cut[-1], beside, over)
+        over = None if beside is None else statistics.median(map(operator.sub, found, times[beside]))
+        yield Cost(str(problem), name, statistics.median(found), cut[0], cut[-1], beside, over)
 
 
 def _calls(work: Workload, backends: Sequence[str]) -> dict[str, _Call]:
