@@ -120,7 +120,12 @@ class Plan:
             )
         if best is None or candidate.measured is None:
             return ("it takes the problem, but was not measured here",)
-        return (f"it takes the problem, but took {_said(candidate.measured, best)} against {best.ms:.4g}",)
+        took = f"took {_said(candidate.measured, best)} against {best.ms:.4g}"
+        if _pace(candidate.measured) < _pace(best):
+            return (
+                f"it takes the problem, and {took} on another: too little to go before {self.backend} in the order",
+            )
+        return (f"it takes the problem, but {took}",)
 
     def remarks(self, candidate: Candidate) -> tuple[str, ...]:
         """What ``candidate`` says of how it computes the problem, if it takes it."""
@@ -265,8 +270,21 @@ def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate 
             f"nothing was measured for it here, and the policy is {policy}; attnswitch tune --problem measures it",
         )
     if times := _ranked((c.near, c) for c in trusted):
-        return times[0][1], f"nothing like it was measured; the nearest here on {_told(times)}"
+        chosen = next(c for c in trusted if c.near is not None and _as_fast(c.near, times[0][0]))
+        tie = (
+            ""
+            if chosen is times[0][1]
+            else f"; as fast, as far as that tells, {chosen.backend} comes first in the order"
+        )
+        return chosen, f"nothing like it was measured; the nearest here on {_told(times)}{tie}"
     return trusted[0], "first in the declared order that takes the problem; nothing was measured"
+
+
+def _as_fast(time: Time, best: Time) -> bool:
+    """Whether a time of another class says no more than that both may be the faster."""
+    from attnswitch.wisdom.classes import TIE
+
+    return _pace(time) <= TIE * _pace(best)
 
 
 def _ranked(times: Iterable[tuple[Time | None, Candidate]]) -> list[tuple[Time, Candidate]]:

@@ -6,10 +6,12 @@ import math
 
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
-__all__ = ["NEAR", "covers", "doublings", "speed_class"]
+__all__ = ["NEAR", "TIE", "covers", "doublings", "speed_class"]
 
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
 NEAR = 12.0
+#: How many times as long a backend may take there and still be no slower on that problem, as far as can be told.
+TIE = 1.05
 
 
 def speed_class(problem: Problem) -> Problem:

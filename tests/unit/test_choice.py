@@ -88,6 +88,17 @@ def test_the_nearest_that_was_measured_serves_where_nothing_of_the_class_was() -
         assert attnswitch.plan(other).backend == "sdpa-flash", other
 
 
+def test_what_ties_on_another_problem_goes_by_the_declared_order() -> None:
+    view.remember([time("sdpa-flash", 1.04), time("sdpa-math", 1.2), time("tiled", 1.0)])
+    near = attnswitch.explain("b2.h6.s64.d32.fp32")
+    assert near.backend == "sdpa-flash"
+    assert near.why.endswith("sdpa-math 1.2 ms; as fast, as far as that tells, sdpa-flash comes first in the order")
+    assert reasons(near, "tiled") == (
+        "it takes the problem, and took 1 ms against 1.04 on another: too little to go before sdpa-flash in the order"
+    )
+    assert attnswitch.plan(TEXT).backend == "tiled"  # where it was measured it counts
+
+
 def test_one_query_at_the_last_key_is_near_one_that_says_nothing_of_causal() -> None:
     """It sees every key either way, and no kernel needs a mask for it."""
     kept = "b2.h4.s1x512.d32.fp32"
