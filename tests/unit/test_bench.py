@@ -80,7 +80,8 @@ def test_what_is_unseen_is_what_was_drawn(kind: str) -> None:
     assert spec.loader is not None
     sys.modules[spec.name] = drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
-    (seed,) = re.findall(r"draw_unseen.py with seed (\d+)", (ROOT / "attnswitch/bench/suites.toml").read_text("utf-8"))
+    text = (ROOT / "attnswitch/bench/suites.toml").read_text("utf-8").replace("\n# ", " ")
+    (seed,) = re.findall(rf"`unseen-{kind}` [^`]*?with seed (\d+)", text)
     assert [str(row.problem) for row in suites()[f"unseen-{kind}"].rows] == drawing.rows(kind, int(seed))
 
 
