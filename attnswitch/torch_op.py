@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ __all__ = ["differentiable", "prepared"]
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
-    found = _Attention.apply(*call.inputs[:4], _Work(call, kernel, library))
+    query, key, value, mask, *rest = call.inputs
+    # What the graph keeps it keeps as saved tensors: the call is without its operands there.
+    bare = replace(call, inputs=Inputs(None, None, None, None, *rest), like=None)
+    found = _Attention.apply(query, key, value, mask, _Work(bare, kernel, library))
     return found if call.problem.lse else (found, None)
 
 
@@ -44,19 +47,23 @@ def prepared(problem: Problem, device: tuple[str, int], kernel: Kernel, forward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """All of a call but its operands; ``prepared`` is its forward, if there is one."""
+    """All of a call but query, key, value and mask; ``prepared`` is its forward, if there is one."""
 
     call: Call
     kernel: Kernel
     library: str
     prepared: Prepared | None = None
 
-    def forward(self, *operands: Any) -> tuple[Any, Any]:
+    def forward(self, query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[Any, Any]:
         """Output and lse as torch's."""
         if self.prepared is not None:
-            return self.prepared(*(operands if operands[3] is not None else operands[:3]))
-        out, lse = self.kernel.forward(self.call.to_backend(self.library))
+            return self.prepared(query, key, value, *(() if attn_mask is None else (attn_mask,)))
+        out, lse = self.kernel.forward(self.inputs(query, key, value, attn_mask, self.call.inputs.key_lengths))
         return self.to_torch(out), self.to_torch(lse)
+
+    def inputs(self, query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any) -> Inputs:
+        """The backend's."""
+        return Inputs(query, key, value, attn_mask, key_lengths, self.call.inputs.seed).map(self.to_backend)
 
     def to_torch(self, array: Any) -> Any:
         """An array of the backend's, over the same memory."""
@@ -86,9 +93,7 @@ class _Attention(torch.autograd.Function):
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = work.call.inputs._replace(
-            query=query, key=key, value=value, attn_mask=attn_mask, key_lengths=lengths
-        ).map(work.to_backend)
+        inputs = work.inputs(query, key, value, attn_mask, lengths)
         results = (work.to_backend(tensor) for tensor in (out, lse, grad_out, grad_lse))
         back = Gradients(*map(work.to_torch, work.kernel.backward(inputs, *results)))
         if graph:

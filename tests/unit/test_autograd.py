@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from itertools import combinations
 from typing import Any
 
@@ -319,3 +321,18 @@ def test_a_trace_is_refused_for_what_it_is(known: bool) -> None:
         with pytest.raises(InvalidProblem, match=r"torch\.jit\.trace records .*, which cannot see the choice"):
             torch.jit.trace(lambda q, k, v, call=call: call(q, k, v), operands)  # type: ignore[no-untyped-call]
         call(*operands)
+
+
+@pytest.mark.parametrize("options", [{}, {"key_lengths": [3, 5]}], ids=["plain", "lengths"])
+def test_the_graph_keeps_operands_as_saved_tensors_alone(options: dict[str, Any]) -> None:
+    """Or hooks that move them elsewhere would free nothing."""
+    operands = [torch.randn(2, 2, 5, 8).requires_grad_() for _ in range(3)]
+    inner = [operand * 1 for operand in operands]
+    kept = [weakref.ref(tensor) for tensor in inner]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        out = attnswitch.attention(*inner, backend="tiled", **options)
+    del inner
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+    out.sum().backward()
+    assert all(operand.grad is not None for operand in operands)
