@@ -76,6 +76,5 @@ def environment() -> Recording | None:
 
 def _opened(path: str | os.PathLike[str]) -> Recording:
     """A recording to the file, which is there from now on."""
-    made = Recording(Path(path))
-    Path(path).touch()
-    return made
+    Path(path).open("a").close()
+    return Recording(Path(path))

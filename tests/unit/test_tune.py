@@ -229,8 +229,9 @@ def test_gradients_of_arrays_without_autograd_are_recorded() -> None:
     assert [str(problem) for problem in recorded.problems] == ["b1.h1.s3.d8.fp32.grad"]
 
 
-def test_a_recording_that_cannot_be_written_says_so_at_once(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), attnswitch.record(tmp_path / "absent" / "calls.txt"):
+@pytest.mark.parametrize("path", ["absent/calls.txt", "."])
+def test_a_recording_that_cannot_be_written_says_so_at_once(path: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=str(tmp_path)), attnswitch.record(tmp_path / path):
         pass
 
 
