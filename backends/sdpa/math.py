@@ -19,6 +19,8 @@ from .operands import additive
 
 __all__ = ["MathBackend"]
 
+#: Scores of a head that cost less than raising and rounding by calls of their own.
+_FEW = 2**14
 #: Whether the operator may compute in a 16-bit type.
 _narrow_allowed: Callable[[], bool] = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
 
@@ -50,9 +52,11 @@ class MathBackend(SdpaBackend):
 
 def _launcher(problem: Problem) -> Launch:
     # A bool mask is made a float mask, as the operator would add it as 0 and 1. The operator raises 16-bit operands to
-    # the accumulator's type, unless a process-wide switch says otherwise; beside a mask of that type they are given so.
+    # the accumulator's type, unless a process-wide switch says otherwise; but beside a mask of that type they are given
+    # so, and where scores are many, which it would round once more for a second result.
     kind = torch.float64 if problem.dtype == "float64" else torch.float32
     narrow = problem.dtype not in ("float32", "float64")
+    many = problem.seq_q * problem.seq_k > _FEW
     operator: Operator = torch._scaled_dot_product_attention_math
     if problem.group > 1:
         operator = functools.partial(operator, enable_gqa=True)
@@ -62,7 +66,7 @@ def _launcher(problem: Problem) -> Launch:
         call = told(operator, problem, hiding.causal)
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, None]:
-            if narrow and (mask is not None or _narrow_allowed()):
+            if narrow and (many or mask is not None or _narrow_allowed()):
                 out, _ = call(query.to(kind), key.to(kind), value.to(kind), mask)
                 return out.to(query.dtype), None
             return call(query, key, value, mask)[0], None
