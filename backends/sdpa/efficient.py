@@ -46,8 +46,10 @@ class EfficientBackend(SdpaBackend):
             yield ATOMIC
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
-        """The operator; without an lse it misreads keys of an expanded head axis before torch 2.15 (pytorch#191937)."""
-        return biased.launcher(problem, torch._scaled_dot_product_efficient_attention, always_lse=problem.key.expanded)
+        """The operator, which before torch 2.15 misreads expanded head axes unless it computes lse (pytorch#191937)."""
+        expanded = problem.key.expanded or problem.value.expanded
+        misread = expanded and version(device, "torch") < (2, 15)
+        return biased.launcher(problem, torch._scaled_dot_product_efficient_attention, always_lse=misread)
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
+from attnswitch.device import Device
 
 biased = importlib.import_module("attnswitch.backends.sdpa.biased")
 masks = importlib.import_module("attnswitch.backends.sdpa.masks")
@@ -53,4 +54,24 @@ def test_lse_is_computed_only_where_something_needs_it(text: str, always: bool, 
         return query, None
 
     biased.launcher(problem, operator, always_lse=always)(masks.Hiding())(*torch.zeros(3, 1, 1, 8, 64))
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "torch_version", "expected"),
+    [
+        ("", (2, 14), False),
+        (".k=expanded", (2, 14), True),
+        (".v=expanded", (2, 14), True),
+        (".k=expanded", (2, 15), False),
+    ],
+)
+def test_the_efficient_operator_computes_lse_where_it_would_misread_without(
+    text: str, torch_version: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    efficient = importlib.import_module("attnswitch.backends.sdpa.efficient")
+    asked: list[bool] = []
+    monkeypatch.setattr(efficient, "version", lambda *_: torch_version)
+    monkeypatch.setattr(efficient.biased, "launcher", lambda *_, always_lse: asked.append(always_lse))
+    efficient.EfficientBackend().launcher(Problem.parse(f"b1.h2.s8.d64.bf16{text}"), Device.named("h200"))
     assert asked == [expected]
