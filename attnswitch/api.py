@@ -268,9 +268,10 @@ def run_plan(
         found = hot.attend(query, key, value, attn_mask, options, plan.backend, Policy.ESTIMATE, plan)
     if found is None:
         call = calls.read(query, key, value, attn_mask, key_lengths, options)
+        planner.require(plan, None)
         if call.problem != p:
             raise InvalidProblem(_not_planned(plan, call.problem))
-        found = _run(call, planner.require(plan, None))
+        found = _run(call, plan)
     out, lse = found
     return (out, lse) if p.lse else out
 

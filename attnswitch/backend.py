@@ -64,8 +64,9 @@ class Kernel(Protocol):
     strides and devices of these, and addresses that are multiples of 16 where these are, while torch is in the modes
     that it is in now (autograd, autocast): what it need not look at again in every call.
 
-    One with ``lse_shows = True`` promises of that forward, where it returns an lse: a row that NaN or inf in query or
-    key make NaN has an lse of 0, NaN or inf, whatever its output. So lse can be looked at in place of query and key.
+    One with ``lse_shows = True`` promises of that forward on the CPU, where it returns an lse: it is dense, in float32
+    or float64 where that is the problem's, and a row that NaN or inf in query or key make NaN has an lse of 0, NaN or
+    inf, whatever its output. So lse can be looked at in place of query and key.
     """
 
     def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:

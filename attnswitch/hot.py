@@ -142,8 +142,8 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None
     if like is None or not like.alike(*operands):
         alike = _alike(operands)
         run = _run(found, operands, options.layout == "BLHD", prepare=alike is not None)
-        tells = found.look is not None and alike is not None and getattr(found.kernel, "lse_shows", False)
-        shown = finite.shows(found.problem) if tells else None
+        tells = found.look is not None and alike is not None and found.device[0] == "cpu"
+        shown = finite.shows(found.problem) if tells and getattr(found.kernel, "lse_shows", False) else None
         recorded = recording.environment() is not None
         like = found.like = Like(found.problem, recorded, found.look, shown, run, alike or _never)
     if not any(facts[-1] for facts in seen):  # addresses, as ``attend`` asks for them
