@@ -166,7 +166,7 @@ def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool
     if found.wrapped:
         from attnswitch import torch_op
 
-        forward = torch_op.prepared(found.problem, found.device, found.kernel, forward)
+        forward = torch_op.prepared(found.problem, found.kernel, forward)
     if not turned and not missing:
         return forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +18,17 @@ __all__ = ["differentiable", "prepared"]
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
-    query, key, value, mask, *rest = call.inputs
-    # What the graph keeps it keeps as saved tensors: the call is without its operands there.
-    bare = replace(call, inputs=Inputs(None, None, None, None, *rest), like=None)
-    found = _Attention.apply(query, key, value, mask, _Work(bare, kernel, library))
+    *operands, key_lengths, seed = call.inputs
+    found = _Attention.apply(*operands, _Work(call.problem, kernel, library, key_lengths, seed))
     return found if call.problem.lse else (found, None)
 
 
-def prepared(problem: Problem, device: tuple[str, int], kernel: Kernel, forward: Prepared) -> Prepared:
+def prepared(problem: Problem, kernel: Kernel, forward: Prepared) -> Prepared:
     """``differentiable`` of calls without key lengths or a seed to a kernel that takes torch's tensors.
 
     ``forward`` is the kernel's own, for tensors that lie as theirs do. No function transform is active.
     """
-    call = Call(problem, "torch", "torch", device, Inputs(None, None, None), "BHLD", None)
-    work = _Work(call, kernel, "torch", forward)
+    work = _Work(problem, kernel, "torch", prepared=forward)
     # What torch has before it looks for function transforms, which takes as long as the rest.
     apply = super(torch.autograd.Function, _Attention).apply
 
@@ -47,23 +44,28 @@ def prepared(problem: Problem, device: tuple[str, int], kernel: Kernel, forward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """All of a call but query, key, value and mask; ``prepared`` is its forward, if there is one."""
+    """All of a call but query, key, value and mask, which the graph keeps as saved tensors alone.
 
-    call: Call
+    ``prepared`` is its forward, if there is one.
+    """
+
+    problem: Problem
     kernel: Kernel
     library: str
+    key_lengths: Any = None
+    seed: int | None = None
     prepared: Prepared | None = None
 
     def forward(self, query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[Any, Any]:
         """Output and lse as torch's."""
         if self.prepared is not None:
             return self.prepared(query, key, value, *(() if attn_mask is None else (attn_mask,)))
-        out, lse = self.kernel.forward(self.inputs(query, key, value, attn_mask, self.call.inputs.key_lengths))
+        out, lse = self.kernel.forward(self.inputs(query, key, value, attn_mask, self.key_lengths))
         return self.to_torch(out), self.to_torch(lse)
 
     def inputs(self, query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any) -> Inputs:
         """The backend's."""
-        return Inputs(query, key, value, attn_mask, key_lengths, self.call.inputs.seed).map(self.to_backend)
+        return Inputs(query, key, value, attn_mask, key_lengths, self.seed).map(self.to_backend)
 
     def to_torch(self, array: Any) -> Any:
         """An array of the backend's, over the same memory."""
@@ -79,12 +81,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, work: _Work) -> Any:
-        ctx.work, call = work, work.call
+        ctx.work = work
         out, lse = work.forward(query, key, value, attn_mask)
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
-        ctx.save_for_backward(query, key, value, attn_mask, call.inputs.key_lengths, out, lse)
+        ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse)
         ctx.set_materialize_grads(False)
-        return (out, lse) if call.problem.lse else out
+        return (out, lse) if work.problem.lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
