@@ -133,7 +133,7 @@ def _fault(document: Any) -> str:
     fault = _mistyped(document, _PARTS) or _mistyped(document["limits"], _LIMITS, " of its limits")
     if fault:
         return fault
-    wanted = {field.name: str if field.default is MISSING else object for field in fields(Record)} | _MEASURED
+    wanted = {field.name: str for field in fields(Record) if field.default is MISSING} | _MEASURED
     for record in document["records"]:
         if not isinstance(record, dict):
             return f"a record is a {type(record).__name__}"
