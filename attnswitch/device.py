@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import platform
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -151,7 +150,11 @@ def _processor() -> str:
             model = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
     except OSError:
         model = ""
-    return " ".join(model.split()) or platform.processor() or platform.machine()
+    if model.strip():
+        return " ".join(model.split())
+    import platform  # slow to import, and seldom needed
+
+    return platform.processor() or platform.machine()
 
 
 @functools.cache

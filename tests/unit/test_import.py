@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 
-def ask(program: str) -> Any:
+def ask(program: str, environment: dict[str, str] | None = None) -> Any:
     """What ``program`` prints, as JSON."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -36,9 +39,13 @@ def test_no_heavy_library_is_loaded() -> None:
     ]
 
 
-def test_it_takes_less_than_60_milliseconds() -> None:
-    program = "import time; start = time.perf_counter(); import attnswitch; print(time.perf_counter() - start)"
-    assert min(ask(program) for _ in range(7)) < 0.060
+def test_it_takes_less_than_60_milliseconds(tmp_path: Path) -> None:
+    """Of a processor, with the bytecode that every installation has: compiling the sources is not part of it."""
+    environment = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    program = "import time; start = time.process_time(); import attnswitch; print(time.process_time() - start)"
+    assert min(ask(program, environment) for _ in range(7)) < 0.060
+    assert list(tmp_path.rglob("api*.pyc"))
 
 
 def test_all_is_sorted_and_whole() -> None:
