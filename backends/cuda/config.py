@@ -44,9 +44,11 @@ _MOST_SPLITS = 256
 _FEW = 16
 #: Columns of a head at most.
 _MOST_COLUMNS = 256
-#: What a block takes beside its tiles, the last block of a row to merge, and a launch that does: in steps of a tile
-#: each warp, of about 2 us on an H200.
-_EXTRA, _MERGE, _LAUNCH = 3, 3, 6
+#: What a block takes beside its tiles, the last block of a row to merge, a launch that does, and that for each row of
+#: an SM: in steps of a tile each warp, of about 2 us on an H200.
+_EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
+#: Multiplications of such a step on tensor cores, and as many times as long as there it takes on the ordinary units.
+_STEP, _ORDINARY = 2**20, 7
 #: Splits that the block of the last one merges; more are merged by a launch of many blocks, of so many warps each.
 _MOST_MERGED, MERGING_WARPS = 24, 8
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
@@ -183,6 +185,8 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     yield best
     if device.kind == "cpu":
         return
+    if best.splits > 1:
+        yield replace(best, splits=1)
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
     few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= _FEW else ()
@@ -302,11 +306,11 @@ def _splits(problem: Problem, device: Device, tile: Tile) -> int:
     return _schedule(problem, device, tile)[1]
 
 
-def _schedule(problem: Problem, device: Device, tile: Tile) -> tuple[int, int]:
+def _schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     """About how long the forward takes, in steps of a tile each warp, and among how many blocks keys are then split.
 
     Blocks run for about as long, in rounds of as many as fit, and a round takes its steps and a few more to begin and
-    to end with. So no SM is left without work while others have some, if that can be.
+    to end with. So no SM is left without work while others have some, if that can be, and is worth the merging.
     """
     blocks = problem.batch * problem.heads_q * -(-rows(problem) // tile.queries)
     blocks //= problem.group if packs(problem) else 1
@@ -314,19 +318,29 @@ def _schedule(problem: Problem, device: Device, tile: Tile) -> tuple[int, int]:
     if not blocks or not tiles:
         return 0, 1
     room = (device.shared_memory or _SHARED) // shared("forward", tile, problem)
-    slots = (device.sms or 64) * max(1, min(room, 16 // tile.warps))
+    sms = device.sms or 64
+    slots = sms * max(1, min(room, 16 // tile.warps))
+    launch = _LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms
 
-    def cost(splits: int) -> int:
+    def cost(splits: int) -> float:
         each = -(-tiles // splits)
         steps = -(-each // tile.teams)
-        merge = 0 if splits == 1 else _MERGE if tile.apart and splits <= _MOST_MERGED else _LAUNCH
+        merge = 0 if splits == 1 else _MERGE if tile.apart and splits <= _MOST_MERGED else launch / _pace(problem, tile)
         return -(-blocks * splits // slots) * (steps + _EXTRA) + merge
 
-    if tile.apart:
-        best = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=cost)
-    else:  # splits hold two tiles at least, and only fill what is free: arithmetic and parts cost more than rounds
-        best = max(1, min(slots // blocks, tiles // 2, _MOST_SPLITS))
+    most = tiles
+    if not tile.apart:  # splits hold two tiles at least, and only fill what is free: their rounds are no shorter
+        most = min(slots // blocks, tiles // 2)
+    best = min(range(1, max(1, min(most, _MOST_SPLITS)) + 1), key=cost)
     return cost(best), -(-tiles // -(-tiles // best))  # none is launched for nothing
+
+
+def _pace(problem: Problem, tile: Tile) -> float:
+    """How many times as long as one that waits for memory a step of ``tile`` takes, for its arithmetic."""
+    if tile.apart:
+        return 1
+    products = tile.queries * tile.keys * (problem.dim_qk + problem.dim_v)
+    return max(1, products / _STEP * (1 if on_tensor_cores(problem) else _ORDINARY))
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
