@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnswitch import api, cost, divergences, registry  # api imports this module: for calls of plans alone
+from attnswitch import api, divergences, registry  # api imports this module: for calls of plans alone
 from attnswitch.backend import Backend, Kernel
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
@@ -17,6 +17,7 @@ from attnswitch.problem import Problem
 
 if TYPE_CHECKING:
     from attnswitch.wisdom.record import Time, Untimed, Verdict
+    from attnswitch.wisdom.view import Near
 
 __all__ = ["FAILED", "Candidate", "Plan", "compiled", "forget", "generation", "make_plan", "require"]
 
@@ -38,8 +39,8 @@ class Candidate:
     #: What it took on problems of this class on this machine, or why that could not be measured.
     time: Time | None = None
     untimed: Untimed | None = None
-    #: What it took on the nearest problems that were measured, where nothing of this class was.
-    near: Time | None = None
+    #: How it did on the nearest problems that were measured, where nothing of this class was.
+    near: Near | None = None
     #: A mismatch that was found on this machine and concerns it.
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.
@@ -54,11 +55,6 @@ class Candidate:
     def trusted(self) -> bool:
         """Whether it takes the problem and can be chosen for it."""
         return self.fits and self.fault is None
-
-    @property
-    def measured(self) -> Time | None:
-        """What the choice rests on."""
-        return self.time or self.near
 
     @property
     def open(self) -> bool:
@@ -111,21 +107,13 @@ class Plan:
                 " it is left out until another version gets that case right, or until"
                 f" `attnswitch wisdom forget --backend {candidate.backend}`",
             )
-        best = self.chosen.measured if self.chosen else None
-        if self.chosen is not None and best is None:
+        if self.chosen is not None and self.chosen.time is None and self.chosen.near is None:
             return (f"it takes the problem, but stands behind {self.backend} in the declared order",)
         if untimed := candidate.untimed:
             return (
                 f"it takes the problem, but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}",
             )
-        if best is None or candidate.measured is None:
-            return ("it takes the problem, but was not measured here",)
-        took = f"took {_said(candidate.measured, best)} against {best.ms:.4g}"
-        if _pace(candidate.measured) < _pace(best):
-            return (
-                f"it takes the problem, and {took} on another: too little to go before {self.backend} in the order",
-            )
-        return (f"it takes the problem, but {took}",)
+        return (f"it takes the problem, {_slower(candidate, self.chosen)}",)
 
     def remarks(self, candidate: Candidate) -> tuple[str, ...]:
         """What ``candidate`` says of how it computes the problem, if it takes it."""
@@ -207,9 +195,15 @@ def make_plan(problem: Problem, device: Device, backend: str | None = None, poli
     return remembered(problem, device, backend, policy, _generation)
 
 
-def _pace(time: Time) -> float:
-    """Milliseconds an operation: two times of a class may be of problems of unlike size."""
-    return time.ms / max(cost.flops(time.problem), 1.0)
+def _slower(candidate: Candidate, chosen: Candidate | None) -> str:
+    """What was measured of a candidate against what was of the chosen one, if anything was chosen."""
+    if chosen and chosen.time and candidate.time:
+        return f"but took {_said(candidate.time, chosen.time)} against {chosen.time.ms:.4g}"
+    if chosen and chosen.near and candidate.near:
+        times = candidate.near.slower / chosen.near.slower
+        took = f"took {times:.3g} times as long as {chosen.backend} on the nearest that were measured"
+        return f"but {took}" if times >= 1 else f"and {took}: too little to go before it in the order"
+    return "but was not measured here"
 
 
 def _said(time: Time, beside: Time) -> str:
@@ -252,14 +246,14 @@ def _with_nearest(candidates: tuple[Candidate, ...], problem: Problem, device: D
     trusted = [candidate for candidate in candidates if candidate.trusted]
     if len(trusted) < 2 or any(candidate.time for candidate in trusted):
         return candidates
-    times = view.current().nearest(problem, device, [candidate.backend for candidate in trusted])
-    return tuple(replace(candidate, near=times.get(candidate.backend)) for candidate in candidates)
+    near = view.current().nearest(problem, device, [candidate.backend for candidate in trusted])
+    return tuple(replace(candidate, near=near.get(candidate.backend)) for candidate in candidates)
 
 
 def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate | None, str]:
     """The fastest that was measured, else the first in the declared order; and why."""
     trusted = [candidate for candidate in candidates if candidate.trusted]
-    if times := _ranked((c.time, c) for c in trusted):
+    if times := sorted(((c.time, c) for c in trusted if c.time), key=lambda entry: entry[0].pace):
         return times[0][1], f"measured here on {_told(times)}"
     if not trusted:
         faulty = any(candidate.fits for candidate in candidates)
@@ -269,27 +263,24 @@ def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate 
             None,
             f"nothing was measured for it here, and the policy is {policy}; attnswitch tune --problem measures it",
         )
-    if times := _ranked((c.near, c) for c in trusted):
-        chosen = next(c for c in trusted if c.near is not None and _as_fast(c.near, times[0][0]))
-        tie = (
-            ""
-            if chosen is times[0][1]
-            else f"; as fast, as far as that tells, {chosen.backend} comes first in the order"
-        )
-        return chosen, f"nothing like it was measured; the nearest here on {_told(times)}{tie}"
+    if near := sorted(((c.near, c) for c in trusted if c.near), key=lambda entry: entry[0].slower):
+        return _nearest(near, trusted)
     return trusted[0], "first in the declared order that takes the problem; nothing was measured"
 
 
-def _as_fast(time: Time, best: Time) -> bool:
-    """Whether a time of another class says no more than that both may be the faster."""
-    from attnswitch.wisdom.classes import TIE
+def _nearest(ranked: Sequence[tuple[Near, Candidate]], trusted: Sequence[Candidate]) -> tuple[Candidate, str]:
+    """The first in the declared order of those that other classes call as fast as the fastest, as far as they tell."""
+    from attnswitch.wisdom.classes import TIE  # slow to import, and first needed here
 
-    return _pace(time) <= TIE * _pace(best)
-
-
-def _ranked(times: Iterable[tuple[Time | None, Candidate]]) -> list[tuple[Time, Candidate]]:
-    """Those that there are, fastest first."""
-    return sorted(((time, c) for time, c in times if time is not None), key=lambda entry: _pace(entry[0]))
+    best, fastest = ranked[0]
+    chosen = next(c for c in trusted if c.near and c.near.slower <= TIE * best.slower)
+    problems = ", ".join(str(problem) for problem in {time.problem: None for near, _ in ranked for time in near.times})
+    each = ", ".join(f"{candidate.backend} {near.slower:.3g}" for near, candidate in ranked)
+    tie = "" if chosen is fastest else f"; as fast, as far as that tells, {chosen.backend} comes first in the order"
+    return chosen, (
+        f"nothing like it was measured; on the nearest here, {problems}, each took as many times as long as the"
+        f" fastest: {each}{tie}"
+    )
 
 
 def _told(times: Sequence[tuple[Time, Candidate]]) -> str:

@@ -6,10 +6,12 @@ import math
 
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
-__all__ = ["NEAR", "TIE", "covers", "doublings", "speed_class"]
+__all__ = ["NEAR", "NEIGHBOURS", "TIE", "covers", "doublings", "speed_class", "weight"]
 
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
 NEAR = 12.0
+#: How many of the nearest classes are asked: kernels have steps in size, and one class alone may lie on either side.
+NEIGHBOURS = 3
 #: How many times as long a backend may take there and still be no slower on that problem, as far as can be told.
 TIE = 1.05
 
@@ -57,6 +59,11 @@ def doublings(seen: Problem, problem: Problem) -> float:
         return math.inf
     heads, sizes = (_added_up(of(seen), of(problem)) for of in (_heads, _sizes))
     return 0.5 * heads + sizes + sum(a != b for a, b in zip(_hidden(seen), _hidden(problem), strict=True))
+
+
+def weight(away: float) -> float:
+    """What a class counts that is ``away`` doublings from a problem, beside others."""
+    return 1 / (0.25 + away) ** 2
 
 
 def _added_up(some: tuple[int, ...], others: tuple[int, ...]) -> float:

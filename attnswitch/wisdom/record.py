@@ -12,6 +12,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from attnswitch import cost
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.wisdom.signature import Signature
@@ -43,6 +44,11 @@ class Time:
     def __post_init__(self) -> None:
         if not all(math.isfinite(ms) and ms > 0 for ms in (self.ms, self.low, self.high)):
             raise InvalidProblem(f"{self.ms} ms, {self.low} to {self.high}: expected positive numbers")
+
+    @property
+    def pace(self) -> float:
+        """Milliseconds an operation: two times of a class may be of problems of unlike size."""
+        return self.ms / max(cost.flops(self.problem), 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ What this process remembers is in it at once; what others remember, after ``relo
 from __future__ import annotations
 
 import datetime
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,22 @@ from attnswitch import planner
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
-from attnswitch.wisdom.classes import NEAR, covers, doublings, speed_class
+from attnswitch.wisdom.classes import NEAR, NEIGHBOURS, covers, doublings, speed_class, weight
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
-__all__ = ["Wisdom", "current", "now", "reload", "remember"]
+__all__ = ["Near", "Wisdom", "current", "now", "reload", "remember"]
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """How a backend did in the classes nearest to a problem: its times there, the nearest first.
+
+    ``slower`` is how many times as long as the fastest of all it took there: a geometric mean by how near they are.
+    """
+
+    times: tuple[Time, ...]
+    slower: float
 
 
 @dataclass(slots=True)
@@ -56,8 +68,8 @@ class Wisdom:
             return None
         return self.times.get((backend, signature, speed_class(problem)))
 
-    def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Time]:
-        """The times of ``backends`` in the class nearest to that of ``problem``; empty where none is near.
+    def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
+        """How ``backends`` did in the classes nearest to that of ``problem``; empty where none is near.
 
         A class where one of them alone was tried compares nothing.
         """
@@ -67,10 +79,13 @@ class Wisdom:
             if here.get(name) == signature:
                 classes.setdefault(of, {})[name] = record
         away = {of: doublings(of, problem) for of, tried in classes.items() if len(tried) > 1}
-        best = min(away, key=lambda of: away[of], default=None)
-        if best is None or away[best] > NEAR:
-            return {}
-        return {name: record for name, record in classes[best].items() if isinstance(record, Time)}
+        found: dict[str, list[tuple[Time, float, float]]] = {}
+        for of in sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]:
+            times = [record for record in classes[of].values() if isinstance(record, Time)]
+            for time in times:
+                slower = math.log(time.pace / min(other.pace for other in times))
+                found.setdefault(time.backend, []).append((time, weight(away[of]), slower))
+        return {name: _near(seen) for name, seen in found.items()}
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
         """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.
@@ -98,6 +113,12 @@ class Wisdom:
     def _stands(self, seen: Verdict, here: Signature) -> bool:
         later = self.mended.get((seen.backend, seen.signature.device, seen.case), ())
         return seen.signature == here or not any(verdict.signature != seen.signature for verdict in later)
+
+
+def _near(seen: Sequence[tuple[Time, float, float]]) -> Near:
+    """Put together times, weights, and logarithms of how many times as long they are as the fastest."""
+    mean = sum(weight * slower for _, weight, slower in seen) / sum(weight for _, weight, _ in seen)
+    return Near(tuple(time for time, _, _ in seen), math.exp(mean))
 
 
 _lock = threading.RLock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,10 +71,12 @@ def test_the_nearest_that_was_measured_serves_where_nothing_of_the_class_was() -
     near = attnswitch.explain("b2.h6.s64.d32.fp32")
     assert near.backend == "tiled"
     assert near.why == (
-        "nothing like it was measured; the nearest here on 2026-11-20, on b2.h4.s64.d32.fp32: tiled 1 ms, sdpa-flash"
-        " 3 ms"
+        "nothing like it was measured; on the nearest here, b2.h4.s64.d32.fp32, each took as many times as long as the"
+        " fastest: tiled 1, sdpa-flash 3"
     )
-    assert reasons(near, "sdpa-flash") == "it takes the problem, but took 3 ms against 1"
+    assert reasons(near, "sdpa-flash") == (
+        "it takes the problem, but took 3 times as long as tiled on the nearest that were measured"
+    )
     assert reasons(near, "sdpa-math") == "it takes the problem, but was not measured here"
     assert near.open  # measuring could change it yet
     with pytest.raises(Unsupported, match="the policy is wisdom-only"):
@@ -92,11 +95,26 @@ def test_what_ties_on_another_problem_goes_by_the_declared_order() -> None:
     view.remember([time("sdpa-flash", 1.04), time("sdpa-math", 1.2), time("tiled", 1.0)])
     near = attnswitch.explain("b2.h6.s64.d32.fp32")
     assert near.backend == "sdpa-flash"
-    assert near.why.endswith("sdpa-math 1.2 ms; as fast, as far as that tells, sdpa-flash comes first in the order")
+    assert near.why.endswith("sdpa-math 1.2; as fast, as far as that tells, sdpa-flash comes first in the order")
     assert reasons(near, "tiled") == (
-        "it takes the problem, and took 1 ms against 1.04 on another: too little to go before sdpa-flash in the order"
+        "it takes the problem, and took 0.962 times as long as sdpa-flash on the nearest that were measured: too little"
+        " to go before it in the order"
     )
     assert attnswitch.plan(TEXT).backend == "tiled"  # where it was measured it counts
+
+
+def test_three_of_the_nearest_are_asked_the_nearer_the_more() -> None:
+    """The nearest alone would have tiled, and so would all four: by how many times as long, whatever each takes."""
+    for heads, flash, tiled in ((8, 1.1, 1.0), (12, 2.0, 6.0), (6, 0.1, 0.2), (16, 90.0, 0.1)):
+        text = f"b2.h{heads}.s64.d32.fp32"
+        view.remember([time("sdpa-flash", flash, text), time("tiled", tiled, text)])
+    near = attnswitch.explain("b2.h9.s64.d32.fp32")
+    assert near.backend == "sdpa-flash"
+    assert "here, b2.h8.s64.d32.fp32, b2.h12.s64.d32.fp32, b2.h6.s64.d32.fp32, each" in near.why
+    weights = [1 / (0.25 + abs(math.log2(9 / heads)) / 2) ** 2 for heads in (8, 12, 6)]
+    logs = [math.log(times) for times in (1 / 1.1, 3, 2)]
+    mean = math.exp(sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights))
+    assert reasons(near, "tiled").startswith(f"it takes the problem, but took {mean:.3g} times as long as sdpa-flash")
 
 
 def test_one_query_at_the_last_key_is_near_one_that_says_nothing_of_causal() -> None:
