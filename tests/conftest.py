@@ -1,4 +1,4 @@
-"""Shared by every test: the saboteur backends, entered in the registry for the length of a test."""
+"""Shared by every test: no wisdom, no call before, the saboteur backends for the length of a test, and commands."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from attnswitch import call as calls
 from attnswitch import planner, registry
 from attnswitch.wisdom import view
 
@@ -45,6 +46,29 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], N
     yield add
     monkeypatch.undo()
     forget_plans()
+
+
+@pytest.fixture
+def nothing_before() -> Iterator[None]:
+    """No call is like one before."""
+    forget: Callable[[], None] = importlib.import_module("attnswitch.hot").forget
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one for each call that goes through every step."""
+    seen: list[object] = []
+    read = calls.read
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        seen.append(arguments)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(calls, "read", counted)
+    return seen
 
 
 class Ran(NamedTuple):

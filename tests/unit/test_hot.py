@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,41 +13,18 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import InvalidProblem, Problem, Unsupported, divergences, finite, hot, planner
-from attnswitch import call as calls
-from attnswitch.backend import Inputs, prepared
-from attnswitch.device import Device
+from attnswitch import InvalidProblem, Unsupported, finite, hot
 from attnswitch.policy import Policy
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
 from attnswitch.wisdom.signature import Signature, sign
 
 Register = Callable[[str, str], None]
+pytestmark = pytest.mark.usefixtures("nothing_before")
 
 
 def tensors(length: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32) -> Any:
     return [torch.randn(1, heads, length, 16, dtype=dtype) for _ in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_before() -> Iterator[None]:
-    hot.forget()
-    yield
-    hot.forget()
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one for each call that goes through every step."""
-    seen: list[object] = []
-    read = calls.read
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        seen.append(arguments)
-        return read(*arguments, **named)
-
-    monkeypatch.setattr(calls, "read", counted)
-    return seen
 
 
 def slowly(*operands: Any, **options: Any) -> list[torch.Tensor]:
@@ -176,160 +153,6 @@ def test_a_scale_that_is_changed_in_place_is_read_again() -> None:
     first = attnswitch.attention(q, k, v, scale=scale)
     scale.fill_(2.0)
     assert not torch.allclose(first, attnswitch.attention(q, k, v, scale=scale))
-
-
-def test_nan_is_seen_in_every_call() -> None:
-    q, k, v = tensors()
-    mask = torch.ones(8, 8, dtype=torch.bool)
-    mask[:, 3] = False
-    clean = attnswitch.attention(q, k, v, attn_mask=mask)
-    poisoned = k.clone()
-    poisoned[:, :, 3] = torch.nan
-    for _ in range(2):
-        assert torch.equal(attnswitch.attention(q, k, v, attn_mask=mask), clean)
-        torch.testing.assert_close(attnswitch.attention(q, poisoned, v, attn_mask=mask), clean)
-    with finite.checking("never"):
-        assert attnswitch.attention(q, poisoned, v, attn_mask=mask).isnan().any()
-    torch.testing.assert_close(attnswitch.attention(q, poisoned, v, attn_mask=mask), clean)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("keys", [1, 3, 8, 33, 100, 512])
-@pytest.mark.parametrize("queries", [1, 5, 40])
-def test_the_lse_of_the_cpu_kernel_shows_every_row_that_is_nan(queries: int, keys: int, dtype: torch.dtype) -> None:
-    """Its output is 0 in some of them, and a number in others."""
-    problem = Problem(1, 2, 2, queries, keys, 16, 16, str(dtype).removeprefix("torch."))
-    _, kernel = planner.kernel("sdpa-flash", problem, Device.of("cpu", 0))
-    assert kernel.lse_shows  # type: ignore[attr-defined]
-    shown = finite.shows(problem)
-    generator = np.random.default_rng(queries + keys)
-    hidden = 0
-    for draw in range(60):
-        query, key = (torch.randn(1, 2, length, 16, dtype=dtype) for length in (queries, keys))
-        which = (query, key)[draw % 2]
-        first, last = sorted(generator.integers(0, which.shape[2] + 1, 2))
-        where = slice(None) if draw % 3 else int(generator.integers(16))
-        poison = (torch.nan, torch.inf, -torch.inf)[draw // 2 % 3]
-        which[0, :: int(generator.integers(1, 3)), first : last + 1, where] = poison
-        operands = Inputs(query, key, torch.randn(1, 2, keys, 16, dtype=dtype))
-        out, lse = prepared(kernel, operands)(*operands[:3])
-        exact = torch.softmax(query.double() @ key.double().mT / 4, -1).isnan().any(-1)
-        assert lse is not None
-        told = (lse == 0) | ~lse.isfinite()
-        assert bool((told | ~exact).all())
-        assert shown(lse) is bool(told.any())
-        hidden += int((exact & ~out.isnan().any(-1)).sum())
-    assert hidden or keys > 1  # or there would be no need to look
-
-
-@pytest.mark.parametrize("keys", [8, 520])
-def test_nan_is_seen_whether_lse_shows_it_or_not(keys: int) -> None:
-    """520 keys are more than a tile."""
-    query, key, value = torch.randn(1, 2, 4, 16), *torch.randn(2, 1, 2, keys, 16).unbind()
-    attnswitch.attention(query, key, value, backend="sdpa-flash")
-    attnswitch.attention(query, key, value, backend="sdpa-flash")
-    key[:, :, -8:] = torch.nan
-    with pytest.raises(Unsupported, match="NaN or inf"):
-        attnswitch.attention(query, key, value, backend="sdpa-flash")
-    assert attnswitch.attention(query, key, value).isnan().all()
-
-
-def test_an_lse_of_zero_is_looked_into(steps: list[object]) -> None:
-    """One key, and a score of 0."""
-    query, key, value = (torch.zeros(1, 1, 1, 16), *torch.randn(2, 1, 1, 1, 16).unbind())
-    attnswitch.attention(query, key, value, backend="sdpa-flash")
-    steps.clear()
-    with attnswitch.record() as recorded:
-        assert torch.equal(attnswitch.attention(query, key, value, backend="sdpa-flash"), value)
-    assert not steps
-    assert list(recorded.problems.values()) == [1]
-
-
-def test_a_call_with_nan_is_recorded_once() -> None:
-    query, key, value = torch.randn(3, 1, 1, 4, 16).unbind()
-    attnswitch.attention(query, key, value)
-    query[..., 0] = torch.nan
-    with attnswitch.record() as recorded:
-        assert attnswitch.attention(query, key, value).isnan().all()
-    assert [problem.nonfinite for problem in recorded.problems] == [True]
-    assert list(recorded.problems.values()) == [1]
-
-
-LOOKED_AT = {"few": (2, 8), "grouped": (4, 8), "many": (2, 80)}
-
-
-@pytest.mark.parametrize(("heads", "length"), LOOKED_AT.values(), ids=LOOKED_AT)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("grads", ["", "q"])
-@pytest.mark.parametrize("role", ["query", "key", "value"])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_every_operand_is_looked_at(
-    heads: int, length: int, causal: bool, grads: str, role: str, poison: float
-) -> None:
-    operands = dict(zip(("query", "key", "value"), tensors(length), strict=True))
-    operands["query"] = torch.randn(1, heads, length, 16)
-    problem = Problem(1, heads, 2, length, length, 16, 16, "float32", causal=causal, grads=grads)
-    look = finite.look(problem, "cpu")
-    arrays = tuple(operand.numpy() for operand in operands.values())
-    assert look(*operands.values())
-    assert finite.finite(problem, "cpu", arrays)
-    operands[role].view(-1)[77] = poison
-    matters = causal or role != "value"
-    operands["query"].requires_grad_(grads != "")
-    assert look(*operands.values()) is not matters
-    assert finite.finite(problem, "cpu", arrays) is not matters
-    assert finite.finite(problem, "cpu", tuple(operands.values())) is not matters
-    assert not finite.look(problem, "cuda")(*operands.values())
-    assert not finite.finite(problem, "cuda", tuple(operands.values()))
-
-
-@pytest.mark.parametrize("backend", ["sdpa-flash", "sdpa-math"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("length", [1, 8, 33, 600])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_what_all_see_is_summed_whatever_it_is(backend: str, dtype: torch.dtype, length: int, poison: float) -> None:
-    """Why value is not looked at where nothing is hidden: NaN and inf come out, and go back, as arithmetic says."""
-    operands = tensors(length, dtype=dtype)
-    operands[2][0, 1, length // 2, 5] = poison
-    exact = [tensor.double().requires_grad_() for tensor in operands]
-    expected = by_formula(*exact)
-    found = quickly(*(tensor.requires_grad_() for tensor in operands), backend=backend)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=0.1, atol=0.1, equal_nan=True)
-
-
-def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """The formula, and its gradients."""
-    out = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1) @ value
-    return [out, *torch.autograd.grad(out.sum(), (query, key, value))]
-
-
-def test_what_only_overflows_a_sum_is_finite() -> None:
-    operands = [torch.full((1, 2, 8, 16), 3e38) for _ in range(3)]
-    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32"), "cpu")(*operands)
-    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32", causal=True), "cpu")(*operands)
-
-
-def test_nothing_is_looked_for_that_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = tensors()
-    poisoned = q.clone().fill_(torch.nan)
-    monkeypatch.setattr(divergences, "refusals", lambda backend, *_: ("no",) if backend.name != "sdpa-math" else ())
-    planner.forget()
-    for backend in ("sdpa-math", None):
-        hot.forget()
-        for _ in range(2):
-            attnswitch.attention(q, k, v, backend=backend)
-        (found,) = hot._latest.values()
-        assert found.look is None
-        assert not found.problem.nonfinite
-        assert attnswitch.attention(poisoned, k, v, backend=backend).isnan().all()
-    monkeypatch.undo()
-    planner.forget()
-    hot.forget()
-    for _ in range(2):
-        attnswitch.attention(q, k, v)
-    (found,) = hot._latest.values()
-    assert found.look is not None
 
 
 @pytest.fixture
