@@ -503,6 +503,15 @@ def test_the_script_is_installed(tmp_path: Path) -> None:
     assert "error problem 'b1': missing" in wrong.stderr
 
 
+def test_the_package_is_the_same_command(tmp_path: Path) -> None:
+    """Workers import its main module again, and must not run it."""
+    options = "--backend tiled --quick --recipes 1 --examples 5 --no-corpus --json found.json"
+    command = [sys.executable, "-m", "attnswitch", "verify", *options.split()]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (0, False), ran.stdout + ran.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["failures"] == []
+
+
 def test_a_reader_that_leaves_is_not_a_mismatch(tmp_path: Path) -> None:
     """As with ``attnswitch explain ... | head``: exit code 1 would say that a kernel is wrong."""
     command = [str(SCRIPT), "explain", "b1.h1.s8.d8.fp32"]
