@@ -71,21 +71,26 @@ class Wisdom:
     def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
         """How ``backends`` did in the classes nearest to that of ``problem``; empty where none is near.
 
-        A class where one of them alone was tried compares nothing.
+        A class where one of them alone was tried compares nothing, and one that has no time in the nearest is left out:
+        it was not tried there, or it was and took far too long.
         """
         here = {name: signature for name in backends if isinstance(signature := sign(name, device), Signature)}
-        classes: dict[Problem, dict[str, Time | Untimed]] = {}
+        tried, classes = dict[Problem, int](), dict[Problem, list[Time]]()
         for (name, signature, of), record in self.times.items():
             if here.get(name) == signature:
-                classes.setdefault(of, {})[name] = record
-        away = {of: doublings(of, problem) for of, tried in classes.items() if len(tried) > 1}
-        found: dict[str, list[tuple[Time, float, float]]] = {}
-        for of in sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]:
-            times = [record for record in classes[of].values() if isinstance(record, Time)]
-            for time in times:
-                slower = math.log(time.pace / min(other.pace for other in times))
-                found.setdefault(time.backend, []).append((time, weight(away[of]), slower))
-        return {name: _near(seen) for name, seen in found.items()}
+                tried[of] = tried.get(of, 0) + 1
+                classes.setdefault(of, []).extend([record] if isinstance(record, Time) else [])
+        away = {of: doublings(of, problem) for of, times in classes.items() if times and tried[of] > 1}
+        nearest = sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]
+        seen: dict[str, list[tuple[Time, float, float]]] = {
+            time.backend: [] for of in nearest[:1] for time in classes[of]
+        }
+        for of in nearest:
+            fastest = min(time.pace for time in classes[of])
+            for time in classes[of]:
+                if time.backend in seen:
+                    seen[time.backend].append((time, weight(away[of]), math.log(time.pace / fastest)))
+        return {name: _near(each) for name, each in seen.items()}
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
         """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.
@@ -116,8 +121,8 @@ class Wisdom:
 
 
 def _near(seen: Sequence[tuple[Time, float, float]]) -> Near:
-    """Put together times, weights, and logarithms of how many times as long they are as the fastest."""
-    mean = sum(weight * slower for _, weight, slower in seen) / sum(weight for _, weight, _ in seen)
+    """Put together times, what each counts, and the logarithm of how many times as long as the fastest it is."""
+    mean = sum(counts * slower for _, counts, slower in seen) / sum(counts for _, counts, _ in seen)
     return Near(tuple(time for time, _, _ in seen), math.exp(mean))
 
 

@@ -21,7 +21,7 @@ from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.plan import Plan as Verification
 from attnswitch.verify.session.plan import targets
 from attnswitch.wisdom import store, view
-from attnswitch.wisdom.record import Time, Verdict
+from attnswitch.wisdom.record import Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
 Register = Callable[[str, str], None]
@@ -42,6 +42,10 @@ def time(backend: str, ms: float, text: str = TEXT) -> Time:
 def fault(backend: str, text: str = TEXT) -> Verdict:
     seen = "2026-11-20T10:00:00"
     return Verdict(Problem.parse(text), backend, False, "some-case.json", "reference: out", signature(backend), seen)
+
+
+def signed(backend: str) -> tuple[Signature, str]:
+    return signature(backend), "2026-11-20T10:00:00"
 
 
 def reasons(plan: Plan, backend: str) -> str:
@@ -115,6 +119,25 @@ def test_three_of_the_nearest_are_asked_the_nearer_the_more() -> None:
     logs = [math.log(times) for times in (1 / 1.1, 3, 2)]
     mean = math.exp(sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights))
     assert reasons(near, "tiled").startswith(f"it takes the problem, but took {mean:.3g} times as long as sdpa-flash")
+
+
+def test_what_took_far_too_long_on_the_nearest_is_no_choice_whatever_it_took_further_off() -> None:
+    hopeless = Untimed(
+        Problem.parse("b2.h8.s64.d32.fp32"), "sdpa-math", "it took 90 times as long", *signed("sdpa-math")
+    )
+    view.remember([time("sdpa-flash", 2.0, "b2.h8.s64.d32.fp32"), time("tiled", 1.0, "b2.h8.s64.d32.fp32"), hopeless])
+    view.remember([time("sdpa-math", 1.0, "b2.h16.s64.d32.fp32"), time("tiled", 1.5, "b2.h16.s64.d32.fp32")])
+    near = attnswitch.explain("b2.h9.s64.d32.fp32")
+    assert near.backend == "tiled"
+    assert reasons(near, "sdpa-math") == "it takes the problem, but was not measured here"
+
+
+def test_a_class_where_nothing_could_be_timed_is_passed_over() -> None:
+    tried = [
+        Untimed(Problem.parse("b2.h8.s64.d32.fp32"), name, "no", *signed(name)) for name in ("sdpa-flash", "tiled")
+    ]
+    view.remember([*tried, time("sdpa-flash", 3.0, "b2.h16.s64.d32.fp32"), time("tiled", 1.0, "b2.h16.s64.d32.fp32")])
+    assert attnswitch.explain("b2.h9.s64.d32.fp32").backend == "tiled"
 
 
 def test_one_query_at_the_last_key_is_near_one_that_says_nothing_of_causal() -> None:
