@@ -244,20 +244,30 @@ def _with_nearest(candidates: tuple[Candidate, ...], problem: Problem, device: D
     from attnswitch.wisdom import view  # slow to import, and first needed here
 
     trusted = [candidate for candidate in candidates if candidate.trusted]
-    if len(trusted) < 2 or any(candidate.time for candidate in trusted):
+    if len(trusted) < 2 or _compared(trusted):
         return candidates
     near = view.current().nearest(problem, device, [candidate.backend for candidate in trusted])
     return tuple(replace(candidate, near=near.get(candidate.backend)) for candidate in candidates)
 
 
+def _compared(trusted: Sequence[Candidate]) -> bool:
+    """Whether there are times to choose by, of which one is, or might be, of the first in the declared order.
+
+    Where others alone were tried, as after another version of its library came, nothing is known to be faster than it.
+    """
+    first = trusted[0]
+    return (first.time or first.untimed) is not None and any(candidate.time for candidate in trusted)
+
+
 def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate | None, str]:
     """The fastest that was measured, else the first in the declared order; and why."""
     trusted = [candidate for candidate in candidates if candidate.trusted]
-    if times := sorted(((c.time, c) for c in trusted if c.time), key=lambda entry: entry[0].pace):
-        return times[0][1], f"measured here on {_told(times)}"
     if not trusted:
         faulty = any(candidate.fits for candidate in candidates)
         return None, "every backend that takes it was wrong here" if faulty else "no backend takes it"
+    times = sorted(((c.time, c) for c in trusted if c.time), key=lambda entry: entry[0].pace)
+    if times and (policy is Policy.WISDOM_ONLY or _compared(trusted)):
+        return times[0][1], f"measured here on {_told(times)}"
     if policy is Policy.WISDOM_ONLY:
         return (
             None,
@@ -265,7 +275,8 @@ def _choice(candidates: Sequence[Candidate], policy: Policy) -> tuple[Candidate 
         )
     if near := sorted(((c.near, c) for c in trusted if c.near), key=lambda entry: entry[0].slower):
         return _nearest(near, trusted)
-    return trusted[0], "first in the declared order that takes the problem; nothing was measured"
+    what = "others alone were measured with the versions of now" if times else "nothing was measured"
+    return trusted[0], f"first in the declared order that takes the problem; {what}"
 
 
 def _nearest(ranked: Sequence[tuple[Near, Candidate]], trusted: Sequence[Candidate]) -> tuple[Candidate, str]:
@@ -274,7 +285,7 @@ def _nearest(ranked: Sequence[tuple[Near, Candidate]], trusted: Sequence[Candida
 
     best, fastest = ranked[0]
     chosen = next(c for c in trusted if c.near and c.near.slower <= TIE * best.slower)
-    problems = ", ".join(str(problem) for problem in {time.problem: None for near, _ in ranked for time in near.times})
+    problems = ", ".join(str(problem) for problem in {problem: None for near, _ in ranked for problem in near.problems})
     each = ", ".join(f"{candidate.backend} {near.slower:.3g}" for near, candidate in ranked)
     tie = "" if chosen is fastest else f"; as fast, as far as that tells, {chosen.backend} comes first in the order"
     return chosen, (

@@ -29,6 +29,7 @@ from attnswitch.problem import CONTIGUOUS, Problem
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
 from attnswitch.wisdom import view
+from attnswitch.wisdom.classes import HOPELESS
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 from attnswitch.wisdom.verdicts import of_outcome
@@ -37,8 +38,6 @@ __all__ = ["Effort", "Examine", "Trial", "case", "plainly", "run"]
 
 #: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
 Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
-#: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
-_HOPELESS = 4.0
 #: Work of a case with more than one head and batch entry, at most (``Case.work``).
 _MUCH = 2**28
 #: Runs of a candidate that is tried out, and milliseconds after which there is no other.
@@ -134,7 +133,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
             entry for candidate in right for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
         ]
         best = min((entry.tried for entry in entries), default=0.0)
-        for backend in [entry.backend for entry in entries if entry.tried <= _HOPELESS * best]:
+        for backend in [entry.backend for entry in entries if entry.tried <= HOPELESS * best]:
             entries += _searched(backend, plan, work, reference, trial, effort)
         _time(entries, trial, device, where, effort)
         del work, reference
@@ -249,7 +248,7 @@ def _searched(
 def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effort: Effort) -> None:
     """Time the candidates that are worth it in turn, and record the best config of each backend."""
     best = min((entry.tried for entry in entries), default=0.0)
-    worth = {entry.name: entry for entry in entries if entry.tried <= _HOPELESS * best}
+    worth = {entry.name: entry for entry in entries if entry.tried <= HOPELESS * best}
 
     def failed(name: str, error: Exception) -> None:
         trial.failed[name] = _first_line(error)

@@ -6,12 +6,14 @@ import math
 
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
-__all__ = ["NEAR", "NEIGHBOURS", "TIE", "covers", "doublings", "speed_class", "weight"]
+__all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "covers", "doublings", "speed_class", "weight"]
 
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
 NEAR = 12.0
 #: How many of the nearest classes are asked: kernels have steps in size, and one class alone may lie on either side.
 NEIGHBOURS = 3
+#: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
+HOPELESS = 4.0
 #: How many times as long a backend may take there and still be no slower on that problem, as far as can be told.
 TIE = 1.05
 

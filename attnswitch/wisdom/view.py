@@ -16,7 +16,7 @@ from attnswitch import planner
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
-from attnswitch.wisdom.classes import NEAR, NEIGHBOURS, covers, doublings, speed_class, weight
+from attnswitch.wisdom.classes import HOPELESS, NEAR, NEIGHBOURS, covers, doublings, speed_class, weight
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
@@ -25,12 +25,13 @@ __all__ = ["Near", "Wisdom", "current", "now", "reload", "remember"]
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How a backend did in the classes nearest to a problem: its times there, the nearest first.
+    """How a backend did in the classes nearest to a problem: on these problems, the nearest first.
 
-    ``slower`` is how many times as long as the fastest of all it took there: a geometric mean by how near they are.
+    ``slower`` is how many times as long as the fastest of all it took there: a geometric mean by how near they are, in
+    which what could not be timed is hopeless.
     """
 
-    times: tuple[Time, ...]
+    problems: tuple[Problem, ...]
     slower: float
 
 
@@ -71,26 +72,22 @@ class Wisdom:
     def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
         """How ``backends`` did in the classes nearest to that of ``problem``; empty where none is near.
 
-        A class where one of them alone was tried compares nothing, and one that has no time in the nearest is left out:
-        it was not tried there, or it was and took far too long.
+        A class where the first of them was not tried says nothing against it, and is passed over.
         """
         here = {name: signature for name in backends if isinstance(signature := sign(name, device), Signature)}
-        tried, classes = dict[Problem, int](), dict[Problem, list[Time]]()
+        classes: dict[Problem, list[Time | Untimed]] = {}
         for (name, signature, of), record in self.times.items():
             if here.get(name) == signature:
-                tried[of] = tried.get(of, 0) + 1
-                classes.setdefault(of, []).extend([record] if isinstance(record, Time) else [])
-        away = {of: doublings(of, problem) for of, times in classes.items() if times and tried[of] > 1}
-        nearest = sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]
-        seen: dict[str, list[tuple[Time, float, float]]] = {
-            time.backend: [] for of in nearest[:1] for time in classes[of]
-        }
-        for of in nearest:
-            fastest = min(time.pace for time in classes[of])
-            for time in classes[of]:
-                if time.backend in seen:
-                    seen[time.backend].append((time, weight(away[of]), math.log(time.pace / fastest)))
-        return {name: _near(each) for name, each in seen.items()}
+                classes.setdefault(of, []).append(record)
+        away = {of: doublings(of, problem) for of, tried in classes.items() if _compares(tried, backends[0])}
+        seen: dict[str, list[tuple[Time | Untimed, float, float]]] = {}
+        for of in sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]:
+            fastest = min(record.pace for record in classes[of] if isinstance(record, Time))
+            for record in classes[of]:
+                slower = record.pace / fastest if isinstance(record, Time) else HOPELESS
+                seen.setdefault(record.backend, []).append((record, weight(away[of]), math.log(slower)))
+        timed = [name for name, each in seen.items() if any(isinstance(record, Time) for record, _, _ in each)]
+        return {name: _near(seen[name]) for name in timed}
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
         """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.
@@ -120,10 +117,15 @@ class Wisdom:
         return seen.signature == here or not any(verdict.signature != seen.signature for verdict in later)
 
 
-def _near(seen: Sequence[tuple[Time, float, float]]) -> Near:
-    """Put together times, what each counts, and the logarithm of how many times as long as the fastest it is."""
+def _compares(tried: Sequence[Time | Untimed], first: str) -> bool:
+    """Whether what was tried of a class, and timed in part, tells of the backend ``first``."""
+    return any(record.backend == first for record in tried) and any(isinstance(record, Time) for record in tried)
+
+
+def _near(seen: Sequence[tuple[Time | Untimed, float, float]]) -> Near:
+    """Put together records, what each counts, and the logarithm of how many times as long as the fastest it took."""
     mean = sum(counts * slower for _, counts, slower in seen) / sum(counts for _, counts, _ in seen)
-    return Near(tuple(time for time, _, _ in seen), math.exp(mean))
+    return Near(tuple(record.problem for record, _, _ in seen), math.exp(mean))
 
 
 _lock = threading.RLock()

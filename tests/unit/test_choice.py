@@ -44,8 +44,8 @@ def fault(backend: str, text: str = TEXT) -> Verdict:
     return Verdict(Problem.parse(text), backend, False, "some-case.json", "reference: out", signature(backend), seen)
 
 
-def signed(backend: str) -> tuple[Signature, str]:
-    return signature(backend), "2026-11-20T10:00:00"
+def untimed(backend: str, text: str) -> Untimed:
+    return Untimed(Problem.parse(text), backend, "it took 90 times as long", signature(backend), "2026-11-20T10:00:00")
 
 
 def reasons(plan: Plan, backend: str) -> str:
@@ -121,22 +121,20 @@ def test_three_of_the_nearest_are_asked_the_nearer_the_more() -> None:
     assert reasons(near, "tiled").startswith(f"it takes the problem, but took {mean:.3g} times as long as sdpa-flash")
 
 
-def test_what_took_far_too_long_on_the_nearest_is_no_choice_whatever_it_took_further_off() -> None:
-    hopeless = Untimed(
-        Problem.parse("b2.h8.s64.d32.fp32"), "sdpa-math", "it took 90 times as long", *signed("sdpa-math")
-    )
-    view.remember([time("sdpa-flash", 2.0, "b2.h8.s64.d32.fp32"), time("tiled", 1.0, "b2.h8.s64.d32.fp32"), hopeless])
-    view.remember([time("sdpa-math", 1.0, "b2.h16.s64.d32.fp32"), time("tiled", 1.5, "b2.h16.s64.d32.fp32")])
-    near = attnswitch.explain("b2.h9.s64.d32.fp32")
+@pytest.mark.parametrize("slow", [8, 16])
+def test_what_took_far_too_long_on_one_of_the_nearest_counts_too(slow: int) -> None:
+    """Judged where it did well alone, it would be the fastest."""
+    there, elsewhere = f"b2.h{slow}.s64.d32.fp32", f"b2.h{24 - slow}.s64.d32.fp32"
+    view.remember([untimed("sdpa-flash", there), time("tiled", 1.0, there)])
+    view.remember([time("sdpa-flash", 1.0, elsewhere), time("tiled", 1.2, elsewhere)])
+    near = attnswitch.explain("b2.h11.s64.d32.fp32")
     assert near.backend == "tiled"
-    assert reasons(near, "sdpa-math") == "it takes the problem, but was not measured here"
+    assert "times as long as tiled on the nearest" in reasons(near, "sdpa-flash")
 
 
 def test_a_class_where_nothing_could_be_timed_is_passed_over() -> None:
-    tried = [
-        Untimed(Problem.parse("b2.h8.s64.d32.fp32"), name, "no", *signed(name)) for name in ("sdpa-flash", "tiled")
-    ]
-    view.remember([*tried, time("sdpa-flash", 3.0, "b2.h16.s64.d32.fp32"), time("tiled", 1.0, "b2.h16.s64.d32.fp32")])
+    view.remember([untimed(name, "b2.h8.s64.d32.fp32") for name in ("sdpa-flash", "tiled")])
+    view.remember([time("sdpa-flash", 3.0, "b2.h16.s64.d32.fp32"), time("tiled", 1.0, "b2.h16.s64.d32.fp32")])
     assert attnswitch.explain("b2.h9.s64.d32.fp32").backend == "tiled"
 
 
@@ -148,10 +146,27 @@ def test_one_query_at_the_last_key_is_near_one_that_says_nothing_of_causal() -> 
     assert attnswitch.plan("b2.h4.s1x600.d32.fp32.causal-br.lengths").backend == "sdpa-flash"
 
 
-def test_one_backend_alone_is_no_comparison() -> None:
-    view.remember([time("tiled", 1.0)])
-    assert attnswitch.plan("b2.h6.s64.d32.fp32").backend == "sdpa-flash"
+def test_times_of_others_alone_say_nothing_against_the_first_in_the_order() -> None:
+    """As after a new torch came: what it has must be measured again, and NumPy's kernels need not."""
+    view.remember([time("tiled", 1.0), time("reference", 2.0)])
+    for text in (TEXT, "b2.h6.s64.d32.fp32"):
+        assert attnswitch.plan(text).backend == "sdpa-flash"
+    plan = attnswitch.explain(TEXT)
+    assert plan.why == (
+        "first in the declared order that takes the problem; others alone were measured with the versions of now"
+    )
+    assert reasons(plan, "tiled") == "it takes the problem, but stands behind sdpa-flash in the declared order"
+    assert attnswitch.plan(TEXT, policy="wisdom-only").backend == "tiled"
+    view.remember([untimed("sdpa-flash", TEXT)])
     assert attnswitch.plan(TEXT).backend == "tiled"
+
+
+def test_where_others_alone_were_measured_the_nearest_are_asked() -> None:
+    near = "b2.h8.s64.d32.fp32"
+    view.remember(
+        [time("tiled", 1.0), *(time(name, ms, near) for name, ms in (("sdpa-flash", 3.0), ("sdpa-math", 1.0)))]
+    )
+    assert attnswitch.plan(TEXT).backend == "sdpa-math"
 
 
 def test_times_of_unlike_problems_are_compared_by_their_work() -> None:
