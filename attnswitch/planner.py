@@ -39,7 +39,7 @@ class Candidate:
     #: What it took on problems of this class on this machine, or why that could not be measured.
     time: Time | None = None
     untimed: Untimed | None = None
-    #: How it did on the nearest problems that were measured, where nothing of this class was.
+    #: How it did on the nearest problems that were measured, where those of this class tell too little.
     near: Near | None = None
     #: A mismatch that was found on this machine and concerns it.
     fault: Verdict | None = None
@@ -240,7 +240,7 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
 
 
 def _with_nearest(candidates: tuple[Candidate, ...], problem: Problem, device: Device) -> tuple[Candidate, ...]:
-    """``candidates`` with what was measured nearest to ``problem``, if nothing of its class was."""
+    """``candidates`` with what was measured nearest to ``problem``, if its class was not."""
     from attnswitch.wisdom import view  # slow to import, and first needed here
 
     trusted = [candidate for candidate in candidates if candidate.trusted]

@@ -47,7 +47,7 @@ _MOST_COLUMNS = 256
 #: What a block takes beside its tiles, the last block of a row to merge, a launch that does, and that for each row of
 #: an SM: in steps of a tile each warp, of about 2 us on an H200.
 _EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
-#: Multiplications of such a step on tensor cores, and as many times as long as there it takes on the ordinary units.
+#: Products of such a step on tensor cores, and how many times as long the ordinary units take for them.
 _STEP, _ORDINARY = 2**20, 7
 #: Splits that the block of the last one merges; more are merged by a launch of many blocks, of so many warps each.
 _MOST_MERGED, MERGING_WARPS = 24, 8
