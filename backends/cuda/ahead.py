@@ -15,8 +15,9 @@ from attnswitch.errors import CompileError
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import config, cubin, nvrtc, run
-from .config import CudaConfig, Tile
+from .config import CudaConfig
 from .kernel import CudaKernel
+from .tiles import Tile
 from .variant import Variant
 
 __all__ = ["Build", "build", "builds", "variants"]

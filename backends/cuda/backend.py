@@ -15,8 +15,9 @@ from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from . import config, emulator
-from .config import CudaConfig, HopperTile
+from .config import CudaConfig
 from .families import against_hopper
+from .tiles import HopperTile
 
 __all__ = ["CudaBackend"]
 

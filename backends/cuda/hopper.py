@@ -9,10 +9,11 @@ from attnswitch.backend import Inputs
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from . import arguments, config, memory, run, tensor_maps
+from . import arguments, memory, run, tensor_maps
 from .arguments import Arguments, put
-from .config import CudaConfig, HopperTile
+from .config import CudaConfig
 from .prepared import Alone
+from .tiles import HopperTile, hopper_block, hopper_shared
 from .variant import Variant
 
 __all__ = ["Forward", "Survey"]
@@ -86,7 +87,7 @@ class Forward:
         tiles = heads * arithmetic.tiles(p.seq_q, tile.queries)
         self._blocks = min(tiles, device.sms or _SMS)
         self._counts = tiles > self._blocks
-        dim = config.hopper_block(p)
+        dim = hopper_block(p)
         self.variant = Variant(
             "forward",
             p.dtype,
@@ -96,7 +97,7 @@ class Forward:
             dim,
             warps=4 * (1 + tile.queries // _ROWS),
             stages=tile.stages,
-            shared=config.hopper_shared(tile, dim),
+            shared=hopper_shared(tile, dim),
             flags=(
                 ("CONTINUED", int(tile.continued)),
                 ("MASKED", int(p.mask is not None)),

@@ -9,7 +9,8 @@ from attnswitch.device import Device
 from attnswitch.problem import Problem
 
 from . import hopper, memory, portable, prepared
-from .config import CudaConfig, HopperTile
+from .config import CudaConfig
+from .tiles import HopperTile
 
 __all__ = ["CudaKernel"]
 

@@ -9,10 +9,12 @@ from attnswitch import arithmetic
 from attnswitch.backend import Inputs
 from attnswitch.problem import DTYPES, Memory, Problem
 
-from . import arguments, config, memory, run
+from . import arguments, config, memory, run, tiles
 from .arguments import Arguments, Divisor, put
-from .config import ROWS_A_BLOCK, CudaConfig, Tile, block
+from .config import CudaConfig
 from .prepared import Alone
+from .splits import MERGED, WHOLE
+from .tiles import ROWS_A_BLOCK, Tile, block
 from .variant import Variant
 
 __all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved"]
@@ -41,11 +43,11 @@ class Forward:
         tile, splits = chosen.forward, chosen.splits
         assert isinstance(tile, Tile)
         a = arguments.constants(p)
-        a.pack = p.group if config.packs(p) else 1
+        a.pack = p.group if tiles.packs(p) else 1
         heads = p.heads_q // a.pack
         a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
         a.splits, a.chunk = splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys
-        a.packs, a.tiles = heads, arithmetic.tiles(config.rows(p), tile.queries)
+        a.packs, a.tiles = heads, arithmetic.tiles(tiles.rows(p), tile.queries)
         a.by_splits, a.by_tiles, a.by_packs = Divisor.of(splits), Divisor.of(a.tiles), Divisor.of(heads)
         a.by_pack, a.by_group = Divisor.of(a.pack), Divisor.of(p.group)
         self._blocks = p.batch * heads * a.tiles * splits
@@ -53,12 +55,12 @@ class Forward:
         own = {"LENGTHS": int(p.key_lengths), "SPLIT": chosen.split, "ONCE": int(config.once(p))}
         self._variant = _variant("forward", p, tile, {**_flags(p), **own})
         self._rows = (splits, p.batch, p.heads_q, p.seq_q)
-        self._left = config.left(p, tile) * (self._blocks - self._blocks // splits)
+        self._left = tiles.left(p, tile) * (self._blocks - self._blocks // splits)
         self._dim = p.dim_v
         self._split = chosen.split
-        self.alone = Alone(self._variant, self._blocks, a) if self._split == config.WHOLE else None
+        self.alone = Alone(self._variant, self._blocks, a) if self._split == WHOLE else None
         self._merge = _of_rows("merge", p, {"FOLD": int(arithmetic.folds(p))})._replace(
-            warps=config.MERGING_WARPS, shared=config.merging_shared(p)
+            warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p)
         )
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
@@ -66,10 +68,10 @@ class Forward:
         a = arguments.of_call(self._constants, inputs)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
-        if self._split == config.WHOLE:
+        if self._split == WHOLE:
             run.start(self._variant, self._blocks, a, out)
             return
-        if self._split == config.MERGED:
+        if self._split == MERGED:
             run.start(self._variant, self._blocks, a, out, left=self._left)
             return
         parts = memory.empty((*self._rows, self._dim), lse)
@@ -201,7 +203,7 @@ def _variant(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Vari
         tile.warps,
         tile.stages,
         tile.resident,
-        config.shared(kernel, tile, p),
+        tiles.shared(kernel, tile, p),
         tuple(flags.items()),
         teams=tile.teams,
     )

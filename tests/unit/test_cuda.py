@@ -25,6 +25,8 @@ from attnswitch.verify.launch import unguarded
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
+splits = importlib.import_module("attnswitch.backends.cuda.splits")
+tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
@@ -173,10 +175,10 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
     found = list(config.configs(problem, where))
     assert len(set(found)) == len(found)
     assert device != "cpu" or len(found) == 1
-    tensor = config.on_tensor_cores(problem)
+    tensor = tiles.on_tensor_cores(problem)
     for chosen in found:
-        if isinstance(chosen.forward, config.HopperTile):
-            assert config.hopper_shared(chosen.forward, config.hopper_block(problem)) <= where.shared_memory
+        if isinstance(chosen.forward, tiles.HopperTile):
+            assert tiles.hopper_shared(chosen.forward, tiles.hopper_block(problem)) <= where.shared_memory
             assert chosen.splits == 1
             continue
         for name in KERNELS:
@@ -186,7 +188,7 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
             assert name == "forward" or not tile.apart
             assert by % (16 if tensor else 8) == 0, (name, tile)
             assert max(own, by) <= 128, "to which rows are padded in the backward"
-            assert device == "cpu" or config.shared(name, tile, problem) <= (where.shared_memory or 0), (name, tile)
+            assert device == "cpu" or tiles.shared(name, tile, problem) <= (where.shared_memory or 0), (name, tile)
         assert chosen.splits >= 1
         assert chosen.splits == 1 or problem.seq_k > (chosen.splits - 1) * chosen.forward.keys
 
@@ -232,7 +234,7 @@ def test_decoding_leaves_few_multiprocessors_without_work(text: str, device: str
     problem, where = Problem.parse(text), Device.named(device)
     chosen = next(config.configs(problem, where))
     blocks = problem.batch * problem.heads_kv * chosen.splits
-    at_once = where.sms * (where.shared_memory // config.shared("forward", chosen.forward, problem))
+    at_once = where.sms * (where.shared_memory // tiles.shared("forward", chosen.forward, problem))
     assert blocks / (-(-blocks // at_once) * at_once) > 0.85
 
 
@@ -250,10 +252,10 @@ def test_many_splits_are_merged_by_a_launch_of_their_own() -> None:
     def split(text: str) -> int:
         return int(next(config.configs(Problem.parse(text), Device.named("h200"))).split)
 
-    assert split("b16.h32/8.s1x8192.d128.bf16") == config.WHOLE
-    assert split("b1.h32/8.s1x8192.d128.bf16") == config.MERGED
-    assert split("b1.h8/1.s1x131072.d128.bf16") == config.PARTS
-    assert split("b1.h32/8.s8x32768.d128.bf16") == config.PARTS, "rows are too many for one block"
+    assert split("b16.h32/8.s1x8192.d128.bf16") == splits.WHOLE
+    assert split("b1.h32/8.s1x8192.d128.bf16") == splits.MERGED
+    assert split("b1.h8/1.s1x131072.d128.bf16") == splits.PARTS
+    assert split("b1.h32/8.s8x32768.d128.bf16") == splits.PARTS, "rows are too many for one block"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_many_splits_are_merged_by_a_launch_of_their_own() -> None:
     [(1, "bfloat16", 16), (72, "float16", 80), (256, "bfloat16", 256), (33, "float32", 64), (17, "float64", 32)],
 )
 def test_head_dimensions_are_padded_to_steps(dim: int, dtype: str, padded: int) -> None:
-    assert config.block(dim, PLAIN.replace(dtype=dtype)) == padded
+    assert tiles.block(dim, PLAIN.replace(dtype=dtype)) == padded
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -606,8 +608,8 @@ def test_sections_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_change_nothing_but_rounding(
     dtype: str, warps: int, stages: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tile = config.Tile(rows, 32, warps, stages)
-    turned = config.Tile(32, rows, warps, stages)
+    tile = tiles.Tile(rows, 32, warps, stages)
+    turned = tiles.Tile(32, rows, warps, stages)
     chosen = config.CudaConfig(tile, turned, tile, replace(tile, stages=1))
     monkeypatch.setattr(config, "_emulated", lambda _: chosen)
     forget()
@@ -618,15 +620,15 @@ def test_tiles_change_nothing_but_rounding(
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("warps", "stages", "rows"), [(5, 1, 16), (2, 3, 32), (4, 2, 16)])
-@pytest.mark.parametrize(("splits", "most"), [(1, 24), (3, 24), (3, 2)], ids=["whole", "merged", "parts"])
+@pytest.mark.parametrize(("parts", "most"), [(1, 24), (3, 24), (3, 2)], ids=["whole", "merged", "parts"])
 def test_warps_apart_change_nothing_but_rounding(
-    dtype: str, warps: int, stages: int, rows: int, splits: int, most: int, monkeypatch: pytest.MonkeyPatch
+    dtype: str, warps: int, stages: int, rows: int, parts: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in several tiles, warps and splits without a tile of keys, and rows that see nothing."""
-    other = config.Tile(32, 32, 1, 1)
-    chosen = config.CudaConfig(config.Tile(rows, 16, warps, stages, apart=True), other, other, other, splits=splits)
+    other = tiles.Tile(32, 32, 1, 1)
+    chosen = config.CudaConfig(tiles.Tile(rows, 16, warps, stages, apart=True), other, other, other, splits=parts)
     monkeypatch.setattr(config, "_emulated", lambda _: chosen)
-    monkeypatch.setattr(config, "_MOST_MERGED", most)
+    monkeypatch.setattr(splits, "_MOST_MERGED", most)
     forget()
     arrays, lengths = operands(dtype), torch.tensor([0, 50])
     compare(arrays, DTYPES[dtype], causal_alignment="bottom_right", is_causal=True, key_lengths=lengths)

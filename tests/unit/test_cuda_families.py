@@ -18,6 +18,7 @@ from attnswitch.problem import Mask, Memory
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
+tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 run = importlib.import_module("attnswitch.backends.cuda.run")
@@ -53,7 +54,7 @@ def first(problem: Problem, device: Device = H200) -> Any:
 )
 def test_hopper_takes_the_forward(problem: Problem) -> None:
     assert families.against_hopper(problem, H200) == ()
-    assert isinstance(first(problem), config.HopperTile)
+    assert isinstance(first(problem), tiles.HopperTile)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +84,14 @@ def test_the_portable_family_takes_the_rest(problem: Problem, device: str, words
     where = Device.named(device)
     (reason,) = families.against_hopper(problem, where)
     assert re.search(words, reason)
-    assert isinstance(first(problem, where), config.Tile)
+    assert isinstance(first(problem, where), tiles.Tile)
     (remark,) = backend.CudaBackend().remarks(problem, where, "")
     assert reason in remark
 
 
 def test_all_of_both_families_can_be_searched() -> None:
     found = list(config.configs(PLAIN, H200))
-    own = [chosen for chosen in found if isinstance(chosen.forward, config.HopperTile)]
+    own = [chosen for chosen in found if isinstance(chosen.forward, tiles.HopperTile)]
     assert own == found[: len(own)]
     assert len(own) > 1
     assert first(PLAIN, Device.named("a100")) in {chosen.forward for chosen in found[len(own) :]}
@@ -142,10 +143,10 @@ def test_tiles_of_all_sizes_fill_gaps_and_are_not_continued(more: str) -> None:
 def test_every_tile_fits_a_block(dim: int) -> None:
     for chosen in config.configs(PLAIN.replace(dim_qk=dim, dim_v=dim), H200):
         tile = chosen.forward
-        if isinstance(tile, config.HopperTile):
+        if isinstance(tile, tiles.HopperTile):
             assert tile.queries % 64 == 0
             assert tile.keys in (64, 80, 128), "which products there are instructions for"
-            assert config.hopper_shared(tile, dim) <= H200.shared_memory
+            assert tiles.hopper_shared(tile, dim) <= H200.shared_memory
 
 
 def test_on_this_machine_what_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_explain_names_the_family_and_says_why() -> None:
 
 
 def test_the_config_that_was_measured_says_which_family() -> None:
-    portable = next(c for c in config.configs(PLAIN, H200) if isinstance(c.forward, config.Tile))
+    portable = next(c for c in config.configs(PLAIN, H200) if isinstance(c.forward, tiles.Tile))
     (remark,) = backend.CudaBackend().remarks(PLAIN, H200, str(portable))
     assert remark == f"forward by the portable kernels, not by Hopper's ({portable.forward} was faster here)"
 

@@ -20,6 +20,7 @@ nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
 usage = importlib.import_module("attnswitch.backends.cuda.cubin").usage
 sources = importlib.import_module("attnswitch.backends.cuda.sources")
 config = importlib.import_module("attnswitch.backends.cuda.config")
+tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 
 H200 = Device.named("h200")
@@ -41,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def variants(dim: int, dtype: str = "bfloat16", more: str = "", causal: str = ".causal") -> list[Any]:
     """What the forward is compiled to in each of the family's configurations, the heuristic's choice first."""
     problem = Problem.parse(f"b4.h16.s4096.d{dim}.{dtype}{causal}{more}")
-    configs = [c for c in config.configs(problem, H200) if isinstance(c.forward, config.HopperTile)]
+    configs = [c for c in config.configs(problem, H200) if isinstance(c.forward, tiles.HopperTile)]
     return [hopper.Forward(problem, chosen, H200).variant for chosen in configs]
 
 

@@ -19,6 +19,7 @@ from attnswitch.verify.launch import unguarded
 
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
 config = importlib.import_module("attnswitch.backends.cuda.config")
+tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 portable = importlib.import_module("attnswitch.backends.cuda.portable")
 run = importlib.import_module("attnswitch.backends.cuda.run")
@@ -129,7 +130,7 @@ def test_a_launch_leaves_it_blank(dtype: str, splits: int, monkeypatch: pytest.M
         return used[0]
 
     empty = run.memory.empty
-    tile, other = config.Tile(16, 16, 3, 2, apart=True), config.Tile(32, 32, 1, 1)
+    tile, other = tiles.Tile(16, 16, 3, 2, apart=True), tiles.Tile(32, 32, 1, 1)
     chosen = config.CudaConfig(tile, other, other, other, splits=splits)
     monkeypatch.setattr(config, "_emulated", lambda _: chosen)
     whole = attnswitch.attention(query, key, value, key_lengths=lengths, backend="reference")

@@ -24,7 +24,7 @@ struct Shared {
     static constexpr u32 KEY_PLACES = BLOCK_N * BLOCK_D * sizeof(T) / 16;
     static constexpr u32 VALUE_PLACES = BLOCK_N * BLOCK_DV * sizeof(T) / 16;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts the same shared memory");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "tiles.py counts the same shared memory");
 
 DEVICE void init_barriers(Shared& shared) {
     UNROLL for (int s = 0; s < QUERY_STAGES; s++)

@@ -27,7 +27,7 @@ constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, KEY = BLOCK_N * PITCH<BLOCK_D>, 
 constexpr int RING = STAGES * (KEY + VALUE);
 constexpr int SHARES = SHARE * sizeof(Real) / sizeof(T), ROOM = RING > SHARES ? RING : SHARES;  // of a team
 enum { WHOLE, PARTS, MERGED };  // of SPLIT
-static_assert((QUERY + TEAMS * ROOM) * sizeof(T) + SCRATCH == SHARED_BYTES, "config.py counts the same shared memory");
+static_assert((QUERY + TEAMS * ROOM) * sizeof(T) + SCRATCH == SHARED_BYTES, "tiles.py counts the same shared memory");
 
 KERNEL forward(const Arguments a) {
     T* const query = reinterpret_cast<T*>(shared_memory());

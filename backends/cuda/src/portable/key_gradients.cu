@@ -18,7 +18,7 @@ constexpr int QUERY = BLOCK_N * PITCH<BLOCK_D>, GRAD_OUT = BLOCK_N * PITCH<BLOCK
 constexpr int LINES = 2 * BLOCK_N * sizeof(Real) / sizeof(T);
 constexpr int STAGE = QUERY + GRAD_OUT + LINES;
 static_assert((KEY + VALUE + STAGES * STAGE) * sizeof(T) + SCRATCH == SHARED_BYTES,
-              "config.py counts the same shared memory");
+              "tiles.py counts the same shared memory");
 
 KERNEL key_gradients(const Arguments a) {
     T* const key = reinterpret_cast<T*>(shared_memory());

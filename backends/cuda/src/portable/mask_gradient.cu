@@ -12,7 +12,7 @@
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, GRAD_OUT = BLOCK_M * PITCH<BLOCK_DV>;
 constexpr int KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
 constexpr int OPERANDS = (QUERY + GRAD_OUT + KEY + VALUE) * sizeof(T), SUMS = BLOCK_M * BLOCK_N * sizeof(Real);
-static_assert((OPERANDS > SUMS ? OPERANDS : SUMS) == SHARED_BYTES, "config.py counts the same shared memory");
+static_assert((OPERANDS > SUMS ? OPERANDS : SUMS) == SHARED_BYTES, "tiles.py counts the same shared memory");
 
 DEVICE void store_mask_gradient(const Arguments& a, i64 at, Real x) {
     if (MASK_KIND == F16_MASK) reinterpret_cast<f16*>(a.grad_mask)[at] = Narrow<f16>::of(x);

@@ -13,7 +13,7 @@
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, GRAD_OUT = BLOCK_M * PITCH<BLOCK_DV>;
 constexpr int KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
 static_assert((QUERY + GRAD_OUT + STAGES * (KEY + VALUE)) * sizeof(T) + SCRATCH == SHARED_BYTES,
-              "config.py counts the same shared memory");
+              "tiles.py counts the same shared memory");
 
 KERNEL query_gradient(const Arguments a) {
     T* const query = reinterpret_cast<T*>(shared_memory());

@@ -1,0 +1,182 @@
+"""Tiles of the CUDA kernels, what of a problem decides how they are filled, and the shared memory that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attnswitch.device import Device
+from attnswitch.problem import DTYPES, Problem
+
+__all__ = [
+    "FEW",
+    "MERGING_WARPS",
+    "ROWS_A_BLOCK",
+    "HopperTile",
+    "Tile",
+    "block",
+    "fits",
+    "hopper_block",
+    "hopper_shared",
+    "left",
+    "merging_shared",
+    "on_tensor_cores",
+    "packs",
+    "room",
+    "rows",
+    "shared",
+    "shrunk",
+]
+
+#: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
+_SHARED = 99 * 1024
+#: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have.
+FEW = 16
+#: Columns of a head at most.
+_MOST_COLUMNS = 256
+#: Rows, one to a warp, of a block of the kernels that have no tiles.
+ROWS_A_BLOCK = 4
+#: Warps of a block that merges many splits of a row.
+MERGING_WARPS = 8
+#: Head dimensions of Hopper's forward.
+_HOPPER_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of queries and of keys in a tile, warps of a block, and stages of its pipeline of loads.
+
+    ``resident`` is how many blocks are to fit an SM, which bounds the registers of each. Warps share a tile of keys and
+    have rows of their own, or, ``apart``, have the same rows and tiles of keys of their own.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int = 1
+    apart: bool = False
+
+    @property
+    def teams(self) -> int:
+        """How many groups of warps share tiles of keys."""
+        return self.warps if self.apart else 1
+
+    def __str__(self) -> str:
+        apart = " apart" if self.apart else ""
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}{apart}"
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
+
+    ``continued``: the next rows' first product runs beside the last of these. ``pace``: scores in a time, relative to
+    the other tiles of a head dimension, where keys are many.
+    """
+
+    queries: int
+    keys: int
+    stages: int = 2
+    continued: bool = False
+    pace: float = 1.0
+
+    def __str__(self) -> str:
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
+
+
+def on_tensor_cores(problem: Problem) -> bool:
+    """Whether products run on tensor cores (``mma.cuh``) or on the ordinary units (``simt.cuh``)."""
+    return problem.dtype in ("float16", "bfloat16")
+
+
+def block(dim: int, problem: Problem) -> int:
+    """The head dimension as a kernel sees it: whole steps of a matrix instruction, or of 8 lanes with 16 bytes each."""
+    step = 16 if on_tensor_cores(problem) else 8 * 16 // DTYPES[problem.dtype]
+    return -(-dim // step) * step
+
+
+def hopper_block(problem: Problem) -> int:
+    """The head dimension as Hopper's forward sees it, of key and value alike: TMA fills up with zeros."""
+    return min(dim for dim in _HOPPER_DIMS if dim >= max(problem.dim_qk, problem.dim_v))
+
+
+def packs(problem: Problem) -> bool:
+    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
+    return problem.group > 1 and problem.seq_q * problem.group <= 64
+
+
+def rows(problem: Problem) -> int:
+    """Rows of queries for each head of the grid."""
+    return problem.seq_q * (problem.group if packs(problem) else 1)
+
+
+def shared(kernel: str, tile: Tile, problem: Problem) -> int:
+    """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
+    size, real = DTYPES[problem.dtype], _real(problem)
+    pad = 16 // size
+    dim, dim_v = (block(n, problem) + pad for n in (problem.dim_qk, problem.dim_v))
+    rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
+    if kernel == "mask_gradient":
+        return max((rows + columns) * (dim + dim_v) * size, rows * columns * real)
+    own = dim if kernel == "forward" else dim + dim_v
+    stage = columns * (dim + dim_v) * size
+    if kernel == "key_gradients":
+        stage += 2 * columns * real
+    scratch = 0 if on_tensor_cores(problem) else tile.teams * rows * (columns + pad) * size
+    ring = tile.stages * stage
+    if tile.apart:  # what a team has made of its keys lies where they were
+        ring = max(ring, rows * (dim_v + 2) * real)
+    return rows * own * size + tile.teams * ring + scratch
+
+
+def left(problem: Problem, tile: Tile) -> int:
+    """Bytes that the block of one split leaves to that of the last: numerators, maximum and sum of each row."""
+    return tile.queries * (block(problem.dim_v, problem) + 2) * _real(problem)
+
+
+def merging_shared(problem: Problem) -> int:
+    """Bytes of shared memory that a block of ``merge.cu`` takes, for rows of any length."""
+    return MERGING_WARPS * _MOST_COLUMNS * _real(problem)
+
+
+def _real(problem: Problem) -> int:
+    """Bytes of a number as the kernels add up: float32, or float64 for float64."""
+    return 8 if problem.dtype == "float64" else 4
+
+
+def hopper_shared(tile: HopperTile, dim: int) -> int:
+    """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
+    queries = tile.queries * (2 if dim <= 128 else 1)
+    return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
+
+
+def room(tile: Tile, kernel: str, problem: Problem, device: Device) -> int:
+    """How many blocks of ``kernel`` the shared memory of an SM holds."""
+    return (device.shared_memory or _SHARED) // shared(kernel, tile, problem)
+
+
+def fits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
+    """Whether it holds one."""
+    return room(tile, kernel, problem, device) > 0
+
+
+def shrunk(tile: Tile, kernel: str, problem: Problem, device: Device) -> Tile:
+    """``tile`` with fewer stages, rows that go by, own rows and warps, in this order, until it fits."""
+    turned = kernel == "key_gradients"
+    own, by = (tile.keys, tile.queries) if turned else (tile.queries, tile.keys)
+    least_by, least_own = (16, 16) if on_tensor_cores(problem) else (8, 4)  # of a warp
+    warps, stages = tile.warps, tile.stages
+    while not fits(tile, kernel, problem, device):
+        if stages > 1:
+            stages -= 1
+        elif by > least_by:
+            by //= 2
+        elif own // warps > least_own:
+            own //= 2
+        elif warps > 1:
+            own, warps = own // 2, warps // 2
+        else:
+            break
+        queries, keys = (by, own) if turned else (own, by)
+        tile = replace(tile, queries=queries, keys=keys, warps=warps, stages=stages)
+    return tile
