@@ -100,8 +100,17 @@ def facts(array: Array, role: str) -> Facts:
     )
 
 
+#: Tensors of torch whose meaning is not in their elements.
+_UNLIKE = {
+    "CausalBias": "whose elements are never written: pass is_causal=True, with causal_alignment for lower right",
+    "MaskedTensor": "whose mask would be lost: pass attn_mask or key_lengths",
+}
+
+
 def _torch_facts(tensor: Array, role: str) -> Facts:
     torch: Any = _loaded("torch")
+    if (name := type(tensor).__name__) in _UNLIKE and type(tensor).__module__.startswith("torch."):
+        raise InvalidProblem(f"{role} is a {name}, {_UNLIKE[name]}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"

@@ -285,6 +285,8 @@ def beside(array: Array | None, role: str, call: Call, shape: tuple[int, ...], l
         return None
     array, facts = arrays.take(array, role)
     _check_beside(facts, role, call.home, call.device)
+    if facts.dtype not in DTYPES:
+        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
     if call.layout == "BLHD" and len(shape) == 4:
         array, facts = swap_heads(array), _swapped(facts)
     if facts.shape != shape:

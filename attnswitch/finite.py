@@ -1,4 +1,4 @@
-"""Whether NaN and inf are looked for among the operands of a call, and looking for them."""
+"""Whether NaN, inf and numbers that overflow are looked for among the operands of a call, and looking for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from attnswitch.problem import Problem
 
 __all__ = ["checking", "chosen", "finite", "look", "looked_for", "shows", "when"]
 
-#: Whether query, key and value hold neither NaN nor inf.
+#: Whether query, key and value hold nothing that a kernel could lose or let leak.
 Look = Callable[[Any, Any, Any], bool]
 _WHEN = ("cpu", "always", "never")
-#: Elements of an operand up to which a temporary of its size costs less than two more calls.
-_SMALL = 2**14
-#: Up to which comparing, an element at a time, does as well.
+#: Elements of an operand up to which comparing, an element at a time, costs less than another call.
 _TINY = 2**10
+#: The largest number of float32, in which all types but float64 are summed.
+_LARGEST = 2.0**128 - 2.0**104
 #: Numbers up to which a list of them is faster than a call of torch.
 _FEW = 48
 _chosen: ContextVar[str | None] = ContextVar("attnswitch_finite", default=None)
@@ -63,32 +63,37 @@ def looked_for(when: str, kind: str) -> bool:
 
 
 def finite(problem: Problem, kind: str, operands: tuple[Array, ...]) -> bool:
-    """Whether query, key and value of ``problem`` are free of NaN and inf that a kernel could lose or let leak.
+    """Whether query, key and value of ``problem`` are free of what a kernel could lose or let leak.
 
-    On the CPU value is not looked at where nothing is hidden: all of it is weighted and summed, NaN and inf included.
+    That is NaN, inf and, where something is hidden, numbers so large that a product with them overflows: hidden, they
+    make inf - inf of a score, or 0 * inf of a gradient. On the CPU value is not looked at where nothing is hidden: all
+    of it is weighted and summed, NaN and inf included.
     """
-    looked_at = operands if _value_matters(problem, kind) else operands[:2]
     library = arrays.library_of(operands[0])
+    if _empty(problem):
+        return True
+    hides = _hides(problem, kind)
     if library == "numpy":
         numpy: Any = sys.modules["numpy"]
+        limit = _limit(problem) if hides else math.inf
         with numpy.errstate(all="ignore"):
-            return all(
-                bool(numpy.isfinite(numpy.sum(x, dtype=numpy.float64)) or numpy.isfinite(x).all()) for x in looked_at
-            )
+            return all(-limit < x.min() and x.max() < limit for x in (operands if hides else operands[:2]))
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        return _one_by_one(*(arrays.passage(x, library, "torch") for x in looked_at))
+        query, key, value = (arrays.passage(x, library, "torch") for x in operands)
+        return (_within(_limit(problem)) if hides else _two)(query, key, value)
 
 
 def look(problem: Problem, kind: str) -> Look:
     """``finite`` of the torch tensors of ``problem``, in as few calls as can be."""
     p = problem
-    elements = p.batch * p.heads_q * p.seq_q * p.dim_qk
     alike = (p.heads_q, p.seq_q) == (p.heads_kv, p.seq_k)
-    if _value_matters(p, kind):
-        found = _all_at_once if alike and p.dim_qk == p.dim_v and elements <= _SMALL else _one_by_one
+    if _empty(p):
+        found: Look = _nothing
+    elif _hides(p, kind):
+        found = _within(_limit(p))
     else:
-        found = _two_at_once if alike and elements <= _TINY else _two
+        found = _two_at_once if alike and p.batch * p.heads_q * p.seq_q * p.dim_qk <= _TINY else _two
     return _beside_autograd(found) if p.grads else found
 
 
@@ -101,7 +106,10 @@ def shows(problem: Problem) -> Callable[[Any], bool]:
 
 def _shown_by_few(at: Callable[[int], Any]) -> Callable[[Any], bool]:
     def shown(lse: Any) -> bool:
-        numbers = at(lse.data_ptr())[:]
+        address = lse.data_ptr()
+        if not address:  # of a mode of torch that computes nothing
+            return True
+        numbers = at(address)[:]
         return 0.0 in numbers or not math.isfinite(sum(numbers))
 
     return shown
@@ -119,16 +127,38 @@ def _shown_by_many() -> Callable[[Any], bool]:
     return shown
 
 
-def _value_matters(problem: Problem, kind: str) -> bool:
+def _hides(problem: Problem, kind: str) -> bool:
     """Whether a value may be weighted with 0 that is no weight of its score; GPUs were not tried without."""
     p = problem
     hides = p.mask is not None or p.key_lengths or p.dropout > 0.0 or (p.positional and not p.sees_all)
     return hides or kind != "cpu"
 
 
-def _all_at_once(query: Any, key: Any, value: Any) -> bool:
-    """One call costs more than a pass: a product or a sum with NaN or inf is either."""
-    return math.isfinite(query.addcmul(key, value).sum().item()) or _one_by_one(query, key, value)
+def _limit(problem: Problem) -> float:
+    """Up to where numbers make no product of two rows that overflows, with the scale or without."""
+    largest = sys.float_info.max if problem.dtype == "float64" else _LARGEST
+    return math.sqrt(largest / max(problem.dim_qk, problem.dim_v) / max(1.0, abs(problem.softmax_scale)))
+
+
+def _within(limit: float) -> Look:
+    """Whether every number is: NaN, which is the least and the greatest where it is, is not."""
+
+    def found(*operands: Any) -> bool:
+        for operand in operands:
+            least, greatest = operand.aminmax()
+            if not (-limit < least.item() and greatest.item() < limit):
+                return False
+        return True
+
+    return found
+
+
+def _nothing(*_: Any) -> bool:
+    return True
+
+
+def _empty(problem: Problem) -> bool:
+    return not (problem.batch and problem.seq_q and problem.seq_k)
 
 
 def _two_at_once(query: Any, key: Any, _: Any) -> bool:
@@ -137,14 +167,10 @@ def _two_at_once(query: Any, key: Any, _: Any) -> bool:
 
 
 def _two(query: Any, key: Any, _: Any) -> bool:
-    return _one_by_one(query, key)
-
-
-def _one_by_one(*operands: Any) -> bool:
     """A pass each, and no temporary: a sum that is finite proves that every term is."""
-    if all(math.isfinite(operand.sum().item()) for operand in operands):
+    if math.isfinite(query.sum().item()) and math.isfinite(key.sum().item()):
         return True
-    return all(bool(operand.isfinite().all()) for operand in operands)
+    return bool(query.isfinite().all()) and bool(key.isfinite().all())
 
 
 def _beside_autograd(look: Look) -> Look:

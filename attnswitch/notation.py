@@ -10,7 +10,7 @@ first and are required; the others appear only when they differ from the default
     fp16 bf16 fp32 fp64   dtype                             grad  grad=qkm     gradients (grad alone: q, k and v)
     causal  causal-br     top-left / bottom-right           deterministic      deterministic
     window=1024,0         left,right; * is unlimited        k=expanded,align2  memory of q, k, v or m
-    mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN or inf among the keys or values
+    mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN, inf or what overflows
     lengths               key_lengths                       scale=0.125        scale
     bottom-right          alignment of a window that is not causal
 """

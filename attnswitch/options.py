@@ -8,6 +8,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Window
 
@@ -136,6 +137,8 @@ def _real(name: str, value: Any) -> float | None:
     kind = getattr(getattr(value, "dtype", None), "name", str(getattr(value, "dtype", "")))
     if getattr(value, "requires_grad", False):
         raise InvalidProblem(f"{name}={value!r} requires_grad, and its gradient would be lost: multiply query by it")
+    if arrays.library_of(value) == "torch":
+        arrays.facts(value, name)  # refuses what forward mode and function transforms follow
     if getattr(value, "shape", None) == () and kind.removeprefix("torch.").startswith(("float", "bfloat", "int")):
         return float(value)
     raise InvalidProblem(f"{name}={value!r}: expected a number")

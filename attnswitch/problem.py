@@ -101,8 +101,8 @@ class Problem:
     key: Memory = field(default=CONTIGUOUS)
     value: Memory = field(default=CONTIGUOUS)
     attn_mask: Memory = field(default=CONTIGUOUS)
-    #: NaN or inf was seen in query, key or value; on the CPU in value only where something is hidden. Read there
-    #: only, unless ATTNSWITCH_CHECK_FINITE=always: elsewhere reading costs a synchronisation.
+    #: NaN or inf was seen in query, key or value or, where something is hidden, what overflows. The CPU's value is read
+    #: there alone, and nothing elsewhere unless ATTNSWITCH_CHECK_FINITE=always: reading costs a synchronisation.
     nonfinite: bool = False
 
     def __post_init__(self) -> None:

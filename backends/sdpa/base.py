@@ -170,16 +170,22 @@ class SdpaKernel:
         if kind is not None and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self.backward(inputs, out, lse, grad_out, grad_lse)
-        operands = dict(zip("qkvm", inputs[:4], strict=True))
-        operands = {letter: None if x is None else x.detach() for letter, x in operands.items()}
-        leaves = {letter: operands[letter].requires_grad_() for letter in self.problem.grads}
-        with torch.enable_grad():
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            operands = {letter: _leaf(x) for letter, x in zip("qkvm", inputs[:4], strict=True)}
+            leaves = {letter: operands[letter].requires_grad_() for letter in self.problem.grads}
             q, k, v, mask = operands.values()
             again = Inputs(q, k, v, mask, inputs.key_lengths, inputs.seed)
             result, _ = self.forward(again)
-            grads = torch.autograd.grad(result, list(leaves.values()), grad_out, materialize_grads=True)
+            grads = torch.autograd.grad(result, list(leaves.values()), _leaf(grad_out), materialize_grads=True)
         found = dict(zip(leaves, grads, strict=True))
         return Gradients(*(found.get(letter) for letter in "qkvm"))
+
+
+def _leaf(operand: Any) -> Any:
+    """``operand`` as autograd takes it: without a graph, and none of inference mode's, which it never takes."""
+    if operand is None:
+        return None
+    return operand.clone() if operand.is_inference() else operand.detach()
 
 
 def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:

@@ -250,6 +250,20 @@ def test_attention_backward_with_a_mask_that_requires_a_gradient_nobody_asked_fo
     close(list(got[:3]), list(exact[:3]))
 
 
+@every_backend
+@pytest.mark.parametrize("within", [False, True])
+def test_attention_backward_of_tensors_of_inference_mode(backend: str, within: bool) -> None:
+    """Autograd never takes these, and torch's kernels have no gradients without it."""
+    made = [torch.randn(*shape, dtype=torch.float64) for shape in (*SHAPES, (3, 4), (2, 4, 3, 5))]
+    exact = attnswitch.attention_backward(made[4], *made[:3], attn_mask=made[3], backend="reference")
+    with torch.inference_mode():
+        *operands, mask, upstream = (tensor.clone() for tensor in made)
+        assert upstream.is_inference()
+    with torch.inference_mode(mode=within):
+        got = attnswitch.attention_backward(upstream, *operands, attn_mask=mask, backend=backend)
+    close(list(got[:3]), list(exact[:3]))
+
+
 @own_gradients
 def test_attention_backward_from_saved_results(backend: str) -> None:
     *operands, mask = leaves(torch.float64, *SHAPES, (3, 4))

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_upper_left
 
 import attnswitch
 from attnswitch import Gradients, InvalidProblem, Problem, registry
@@ -215,11 +218,32 @@ def _odd(x: Any) -> bool:
         ({"attn_mask": torch.ones(3, 5).to_sparse()}, r"attn_mask is a torch\.sparse_coo tensor"),
         ({"attn_mask": torch.ones(3, 5, dtype=torch.uint8)}, r"attn_mask has dtype uint8"),
         ({"key_lengths": np.array([1, 2])}, r"key_lengths is a numpy array"),
+        ({"attn_mask": causal_upper_left(3, 5)}, r"attn_mask is a CausalBias, .*: pass is_causal=True"),
     ],
 )
 def test_companions_of_tensors(options: dict[str, Any], message: str, spied: list[str]) -> None:
     with pytest.raises(InvalidProblem, match=message):
         attnswitch.attention(TQ, TK, TV, **options)
+    assert spied == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
+def test_a_masked_tensor_would_lose_its_mask(spied: list[str]) -> None:
+    masked = masked_tensor(torch.ones(3, 5), torch.ones(3, 5, dtype=torch.bool))
+    with pytest.raises(InvalidProblem, match="attn_mask is a MaskedTensor, whose mask would be lost"):
+        attnswitch.attention(TQ, TK, TV, attn_mask=masked)
+    assert spied == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch's own, by make_dual
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_that_forward_mode_follows(name: str, spied: list[str]) -> None:
+    """Its tangent would be lost."""
+    one = torch.tensor(0.5)
+    with pytest.raises(InvalidProblem, match=f"{name} is inside torch.func"):
+        torch.func.jvp(lambda x: attnswitch.attention(TQ, TK, TV, **{name: x}), (one,), (one,))
+    with forward_ad.dual_level(), pytest.raises(InvalidProblem, match=f"{name} carries a forward-mode tangent"):
+        attnswitch.attention(TQ, TK, TV, **{name: forward_ad.make_dual(one, one)})  # type: ignore[no-untyped-call]
     assert spied == []
 
 
@@ -267,6 +291,8 @@ def test_a_backward_that_makes_no_sense(options: dict[str, Any], message: str, s
         (torch.from_numpy(G), r"grad_out is a torch array"),
         (G.tolist(), r"grad_out is a list"),
         (np.ma.masked_array(G), r"grad_out is a NumPy masked array"),
+        (G + 1j, r"grad_out has dtype complex64: expected one of float16, "),
+        (G.astype(np.int32), r"grad_out has dtype int32"),
     ],
 )
 def test_an_upstream_gradient_that_makes_no_sense(grad_out: Any, message: str, spied: list[str]) -> None:

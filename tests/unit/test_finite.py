@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnswitch
 from attnswitch import Problem, Unsupported, divergences, finite, hot, planner
@@ -146,10 +148,85 @@ def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> l
     return [out, *torch.autograd.grad(out.sum(), (query, key, value))]
 
 
-def test_what_only_overflows_a_sum_is_finite() -> None:
+def test_what_only_overflows_a_sum_is_finite_where_nothing_is_hidden() -> None:
     operands = [torch.full((1, 2, 8, 16), 3e38) for _ in range(3)]
     assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32"), "cpu")(*operands)
-    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32", causal=True), "cpu")(*operands)
+    assert not finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32", causal=True), "cpu")(*operands)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "most"), [("float32", None, 4.6e18), ("float64", None, 3.35e153), ("bfloat16", 1e8, 4.6e14)]
+)
+def test_numbers_may_be_as_large_as_makes_no_product_overflow(dtype: str, scale: float | None, most: float) -> None:
+    problem = Problem(1, 1, 1, 2, 2, 16, 16, dtype, causal=True, scale=scale)
+    for size, expected in ((0.99 * most, True), (1.01 * most, False)):
+        operands = [torch.full((1, 1, 2, 16), -size, dtype=getattr(torch, dtype)) for _ in range(3)]
+        assert finite.look(problem, "cpu")(*operands) is expected
+        assert finite.finite(problem, "cpu", tuple(operands)) is expected
+
+
+HIDDEN: dict[str, dict[str, Any]] = {
+    "lengths": {"key_lengths": torch.tensor([3])},
+    "bool": {"attn_mask": torch.tensor([True, True, True, False])},
+    "float": {"attn_mask": torch.tensor([0, 0, 0, -torch.inf])},
+    "window": {"window": (None, 0)},
+    "causal": {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("options", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_numbers_that_overflow_do_not_leak_from_where_they_are_hidden(
+    options: dict[str, Any], dtype: torch.dtype, library: str
+) -> None:
+    """A score that overflows is inf, less the inf of a mask NaN; in the backward it is 0 times inf."""
+    query, key, value, upstream = (torch.randn(1, 1, 3 if n in (0, 3) else 4, 8, dtype=dtype) for n in range(4))
+    huge = key.clone(), value.clone()
+    for operand in huge:
+        operand[:, :, 3] = torch.finfo(dtype).max
+    found, clean = list[Any](), list[Any]()
+    for results, (k, v) in ((clean, (key, value)), (found, huge)):
+        operands: list[Any] = [query, k, v, upstream]
+        if library == "numpy" and dtype is not torch.bfloat16:
+            operands = [operand.numpy() for operand in operands]
+        for _ in range(2):
+            results.append(attnswitch.attention(*operands[:3], **in_library(options, operands[0])))
+        results += attnswitch.attention_backward(operands[3], *operands[:3], **in_library(options, operands[0]))[:3]
+    for one, other in zip(found, clean, strict=True):
+        tolerance = 0.1 if dtype is torch.bfloat16 else 1e-5
+        np.testing.assert_allclose(numbers(one), numbers(other), rtol=tolerance, atol=tolerance)
+
+
+def in_library(options: dict[str, Any], like: Any) -> dict[str, Any]:
+    if isinstance(like, torch.Tensor):
+        return options
+    return {name: option.numpy() if isinstance(option, torch.Tensor) else option for name, option in options.items()}
+
+
+def numbers(array: Any) -> Any:
+    return np.asarray(array.double() if isinstance(array, torch.Tensor) else array, dtype=np.float64)
+
+
+def test_a_query_that_sees_nothing_may_be_huge() -> None:
+    query, key, value, upstream = (torch.randn(1, 1, 4, 8) for _ in range(4))
+    sees = torch.ones(4, 4, dtype=torch.bool)
+    sees[3] = False
+    query[:, :, 3] = torch.finfo(torch.float32).max
+    found = attnswitch.attention_backward(upstream, query, key, value, attn_mask=sees)
+    for gradient in found[:3]:
+        assert torch.as_tensor(gradient).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+@pytest.mark.parametrize("length", [6, 60])
+def test_an_lse_without_memory_is_not_read(length: int) -> None:
+    """Of a mode that computes nothing: reading address 0 ends the process."""
+    query, key, value = (torch.randn(2, 4, length, 8) for _ in range(3))
+    for _ in range(2):
+        attnswitch.attention(query, key, value)
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(RuntimeError):
+        attnswitch.attention(query, key, value)
 
 
 def test_nothing_is_looked_for_that_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
