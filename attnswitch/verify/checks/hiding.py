@@ -14,7 +14,7 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import alike, identical
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
-from attnswitch.verify.drawing.data import hashed, normal, rounded
+from attnswitch.verify.drawing.data import LARGEST, hashed, normal, rounded
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial, plainly_placed
 
@@ -53,7 +53,7 @@ def _quiet(subject: Subject) -> tuple[Case, dict[str, Any]]:
 
 
 def _changed(subject: Subject, nonfinite: bool) -> tuple[Case, dict[str, Any]]:
-    """Other numbers, large ones, where hidden; or NaN and inf."""
+    """Other numbers, large ones, where hidden; or NaN, inf and the largest there are."""
     quiet = subject.derive("quiet", lambda: _quiet(subject))
     case, hidden = quiet.case, _hidden_from_one(subject)[0][..., None]
     changes: dict[str, Any] = {}
@@ -61,7 +61,8 @@ def _changed(subject: Subject, nonfinite: bool) -> tuple[Case, dict[str, Any]]:
         old = quiet.data[role]
         new = rounded(16.0 * normal(np, case.data_seed, stream, old.shape), case.dtype)
         if nonfinite:
-            new = np.where(new > 0, np.nan, np.inf if role == "value" else np.nan)
+            most = np.copysign(LARGEST[case.dtype], new)
+            new = np.where(abs(new) < 8.0, most, np.where(new > 0, np.nan, np.inf if role == "value" else np.nan))
         changes[role] = np.where(hidden, new, old)
     if nonfinite:  # rows that see it are NaN anyway, and so may their queries be
         changes["query"] = np.where(_hidden_from_one(subject)[1][..., None], quiet.data["query"], np.nan)
@@ -75,7 +76,7 @@ def _compare_hidden(trial: Trial, check: str, nonfinite: bool) -> Failure | None
     got = trial.run(changed)
     base = trial.run(subject.derive("quiet", lambda: _quiet(subject)))
     bitwise = trial.repeats
-    what = "NaN and inf" if nonfinite else "other numbers"
+    what = "NaN, inf and the largest numbers" if nonfinite else "other numbers"
     message = f"{what} at positions that it may not see change it"
     found = []
     for name, result in got.items():

@@ -17,7 +17,7 @@ import numpy as np
 from attnswitch.arrays import Array
 from attnswitch.verify.drawing.case import Case
 
-__all__ = ["DISTRIBUTIONS", "MASK_KINDS", "hashed", "normal", "operands", "rounded", "uniform"]
+__all__ = ["DISTRIBUTIONS", "LARGEST", "MASK_KINDS", "hashed", "normal", "operands", "rounded", "uniform"]
 
 #: Distributions of query, key and value, plainest first.
 DISTRIBUTIONS = (
@@ -287,7 +287,8 @@ def _poisoned(xp: Any, case: Case, key: Array, value: Array) -> tuple[Array, Arr
     return key, value
 
 
-_LARGEST = {
+#: The largest number of each dtype.
+LARGEST = {
     "float16": 65504.0,
     "bfloat16": 2.0**127 * (2 - 2.0**-7),
     "float32": 2.0**127 * (2 - 2.0**-23),
@@ -318,7 +319,7 @@ def _mask(xp: Any, case: Case) -> Array:
         return keep[recipe.kind]
     smooth = normal(xp, case.data_seed, _STREAMS["attn_mask"], shape)
     if recipe.kind in _FLOORS:
-        floor = _FLOORS[recipe.kind] or -_LARGEST[recipe.dtype]
+        floor = _FLOORS[recipe.kind] or -LARGEST[recipe.dtype]
         floors = rounded(xp.zeros(shape, dtype=xp.float64) + floor, recipe.dtype) if _FLOORS[recipe.kind] else floor
         return xp.where((u < 0.7) & (rows < 0.5), 0.0 * u, floors + 0.0 * u)
     smooth = rounded(smooth, recipe.dtype)
