@@ -34,8 +34,9 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
     devices = Device.all()
     held: list[Record] = []
     unused: Counter[str] = Counter()
+    among = view.indexed(contents.records)
     for record in exchange.newest(contents.records):
-        why = exchange.foreign(record, devices)
+        why = exchange.foreign(record, devices, among)
         if why is None:
             held.append(record)
         else:
@@ -112,15 +113,18 @@ def forget(
     classes = {speed_class(Problem.parse(text)) for text in problem or ()}
     devices = Device.all() if stale else []
 
-    def goes(record: Record) -> bool:
+    def goes(record: Record, among: view.Wisdom) -> bool:
         named = record.backend in (backend or ())
         timed = not isinstance(record, Verdict) and speed_class(record.problem) in classes
-        return everything or named or timed or (stale and exchange.foreign(record, devices) is not None)
+        return everything or named or timed or (stale and exchange.foreign(record, devices, among) is not None)
+
+    source = store.here()
 
     def kept(records: list[Record]) -> list[Record]:
-        return [record for record in (exchange.newest(records) if stale else records) if not goes(record)]
+        among = view.indexed([*source.lower().records, *records])
+        return [record for record in (exchange.newest(records) if stale else records) if not goes(record, among)]
 
-    count = store.here().change(kept)
+    count = source.change(kept)
     view.reload()
     render.console.print(f"{count} lines forgotten", soft_wrap=True)
 

@@ -16,6 +16,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom import store, view
 from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
+from attnswitch.wisdom.view import Wisdom
 
 __all__ = ["adopt", "foreign", "newest", "read", "write"]
 
@@ -78,13 +79,18 @@ def newest(records: Sequence[Record]) -> list[Record]:
     return list(found.values())
 
 
-def foreign(record: Record, devices: Sequence[Device]) -> str | None:
-    """Why ``record`` does not hold here, with these devices and their software, in half a sentence; None if it does."""
+def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | None:
+    """Why ``record`` does not hold here, with these devices and their software, in half a sentence; None if it does.
+
+    A mismatch that other versions brought holds until one of ``among`` got its case right.
+    """
     device = next((device for device in devices if machine(device) == record.signature.device), None)
     if device is None:
         return f"it was measured on {record.signature.device}, which is not in this machine"
     signature = sign(record.backend, device)
-    return signature if isinstance(signature, str) else record.signature.differs(signature)
+    if isinstance(signature, str):
+        return signature
+    return None if record in among.standing(record.backend, device) else record.signature.differs(signature)
 
 
 def adopt(path: Path, devices: Sequence[Device]) -> int:
@@ -95,8 +101,9 @@ def adopt(path: Path, devices: Sequence[Device]) -> int:
         OSError: it cannot be read, or the store cannot be written.
     """
     records = read(path)
+    among = view.indexed(records)
     for number, record in enumerate(records, 2):
-        if why := foreign(record, devices):
+        if why := foreign(record, devices, among):
             raise InvalidProblem(f"{path}, line {number} ({record.backend}): {why}; nothing of it was taken")
     store.here().change(lambda before: newest([*before, *records]))
     view.reload()

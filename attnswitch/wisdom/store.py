@@ -57,11 +57,11 @@ class Store:
 
     def read(self) -> Contents:
         """Every record, oldest first. A file that is not there, or cannot be read, holds none."""
-        found = Contents()
-        for path in (*self.beneath, self.path):
-            with contextlib.suppress(OSError):
-                _read(path, path.read_bytes(), found)
-        return found
+        return _all(*self.beneath, self.path)
+
+    def lower(self) -> Contents:
+        """The same of the files beneath alone."""
+        return _all(*self.beneath)
 
     def append(self, records: Iterable[Record]) -> None:
         """Add ``records``, which are on the disk when this returns. Raises ``OSError``, and has then added none."""
@@ -114,6 +114,14 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=_PATIENCE, poll_interval=_POLL):
             yield
+
+
+def _all(*paths: Path) -> Contents:
+    found = Contents()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            _read(path, path.read_bytes(), found)
+    return found
 
 
 def _read(path: Path, content: bytes, found: Contents) -> None:

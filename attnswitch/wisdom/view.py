@@ -20,7 +20,7 @@ from attnswitch.wisdom.classes import HOPELESS, NEAR, NEIGHBOURS, covers, doubli
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
-__all__ = ["Near", "Wisdom", "current", "now", "reload", "remember"]
+__all__ = ["Near", "Wisdom", "current", "indexed", "now", "reload", "remember"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +132,20 @@ _lock = threading.RLock()
 _wisdom: Wisdom | None = None
 
 
+def indexed(records: Iterable[Record]) -> Wisdom:
+    """The wisdom of ``records`` alone."""
+    made = Wisdom()
+    for record in records:
+        made.add(record)
+    return made
+
+
 def current() -> Wisdom:
     """The wisdom of this process, read at the first call. Never raises for what is damaged or not there."""
     global _wisdom
     with _lock:
         if _wisdom is None:
-            made = Wisdom()
-            for record in store.here().read().records:
-                made.add(record)
-            _wisdom = made
+            _wisdom = indexed(store.here().read().records)
         return _wisdom
 
 

@@ -111,6 +111,29 @@ def test_forget(arguments: tuple[str, ...], left: set[float], cli: Cli) -> None:
     assert {record.ms for record in store.here().read().records if isinstance(record, Time)} == left
 
 
+def test_a_mismatch_of_other_versions_stands_in_every_command(cli: Cli) -> None:
+    """What a backend is left out for is shown as that, carried elsewhere, and not dropped as stale."""
+    old = replace(FAULT, signature=STALE.signature)
+    view.remember([old])
+    assert view.current().fault("tiled", PROBLEM, Device.cpu()) == old
+    ran = cli("show")
+    assert ("wrong tiled on cpu" in ran.out, "not used" in ran.out) == (True, False)
+    assert cli("export", "out.jsonl").code == 0
+    assert "0 lines forgotten" in cli("forget", "--stale").out
+    assert view.current().fault("tiled", PROBLEM, Device.cpu()) == old
+    assert cli("forget", "--all").code == 0
+    assert "1 lines taken" in cli("import", "out.jsonl").out
+    assert view.current().fault("tiled", PROBLEM, Device.cpu()) == old
+
+
+def test_a_mismatch_that_another_version_got_right_is_stale(cli: Cli) -> None:
+    mended = replace(FAULT, right=True)
+    view.remember([replace(FAULT, signature=STALE.signature), mended])
+    assert "1 line not used tiled: the backend's source has changed since" in cli("show").out
+    assert "1 lines forgotten" in cli("forget", "--stale").out
+    assert store.here().read().records == [mended]
+
+
 def test_forget_asks_what(cli: Cli) -> None:
     ran = cli("forget")
     assert ran.code == 2
