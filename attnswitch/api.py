@@ -271,6 +271,7 @@ def run_plan(
         planner.require(plan, None)
         if call.problem != p:
             raise InvalidProblem(_not_planned(plan, call.problem))
+        recording.note(p)
         found = _run(call, plan)
     out, lse = found
     return (out, lse) if p.lse else out

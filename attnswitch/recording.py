@@ -14,7 +14,7 @@ from pathlib import Path
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
-__all__ = ["Recording", "chosen", "environment", "note", "record"]
+__all__ = ["Recording", "chosen", "environment", "note", "paused", "record"]
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class Recording:
 _current: ContextVar[Recording | None] = ContextVar("attnswitch_recording", default=None)
 #: The recording of the context, if there is one.
 chosen = _current.get
+#: Stands for none, even where the process has one.
+_NONE = Recording()
 
 
 @contextlib.contextmanager
@@ -57,10 +59,20 @@ def record(path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
         _current.reset(before)
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Within the context, note nothing of this thread: what is tried and verified is no call of the application."""
+    before = _current.set(_NONE)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
 def note(problem: Problem) -> None:
     """Note one call, where that is asked for."""
     recording = _current.get() or environment()
-    if recording is not None:
+    if recording is not None and recording is not _NONE:
         recording.add(problem)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnswitch import planner, registry
+from attnswitch import planner, recording, registry
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
@@ -95,6 +95,7 @@ def plainly(problem: Problem) -> Problem:
     return problem.replace(query=CONTIGUOUS, key=CONTIGUOUS, value=CONTIGUOUS, attn_mask=CONTIGUOUS, nonfinite=False)
 
 
+@recording.paused()
 def run(problem: Problem, where: str, effort: Effort, examine: Examine) -> Trial:
     """Measure ``problem`` on the device that torch calls ``where``. Never raises for what a candidate does."""
     trial = Trial(plainly(problem))

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from attnswitch import registry
+from attnswitch import recording, registry
 from attnswitch.backend import native
 from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
@@ -31,6 +31,7 @@ def check(case: Case, backend: str, device: str = "cpu") -> Outcome:
     return examine(case, (backend,), device)[0]
 
 
+@recording.paused()
 def examine(
     case: Case,
     backends: Sequence[str],

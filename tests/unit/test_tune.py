@@ -1,22 +1,18 @@
-"""Tuning: what is measured, what is left out and why, runs that are taken up again, and what applications record."""
+"""Tuning: what is measured, what is left out and why, and runs that are taken up again."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 import attnswitch
-from attnswitch import Device, InvalidProblem, Problem, recording, registry
+from attnswitch import Device, InvalidProblem, Problem, registry
 from attnswitch.measure import Budget
 from attnswitch.tune import problems, session, trial
 from attnswitch.tune.trial import Effort
@@ -196,58 +192,6 @@ def test_one_of_each_class_plainly() -> None:
     texts = ("b1.h2.s100.d8.fp32.q=align4", "b1.h2.s128.d8.fp32", "b0.h2.s1.d8.fp32", "b1.h2.s300.d8.fp32")
     found = problems.distinct(map(Problem.parse, texts))
     assert [str(problem) for problem in found] == ["b1.h2.s100.d8.fp32", "b1.h2.s300.d8.fp32"]
-
-
-# -- what an application recorded --------------------------------------------------------------------------------------
-
-
-def call(length: int) -> None:
-    query, key, value = torch.randn(3, 1, 2, length, 8)
-    attnswitch.attention(query, key, value, is_causal=True)
-
-
-def test_recorded_calls_are_counted_and_written_once(tmp_path: Path) -> None:
-    path = tmp_path / "calls.txt"
-    call(4)
-    with attnswitch.record(path) as recorded:
-        for length in (5, 6, 5):
-            call(length)
-        thread = threading.Thread(target=call, args=(7,))
-        thread.start()
-        thread.join()
-    call(8)
-    counts = {str(problem): count for problem, count in recorded.problems.items()}
-    assert counts == {"b1.h2.s5.d8.fp32.causal": 2, "b1.h2.s6.d8.fp32.causal": 1}
-    assert path.read_text().splitlines() == list(counts)
-    assert problems.recorded(path) == list(recorded.problems)
-
-
-def test_gradients_of_arrays_without_autograd_are_recorded() -> None:
-    query = np.ones((1, 1, 3, 8), np.float32)
-    with attnswitch.record() as recorded:
-        attnswitch.attention_backward(query, query, query, query)
-    assert [str(problem) for problem in recorded.problems] == ["b1.h1.s3.d8.fp32.grad"]
-
-
-@pytest.mark.parametrize("path", ["absent/calls.txt", "."])
-def test_a_recording_that_cannot_be_written_says_so_at_once(path: str, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=str(tmp_path)), attnswitch.record(tmp_path / path):
-        pass
-
-
-def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_tune; test_tune.call(5)"
-    environment = {**os.environ, "ATTNSWITCH_RECORD": str(tmp_path / "calls.txt")}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-    assert [str(problem) for problem in problems.recorded(tmp_path / "calls.txt")] == ["b1.h2.s5.d8.fp32.causal"]
-    assert recording.environment() is None
-
-
-def test_a_line_that_is_no_problem(tmp_path: Path) -> None:
-    path = tmp_path / "calls.txt"
-    path.write_text("b1.h2.s5.d8.fp32\n\nb1.h2\n")
-    with pytest.raises(InvalidProblem, match=r"calls.txt, line 3: .*missing"):
-        problems.recorded(path)
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
