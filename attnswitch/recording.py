@@ -29,10 +29,10 @@ class Recording:
         """Count one call. Raises ``OSError`` if the file cannot be written."""
         with self._lock:
             seen = self.problems.get(problem, 0)
-            self.problems[problem] = seen + 1
             if not seen and self.path is not None:
                 with self.path.open("a", encoding="utf-8") as file:  # one short write, so that processes may share it
                     file.write(f"{problem}\n")
+            self.problems[problem] = seen + 1  # what could not be written is tried again with its next call
 
 
 _current: ContextVar[Recording | None] = ContextVar("attnswitch_recording", default=None)
@@ -87,6 +87,6 @@ def environment() -> Recording | None:
 
 
 def _opened(path: str | os.PathLike[str]) -> Recording:
-    """A recording to the file, which is there from now on."""
+    """A recording to the file, which is there from now on, wherever the process changes to."""
     Path(path).open("a").close()
-    return Recording(Path(path))
+    return Recording(Path(path).absolute())

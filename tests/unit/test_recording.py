@@ -83,6 +83,32 @@ def test_a_recording_that_cannot_be_written_says_so_at_once(path: str, tmp_path:
         pass
 
 
+def test_a_recording_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with attnswitch.record("calls.txt") as recorded:
+        call(4)
+        monkeypatch.chdir("deeper")
+        call(5)
+    assert (tmp_path / "calls.txt").read_text().splitlines() == [str(problem) for problem in recorded.problems]
+    assert not list((tmp_path / "deeper").iterdir())
+
+
+def test_a_line_that_could_not_be_written_is_written_with_the_next_call(tmp_path: Path) -> None:
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    with attnswitch.record(folder / "calls.txt") as recorded:
+        (folder / "calls.txt").unlink()
+        folder.rmdir()
+        with pytest.raises(OSError, match="mounted"):
+            call(5)
+        folder.mkdir()
+        call(5)
+        call(5)
+    assert (folder / "calls.txt").read_text().splitlines() == ["b1.h2.s5.d8.fp32.causal"]
+    assert list(recorded.problems.values()) == [2]
+
+
 def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     program = f"import sys; sys.path.insert(0, {here!r}); import test_recording; test_recording.call(5)"
