@@ -31,16 +31,7 @@ app = typer.Typer(
 def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show the times and the mismatches that hold here, and why the other lines do not."""
     source, contents = _read()
-    devices = Device.all()
-    held: list[Record] = []
-    unused: Counter[str] = Counter()
-    among = view.indexed(contents.records)
-    for record in exchange.newest(contents.records):
-        why = exchange.foreign(record, devices, among)
-        if why is None:
-            held.append(record)
-        else:
-            unused[f"{record.backend}: {why}"] += 1
+    held, unused = exchange.held(contents.records, Device.all())
     if json:
         document = {
             "store": str(source.path),
@@ -60,9 +51,7 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
             word = "[green]right again[/]" if record.right else "[bold red]wrong[/]"
             text = f"{record.backend} on {record.signature.device}, {record.problem}: {record.why} (case {record.case})"
             render.console.print(f"{word} {render.escape(text)}", soft_wrap=True)
-    for why, count in unused.items():
-        lines = "1 line" if count == 1 else f"{count} lines"
-        render.console.print(f"[yellow]{lines} not used[/] {render.escape(why)}", soft_wrap=True)
+    _print_counted("not used", unused)
     for damage in contents.damaged:
         render.console.print(f"[yellow]damaged, not used[/] {render.escape(str(damage))}", soft_wrap=True)
     if not contents.records:
@@ -71,11 +60,12 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
 
 @app.command("export")
 def export(file: Annotated[Path, typer.Argument(help="Written, with a head that says how much it holds.")]) -> None:
-    """Write what this machine's store holds to FILE, for `import` on one like it."""
+    """Write what holds on this machine to FILE, for `import` on one like it."""
     _, contents = _read()
-    records = exchange.newest(contents.records)
+    records, unused = exchange.held(contents.records, Device.all())
     exchange.write(records, file)
     render.console.print(f"{len(records)} lines written to {render.escape(str(file))}", soft_wrap=True)
+    _print_counted("left out", unused)
 
 
 @app.command("import")
@@ -132,6 +122,15 @@ def forget(
 def _read() -> tuple[store.Store, Contents]:
     source = store.here()
     return source, source.read()
+
+
+def _print_counted(what: str, reasons: Counter[str]) -> None:
+    for why, count in reasons.items():
+        render.console.print(f"[yellow]{_lines(count)} {what}[/] {render.escape(why)}", soft_wrap=True)
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count} lines"
 
 
 def _print_times(times: list[Time]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
 from attnswitch.wisdom.view import Wisdom
 
-__all__ = ["adopt", "foreign", "newest", "read", "write"]
+__all__ = ["adopt", "foreign", "held", "newest", "read", "write"]
 
 VERSION = 1
 _HEAD = b'{"wisdom":'
@@ -91,6 +92,19 @@ def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | N
     if isinstance(signature, str):
         return signature
     return None if record in among.standing(record.backend, device) else record.signature.differs(signature)
+
+
+def held(records: Sequence[Record], devices: Sequence[Device]) -> tuple[list[Record], Counter[str]]:
+    """The newest of ``records`` that hold here, and why the others do not: a sentence, and for how many of them."""
+    holding: list[Record] = []
+    unused: Counter[str] = Counter()
+    among = view.indexed(records)
+    for record in newest(records):
+        if why := foreign(record, devices, among):
+            unused[f"{record.backend}: {why}"] += 1
+        else:
+            holding.append(record)
+    return holding, unused
 
 
 def adopt(path: Path, devices: Sequence[Device]) -> int:

@@ -74,6 +74,16 @@ def test_export_and_import(cli: Cli, no_wisdom: Path) -> None:
     assert set(store.here().read().records) == {time(2.0, date="2026-11-02"), FAULT}
 
 
+def test_an_export_has_what_holds_here_and_is_taken_where_it_was_made(cli: Cli) -> None:
+    view.remember([time(1.0), STALE, FAULT, replace(time(2.0), backend="bygone")])
+    ran = cli("export", "out.jsonl")
+    assert (ran.code, "2 lines written to out.jsonl" in ran.out) == (0, True)
+    assert "1 line left out tiled: the backend's source has changed since (hash 0123456789ab" in ran.out
+    assert "1 line left out bygone: backend 'bygone' is not known here" in ran.out
+    ran = cli("import", "out.jsonl")
+    assert (ran.code, "2 lines taken" in ran.out) == (0, True)
+
+
 def test_an_import_from_elsewhere(cli: Cli) -> None:
     exchange.write([time(1.0), STALE], Path("in.jsonl"))
     ran = cli("import", "in.jsonl")
