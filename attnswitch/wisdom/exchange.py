@@ -19,19 +19,23 @@ from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
 from attnswitch.wisdom.view import Wisdom
 
-__all__ = ["adopt", "foreign", "held", "newest", "read", "write"]
+__all__ = ["adopt", "content", "foreign", "held", "newest", "read", "write"]
 
 VERSION = 1
 _HEAD = b'{"wisdom":'
 
 
 def write(records: Iterable[Record], path: Path) -> None:
-    """Write a file for others. Raises ``OSError``."""
+    """Write a file for others. Raises ``OSError``, and has then left what was there."""
+    store.replace(path, content(records))
+
+
+def content(records: Iterable[Record]) -> bytes:
+    """What such a file holds."""
     lines = [to_line(record) for record in records]
     body = b"".join(lines)
     head = {"wisdom": VERSION, "lines": len(lines), "sha256": hashlib.sha256(body).hexdigest()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(json.dumps(head, separators=(",", ":")).encode() + b"\n" + body)
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + body
 
 
 def read(path: Path) -> list[Record]:

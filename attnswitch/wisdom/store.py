@@ -18,7 +18,7 @@ from pathlib import Path
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import Record, from_line, to_line
 
-__all__ = ["NAME", "Contents", "Damage", "Store", "folder", "here"]
+__all__ = ["NAME", "Contents", "Damage", "Store", "folder", "here", "replace"]
 
 NAME = "wisdom.jsonl"
 #: Seconds to wait for other writers, each of which needs milliseconds.
@@ -96,15 +96,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 _read(self.path, self.path.read_bytes(), before)
             after = list(decide(before.records))
-            beside = self.path.with_suffix(".new")
-            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
-            try:
-                _write(handle, 0, b"".join(map(to_line, after)))
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            os.replace(beside, self.path)
-            _sync(self.path.parent)
+            replace(self.path, b"".join(map(to_line, after)))
             return len(before.records) - len(after)
 
     @contextlib.contextmanager
@@ -114,6 +106,32 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=_PATIENCE, poll_interval=_POLL):
             yield
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put ``content`` in the place of what a file holds: all of it, on the disk, or ``OSError`` and the file as it was.
+
+    A link stays one. A pipe or a device, whose place no file can take, is written to.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            _write(handle, 0, content)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(beside, path)
+    except BaseException:  # a full disk, or Ctrl-C
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    _sync(path.parent)
 
 
 def _all(*paths: Path) -> Contents:

@@ -298,6 +298,38 @@ def test_an_exported_file_is_taken_whole(exported: Path) -> None:
     assert view.current().time("reference", PROBLEM, CPU) is not None
 
 
+def test_a_file_is_replaced_whole_or_stays_as_it_was(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = exported.read_bytes()
+    write: Callable[[int, bytes], int] = os.write
+
+    def full(handle: int, content: bytes) -> int:
+        if len(content) < 100:
+            raise OSError(28, "No space left on device")
+        return write(handle, content[:-50])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        exchange.write([time(3.0)], exported)
+    monkeypatch.undo()
+    assert (exported.read_bytes(), os.listdir(exported.parent)) == (before, [exported.name])
+    exchange.write([time(3.0)], exported)
+    assert (exchange.read(exported), os.listdir(exported.parent)) == ([time(3.0)], [exported.name])
+
+
+def test_what_a_path_leads_to_is_written(exported: Path) -> None:
+    """A link stays a link, and a pipe or a device is no file to put another in the place of."""
+    link = exported.with_name("link.jsonl")
+    link.symlink_to(exported)
+    exchange.write([time(3.0)], link)
+    assert (link.is_symlink(), exchange.read(exported)) == (True, [time(3.0)])
+    pipe = exported.with_name("pipe")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    exchange.write([time(3.0)], pipe)
+    assert (pipe.is_fifo(), os.read(reader, 2**16)) == (True, exported.read_bytes())
+    os.close(reader)
+
+
 def cut(path: Path, lines: int) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
 
