@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
@@ -59,31 +60,32 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
 
 
 @app.command("export")
-def export(file: Annotated[Path, typer.Argument(help="Written, with a head that says how much it holds.")]) -> None:
+def export(
+    file: Annotated[
+        Path, typer.Argument(help="Written, with a head that says how much it holds; - for standard output.")
+    ],
+) -> None:
     """Write what holds on this machine to FILE, for `import` on one like it."""
     _, contents = _read()
     records, unused = exchange.held(contents.records, Device.all())
-    exchange.write(records, file)
-    render.console.print(f"{len(records)} lines written to {render.escape(str(file))}", soft_wrap=True)
-    _print_counted("left out", unused)
+    _print_counted("left out", unused, _written(records, file))
 
 
 @app.command("import")
 def import_(file: Annotated[Path, typer.Argument(help="A file of `export` or `merge`.", exists=True)]) -> None:
     """Add FILE to the store: all of it, or nothing if a line is damaged or was not measured on a machine like this."""
     count = exchange.adopt(file, Device.all())
-    render.console.print(f"{count} lines taken", soft_wrap=True)
+    render.console.print(f"{_lines(count)} taken", soft_wrap=True)
 
 
 @app.command("merge")
 def merge(
-    into: Annotated[Path, typer.Argument(help="Written.")],
+    into: Annotated[Path, typer.Argument(help="Written; - for standard output.")],
     files: Annotated[list[Path], typer.Argument(help="Files of `export` or `merge`.", exists=True)],
 ) -> None:
     """Write INTO from several FILES, of any machines; of what is in more than one, the newest."""
     records = exchange.newest([record for file in files for record in exchange.read(file)])
-    exchange.write(records, into)
-    render.console.print(f"{len(records)} lines written to {render.escape(str(into))}", soft_wrap=True)
+    _written(records, into)
 
 
 @app.command("forget")
@@ -116,7 +118,7 @@ def forget(
 
     count = source.change(kept)
     view.reload()
-    render.console.print(f"{count} lines forgotten", soft_wrap=True)
+    render.console.print(f"{_lines(count)} forgotten", soft_wrap=True)
 
 
 def _read() -> tuple[store.Store, Contents]:
@@ -124,9 +126,19 @@ def _read() -> tuple[store.Store, Contents]:
     return source, source.read()
 
 
-def _print_counted(what: str, reasons: Counter[str]) -> None:
+def _written(records: list[Record], file: Path) -> Console:
+    """Write ``records`` to ``file``, or to standard output; where there is to be told of it."""
+    if str(file) == "-":
+        typer.echo(exchange.content(records), nl=False)
+        return Console(stderr=True, highlight=False)
+    exchange.write(records, file)
+    render.console.print(f"{_lines(len(records))} written to {render.escape(str(file))}", soft_wrap=True)
+    return render.console
+
+
+def _print_counted(what: str, reasons: Counter[str], console: Console = render.console) -> None:
     for why, count in reasons.items():
-        render.console.print(f"[yellow]{_lines(count)} {what}[/] {render.escape(why)}", soft_wrap=True)
+        console.print(f"[yellow]{_lines(count)} {what}[/] {render.escape(why)}", soft_wrap=True)
 
 
 def _lines(count: int) -> str:

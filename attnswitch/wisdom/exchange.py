@@ -53,7 +53,7 @@ def read(path: Path) -> list[Record]:
     try:
         fields = json.loads(head)
         version, lines, digest = fields["wisdom"], int(fields["lines"]), str(fields["sha256"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InvalidProblem(f"{path}, line 1: the head is damaged; export it again") from None
     if version != VERSION:
         raise InvalidProblem(f"{path} is of version {version}, and this version reads version {VERSION}")

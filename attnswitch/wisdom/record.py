@@ -106,7 +106,7 @@ def from_line(line: bytes) -> Record:
     """The record that ``to_line`` wrote. Raises ``InvalidProblem``, whose text says what is wrong with the line."""
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidProblem("it is no JSON: cut off, or written over") from None
     if not isinstance(fields, dict) or "sum" not in fields:
         raise InvalidProblem("it is no line of wisdom: it has no checksum")
@@ -124,7 +124,7 @@ def from_line(line: bytes) -> Record:
             date=str(fields["date"]),
             **own,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidProblem(f"it is no line of wisdom: {type(error).__name__}: {error}") from None
 
 

@@ -59,6 +59,7 @@ def test_a_line_is_the_record(record: Record) -> None:
         (lambda line: line[:-10], "it is no JSON: cut off"),
         (lambda line: b"\0" * len(line), "it is no JSON: cut off, or written over"),
         (lambda line: b"{}", "it has no checksum"),
+        (lambda line: 10**5 * b"[", "it is no JSON"),
         (lambda line: b"[1]", "it is no line of wisdom"),
     ],
 )
@@ -80,6 +81,7 @@ def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
         ("ms", "fast", "expected a float"),
         ("ms", -1.0, "expected positive numbers"),
         ("ms", True, "expected a float"),
+        ("ms", 10**400, "OverflowError"),
         ("runs", 1.5, "expected a int"),
         ("config", 1, "expected a str"),
         ("problem", "b1", "missing"),
@@ -344,6 +346,8 @@ def cut(path: Path, lines: int) -> None:
         (lambda path: path.write_bytes(b""), "its first line is no head"),
         (lambda path: path.write_text('{"wisdom":2,"lines":0,"sha256":""}\n'), "is of version 2"),
         (lambda path: path.write_text('{"wisdom":1}\n'), "the head is damaged"),
+        (lambda path: path.write_text('{"wisdom":1,"lines":Infinity,"sha256":""}\n'), "the head is damaged"),
+        (lambda path: path.write_text('{"wisdom":' + 10**5 * "["), "the head is damaged"),
         (
             lambda path: path.write_bytes(path.read_bytes().splitlines()[0] + b"\n" + 3 * to_line(time(4.0))),
             "its lines were changed",

@@ -84,6 +84,17 @@ def test_an_export_has_what_holds_here_and_is_taken_where_it_was_made(cli: Cli) 
     assert (ran.code, "2 lines taken" in ran.out) == (0, True)
 
 
+def test_an_export_to_standard_output(cli: Cli, tmp_path: Path) -> None:
+    view.remember([time(1.0), STALE])
+    cli("export", "out.jsonl")
+    whole = (tmp_path / "out.jsonl").read_text()
+    assert cli("merge", "-", "out.jsonl").out == whole
+    out = cli("export", "-").out  # standard error comes after standard output
+    assert out.startswith(whole)
+    assert out.removeprefix(whole).startswith("1 line left out tiled: the backend's source has changed")
+    assert not (tmp_path / "-").exists()
+
+
 def test_an_import_from_elsewhere(cli: Cli) -> None:
     exchange.write([time(1.0), STALE], Path("in.jsonl"))
     ran = cli("import", "in.jsonl")
@@ -117,7 +128,7 @@ def test_forget(arguments: tuple[str, ...], left: set[float], cli: Cli) -> None:
     reference = replace(time(3.0), backend="reference", signature=signed)
     view.remember([time(1.0), STALE, reference, time(4.0, problem=other)])
     ran = cli("forget", *arguments)
-    assert (ran.code, f"{4 - len(left)} lines forgotten" in ran.out) == (0, True)
+    assert (ran.code, f"{4 - len(left)} line" in ran.out) == (0, True)
     assert {record.ms for record in store.here().read().records if isinstance(record, Time)} == left
 
 
@@ -132,7 +143,7 @@ def test_a_mismatch_of_other_versions_stands_in_every_command(cli: Cli) -> None:
     assert "0 lines forgotten" in cli("forget", "--stale").out
     assert view.current().fault("tiled", PROBLEM, Device.cpu()) == old
     assert cli("forget", "--all").code == 0
-    assert "1 lines taken" in cli("import", "out.jsonl").out
+    assert "1 line taken" in cli("import", "out.jsonl").out
     assert view.current().fault("tiled", PROBLEM, Device.cpu()) == old
 
 
@@ -140,7 +151,7 @@ def test_a_mismatch_that_another_version_got_right_is_stale(cli: Cli) -> None:
     mended = replace(FAULT, right=True)
     view.remember([replace(FAULT, signature=STALE.signature), mended])
     assert "1 line not used tiled: the backend's source has changed since" in cli("show").out
-    assert "1 lines forgotten" in cli("forget", "--stale").out
+    assert "1 line forgotten" in cli("forget", "--stale").out
     assert store.here().read().records == [mended]
 
 
