@@ -54,7 +54,8 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
             render.console.print(f"{word} {render.escape(text)}", soft_wrap=True)
     _print_counted("not used", unused)
     for damage in contents.damaged:
-        render.console.print(f"[yellow]damaged, not used[/] {render.escape(str(damage))}", soft_wrap=True)
+        word = "not used" if damage.other else "damaged, not used"
+        render.console.print(f"[yellow]{word}[/] {render.escape(str(damage))}", soft_wrap=True)
     if not contents.records:
         render.console.print("nothing was measured yet: `attnswitch tune` does", soft_wrap=True)
 
@@ -116,7 +117,7 @@ def forget(
         among = view.indexed([*source.lower().records, *records])
         return [record for record in (exchange.newest(records) if stale else records) if not goes(record, among)]
 
-    count = source.change(kept)
+    count = source.change(kept, others=not everything)
     view.reload()
     render.console.print(f"{_lines(count)} forgotten", soft_wrap=True)
 

@@ -17,7 +17,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.wisdom.signature import Signature
 
-__all__ = ["SCHEMA", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
+__all__ = ["SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
 
 SCHEMA = 1
 
@@ -85,6 +85,10 @@ _FIELDS: dict[str, dict[str, type]] = {
 }
 
 
+class OtherSchema(InvalidProblem):
+    """A line that another version wrote, and may read."""
+
+
 def to_line(record: Record) -> bytes:
     """The line, newline included."""
     kind = next(name for name, made in _KINDS.items() if type(record) is made)
@@ -103,17 +107,21 @@ def to_line(record: Record) -> bytes:
 
 
 def from_line(line: bytes) -> Record:
-    """The record that ``to_line`` wrote. Raises ``InvalidProblem``, whose text says what is wrong with the line."""
+    """The record that ``to_line`` wrote.
+
+    Raises ``InvalidProblem``, whose text says what is wrong with the line: ``OtherSchema`` where that may be nothing.
+    """
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         raise InvalidProblem("it is no JSON: cut off, or written over") from None
-    if not isinstance(fields, dict) or "sum" not in fields:
-        raise InvalidProblem("it is no line of wisdom: it has no checksum")
+    schema = fields.get("schema") if isinstance(fields, dict) else None
+    if schema not in (None, SCHEMA):
+        raise OtherSchema(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
+    if schema is None or "sum" not in fields:
+        raise InvalidProblem("it is no line of wisdom: it has no checksum, or no schema")
     if fields.pop("sum") != _sum(fields):
         raise InvalidProblem("its checksum is not that of its content: it was changed by hand, or damaged")
-    if fields.get("schema") != SCHEMA:
-        raise InvalidProblem(f"it is of schema {fields.get('schema')}, and this version reads schema {SCHEMA}")
     try:
         kind = fields["kind"]
         own = {name: _typed(name, fields[name], wanted) for name, wanted in _FIELDS[kind].items()}

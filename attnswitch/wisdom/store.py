@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.wisdom.record import Record, from_line, to_line
+from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 
 __all__ = ["NAME", "Contents", "Damage", "Store", "folder", "here", "replace"]
 
@@ -35,6 +35,8 @@ class Damage:
     path: Path
     line: int
     why: str
+    #: The line itself, where it is whole: one of another schema.
+    other: bytes = b""
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}: {self.why}"
@@ -86,18 +88,21 @@ class Store:
                 for folder in (self.path.parent, self.path.parent.parent):
                     _sync(folder)
 
-    def change(self, decide: Callable[[list[Record]], Iterable[Record]]) -> int:
-        """Put what ``decide`` makes of the records in their place, all or nothing; by how many they are fewer.
+    def change(self, decide: Callable[[list[Record]], Iterable[Record]], *, others: bool = True) -> int:
+        """Put what ``decide`` makes of the records in their place, all or nothing; by how many lines they are fewer.
 
-        Damaged lines go. What lies beneath stays as it is. Raises ``OSError``.
+        Damaged lines go, and lines of another schema stay, if ``others`` are to. What lies beneath stays as it is.
+        Raises ``OSError``.
         """
         with self._locked():
             before = Contents()
             with contextlib.suppress(FileNotFoundError):
                 _read(self.path, self.path.read_bytes(), before)
-            after = list(decide(before.records))
-            replace(self.path, b"".join(map(to_line, after)))
-            return len(before.records) - len(after)
+            after = [to_line(record) for record in decide(before.records)]
+            whole = [damage.other for damage in before.damaged if damage.other]
+            lines = [*whole, *after] if others else after
+            replace(self.path, b"".join(lines))
+            return len(before.records) + len(whole) - len(lines)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -149,6 +154,8 @@ def _read(path: Path, content: bytes, found: Contents) -> None:
             continue
         try:
             found.records.append(from_line(line))
+        except OtherSchema as other:
+            found.damaged.append(Damage(path, number, str(other), line + b"\n"))
         except InvalidProblem as problem:
             found.damaged.append(Damage(path, number, str(problem)))
 

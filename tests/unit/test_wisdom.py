@@ -167,6 +167,25 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
     assert kept.read().damaged == []
 
 
+def later() -> bytes:
+    """A line of a version that writes another schema."""
+    fields = {**json.loads(to_line(time())), "schema": 2, "sum": "another kind of sum"}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def test_lines_of_another_schema_are_kept_when_the_others_are_changed(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "wisdom.jsonl")
+    kept.path.write_bytes(later() + to_line(time(1.0)) + b"damaged\n" + to_line(time(2.0)))
+    assert [damage.why.partition(":")[0] for damage in kept.read().damaged] == [
+        "it is of schema 2, and this version reads schema 1",
+        "it is no JSON",
+    ]
+    assert kept.change(lambda records: records[1:]) == 1
+    assert kept.path.read_bytes() == later() + to_line(time(2.0))
+    assert kept.change(lambda records: [], others=False) == 2
+    assert kept.path.read_bytes() == b""
+
+
 @pytest.mark.parametrize("length", [1, 50, -1])
 def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path, length: int) -> None:
     kept = Store(tmp_path / "wisdom.jsonl")

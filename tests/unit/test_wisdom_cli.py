@@ -155,6 +155,19 @@ def test_a_mismatch_that_another_version_got_right_is_stale(cli: Cli) -> None:
     assert store.here().read().records == [mended]
 
 
+def test_lines_of_another_schema_are_kept_but_where_everything_is_forgotten(cli: Cli) -> None:
+    view.remember([time(1.0)])
+    path = store.here().path
+    line = json.dumps({**json.loads(path.read_text()), "schema": 2}) + "\n"
+    path.write_text(path.read_text() + line)
+    assert "not used " in (out := cli("show").out)
+    assert ("line 2: it is of schema 2" in out, "damaged" in out) == (True, False)
+    assert "1 line forgotten" in cli("forget", "--backend", "tiled").out
+    assert path.read_text() == line
+    assert "1 line forgotten" in cli("forget", "--all").out
+    assert path.read_text() == ""
+
+
 def test_forget_asks_what(cli: Cli) -> None:
     ran = cli("forget")
     assert ran.code == 2
