@@ -13,7 +13,7 @@ from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.wisdom import exchange, store, view
-from attnswitch.wisdom.classes import speed_class
+from attnswitch.wisdom.classes import covers, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.store import Contents
 
@@ -43,7 +43,7 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
         render.write_json(document, None)
         return
     render.console.print(f"[dim]{render.escape(str(source.path))}[/]", soft_wrap=True)
-    _print_times([record for record in held if isinstance(record, Time)])
+    _print_times(held)
     for record in held:
         if isinstance(record, Untimed):
             text = f"{record.backend} on {record.signature.device}, {record.problem}: {record.why}"
@@ -146,21 +146,32 @@ def _lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count} lines"
 
 
-def _print_times(times: list[Time]) -> None:
+def _print_times(held: list[Record]) -> None:
+    """The times by class, each with its problem and as the planner ranks them; the fastest that is right is marked."""
+    times = [record for record in held if isinstance(record, Time)]
+    wrong = [record for record in held if isinstance(record, Verdict) and not record.right]
+
+    def trusted(time: Time) -> bool:
+        about = (verdict for verdict in wrong if verdict.backend == time.backend)
+        same = (verdict for verdict in about if verdict.signature.device == time.signature.device)
+        return not any(covers(verdict.problem, time.problem) for verdict in same)
+
     rows = render.table("device", "problem", "backend", "ms", "±", "measured", right=("ms", "±"))
     groups: dict[tuple[str, Problem], list[Time]] = {}
     for time in times:
         groups.setdefault((time.signature.device, speed_class(time.problem)), []).append(time)
-    device = ""
+    before: tuple[str, Problem] | None = None
     for (where, _), group in sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-        label = ["" if where == device else where, str(group[0].problem)]
-        device = where
-        for rank, time in enumerate(sorted(group, key=lambda time: time.ms)):
+        group.sort(key=lambda time: time.pace)
+        chosen = next(filter(trusted, group), None)
+        for time in group:
+            label = ["" if before and before[0] == where else where]
+            label += ["" if before == (where, time.problem) else str(time.problem)]
+            before = where, time.problem
             name = render.escape(time.backend)
             spread = f"{(time.high - time.low) / 2:.2g}"
-            cells = [name if rank else f"[green]{name}[/]", f"{time.ms:.4g}", spread, time.date[:10]]
+            cells = [f"[green]{name}[/]" if time is chosen else name, f"{time.ms:.4g}", spread, time.date[:10]]
             rows.add_row(*map(render.escape, label), *cells)
-            label = ["", ""]
     if times:
         render.console.print(rows)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom import store, view
+from attnswitch.wisdom.classes import speed_class
 from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
 from attnswitch.wisdom.view import Wisdom
@@ -74,11 +75,14 @@ def read(path: Path) -> list[Record]:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """One record for each thing that is said: of several that say it under the same signature, the newest."""
+    """One record for each thing that is said: of several that say it under the same signature, the newest.
+
+    A time says something of its class.
+    """
     found: dict[tuple[object, ...], Record] = {}
     for record in sorted(records, key=lambda record: record.date):
-        about = (record.case, record.right) if isinstance(record, Verdict) else ()
-        key = (isinstance(record, Verdict), record.problem, record.backend, record.signature, about)
+        seen = (record.case, record.right, record.problem) if isinstance(record, Verdict) else None
+        key = (record.backend, record.signature, seen or speed_class(record.problem))
         found.pop(key, None)  # the newest stands where it was made
         found[key] = record
     return list(found.values())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from attnswitch import Device, Problem
+from attnswitch import Device, Problem, explain
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom.record import Time, Verdict
 from attnswitch.wisdom.signature import Signature, sign
@@ -19,6 +21,11 @@ PROBLEM = Problem.parse("b2.h4.s64.d32.fp32")
 
 
 Cli = Callable[..., Any]
+
+
+def plain(row: str) -> str:
+    """``row`` without colours."""
+    return re.sub("\x1b.*?m", "", row)
 
 
 @pytest.fixture
@@ -62,6 +69,37 @@ def test_what_holds_and_what_does_not(cli: Cli) -> None:
     assert [record.get("ms") for record in document["records"]] == [1.5, None]
     assert len(document["unused"]) == 2
     assert len(document["damaged"]) == 1
+
+
+def test_times_of_a_class_are_ranked_as_the_planner_ranks_them(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By milliseconds an operation: what is measured of a class may be of problems of unlike size."""
+    coloured = Console(force_terminal=True, color_system="standard", highlight=False)
+    monkeypatch.setattr("attnswitch.cli.render.console", coloured)
+    small, large = Problem.parse("b1.h8.s92.d64.fp32"), Problem.parse("b1.h8.s180.d64.fp32")
+    signed = sign("reference", Device.cpu())
+    assert isinstance(signed, Signature)
+    view.remember([time(0.1, problem=small), replace(time(0.2, "reference", large), signature=signed)])
+    assert explain("b1.h8.s128.d64.fp32", policy="wisdom-only").backend == "reference"
+    rows = [line for line in cli("show").out.splitlines() if "fp32" in line]
+    assert [[name for name in ("tiled", "reference") if f" {name} " in plain(row)] for row in rows] == [
+        ["reference"],
+        ["tiled"],
+    ]
+    assert (str(large) in plain(rows[0]), str(small) in plain(rows[1])) == (True, True)
+    assert ["\x1b[32m" in row for row in rows] == [True, False]
+    wrong = Verdict(Problem.parse("b1.h1.s8.d8.fp32"), "reference", False, "a.json", "out", signed, "2026-11-01")
+    view.remember([wrong])
+    assert explain("b1.h8.s128.d64.fp32", policy="wisdom-only").backend == "tiled"
+    rows = [line for line in cli("show").out.splitlines() if " ms" not in line and "h8" in line]
+    assert ["\x1b[32m" in row for row in rows] == [False, True]
+
+
+def test_a_newer_time_of_a_class_takes_the_place_of_another(cli: Cli) -> None:
+    newer = time(9.0, problem=PROBLEM.replace(seq_q=60, seq_k=60), date="2026-11-02")
+    view.remember([time(1.0), newer])
+    assert [record["ms"] for record in json.loads(cli("show", "--json").out)["records"]] == [9.0]
+    assert "1 line forgotten" in cli("forget", "--stale").out
+    assert store.here().read().records == [newer]
 
 
 def test_export_and_import(cli: Cli, no_wisdom: Path) -> None:
