@@ -100,26 +100,37 @@ def forget(
         list[str] | None, typer.Option(help="Forget the times of this problem's class (repeatable).")
     ] = None,
 ) -> None:
-    """Take lines out of the store; of a mismatch too, after which its backend may be chosen again."""
+    """Take lines out of the store; of a mismatch too, after which its backend may be chosen again.
+
+    Exit code 2 if lines of what was named hold all the same: those of the administrator's file, which is left as it is.
+    """
     if not (everything or stale or backend or problem):
         raise InvalidProblem("say what to forget: --all, --stale, --backend NAME or --problem TEXT")
     classes = {speed_class(Problem.parse(text)) for text in problem or ()}
-    devices = Device.all() if stale else []
+    devices, source = Device.all(), store.here()
+    lower = source.lower().records
 
-    def goes(record: Record, among: view.Wisdom) -> bool:
-        named = record.backend in (backend or ())
+    def named(record: Record) -> bool:
         timed = not isinstance(record, Verdict) and speed_class(record.problem) in classes
-        return everything or named or timed or (stale and exchange.foreign(record, devices, among) is not None)
+        return everything or timed or record.backend in (backend or ())
 
-    source = store.here()
+    def holding(records: list[Record], among: view.Wisdom) -> list[Record]:
+        return [record for record in records if exchange.foreign(record, devices, among) is None]
 
     def kept(records: list[Record]) -> list[Record]:
-        among = view.indexed([*source.lower().records, *records])
-        return [record for record in (exchange.newest(records) if stale else records) if not goes(record, among)]
+        if stale:
+            records = holding(exchange.newest(records), view.indexed([*lower, *records]))
+        return [record for record in records if not named(record)]
 
     count = source.change(kept, others=not everything)
     view.reload()
     render.console.print(f"{_lines(count)} forgotten", soft_wrap=True)
+    if left := len(holding([record for record in lower if named(record)], view.current())):
+        what = "1 line holds here that stands" if left == 1 else f"{left} lines hold here that stand"
+        raise InvalidProblem(
+            f"{what} in {', '.join(map(str, source.beneath))}, which is for all users and left as it is:"
+            " who may write that file can take them out"
+        )
 
 
 def _read() -> tuple[store.Store, Contents]:

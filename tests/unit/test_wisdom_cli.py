@@ -206,6 +206,23 @@ def test_lines_of_another_schema_are_kept_but_where_everything_is_forgotten(cli:
     assert path.read_text() == ""
 
 
+def test_what_stands_in_the_administrators_file_is_told(cli: Cli, no_wisdom: Path) -> None:
+    lower = store.Store(no_wisdom / "system" / "attnswitch" / "wisdom.jsonl")
+    lower.append([FAULT, STALE, time(1.0)])
+    assert store.here().lower().records == [FAULT, STALE, time(1.0)]
+    view.reload()
+    view.remember([time(2.0, date="2026-11-02")])
+    ran = cli("forget", "--backend", "tiled")
+    assert ran.code == 2
+    assert "1 line forgotten" in ran.out
+    assert f"2 lines hold here that stand in {lower.path}, which is for all users and left as it is" in ran.out
+    assert view.current().fault("tiled", PROBLEM, Device.cpu()) == FAULT
+    ran = cli("forget", "--problem", str(PROBLEM))
+    assert (ran.code, "1 line holds here that stands in" in ran.out) == (2, True)
+    assert cli("forget", "--stale").code == 0  # what does not hold does no harm there
+    assert cli("forget", "--backend", "reference").code == 0
+
+
 def test_forget_asks_what(cli: Cli) -> None:
     ran = cli("forget")
     assert ran.code == 2
