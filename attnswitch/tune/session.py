@@ -24,7 +24,7 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.session import apart
 from attnswitch.verify.session.pool import Isolated
-from attnswitch.wisdom import view
+from attnswitch.wisdom import store, view
 
 __all__ = ["Tuned", "known", "run"]
 
@@ -53,10 +53,12 @@ def known(problem: Problem, where: str) -> bool:
 def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float) -> Iterator[Tuned]:
     """Measure ``problems`` on the device that torch calls ``where``; ``timeout`` seconds are for one verified case.
 
-    Raises ``OSError`` if what was measured cannot be remembered.
+    Raises ``InvalidProblem`` if what is measured could not be remembered, before anything is, and ``OSError`` if that
+    turns out later.
     """
     if not problems:
         return
+    store.here().check()
     device = Device.parse(where)
     with _Verifiers(min(_processes(where), len(problems)), where, timeout) as verifiers:
         many = _AHEAD * verifiers.count

@@ -70,23 +70,26 @@ class Store:
         lines = b"".join(map(to_line, records))
         if not lines:
             return
-        with self._locked():
-            new = not self.path.exists()
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+        with self._locked(), self._opened() as handle:
+            end = _whole(handle)
+            os.ftruncate(handle, end)
             try:
-                end = _whole(handle)
+                _write(handle, end, lines)
+                os.fsync(handle)
+            except BaseException:  # a full disk, or Ctrl-C
                 os.ftruncate(handle, end)
-                try:
-                    _write(handle, end, lines)
-                    os.fsync(handle)
-                except BaseException:  # a full disk, or Ctrl-C
-                    os.ftruncate(handle, end)
-                    raise
-            finally:
-                os.close(handle)
-            if new:
-                for folder in (self.path.parent, self.path.parent.parent):
-                    _sync(folder)
+                raise
+
+    def check(self) -> None:
+        """Find out before a long run, not after it, that nothing could be appended. Raises ``InvalidProblem``."""
+        try:
+            with self._locked(), self._opened():
+                pass
+        except OSError as error:
+            raise InvalidProblem(
+                f"{self.path} cannot be written ({error.strerror or error}): what is measured would be forgotten;"
+                " ATTNSWITCH_CACHE_DIR names another folder"
+            ) from None
 
     def change(self, decide: Callable[[list[Record]], Iterable[Record]], *, others: bool = True) -> int:
         """Put what ``decide`` makes of the records in their place, all or nothing; by how many lines they are fewer.
@@ -111,6 +114,19 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=_PATIENCE, poll_interval=_POLL):
             yield
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The file to read and write, which is there from now on."""
+        new = not self.path.exists()
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+        if new:
+            for folder in (self.path.parent, self.path.parent.parent):
+                _sync(folder)
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -226,6 +226,17 @@ def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
     }
 
 
+def test_nothing_is_measured_that_could_not_be_remembered(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(session, "_Verifiers", None)  # which a run begins with
+    ran = cli(*BRIEF, "--problem", "b1.h2.s16.d8.fp32")
+    assert ran.code == 2
+    assert f"{tmp_path / 'file' / 'cache' / 'wisdom.jsonl'} cannot be written (Not a directory)" in ran.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
     [((), 0.0), (("--problem", "b1.h2.s16.d8.fp32"), 2.0), (("--search", "7"), 7.0)],

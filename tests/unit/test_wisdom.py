@@ -233,6 +233,17 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert kept.path.read_bytes() == to_line(time(1.0))
 
 
+def test_a_store_is_known_to_be_writable_before_it_is_written(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "deep" / "wisdom.jsonl")
+    kept.check()
+    assert kept.read().records == []
+    kept.append([time(1.0)])
+    kept.check()
+    assert kept.read().records == [time(1.0)]
+    with pytest.raises(InvalidProblem, match=r"cannot be written \(Is a directory\): what is measured"):
+        Store(tmp_path / "deep").check()
+
+
 def test_what_lies_beneath_is_read_and_never_written(tmp_path: Path) -> None:
     beneath = Store(tmp_path / "system" / "wisdom.jsonl")
     beneath.append([time(1.0)])
