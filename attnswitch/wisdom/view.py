@@ -113,7 +113,8 @@ class Wisdom:
         return [fault for fault in seen if self._stands(fault, signature)]
 
     def _stands(self, seen: Verdict, here: Signature) -> bool:
-        later = self.mended.get((seen.backend, seen.signature.device, seen.case), ())
+        right = self.mended.get((seen.backend, seen.signature.device, seen.case), ())
+        later = (verdict for verdict in right if verdict.date >= seen.date or verdict.signature == here)
         return seen.signature == here or not any(verdict.signature != seen.signature for verdict in later)
 
 

@@ -306,6 +306,17 @@ def test_a_fault_holds_until_another_version_gets_its_case_right() -> None:
     assert view.current().fault("tiled", PROBLEM, CPU) is None
 
 
+def test_a_fault_that_came_back_is_not_lifted_by_a_version_before_it() -> None:
+    first, second, third = (replace(signature(), source=f"{number}" * 12) for number in range(3))
+    view.remember([replace(fault(), signature=first), replace(fault(right=True), signature=second)])
+    assert view.current().fault("tiled", PROBLEM, CPU) is None
+    again = replace(fault(), signature=third, date="2026-11-02")
+    view.remember([again])
+    assert view.current().standing("tiled", CPU) == [again]
+    view.remember([fault(right=True)])  # other processes may still be of the version that fails
+    assert view.current().standing("tiled", CPU) == []
+
+
 def test_a_fault_of_these_versions_is_not_lifted_by_them() -> None:
     """A case that fails now and then is wrong."""
     view.remember([fault(), fault(right=True)])
