@@ -50,12 +50,20 @@ def test_a_host_that_changes_its_speed_changes_no_difference(monkeypatch: pytest
     assert costs["sdpa-math"].us == 51.0
 
 
+def test_percentiles_lie_within_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "_timed", lambda *_: {"torch": [10.0, 100.0]})
+    (cost,) = overhead.costs(PLAIN, "cpu")
+    assert (cost.us_low, cost.us, cost.us_high) == (28.0, 55.0, 82.0)
+
+
 def test_the_named_backends_alone() -> None:
     found = [cost.call for cost in overhead.costs(PLAIN, "cpu", ["sdpa-math"], rounds=2)]
     assert found == ["torch", "torch, sdpa-math", "sdpa-math", "auto", "plan"]
 
 
-@pytest.mark.parametrize("text", ["b1.h1.s8.d64.fp32", "b2.h4/2.s8.d16.fp32.causal.scale=0.5.grad"])
+@pytest.mark.parametrize(
+    "text", ["b1.h1.s8.d64.fp32", "b2.h4/2.s8.d16.fp32.causal.scale=0.5.grad", "b1.h1.s1x16.d8.fp32.causal-br"]
+)
 def test_all_that_is_called_computes_the_same(text: str) -> None:
     problem = Problem.parse(text)
     work = workload.make(ad_hoc(text), "backward" if problem.grads else "forward", "cpu")
