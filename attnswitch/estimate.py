@@ -113,16 +113,21 @@ def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bo
 
 def published(device: Device, dtype: str) -> Peak | None:
     """What the data sheet of ``device`` says for operands of ``dtype``; None where the table has none."""
-    name = re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", device.name.lower())
-    key = max((key for key in _table() if name.startswith(key)), key=len, default=None)
-    if device.kind != "cuda" or key is None:
+    name = _plain(device.name)
+    found = ((key, row) for key, row in _table().items() if name in (key, *map(_plain, row.get("names", ()))))
+    key, row = next(found, ("", {}))
+    if device.kind != "cuda" or not key:
         return None
-    row = _table()[key]
     return Peak(row.get(dtype, row["float32"]), row["gbps"], f"data sheet of the {key.upper()}")
 
 
+def _plain(name: str) -> str:
+    """A device's name as the table has it: the whole of it, for ``A10G`` is no ``A10`` and a card no module."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
+
+
 @functools.cache
-def _table() -> dict[str, dict[str, float]]:
+def _table() -> dict[str, dict[str, Any]]:
     return tomllib.loads(resources.files("attnswitch").joinpath("peaks.toml").read_text(encoding="utf-8"))
 
 

@@ -88,10 +88,25 @@ def test_a_device_as_its_driver_names_it() -> None:
         return None if peak is None else peak.tflops
 
     assert rate("NVIDIA H200") == rate("NVIDIA H100 80GB HBM3") == 989.4
-    assert rate("NVIDIA L40S") != rate("NVIDIA L4")
+    assert rate("NVIDIA A100-SXM4-80GB") == 312.0
+    assert rate("Tesla V100-SXM2-32GB") == 15.7
     assert rate("NVIDIA GeForce RTX 4090") == 165.2
-    assert rate("NVIDIA Unheard") is None
+    assert rate("NVIDIA L40S") == 362.0
+    assert rate("NVIDIA L4") == 121.0
+    assert rate("Tesla T4") == 8.1
     assert published(Device.cpu(), "float32") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Unheard", "L40", "L40G", "T400 4GB", "T4G", "A10G", "A100-PCIE-40GB", "A100-SXM4-40GB", "A100 80GB PCIe"),
+        *("H100 PCIe", "H100 NVL", "H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "Tesla V100-PCIE-16GB", "B2000"),
+        *("GeForce RTX 3090 Ti", "GeForce RTX 4090 D", "GeForce RTX 4090 Laptop GPU"),
+    ],
+)
+def test_a_device_that_is_called_almost_alike_is_another(name: str) -> None:
+    assert published(Device("cuda", f"NVIDIA {name}"), "float16") is None
 
 
 def test_tiles_of_backends_fit_what_the_device_has() -> None:
