@@ -49,15 +49,23 @@ def visible(problem: Problem) -> float:
     p = problem
     if not p.positional or not p.seq_q or not p.seq_k:
         return 1.0
-    left, right = p.window or (None, None)
-    if p.causal:
-        right = 0
-    seen = 0
-    for place in range(p.seq_k - p.seq_q if p.bottom_right else 0, p.seq_k if p.bottom_right else p.seq_q):
-        first = 0 if left is None else max(0, place - left)
-        last = p.seq_k - 1 if right is None else min(p.seq_k - 1, place + right)
-        seen += max(0, last - first + 1)
-    return seen / (p.seq_q * p.seq_k)
+    left, right = p.reach
+    pairs = p.seq_q * p.seq_k
+    seen = pairs if right is None else _within(p, right + 1)
+    seen -= 0 if left is None else _within(p, -left)
+    return seen / pairs
+
+
+def _within(p: Problem, distance: int) -> int:
+    """Pairs whose key is less than ``distance`` after the query's own: of each query, as many as lie from 0 to Lk."""
+    first = distance + (p.seq_k - p.seq_q if p.bottom_right else 0)
+    return _clipped(first + p.seq_q, p.seq_k) - _clipped(first, p.seq_k)
+
+
+def _clipped(end: int, most: int) -> int:
+    """The sum of the numbers below ``end``, each held to at least 0 and at most ``most``."""
+    below = min(max(end, 0), most)
+    return below * (below - 1) // 2 + most * max(0, end - most)
 
 
 def kv_bytes(problem: Problem) -> int:

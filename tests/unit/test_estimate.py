@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
+import time
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from attnswitch import Device, Problem, cost
 from attnswitch.device import KNOWN
 from attnswitch.estimate import Peak, estimate, published
+from attnswitch.problem import Alignment
 from attnswitch.verify import Case
 from attnswitch.verify.truth.oracle import visible_positions
 
@@ -58,6 +62,36 @@ def test_the_visible_share_is_what_is_counted(sizes: str, hiding: str) -> None:
         return
     seen = visible_positions(Case.of(problem), None)
     assert cost.visible(problem) == pytest.approx(np.broadcast_to(seen, (1, 1, problem.seq_q, problem.seq_k)).mean())
+
+
+def test_the_visible_share_is_exact() -> None:
+    """Every pair counted one by one, of all short lengths, alignments and windows."""
+    sides = (None, 0, 1, 2, 4, 6)
+    for lq, lk, causal in itertools.product(range(1, 6), range(1, 6), (False, True)):
+        for alignment, left, right in itertools.product(get_args(Alignment), sides, sides):
+            window = (left, right)
+            problem = Problem(1, 1, 1, lq, lk, 8, 8, "float32", causal=causal, alignment=alignment, window=window)
+            shift = lk - lq if alignment == "bottom_right" else 0
+            distances = [j - i - shift for i in range(lq) for j in range(lk)]
+            above = 0 if causal else right
+            seen = [(above is None or d <= above) and (left is None or d >= -left) for d in distances]
+            assert cost.visible(problem) == sum(seen) / (lq * lk), problem
+
+
+@pytest.mark.parametrize(
+    ("hiding", "seen"),
+    [
+        ("causal", 10**7 * (10**7 + 1) // 2),
+        ("causal-br", 10**7 * 2 * 10**7 - 10**7 * (10**7 - 1) // 2),
+        ("window=100,7", 10**7 * 108 - 100 * 101 // 2),
+        ("bottom-right.window=100,7", 10**7 * 108 - 7 * 8 // 2),
+    ],
+)
+def test_the_visible_share_of_a_long_call_takes_no_time(hiding: str, seen: int) -> None:
+    problem = Problem.parse(f"b1.h1.s{10**7}x{2 * 10**7}.d64.fp16.{hiding}")
+    start = time.perf_counter()
+    assert cost.visible(problem) == seen / (2 * 10**14)
+    assert time.perf_counter() - start < 0.5
 
 
 def test_the_roofline_is_the_slower_of_the_two() -> None:
