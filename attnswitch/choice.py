@@ -98,12 +98,11 @@ def explain(
 
 
 def _device(device: Device | str | None) -> tuple[Device, str]:
-    """The device, and how torch spells it where it is named."""
-    if isinstance(device, Device):
-        return device, device.kind
-    if device is not None and not isinstance(device, str):
+    """The device, and how torch spells it if it is here."""
+    if device is not None and not isinstance(device, (Device, str)):
         raise InvalidProblem(f"device={device!r}: expected a Device or text such as cpu, cuda:0 or h200")
-    return Device.parse(device or "cpu"), device or "cpu"
+    found = device if isinstance(device, Device) else Device.parse(device or "cpu")
+    return found, found.where
 
 
 def backends() -> dict[str, str | None]:

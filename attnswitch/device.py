@@ -6,7 +6,7 @@ import functools
 import importlib
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
@@ -31,6 +31,13 @@ class Device:
     versions: tuple[tuple[str, str], ...] = ()
     #: Whether it is in this machine; plans for absent hardware ask no backend whether it could run here.
     present: bool = False
+    #: Which of this machine's; what is known of one holds for all that are alike.
+    index: int = field(default=0, compare=False)
+
+    @property
+    def where(self) -> str:
+        """How torch spells a device of this machine: ``"cpu"`` or ``"cuda:1"``; what is neither is its kind."""
+        return f"cuda:{self.index}" if self.kind in ("cuda", "rocm") else self.kind
 
     def version(self, software: str) -> tuple[int, ...] | None:
         """Version of ``software`` as numbers, e.g. ``(2, 11, 0)``, or None where not known."""
@@ -186,7 +193,12 @@ def _through_torch(index: int) -> Device:
     if torch.version.hip:
         facts = torch.cuda.get_device_properties(index)
         return Device(
-            "rocm", facts.name, memory=facts.total_memory, versions=(("torch", torch.__version__),), present=True
+            "rocm",
+            facts.name,
+            memory=facts.total_memory,
+            versions=(("torch", torch.__version__),),
+            present=True,
+            index=index,
         )
     facts = torch.cuda.get_device_properties(index)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, **_driver()}
@@ -202,6 +214,7 @@ def _through_torch(index: int) -> Device:
         getattr(facts, "shared_memory_per_block_optin", 0),
         tuple(versions.items()),
         present=True,
+        index=index,
     )
 
 
@@ -218,6 +231,7 @@ def _through_cupy(index: int) -> Device:
         facts["sharedMemPerBlockOptin"],
         tuple(versions.items()),
         present=True,
+        index=index,
     )
 
 

@@ -28,7 +28,7 @@ def present(name: str | None) -> str:
     device = Device.parse(name)
     if not device.present:
         raise InvalidProblem(f"device {name!r} is not in this machine: kernels can be planned for it, not run")
-    return "cuda:0" if name == "cuda" else name
+    return device.where
 
 
 def named(name: str) -> str:

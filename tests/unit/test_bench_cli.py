@@ -79,6 +79,11 @@ def test_json_to_standard_output_alone(cli: Cli) -> None:
     assert (record["suite"], record["problem"]) == ("problem", "b1.h1.s16.d8.fp32")
 
 
+def test_a_device_is_named_as_it_may_be(cli: Cli) -> None:
+    ran = cli("bench", "--device", "CPU", "--budget", "1", *SMALL, "--backend", "tiled", "--json", "-")
+    assert (ran.code, json.loads(ran.out)["device"]) == (0, "cpu")
+
+
 def test_rows_directions_and_candidates_are_chosen(cli: Cli) -> None:
     ran = cli(
         *HERE,
