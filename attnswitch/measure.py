@@ -9,10 +9,13 @@ host's, which is told apart. On the CPU it is the wall clock, with as many threa
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from attnswitch.errors import InvalidProblem
 
 __all__ = ["Budget", "Clock", "Limits", "Timing", "current", "limits", "measure"]
 
@@ -51,13 +54,19 @@ class Budget:
     warmup: float = 25.0
     run: float = 100.0
 
+    def __post_init__(self) -> None:
+        """Raises ``InvalidProblem`` for what is no time."""
+        for ms in (self.warmup, self.run):
+            if not 0.0 <= ms < math.inf:
+                raise InvalidProblem(f"a budget of {ms} ms: expected a finite number of milliseconds >= 0")
+
     def runs(self, one: float) -> int:
         """How many runs of ``one`` milliseconds are measured."""
-        return max(LEAST, min(MOST, round(self.run / max(one, 1e-6))))
+        return max(LEAST, round(min(MOST, self.run / max(one, 1e-6))))
 
     def warm(self, one: float) -> int:
         """How many runs of ``one`` milliseconds warm it up."""
-        return max(1, min(MOST, round(self.warmup / max(one, 1e-6))))
+        return max(1, round(min(MOST, self.warmup / max(one, 1e-6))))
 
 
 @dataclass(frozen=True, slots=True)

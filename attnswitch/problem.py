@@ -18,6 +18,8 @@ __all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Types an additive mask may have besides ``bool``.
 MASK_DTYPES = ("bool", *DTYPES)
+#: The longest axis that any library's arrays have.
+_MOST = 2**63 - 1
 #: The operands a gradient can be asked for: query, key, value, float attn_mask.
 GRAD_OPERANDS = "qkvm"
 
@@ -139,6 +141,8 @@ class Problem:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
                 raise InvalidProblem(f"{name}={size!r}: expected an integer of at least {least}")
+            if size > _MOST:
+                raise InvalidProblem(f"{name}={size}: no array is as long; expected at most {_MOST}")
         if self.heads_q % self.heads_kv:
             raise InvalidProblem(
                 f"query has {self.heads_q} heads and key has {self.heads_kv}: the query heads must be a multiple of the"

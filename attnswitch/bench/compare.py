@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnswitch.bench.document import SCHEMA
-from attnswitch.bench.record import Record
+from attnswitch.bench.record import PASSES, Record
 from attnswitch.errors import InvalidProblem
 
 __all__ = ["Measure", "Pair", "Rule", "differences", "load", "means", "pairs", "records"]
@@ -20,9 +20,9 @@ Measure = Literal["ms", "memory"]
 #: What a run is to fail for, with the factor that is still allowed where there is one.
 _RULES = {"slower": True, "larger": True, "missing": False, "wrong": False}
 #: What is read of a document, of its limits, and of a record beside what names it.
-_PARTS = {"device": str, "environment": dict, "limits": dict, "records": list, "schema": int}
+_PARTS = {"device": str, "environment": dict, "limits": dict, "records": list, "schema": int, "date": str}
 _LIMITS = {"tflops": float | int, "gbps": float | int}
-_MEASURED = dict.fromkeys(("ms", "ms_low", "ms_high", "memory"), float | int | None)
+_MEASURED = dict.fromkeys(("ms", "ms_low", "ms_high", "memory", "tflops", "gbps"), float | int | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,8 @@ def load(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         document, fault = None, "it is no JSON"
+    except RecursionError:
+        document, fault = None, "it is nested too deeply"
     else:
         fault = _fault(document)
     if fault:
@@ -139,6 +141,8 @@ def _fault(document: Any) -> str:
             return f"a record is a {type(record).__name__}"
         if fault := _mistyped({name: _number(value) for name, value in record.items()}, wanted, " of a record"):
             return fault
+        if record["direction"] not in PASSES:
+            return f"direction {record['direction']!r} of a record is none of {', '.join(PASSES)}"
     return ""
 
 

@@ -114,6 +114,8 @@ def _roofline(figure: Figure, found: list[Record], document: dict[str, Any]) -> 
     if not points:
         raise InvalidProblem("this run holds no time that could stand on a roofline")
     tflops, gbps = document["limits"]["tflops"], document["limits"]["gbps"]
+    if not (tflops > 0 and gbps > 0):
+        raise InvalidProblem(f"limits of {tflops} TFLOP/s and {gbps} GB/s make no roofline")
     (axes,) = _grid(figure, 1)
     names = sorted(points)
     for name in names:

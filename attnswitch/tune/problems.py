@@ -74,11 +74,15 @@ def recorded(path: Path) -> list[Problem]:
     """The problems of a file that ``attnswitch.record`` wrote.
 
     Raises:
-        InvalidProblem: a line is none; the text says which.
+        InvalidProblem: it is no text, or a line is no problem; the message says which.
         OSError: it cannot be read.
     """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidProblem(f"{path} is no recording: it is no text in UTF-8 ({error.reason})") from None
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 found.append(Problem.parse(line))

@@ -144,6 +144,7 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
         (("--device", "h200"), "is not in this machine"),
         (("quick", "--row", "no such row"), "no row of the suites named is left"),
         (("--json", "/dev/null/x"), "cannot be written"),
+        (("--device", "cpu", "--budget", "inf"), "a budget of inf ms: expected a finite number"),
         (("--direction", "up"), "Invalid value for '--direction'"),
     ],
 )

@@ -159,6 +159,10 @@ def changed(**changes: Any) -> str:
         ("{}", "'device' is missing"),
         ('{"schema": 2}', "it is of schema 2, and this version reads schema 1"),
         ('{"schema": 1, "records": [], "environment": {}}', "'device' is missing"),
+        ("[" * 100_000, "it is nested too deeply"),
+        (changed(date=None), "'date' is missing or of another type"),
+        (changed(records=[{**record().to_json(), "direction": "up"}]), "direction 'up' of a record is none of forward"),
+        (changed(records=[{**record().to_json(), "tflops": "many"}]), "'tflops' of a record is missing or of another"),
         (changed(records=None), "'records' is missing or of another type"),
         (changed(records={}), "'records' is missing or of another type"),
         (changed(records=[1]), "a record is a int"),
@@ -238,6 +242,7 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
         ("throughput", run(record()), "at more than one length"),
         ("roofline", run(failed("wrong")), "no time"),
         ("speedup", run(record()), "measure with --peer torch"),
+        ("roofline", run(record(), limits=replace(LIMITS, gbps=0.0)), "make no roofline"),
     ):
         with pytest.raises(InvalidProblem, match=message):
             plots.draw(kind, made, tmp_path / "run.png")

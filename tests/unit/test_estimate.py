@@ -188,3 +188,11 @@ def test_a_device_that_is_here_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     assert peak["tflops"] > 0
     assert run(monkeypatch, "b1.h1.s64.d8.fp32", "--device", "h200", "--measured") == 2
     assert "is not in this machine" in capsys.readouterr().err
+    assert run(monkeypatch, "b1.h1.s64.d8.fp32", "--device", "CPU") == 0
+
+
+def test_a_length_that_no_array_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, f"b1.h1.s{10**330}.d8.fp32", "--device", "h200") == 2
+    assert "no array is as long" in capsys.readouterr().err
+    most = 2**63 - 1
+    assert run(monkeypatch, f"b{most}.h{most}.s{most}.d{most}.fp64.causal.grad", "--device", "h200") == 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from attnswitch.errors import InvalidProblem
 from attnswitch.measure import LEAST, MOST, Budget, Timing, limits, measure
 
 
@@ -82,6 +83,13 @@ def test_the_median_and_its_neighbours() -> None:
 def test_a_budget_has_least_and_most_runs(one: float, runs: int) -> None:
     assert Budget(25.0, 100.0).runs(one) == runs
     assert Budget(25.0, 100.0).warm(1000.0) == 1
+    assert (Budget(1e308, 1e308).warm(1e-9), Budget(1e308, 1e308).runs(1e-9)) == (MOST, MOST)
+
+
+@pytest.mark.parametrize("ms", [float("inf"), float("nan"), -1.0])
+def test_a_budget_is_a_time(ms: float) -> None:
+    with pytest.raises(InvalidProblem, match="expected a finite number of milliseconds"):
+        Budget(1.0, ms)
 
 
 @pytest.mark.parametrize("good_runs", [0, 2, 5, 9])

@@ -119,6 +119,12 @@ def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     assert recording.environment() is None
 
 
+def test_a_recording_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "calls.txt").write_bytes(b"\xff\x00\x81")
+    with pytest.raises(InvalidProblem, match=r"calls.txt is no recording: it is no text"):
+        problems.recorded(tmp_path / "calls.txt")
+
+
 def test_a_line_that_is_no_problem(tmp_path: Path) -> None:
     path = tmp_path / "calls.txt"
     path.write_text("b1.h2.s5.d8.fp32\n\nb1.h2\n")

@@ -304,6 +304,7 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
         (("--device", "h200"), "is not in this machine"),
         (("--problem", "b1"), "missing h, s, d"),
         (("--json", "/dev/null/x"), "cannot be written"),
+        (("--device", "CPU", "--budget", "inf"), "a budget of inf ms: expected a finite number"),
     ],
 )
 def test_a_mistake_is_explained(arguments: tuple[str, ...], message: str, cli: Cli) -> None:
