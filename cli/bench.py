@@ -19,7 +19,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.measure import Budget, Limits, limits
 from attnswitch.verify.session.environment import environment
 
-from . import render, timings
+from . import files, render, timings
 from .named import named, present
 
 __all__ = ["bench"]
@@ -72,7 +72,10 @@ def bench(
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the results to FILE as comma-separated values, row by row."),
+        typer.Option(
+            metavar="FILE",
+            help="Write the results to FILE as comma-separated values, row by row; - for standard output.",
+        ),
     ] = None,
     budget: Annotated[
         float, typer.Option(min=1, metavar="MS", help="Milliseconds that each candidate is measured in.")
@@ -88,7 +91,7 @@ def bench(
         for found in _rows(suite, problem, row, where)
     ]
     output = _Output(json, csv, where, Budget(budget / 4, budget))
-    output.check()
+    files.check((json, csv))
     output.measure(rows, get_args(Direction) if direction == "all" else (direction,))
     if not output.quiet:
         assert output.limits is not None
@@ -111,8 +114,8 @@ class _Output:
 
     @property
     def quiet(self) -> bool:
-        """Whether standard output is for the JSON document alone."""
-        return str(self.json) == "-"
+        """Whether standard output is for a document alone."""
+        return any(map(files.is_standard, (self.json, self.csv)))
 
     @property
     def exit_code(self) -> int:
@@ -121,17 +124,6 @@ class _Output:
         if self.stopped:
             return 2
         return 1 if "wrong" in states else 0 if "measured" in states else 3
-
-    def check(self) -> None:
-        """Find out before a long run, not after it, that the result could not be written."""
-        for path in (None if self.quiet else self.json, self.csv):
-            if path is None:
-                continue
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("a").close()
-            except OSError as error:
-                raise InvalidProblem(f"{path} cannot be written: {error}") from None
 
     def measure(self, rows: Iterable[Row], directions: tuple[Direction, ...]) -> None:
         """Run every step with a bar that moves; what an interrupted run has measured is kept."""
@@ -156,9 +148,9 @@ class _Output:
 
     def write(self, *, last: bool) -> None:
         """Write the results: to files after every step, so that a run that is killed leaves what it had."""
-        if self.csv is not None:
-            to_csv(self.records, self.csv)
-        if self.json is None or self.limits is None or (self.quiet and not last):
+        if self.csv is not None and (last or not files.is_standard(self.csv)):
+            files.write(to_csv(self.records), self.csv)
+        if self.json is None or self.limits is None or (files.is_standard(self.json) and not last):
             return
         made = document.to_json(
             self.records,

@@ -13,7 +13,7 @@ from rich.progress import track
 from attnswitch.problem import Problem
 from attnswitch.verify.session.environment import environment
 
-from . import render
+from . import files, render
 from .named import named, present
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def overhead(
     where = present(device)
     asked = [Problem.parse(text) for text in problem] if problem else problems(where)
     names = tuple(named(name) for name in backend or ())
-    quiet = str(json) == "-"
+    quiet = files.is_standard(json)
+    files.check([json])
     start = time.monotonic()
     bar = track(asked, "calls", console=render.console, transient=True, disable=quiet)
     found = [cost for each in bar for cost in costs(each, where, names, rounds)]

@@ -18,6 +18,8 @@ from attnswitch.verify.report import facts
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Found, Report, Tally
 
+from . import files
+
 __all__ = [
     "command",
     "console",
@@ -62,13 +64,8 @@ def command(document: Path) -> str:
 
 
 def write_json(document: Any, target: Path | None) -> None:
-    """Write a document to a file; ``-`` or None is standard output."""
-    text = json.dumps(document, indent=2)
-    if target is None or str(target) == "-":
-        print(text)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text + "\n")
+    """Write a document to a file, as ``files.write``; ``-`` or None is standard output."""
+    files.write(json.dumps(document, indent=2) + "\n", target)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:

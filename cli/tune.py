@@ -18,7 +18,7 @@ from attnswitch.verify.session.environment import environment
 from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 
-from . import render
+from . import files, render
 from .named import present
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def tune(
     """
     where = present(device)
     output = _Output(where, json)
-    output.check()
+    files.check([json])
     found = _problems(where, problem, model, context, batch, dtype, train, recorded)
     from attnswitch.tune.trial import Effort  # torch is slow to import
 
@@ -123,7 +123,7 @@ class _Output:
     @property
     def quiet(self) -> bool:
         """Whether standard output is for the JSON document alone."""
-        return str(self.json) == "-"
+        return files.is_standard(self.json)
 
     @property
     def exit_code(self) -> int:
@@ -133,16 +133,6 @@ class _Output:
         if self.stopped:
             return 2
         return 0 if self.left_out or any(tuned.trial.times for tuned in self.tuned) else 3
-
-    def check(self) -> None:
-        """Find out before a long run, not after it, that the result could not be written."""
-        if self.json is None or self.quiet:
-            return
-        try:
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            self.json.open("a").close()
-        except OSError as error:
-            raise InvalidProblem(f"{self.json} cannot be written: {error}") from None
 
     def measure(self, problems: list[Problem], effort: Effort, timeout: float, again: bool) -> None:
         """Measure with a bar and the time left; what an interrupted run has measured is kept."""

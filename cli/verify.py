@@ -21,8 +21,8 @@ from attnswitch.verify.session.corpus import default_folder
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, Plan, Target, targets
 from attnswitch.verify.session.tally import Report
 
+from . import files, render
 from . import mutants as measured
-from . import render
 from .named import named, present
 
 __all__ = ["Outputs", "verify"]
@@ -180,14 +180,7 @@ class Outputs:
         for option, folder in (("--corpus", corpus), ("--emit-pytest", self.tests)):
             if folder is not None and folder.exists() and not folder.is_dir():
                 raise InvalidProblem(f"{option} {folder} is a file: expected a folder")
-        for path in (None if self.quiet else self.json, self.junit, self.html, self.summary, *others):
-            if path is None:
-                continue
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("a").close()
-            except OSError as error:
-                raise InvalidProblem(f"{path} cannot be written: {error}") from None
+        files.check((self.json, self.junit, self.html, self.summary, *others))
 
     def write(self, report: Report) -> None:
         """Write what was asked for."""

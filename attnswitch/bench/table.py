@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 
 from attnswitch.bench.record import Record
 
 __all__ = ["to_csv"]
 
 
-def to_csv(records: Iterable[Record], path: Path) -> None:
-    """Write ``records``; what was not measured is empty. Raises ``OSError``."""
-    names = [field.name for field in fields(Record)]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, names, lineterminator="\n")
-        table.writeheader()
-        table.writerows(record.to_json() for record in records)
+def to_csv(records: Iterable[Record]) -> str:
+    """The text of ``records``; what was not measured is empty."""
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, [field.name for field in fields(Record)], lineterminator="\n")
+    table.writeheader()
+    table.writerows(record.to_json() for record in records)
+    return text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import sys
@@ -79,6 +80,12 @@ def test_json_to_standard_output_alone(cli: Cli) -> None:
     assert (record["suite"], record["problem"]) == ("problem", "b1.h1.s16.d8.fp32")
 
 
+def test_csv_to_standard_output_alone(cli: Cli) -> None:
+    ran = cli(*HERE, *SMALL, "--backend", "tiled", "--csv", "-")
+    (line,) = csv.DictReader(ran.out.splitlines())
+    assert (ran.code, line["candidate"], line["status"]) == (0, "tiled", "measured")
+
+
 def test_a_device_is_named_as_it_may_be(cli: Cli) -> None:
     ran = cli("bench", "--device", "CPU", "--budget", "1", *SMALL, "--backend", "tiled", "--json", "-")
     assert (ran.code, json.loads(ran.out)["device"]) == (0, "cpu")
@@ -144,6 +151,7 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
         (("--device", "h200"), "is not in this machine"),
         (("quick", "--row", "no such row"), "no row of the suites named is left"),
         (("--json", "/dev/null/x"), "cannot be written"),
+        (("--json", "run", "--csv", "./run"), "run is named for two results"),
         (("--device", "cpu", "--budget", "inf"), "a budget of inf ms: expected a finite number"),
         (("--direction", "up"), "Invalid value for '--direction'"),
     ],

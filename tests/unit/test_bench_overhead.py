@@ -146,3 +146,8 @@ def test_the_command_writes_json_alone(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_the_command_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command(monkeypatch, "--device", "cpu", "--backend", "fastest") == 2
     assert command(monkeypatch, "--device", "cpu", "--problem", "b1.h1.s4.d8.fp32.softcap=2.0") == 2
+
+
+def test_a_file_that_cannot_be_written_is_found_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "costs", lambda *_: pytest.fail("it ran"))
+    assert command(monkeypatch, "--device", "cpu", "--json", "/dev/null/x") == 2

@@ -1,0 +1,76 @@
+"""Results in the place of files: whole or not at all, and what cannot be written is found out first."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnswitch import InvalidProblem
+
+files: Any = importlib.import_module("attnswitch.cli.files")
+
+
+def test_what_is_written_is_in_the_place_of_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run.json"
+    files.check([path, None, Path("-")])
+    assert os.listdir(path.parent) == []
+    files.write("one\n", path)
+    files.write("zw\N{LATIN SMALL LETTER O WITH DIAERESIS}lf\n", path)
+    assert path.read_text(encoding="utf-8") == "zw\N{LATIN SMALL LETTER O WITH DIAERESIS}lf\n"
+    assert os.listdir(path.parent) == ["run.json"]
+
+
+@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()])
+def test_a_write_that_is_cut_short_leaves_what_was_there(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "run.json", Path.write_bytes
+    files.write("before", path)
+
+    def half(self: Path, content: bytes) -> int:
+        write(self, content[: len(content) // 2])
+        raise error
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(type(error)):
+        files.write("afterwards", path)
+    assert (path.read_text(), os.listdir(tmp_path)) == ("before", ["run.json"])
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("run.json")
+    files.write("text", tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "run.json").read_text() == "text"
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    path, read = tmp_path / "pipe", list[str]()
+    os.mkfifo(path)
+    files.check([path])
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    files.write("text", path)
+    reader.join(10)
+    assert (read, path.is_fifo()) == (["text"], True)
+
+
+@pytest.mark.parametrize(("first", "second"), [("run", "run"), ("run", "deep/../run"), ("-", "-")])
+def test_one_place_takes_one_result(first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidProblem, match="is named for two results"):
+        files.check([Path(first), None, Path(second)])
+    files.check([Path("/dev/null"), Path("/dev/null")])
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    for path in (Path("/dev/null/x"), tmp_path / "loop" / "x", tmp_path / "folder"):
+        with pytest.raises(InvalidProblem, match="cannot be written"):
+            files.check([path])
