@@ -88,7 +88,7 @@ def bench(
     where = present(device)
     rows = [
         _chosen(found, _backends(backend), _peers(peer), tuple(config or ()))
-        for found in _rows(suite, problem, row, where)
+        for found in _rows(suite, problem, row, where, None if direction == "all" else direction)
     ]
     output = _Output(json, csv, where, Budget(budget / 4, budget))
     files.check((json, csv))
@@ -127,11 +127,14 @@ class _Output:
 
     def measure(self, rows: Iterable[Row], directions: tuple[Direction, ...]) -> None:
         """Run every step with a bar that moves; what an interrupted run has measured is kept."""
-        from attnswitch.bench.run import run, steps  # torch is slow to import
+        from attnswitch.bench.run import idle_configs, run, steps  # torch is slow to import
 
         todo = steps(rows, directions)
         if not todo:
             raise InvalidProblem("no row of the suites named is left to measure: see --row and --direction")
+        if idle := idle_configs(todo, self.device):
+            parts = ", ".join(map(repr, idle))
+            raise InvalidProblem(f"--config {parts}: no config that a backend has for these rows has it in its text")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=render.console, transient=True, disable=self.quiet) as bar:
             task = bar.add_task("the limits of the device", total=len(todo))
@@ -165,7 +168,13 @@ class _Output:
         render.write_json(made, self.json)
 
 
-def _rows(names: list[str] | None, problems: list[str] | None, parts: list[str] | None, device: str) -> list[Row]:
+def _rows(
+    names: list[str] | None,
+    problems: list[str] | None,
+    parts: list[str] | None,
+    device: str,
+    direction: Direction | None,
+) -> list[Row]:
     """The rows asked for: of the suites, then the problems; the default suite where neither is named."""
     known = suites()
     if not names and not problems:
@@ -174,8 +183,11 @@ def _rows(names: list[str] | None, problems: list[str] | None, parts: list[str] 
         if name not in known:
             raise InvalidProblem(f"suite {name!r} is not known; expected one of {', '.join(known)}")
     rows = [row for name in dict.fromkeys(names or ()) for row in known[name].rows]
+    for part in parts or ():
+        if not any(part in row.name for row in rows):
+            raise InvalidProblem(f"--row {part!r}: no row of the suites named has it in its name")
     rows = [row for row in rows if not parts or any(part in row.name for part in parts)]
-    return rows + [ad_hoc(text) for text in dict.fromkeys(problems or ())]
+    return rows + [ad_hoc(text, direction) for text in dict.fromkeys(problems or ())]
 
 
 def _backends(names: list[str] | None) -> tuple[str, ...] | None:

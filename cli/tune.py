@@ -37,8 +37,8 @@ def tune(
         list[str] | None, typer.Option(help="Measure the calls of this model, such as llama-3-8b (repeatable).")
     ] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a model's longest call.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a model's call.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of a model's calls: bf16, fp16 or fp32.")] = "bf16",
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a model's call. Default: 1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of a model's calls: bf16 (the default), fp16 or fp32.")] = None,
     train: Annotated[bool, typer.Option(help="A model's calls with gradients.")] = False,
     recorded: Annotated[
         list[Path] | None,
@@ -89,19 +89,21 @@ def _problems(
     problems: list[str] | None,
     models: list[str] | None,
     context: int | None,
-    batch: int,
-    dtype: str,
+    batch: int | None,
+    dtype: str | None,
     train: bool,
     recorded: list[Path] | None,
 ) -> list[Problem]:
     """One of each class of what was named; of the catalogue where nothing was. Raises ``InvalidProblem``."""
     from attnswitch.tune import problems as named  # torch is slow to import
 
-    if models is None and (context is not None or train):
-        raise InvalidProblem("--context and --train are of a model: name one with --model")
+    given = {"--context": context, "--batch": batch, "--dtype": dtype, "--train": train or None}
+    idle = [option for option, value in given.items() if value is not None and not models]
+    if idle:
+        raise InvalidProblem(f"{', '.join(idle)}: of a model's calls; name one with --model")
     found = [Problem.parse(text) for text in problems or ()]
     for model in models or ():
-        found += named.of_model(model, context, batch=batch, dtype=dtype, train=train)
+        found += named.of_model(model, context, batch=batch or 1, dtype=dtype or "bf16", train=train)
     for path in recorded or ():
         found += named.recorded(path)
     if not (problems or models or recorded):

@@ -16,8 +16,9 @@ from attnswitch.bench.record import Status
 from attnswitch.bench.workload import Workload
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Problem
 
-__all__ = ["AUTO", "Attend", "Refused", "of_backend", "with_configs"]
+__all__ = ["AUTO", "Attend", "Refused", "configs", "of_backend", "with_configs"]
 
 #: One attention call, ready to run: the output, differentiable where the workload's operands require gradients.
 Attend = Callable[[], torch.Tensor]
@@ -35,14 +36,20 @@ class Refused(Exception):
         self.status: Status = status
 
 
-def with_configs(names: tuple[str, ...], parts: tuple[str, ...], work: Workload) -> Iterator[str]:
-    """Each backend, and after it, by name and text, its configs for ``work`` whose text has one of ``parts``."""
+def with_configs(names: tuple[str, ...], parts: tuple[str, ...], problem: Problem, device: Device) -> Iterator[str]:
+    """Each backend, and after it, by name and text, its configs for ``problem`` whose text has one of ``parts``."""
     for name in names:
         yield name
-        loaded: Any = registry.load(name) if parts and name in registry.names() else ""
-        if not isinstance(loaded, str) and not loaded.supports(work.problem, Device.parse(work.device)):
-            configs = (str(c) for c in islice(loaded.configs(work.problem, Device.parse(work.device)), 1, None))
-            yield from (f"{name} {text}" for text in configs if any(part in text for part in parts))
+        if parts:
+            others = islice(configs(name, problem, device), 1, None)
+            yield from (f"{name} {text}" for text in others if any(part in text for part in parts))
+
+
+def configs(name: str, problem: Problem, device: Device) -> Iterator[str]:
+    """The configs of a backend or target by text, its own choice first; none where it does not take ``problem``."""
+    loaded: Any = registry.load(name) if name in registry.names() or ":" in name else ""
+    if not isinstance(loaded, str) and not loaded.supports(problem, device):
+        yield from map(str, loaded.configs(problem, device))
 
 
 def of_backend(name: str, work: Workload) -> Attend:

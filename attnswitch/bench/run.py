@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -12,15 +12,16 @@ import torch
 
 from attnswitch import cost
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.candidates import Attend, Refused, of_backend, with_configs
+from attnswitch.bench.candidates import Attend, Refused, configs, of_backend, with_configs
 from attnswitch.bench.peers import PEERS
 from attnswitch.bench.record import PASSES, Direction, Record
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
+from attnswitch.device import Device
 from attnswitch.measure import Budget, Limits, Timing, current, measure
 from attnswitch.problem import Problem
 
-__all__ = ["Step", "run", "steps"]
+__all__ = ["Step", "idle_configs", "run", "steps"]
 
 #: Results of one run: the output, or the gradients.
 Results = tuple[torch.Tensor, ...]
@@ -58,11 +59,25 @@ def steps(rows: Iterable[Row], directions: Iterable[Direction] = get_args(Direct
     return [Step(row, direction) for row in rows for direction in row.directions if direction in wanted]
 
 
+def idle_configs(todo: Sequence[Step], device: str) -> list[str]:
+    """The parts of texts that ``todo`` names configs by and that no config of its backends has."""
+    place = Device.parse(device)
+    idle = list(dict.fromkeys(part for step in todo for part in step.row.configs if part))
+    for step in todo:
+        problem = workload.asked(step.row, step.direction)
+        for name in step.row.backends:
+            if idle:
+                texts = list(configs(name, problem, place))
+                idle = [part for part in idle if not any(part in text for text in texts)]
+    return idle
+
+
 def run(step: Step, device: str, limits: Limits, budget: Budget) -> Iterator[Record]:
     """Measure one step: a record for each candidate, in the row's order, backends first.
 
     Never raises for what a candidate does. Each is run once and held against the answer before it is timed.
     """
+    place = Device.parse(device)
     with current(device):
         entries = [_Entry(_blank(step, name)) for name in (*step.row.backends, *step.row.peers)]
         if step.row.kind == "memory" and device == "cpu":
@@ -77,7 +92,7 @@ def run(step: Step, device: str, limits: Limits, budget: Budget) -> Iterator[Rec
                 entry.fail(error)
             yield from (entry.record for entry in entries)
             return
-        backends = tuple(with_configs(step.row.backends, step.row.configs, work))
+        backends = tuple(with_configs(step.row.backends, step.row.configs, work.problem, place))
         entries = [_Entry(_blank(step, name)) for name in (*backends, *step.row.peers)]
         for index, entry in enumerate(entries):
             _prepare(entry, step, work, is_peer=index >= len(backends))

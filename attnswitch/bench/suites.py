@@ -94,12 +94,15 @@ def _rows(suite: str, table: dict[str, Any]) -> Iterator[Row]:
         yield Row(suite=suite, problem=problem, **fields)
 
 
-def ad_hoc(text: str) -> Row:
+def ad_hoc(text: str, direction: Direction | None = None) -> Row:
     """The row of a problem named by itself: every backend, and torch's own choice beside them.
 
-    One query a sequence is measured as decoding. Raises ``InvalidProblem``.
+    It is measured in ``direction``, or forward and backward; one query a sequence forward alone, as decoding. Raises
+    ``InvalidProblem``.
     """
     problem = Problem.parse(text)
-    kind: Kind = "decode" if problem.seq_q == 1 and not problem.grads else "speed"
-    directions: tuple[Direction, ...] = ("forward",) if kind == "decode" else ("forward", "backward")
+    decodes = problem.seq_q == 1 and not problem.grads and direction in (None, "forward")
+    kind: Kind = "decode" if decodes else "speed"
+    directions: tuple[Direction, ...] = ("forward",) if decodes else ("forward", "backward")
+    directions = directions if direction is None else (direction,)
     return Row(_AD_HOC, text, problem, registry.names(), _PEERS, directions, kind)

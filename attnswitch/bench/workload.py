@@ -11,7 +11,7 @@ from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
 from attnswitch.problem import Problem
 
-__all__ = ["SEED", "Workload", "make", "padding"]
+__all__ = ["SEED", "Workload", "asked", "make", "padding"]
 
 #: Of the tensors, and of dropout where the problem has a seed.
 SEED = 20251120
@@ -60,9 +60,14 @@ class Workload:
         }
 
 
+def asked(row: Row, direction: Direction) -> Problem:
+    """The problem of ``row`` in ``direction``: gradients are of q, k and v, unless it names its own."""
+    return row.problem.replace(grads=(row.problem.grads or "qkv") if direction != "forward" else "")
+
+
 def make(row: Row, direction: Direction, device: str) -> Workload:
-    """The tensors of ``row``. Gradients are of q, k and v, unless the problem names its own."""
-    p = row.problem.replace(grads=(row.problem.grads or "qkv") if direction != "forward" else "")
+    """The tensors of ``row``, of the problem that is ``asked``."""
+    p = asked(row, direction)
     dtype = getattr(torch, p.dtype)
     generator = torch.Generator(device).manual_seed(SEED)
 

@@ -38,11 +38,16 @@ def of_model(
     Causal models: prompts of 128 tokens to ``context``, and one token after as many. Others: whole inputs. With
     ``train``, whole inputs alone and with gradients.
 
-    Raises ``InvalidProblem`` for a model that is not in the table, or a context that makes no sense.
+    Raises ``InvalidProblem`` for a model that is not in the table, or a context that makes no sense or no difference.
     """
     if name not in models():
         raise InvalidProblem(f"model {name!r} is not known; expected one of {', '.join(models())}")
     model = models()[name]
+    if context is not None and "tokens" in model:
+        lengths = ", ".join(model["tokens"])
+        raise InvalidProblem(
+            f"context {context}: calls of {name} have as many tokens as its input always has: {lengths}"
+        )
     context = model["context"] if context is None else context
     if context < 1:
         raise InvalidProblem(f"context {context}: expected a number of tokens")

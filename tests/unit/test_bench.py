@@ -114,6 +114,8 @@ def test_a_problem_by_itself() -> None:
     made = ad_hoc("b1.h4/2.s1x64.d8.fp32")
     assert (made.kind, made.directions, made.backends) == ("decode", ("forward",), registry.names())
     assert ad_hoc("b1.h4.s64.d8.fp32").directions == ("forward", "backward")
+    assert ad_hoc("b1.h4.s64.d8.fp32", "training").directions == ("training",)
+    assert ad_hoc("b1.h4/2.s1x64.d8.fp32", "backward").kind == "speed"
 
 
 # -- workloads ---------------------------------------------------------------------------------------------------------
@@ -272,6 +274,13 @@ def test_configs_are_candidates_by_their_text(direction: Any) -> None:
     assert list(found) == ["tiled", *(f"tiled {tile}" for tile in tiles), "sdpa-math", "sdpa-cudnn"]
     assert [name for name, record in found.items() if record.status != "measured"] == ["sdpa-cudnn"]
     assert tuple(records("b1.h1.s40.d8.fp32", *names, direction=direction)) == names
+
+
+def test_a_target_has_configs_as_well() -> None:
+    target = "attnswitch.backends.tiled:TiledBackend"
+    found = records("b1.h1.s40.d8.fp32", target, configs=("16x32",))
+    assert list(found) == [target, f"{target} 16x32"]
+    assert {record.status for record in found.values()} == {"measured"}
 
 
 def test_a_config_that_is_named_is_what_runs() -> None:

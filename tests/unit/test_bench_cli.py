@@ -80,6 +80,15 @@ def test_json_to_standard_output_alone(cli: Cli) -> None:
     assert (record["suite"], record["problem"]) == ("problem", "b1.h1.s16.d8.fp32")
 
 
+@pytest.mark.parametrize("text", ["b1.h1.s16.d8.fp32", "b1.h1.s1x16.d8.fp32"])
+@pytest.mark.parametrize("direction", ["backward", "training"])
+def test_a_problem_is_measured_in_the_direction_asked_for(text: str, direction: str, cli: Cli) -> None:
+    asked = ("--problem", text, "--direction", direction, "--backend", "sdpa-math", "--peer", "none", "--json", "-")
+    (record,) = json.loads(cli(*HERE, *asked).out)["records"]
+    assert (record["direction"], record["status"]) == (direction, "measured")
+    assert record["tflops"] is not None
+
+
 def test_csv_to_standard_output_alone(cli: Cli) -> None:
     ran = cli(*HERE, *SMALL, "--backend", "tiled", "--csv", "-")
     (line,) = csv.DictReader(ran.out.splitlines())
@@ -149,7 +158,12 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
         (("--peer", "fastest"), "peer 'fastest' is not known; expected torch, flex, fa4 or none"),
         (("--problem", "b1"), "missing h, s, d"),
         (("--device", "h200"), "is not in this machine"),
-        (("quick", "--row", "no such row"), "no row of the suites named is left"),
+        (("quick", "--row", "no such row"), "--row 'no such row': no row of the suites named has it in its name"),
+        (("quick", "--row", "bias", "--row", "nosuch", *SMALL), "--row 'nosuch': no row of the suites named"),
+        (("--row", "bias", *SMALL), "--row 'bias': no row of the suites named"),
+        (("quick", "--direction", "training"), "no row of the suites named is left"),
+        ((*SMALL, "--device", "cpu", "--config", "128x", "--config", "nosuch"), "--config 'nosuch': no config"),
+        ((*SMALL, "--device", "cpu", "--backend", "sdpa-math", "--config", "128x"), "--config '128x': no config"),
         (("--json", "/dev/null/x"), "cannot be written"),
         (("--json", "run", "--csv", "./run"), "run is named for two results"),
         (("--device", "cpu", "--budget", "inf"), "a budget of inf ms: expected a finite number"),

@@ -186,6 +186,8 @@ def test_what_is_no_model() -> None:
         problems.of_model("gpt-9")
     with pytest.raises(InvalidProblem, match="context 0"):
         problems.of_model("gpt2", 0)
+    with pytest.raises(InvalidProblem, match=r"context 100: calls of sdxl have .*: 4096, 4096x77"):
+        problems.of_model("sdxl", 100)
 
 
 def test_one_of_each_class_plainly() -> None:
@@ -300,7 +302,10 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
     ("arguments", "message"),
     [
         (("--model", "gpt-9"), "model 'gpt-9' is not known"),
-        (("--context", "100"), "name one with --model"),
+        (("--context", "100"), "--context: of a model's calls; name one with --model"),
+        (("--batch", "2", "--problem", "b1.h1.s8.d8.fp32"), "--batch: of a model's calls"),
+        (("--dtype", "bf16", "--train"), "--dtype, --train: of a model's calls"),
+        (("--model", "whisper-large-v3", "--context", "100"), "context 100: calls of whisper"),
         (("--device", "h200"), "is not in this machine"),
         (("--problem", "b1"), "missing h, s, d"),
         (("--json", "/dev/null/x"), "cannot be written"),
