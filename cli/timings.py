@@ -106,7 +106,7 @@ def _memory(records: list[Record]) -> Table:
 
 def _deviation(record: Record) -> str:
     if record.deviation is None:
-        return ""
+        return "[dim]not compared[/]"
     text = f"{record.deviation:.1e}"
     return f"[bold red]{text}[/]" if record.status == "wrong" else text
 

@@ -31,6 +31,11 @@ class Reference:
     problem: Problem
     parts: dict[tuple[int, int], tuple[torch.Tensor, ...]]
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is no answer to compare with: to a mask's gradient alone, and to no sequences."""
+        return not any(self.parts.values())
+
     def deviation(self, results: Sequence[torch.Tensor]) -> float:
         """The largest ||result - reference|| / ||reference|| of a head; NaN if anything in ``results`` is.
 

@@ -62,14 +62,13 @@ def _title(document: dict[str, Any]) -> str:
 
 def _throughput(figure: Figure, found: list[Record], document: dict[str, Any]) -> None:
     """A panel for each kind of problem, its length along the axis; a line for each candidate."""
-    panels = {title: lines for title, lines in _lines(found).items() if any(len(line) > 1 for line in lines.values())}
+    panels = {title: lines for title, lines in _lines(found).items() if any(map(_has_lengths, lines.values()))}
     if not panels:
         raise InvalidProblem("no problem of this run was measured at more than one length, which a line needs")
     names = sorted({name for lines in panels.values() for name in lines})
     for axes, ((title, unit), lines) in zip(_grid(figure, len(panels)), panels.items(), strict=True):
         for name, line in lines.items():
-            lengths = sorted(line)
-            axes.plot(lengths, [line[n] for n in lengths], label=name, **_look(names, name))
+            axes.plot(*zip(*sorted(line), strict=True), label=name, **_look(names, name))
         limit = document["limits"]["tflops" if unit == "TFLOP/s" else "gbps"]
         axes.axhline(limit, color="0.5", linestyle="--", linewidth=1, label="measured limit")
         axes.set(title=title, xlabel="keys", ylabel=unit, ylim=(0, None))
@@ -78,28 +77,33 @@ def _throughput(figure: Figure, found: list[Record], document: dict[str, Any]) -
     _legend(figure)
 
 
-#: Rates by panel (its title and unit), candidate and number of keys.
-_Lines = dict[tuple[str, str], dict[str, dict[int, float]]]
+#: Numbers of keys and rates, by panel (its title and unit) and candidate.
+_Lines = dict[tuple[str, str], dict[str, list[tuple[int, float]]]]
 
 
 def _lines(found: list[Record]) -> _Lines:
     """The rates. Batch and heads are left out of what a panel is about, unless two of its problems differ in them only.
 
-    A suite often has fewer sequences where they are longer, so that every call has as many tokens.
+    A suite often has fewer sequences where they are longer, so that every call has as many tokens. Queries that are
+    fewer or more than the keys have a panel for each number of them.
     """
     rated = [(record, Problem.parse(record.problem)) for record in found if record.tflops or record.gbps]
-    places: dict[tuple[object, ...], set[str]] = {}
+    places: dict[tuple[str, int], set[str]] = {}
     for record, p in rated:
-        places.setdefault((_without_sizes(p), record.direction, p.seq_q == 1, p.seq_k), set()).add(record.problem)
-    crowded = {key[:3] for key, problems in places.items() if len(problems) > 1}
+        places.setdefault((_subject(p, record), p.seq_k), set()).add(record.problem)
+    crowded = {subject for (subject, _), problems in places.items() if len(problems) > 1}
     lines: _Lines = {}
     for record, p in rated:
-        title = f"{_without_sizes(p)}, {record.direction}"
-        if (_without_sizes(p), record.direction, p.seq_q == 1) in crowded:
+        title = _subject(p, record)
+        if title in crowded:
             title = f"b{p.batch}.h{p.heads_q}/{p.heads_kv}: {title}"
         unit, rate = ("GB/s", record.gbps) if record.gbps else ("TFLOP/s", record.tflops)
-        lines.setdefault((title, unit), {}).setdefault(record.candidate, {})[p.seq_k] = rate or 0.0
+        lines.setdefault((title, unit), {}).setdefault(record.candidate, []).append((p.seq_k, rate or 0.0))
     return lines
+
+
+def _has_lengths(line: list[tuple[int, float]]) -> bool:
+    return len({length for length, _ in line}) > 1
 
 
 def _roofline(figure: Figure, found: list[Record], document: dict[str, Any]) -> None:
@@ -133,11 +137,10 @@ def _roofline(figure: Figure, found: list[Record], document: dict[str, Any]) -> 
 def _speedup(figure: Figure, found: list[Record], document: dict[str, Any]) -> None:
     """A bar for each row and candidate: how many times as fast as torch's own choice."""
     base = {record.group: record.ms for record in found if record.candidate == _BASE and record.ms}
-    bars: dict[str, dict[str, float]] = {}
+    bars: dict[tuple[str, str, str], dict[str, float]] = {}
     for record in found:
         if record.candidate != _BASE and record.ms and record.group in base:
-            label = f"{record.row}, {record.direction}"
-            bars.setdefault(label, {})[record.candidate] = base[record.group] / record.ms
+            bars.setdefault(record.group, {})[record.candidate] = base[record.group] / record.ms
     if not bars:
         raise InvalidProblem(f"this run holds nothing beside the peer {_BASE!r}: measure with --peer {_BASE}")
     names = sorted({name for row in bars.values() for name in row})
@@ -149,7 +152,9 @@ def _speedup(figure: Figure, found: list[Record], document: dict[str, Any]) -> N
         heights = [place + (number - (len(names) - 1) / 2) * thick for place, _ in places]
         axes.barh(heights, [speed for _, speed in places], thick, color=f"C{number % 10}", label=name)
     axes.axvline(1.0, color="0.4", linewidth=1)
-    axes.set_yticks(range(len(bars)), list(bars), fontsize="x-small")
+    several = len({suite for suite, _, _ in bars}) > 1
+    labels = [f"{suite}: {row}, {way}" if several else f"{row}, {way}" for suite, row, way in bars]
+    axes.set_yticks(range(len(bars)), labels, fontsize="x-small")
     axes.invert_yaxis()
     axes.set(xlabel=f"times as fast as {_BASE}'s own choice")
     _legend(figure)
@@ -160,10 +165,13 @@ Draw = Callable[["Figure", list[Record], dict[str, Any]], None]
 KINDS: dict[str, Draw] = {"throughput": _throughput, "roofline": _roofline, "speedup": _speedup}
 
 
-def _without_sizes(problem: Problem) -> str:
-    """What a panel is about: everything but batch, head counts and lengths, with which its text begins."""
-    rest = str(problem).split(".", 3)[3]
-    return f"{problem.group} heads on 1, {rest}" if problem.group > 1 else rest
+def _subject(problem: Problem, record: Record) -> str:
+    """What a panel is about: everything but batch, head counts and keys."""
+    rest = str(problem).split(".", 3)[3]  # after batch, heads and lengths
+    parts = [f"{problem.group} heads on 1"] if problem.group > 1 else []
+    if problem.seq_q != problem.seq_k:
+        parts.append("1 query" if problem.seq_q == 1 else f"{problem.seq_q} queries")
+    return ", ".join((*parts, rest, record.direction))
 
 
 def _grid(figure: Figure, count: int) -> Sequence[Axes]:

@@ -26,7 +26,8 @@ class Record:
     takes the host. ``tflops`` by the convention of ``attnswitch.cost``, ``gbps`` of key and value read. ``percent`` of
     the limit measured in the same run: of the matrix product, or of the copy. ``memory``: peak bytes beyond the
     operands, on a GPU. ``deviation``: the largest ||result - reference|| / ||reference|| of a head in the slice that
-    ``against`` names. ``why``: the reason, or the error, if it was not measured or is wrong.
+    ``against`` names; None where there is nothing to compare with. ``why``: the reason, or the error, if it was not
+    measured or is wrong.
     """
 
     suite: str

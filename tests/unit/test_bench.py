@@ -241,6 +241,14 @@ def test_a_deviation_is_seen_and_nan_never_passes(place: tuple[int, int]) -> Non
     assert math.isnan(reference.deviation((worse,)))
 
 
+@pytest.mark.parametrize("text", ["b1.h1.s8.d8.fp32.mask=fp32.grad=m", "b0.h1.s8.d8.fp32"])
+def test_what_is_compared_with_nothing_has_no_deviation(text: str) -> None:
+    (found,) = records(text, "sdpa-math", direction="backward" if "grad" in text else "forward").values()
+    assert (found.status, found.deviation, found.against) == ("measured", None, None)
+    (found,) = records(f"{text}.dropout=0.5", "sdpa-math").values()
+    assert found.status == "measured"
+
+
 def test_dropout_that_drops_nothing_is_wrong() -> None:
     work = workload.make(row("b1.h2.s64.d16.fp32.dropout=0.1"), "forward", "cpu")
     least, most = deviation.allowed(work.problem)

@@ -228,11 +228,39 @@ def test_problems_that_differ_in_batch_alone_have_panels_of_their_own() -> None:
         for b, n in ((1, 1024), (1, 4096), (16, 1024), (16, 4096))
     ]
     assert plots._lines(decode) == {
-        (f"b{b}.h32/8: 4 heads on 1, d128.bf16, forward", "GB/s"): {"triton": {1024: b * 1024.0, 4096: b * 4096.0}}
+        (f"b{b}.h32/8: 4 heads on 1, 1 query, d128.bf16, forward", "GB/s"): {
+            "triton": [(1024, b * 1024.0), (4096, b * 4096.0)]
+        }
         for b in (1, 16)
     }
     grid = [replace(record(length=n), problem=f"b{16384 // n}.h16.s{n}.d128.bf16") for n in (1024, 4096)]
     assert list(plots._lines(grid)) == [("d128.bf16, forward", "TFLOP/s")]
+
+
+def test_no_point_takes_the_place_of_another() -> None:
+    texts = ("b1.h8.s128x1024.d64.bf16", "b1.h8.s1024.d64.bf16", "b1.h8.s1x1024.d64.bf16", "b1.h8.s2048.d64.bf16")
+    found = [replace(record(), problem=text, tflops=float(place)) for place, text in enumerate(texts, 1)]
+    found.append(replace(found[1], suite="again", tflops=9.0))
+    lines = plots._lines(found[1:] + found[:1])
+    assert lines == {
+        ("d64.bf16, forward", "TFLOP/s"): {"triton": [(1024, 2.0), (2048, 4.0), (1024, 9.0)]},
+        ("1 query, d64.bf16, forward", "TFLOP/s"): {"triton": [(1024, 3.0)]},
+        ("128 queries, d64.bf16, forward", "TFLOP/s"): {"triton": [(1024, 1.0)]},
+    }
+
+
+def test_rows_of_two_suites_that_are_named_alike_have_a_bar_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures: list[Any] = []
+    figure = importlib.import_module("matplotlib.figure")
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    grid = [record("triton", ms=1.0), record("torch", ms=2.0)]
+    plots.draw("speedup", run(*grid, *(replace(one, suite="quick", ms=3.0) for one in grid)), tmp_path / "run.png")
+    (axes,) = figures[0].axes
+    assert [bar.get_width() for bar in axes.patches] == [2.0, 1.0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["grid: S 1024, forward", "quick: S 1024, forward"]
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
