@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from attnswitch.bench.suites import suites
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 COMMANDS = ("verify", "replay", "backends", "explain", "bench", "estimate", "tune", "wisdom")
@@ -76,6 +78,12 @@ def test_the_readme_shows_the_library_and_every_command() -> None:
     assert PYTHON
     shown = {words[0] for block in BLOCKS if block.language != "python" for words in commands(block) if words}
     assert shown >= set(COMMANDS)
+
+
+def test_the_readme_says_what_every_suite_measures() -> None:
+    rows = [line.split("|")[1] for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    named = re.findall(r"`([^`]+)`", " ".join(rows))
+    assert set(suites()) <= set(named)
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line-{block.line}")
