@@ -75,6 +75,8 @@ def tune(
     output = _Output(where, json)
     files.check([json])
     found = _problems(where, problem, model, context, batch, dtype, train, recorded)
+    if not found:
+        render.error("nothing to measure: what was named holds no problem, or only such whose output is empty")
     from attnswitch.tune.trial import Effort  # torch is slow to import
 
     if search is None:

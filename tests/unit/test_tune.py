@@ -239,6 +239,12 @@ def test_nothing_is_measured_that_could_not_be_remembered(
     assert f"{tmp_path / 'file' / 'cache' / 'wisdom.jsonl'} cannot be written (Not a directory)" in ran.out
 
 
+def test_nothing_to_measure_is_told(cli: Cli) -> None:
+    Path("calls.txt").write_text("\n")
+    ran = cli("--device", "cpu", "--recorded", "calls.txt", "--problem", "b0.h1.s4.d8.fp32")
+    assert (ran.code, "nothing to measure: what was named holds no problem" in ran.out) == (3, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
     [((), 0.0), (("--problem", "b1.h2.s16.d8.fp32"), 2.0), (("--search", "7"), 7.0)],
