@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from attnswitch import durable
 from attnswitch.errors import InvalidProblem
 
 __all__ = ["check", "is_standard", "write"]
@@ -31,7 +31,7 @@ def check(targets: Iterable[Path | None]) -> None:
                 _try(place)
             if place in seen:
                 raise InvalidProblem(f"{path} is named for two results, and one would take the other's place")
-            if not _is_stream(place):
+            if not durable.is_stream(place):
                 seen.add(place)
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
             raise InvalidProblem(f"{path} cannot be written: {error}") from None
@@ -45,34 +45,17 @@ def write(text: str, target: Path | None) -> None:
     if target is None or is_standard(target):
         print(text, end="")
         return
-    path = target.resolve()  # a link stays one
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = text.encode(errors="replace")
-    if _is_stream(path):
-        path.write_bytes(content)
-        return
-    beside = _beside(path)
-    try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    except BaseException:  # a full disk, or Ctrl-C
-        beside.unlink(missing_ok=True)
-        raise
+    durable.replace(target, text.encode(errors="replace"))
 
 
 def _try(path: Path) -> None:
     """Leave nothing behind; a pipe is not opened before there is something for its reader."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_stream(path):
+    if not durable.is_stream(path):
         if path.exists():
             path.open("a").close()
         _beside(path).touch()
         _beside(path).unlink()
-
-
-def _is_stream(path: Path) -> bool:
-    """Whether it is a pipe or a device, in whose place no file may come."""
-    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def _beside(path: Path) -> Path:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from attnswitch import durable
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom import store, view
@@ -28,7 +29,7 @@ _HEAD = b'{"wisdom":'
 
 def write(records: Iterable[Record], path: Path) -> None:
     """Write a file for others. Raises ``OSError``, and has then left what was there."""
-    store.replace(path, content(records))
+    durable.replace(path, content(records))
 
 
 def content(records: Iterable[Record]) -> bytes:

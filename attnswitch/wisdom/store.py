@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from attnswitch import durable
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 
-__all__ = ["NAME", "Contents", "Damage", "Store", "folder", "here", "replace"]
+__all__ = ["NAME", "Contents", "Damage", "Store", "folder", "here"]
 
 NAME = "wisdom.jsonl"
 #: Seconds to wait for other writers, each of which needs milliseconds.
@@ -74,7 +75,7 @@ class Store:
             end = _whole(handle)
             os.ftruncate(handle, end)
             try:
-                _write(handle, end, lines)
+                durable.write(handle, end, lines)
                 os.fsync(handle)
             except BaseException:  # a full disk, or Ctrl-C
                 os.ftruncate(handle, end)
@@ -104,7 +105,7 @@ class Store:
             after = [to_line(record) for record in decide(before.records)]
             whole = [damage.other for damage in before.damaged if damage.other]
             lines = [*whole, *after] if others else after
-            replace(self.path, b"".join(lines))
+            durable.replace(self.path, b"".join(lines))
             return len(before.records) + len(whole) - len(lines)
 
     @contextlib.contextmanager
@@ -126,33 +127,7 @@ class Store:
             os.close(handle)
         if new:
             for folder in (self.path.parent, self.path.parent.parent):
-                _sync(folder)
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Put ``content`` in the place of what a file holds: all of it, on the disk, or ``OSError`` and the file as it was.
-
-    A link stays one. A pipe or a device, whose place no file can take, is written to.
-    """
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
-        try:
-            _write(handle, 0, content)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        os.replace(beside, path)
-    except BaseException:  # a full disk, or Ctrl-C
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
-    _sync(path.parent)
+                durable.sync(folder)
 
 
 def _all(*paths: Path) -> Contents:
@@ -187,22 +162,6 @@ def _whole(handle: int) -> int:
             return start + newline + 1
         end = start
     return 0
-
-
-def _write(handle: int, at: int, content: bytes) -> None:
-    os.lseek(handle, at, os.SEEK_SET)
-    while content:
-        content = content[os.write(handle, content) :]
-
-
-def _sync(folder: Path) -> None:
-    """The folder's own entry on the disk, where the system has that (Windows needs none)."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def folder() -> Path:

@@ -29,14 +29,14 @@ def test_what_is_written_is_in_the_place_of_what_was_there(tmp_path: Path) -> No
 def test_a_write_that_is_cut_short_leaves_what_was_there(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, write = tmp_path / "run.json", Path.write_bytes
+    path, write = tmp_path / "run.json", os.write
     files.write("before", path)
 
-    def half(self: Path, content: bytes) -> int:
-        write(self, content[: len(content) // 2])
+    def half(handle: int, content: bytes) -> int:
+        write(handle, content[: len(content) // 2])
         raise error
 
-    monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.setattr(os, "write", half)
     with pytest.raises(type(error)):
         files.write("afterwards", path)
     assert (path.read_text(), os.listdir(tmp_path)) == ("before", ["run.json"])
