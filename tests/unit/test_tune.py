@@ -62,6 +62,13 @@ def _verified(case: Case, backends: Sequence[str], device: str) -> list[Outcome]
     return [Outcome(case, backend, device, "verified", backend) for backend in backends]
 
 
+def test_what_nothing_can_be_compared_with_is_not_wrong_for_it() -> None:
+    """Of a mask's gradient alone there is no wider answer, and dropout adds no noise to none."""
+    found = trial.run(Problem.parse("b1.h2.s16.d8.fp32.mask=fp32.dropout=0.5.grad=m"), "cpu", QUICK, _verified)
+    assert found.wrong == []
+    assert "sdpa-math" in {time.backend for time in found.times} | found.hopeless.keys()
+
+
 @pytest.mark.parametrize("name", ["ScaledOutput", "ScaleIgnored", "LastKeyDropped"])
 def test_a_wrong_backend_is_named_and_has_no_time(name: str, register: Register) -> None:
     register("saboteur", f"saboteurs:{name}")
@@ -218,7 +225,7 @@ def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
     assert entry["problem"] == first
     assert entry["after"] == entry["times"][0]["backend"] == attnswitch.plan(first).backend
     ran = cli(*BRIEF, "--problem", first, "--problem", second)
-    assert (ran.code, "1 problems measured, 1 known before" in ran.out) == (0, True)
+    assert (ran.code, "1 problem measured, 1 known before" in ran.out) == (0, True)
     assert session.known(Problem.parse(second), "cpu")
     ran = cli(*BRIEF, "--problem", first, "--problem", second)
     assert (ran.code, "0 problems measured, 2 known before" in ran.out) == (0, True)
