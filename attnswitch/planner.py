@@ -203,6 +203,8 @@ def _slower(candidate: Candidate, chosen: Candidate | None) -> str:
         times = candidate.near.slower / chosen.near.slower
         took = f"took {times:.3g} times as long as {chosen.backend} on the nearest that were measured"
         return f"but {took}" if times >= 1 else f"and {took}: too little to go before it in the order"
+    if candidate.time:
+        return f"and took {candidate.time.ms:.4g} ms, but what comes before it in the order was not measured beside it"
     return "but was not measured here"
 
 

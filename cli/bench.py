@@ -151,9 +151,9 @@ class _Output:
 
     def write(self, *, last: bool) -> None:
         """Write the results: to files after every step, so that a run that is killed leaves what it had."""
-        if self.csv is not None and (last or not files.is_standard(self.csv)):
+        if self.csv is not None and (last or not files.at_the_end(self.csv)):
             files.write(to_csv(self.records), self.csv)
-        if self.json is None or self.limits is None or (files.is_standard(self.json) and not last):
+        if self.json is None or self.limits is None or (files.at_the_end(self.json) and not last):
             return
         made = document.to_json(
             self.records,

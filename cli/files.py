@@ -1,4 +1,4 @@
-"""Where results are written: found out before a long run, and put there whole after it and on its way."""
+"""Where results are written: found out before a long run, and put there whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from attnswitch import durable
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["check", "is_standard", "write"]
+__all__ = ["at_the_end", "check", "is_standard", "write"]
 
 
 def is_standard(target: Path | None) -> bool:
@@ -16,23 +16,31 @@ def is_standard(target: Path | None) -> bool:
     return str(target) == "-"
 
 
-def check(targets: Iterable[Path | None]) -> None:
+def at_the_end(target: Path) -> bool:
+    """Whether ``target`` takes a document once, when it is whole: standard output, a pipe or a device."""
+    return is_standard(target) or durable.is_stream(target)
+
+
+def check(targets: Iterable[Path | None], appended: Iterable[Path | None] = ()) -> None:
     """Find out before a long run, not after it, that a result could not be written, or would be lost to another.
 
-    Raises ``InvalidProblem``.
+    What goes to the files ``appended`` is added to what they hold. Raises ``InvalidProblem``.
     """
-    seen: set[Path] = set()
-    for path in targets:
+    seen = set[Path]()
+    for path, whole in (*((path, True) for path in targets), *((path, False) for path in appended)):
         if path is None:
             continue
+        if is_standard(path) and not whole:
+            raise InvalidProblem("-: standard output takes whole documents, and this result is added to a file")
         try:
+            if not is_standard(path) and durable.is_stream(path):
+                continue
             place = path if is_standard(path) else path.resolve()
-            if not is_standard(path):
-                _try(place)
             if place in seen:
                 raise InvalidProblem(f"{path} is named for two results, and one would take the other's place")
-            if not durable.is_stream(place):
-                seen.add(place)
+            if not is_standard(path):
+                _try(place, whole=whole)
+            seen.add(place)
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
             raise InvalidProblem(f"{path} cannot be written: {error}") from None
 
@@ -48,15 +56,11 @@ def write(text: str, target: Path | None) -> None:
     durable.replace(target, text.encode(errors="replace"))
 
 
-def _try(path: Path) -> None:
-    """Leave nothing behind; a pipe is not opened before there is something for its reader."""
+def _try(path: Path, *, whole: bool) -> None:
+    """Leave nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not durable.is_stream(path):
-        if path.exists():
-            path.open("a").close()
-        _beside(path).touch()
-        _beside(path).unlink()
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
+    if path.exists():
+        path.open("a").close()
+    if whole or not path.exists():
+        durable.beside(path).touch()
+        durable.beside(path).unlink()

@@ -160,7 +160,7 @@ class _Output:
 
     def write(self, *, last: bool) -> None:
         """Write the document: to a file after every problem, so that a run that is killed leaves what it had."""
-        if self.json is None or (self.quiet and not last):
+        if self.json is None or (files.at_the_end(self.json) and not last):
             return
         document = {
             "schema": SCHEMA,

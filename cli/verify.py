@@ -154,7 +154,7 @@ def _mutants(plan: Plan, outputs: Outputs) -> int:
     if outputs.json is not None:
         render.write_json(matrix.to_json(), outputs.json)
     if outputs.html is not None:
-        outputs.html.write_text(to_html(Report(plan.seed), matrix), encoding="utf-8", errors="replace")
+        files.write(to_html(Report(plan.seed), matrix), outputs.html)
     if not outputs.quiet:
         measured.show(matrix)
     return 1 if matrix.survivors else 0
@@ -172,24 +172,24 @@ class Outputs:
 
     @property
     def quiet(self) -> bool:
-        """Whether standard output is for the JSON document alone."""
-        return str(self.json) == "-"
+        """Whether standard output is for a document alone."""
+        return any(map(files.is_standard, (self.json, self.junit, self.html)))
 
-    def check(self, corpus: Path | None, *others: Path | None) -> None:
+    def check(self, corpus: Path | None, log: Path | None = None) -> None:
         """Find out before a long run, not after it, that a result could not be written."""
         for option, folder in (("--corpus", corpus), ("--emit-pytest", self.tests)):
             if folder is not None and folder.exists() and not folder.is_dir():
                 raise InvalidProblem(f"{option} {folder} is a file: expected a folder")
-        files.check((self.json, self.junit, self.html, self.summary, *others))
+        files.check((self.json, self.junit, self.html), appended=(self.summary, log))
 
     def write(self, report: Report) -> None:
         """Write what was asked for."""
         if self.json is not None:
             render.write_json(to_json(report), self.json)
         if self.junit is not None:
-            self.junit.write_text(to_junit(report), encoding="utf-8", errors="replace")
+            files.write(to_junit(report), self.junit)
         if self.html is not None:
-            self.html.write_text(to_html(report), encoding="utf-8", errors="replace")
+            files.write(to_html(report), self.html)
         if self.summary is not None:
             with self.summary.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(to_markdown(report))

@@ -17,7 +17,7 @@ from attnswitch.wisdom.classes import covers, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.store import Contents
 
-from . import render
+from . import files, render
 
 __all__ = ["app"]
 
@@ -140,7 +140,7 @@ def _read() -> tuple[store.Store, Contents]:
 
 def _written(records: list[Record], file: Path) -> Console:
     """Write ``records`` to ``file``, or to standard output; where there is to be told of it."""
-    if str(file) == "-":
+    if files.is_standard(file):
         typer.echo(exchange.content(records), nl=False)
         return Console(stderr=True, highlight=False)
     exchange.write(records, file)

@@ -166,7 +166,11 @@ def test_where_others_alone_were_measured_the_nearest_are_asked() -> None:
     view.remember(
         [time("tiled", 1.0), *(time(name, ms, near) for name, ms in (("sdpa-flash", 3.0), ("sdpa-math", 1.0)))]
     )
-    assert attnswitch.plan(TEXT).backend == "sdpa-math"
+    plan = attnswitch.explain(TEXT)
+    assert plan.backend == "sdpa-math"
+    assert reasons(plan, "tiled") == (
+        "it takes the problem, and took 1 ms, but what comes before it in the order was not measured beside it"
+    )
 
 
 def test_times_of_unlike_problems_are_compared_by_their_work() -> None:

@@ -42,6 +42,36 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(
     assert (path.read_text(), os.listdir(tmp_path)) == ("before", ["run.json"])
 
 
+def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.touch(0o600)
+    files.write("text", path)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("text", 0o600)
+
+
+def test_a_stream_without_a_path_of_its_own() -> None:
+    """As /dev/stdout is in a pipeline, and what a shell gives for a process."""
+    read, write = os.pipe()
+    try:
+        path = Path(f"/dev/fd/{write}")
+        assert files.at_the_end(path)
+        files.check([path, path])
+        files.write("text", path)
+        assert os.read(read, 100) == b"text"
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_what_is_added_to_a_file_goes_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    tmp_path.chmod(0o500)
+    files.check([], appended=[tmp_path / "log", None])
+    tmp_path.chmod(0o700)
+    with pytest.raises(InvalidProblem, match="standard output takes whole documents"):
+        files.check([], appended=[Path("-")])
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to("run.json")
     files.write("text", tmp_path / "link.json")
