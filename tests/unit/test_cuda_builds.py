@@ -27,6 +27,7 @@ SPEC.loader.exec_module(make_builds)
 ahead = make_builds.ahead
 nvrtc = make_builds.nvrtc
 run = importlib.import_module("attnswitch.backends.cuda.run")
+tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 
 VERSION, TABLE = make_builds.committed()
 COMMITTED = make_builds.most_spilled(TABLE)
@@ -150,6 +151,6 @@ def test_copies_are_as_wide_as_memory_allows(memory: Memory, copied: int) -> Non
 
 def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(ahead.config, "shared", lambda *_: 1)  # the sources count their shared memory themselves
+    monkeypatch.setattr(tiles, "shared", lambda *_: 1)  # the sources count their shared memory themselves
     builds = list(ahead.builds(Problem.parse("b1.h1.s64.d64.bf16"), Device.named("a100"), "sm_80"))
-    assert "config.py counts the same shared memory" in builds[0].failure
+    assert "tiles.py counts the same shared memory" in builds[0].failure
