@@ -23,6 +23,7 @@ from . import files
 __all__ = [
     "command",
     "console",
+    "counted",
     "counts",
     "emulated",
     "error",
@@ -56,6 +57,11 @@ _errors = Console(stderr=True, highlight=False)
 def error(problem: Exception | str) -> None:
     """One error, on standard error."""
     _errors.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, whose name takes an s where they are more than one or none."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def command(document: Path) -> str:

@@ -76,7 +76,7 @@ def export(
 def import_(file: Annotated[Path, typer.Argument(help="A file of `export` or `merge`.", exists=True)]) -> None:
     """Add FILE to the store: all of it, or nothing if a line is damaged or was not measured on a machine like this."""
     count = exchange.adopt(file, Device.all())
-    render.console.print(f"{_lines(count)} taken", soft_wrap=True)
+    render.console.print(f"{render.counted(count, 'line')} taken", soft_wrap=True)
 
 
 @app.command("merge")
@@ -124,7 +124,7 @@ def forget(
 
     count = source.change(kept, others=not everything)
     view.reload()
-    render.console.print(f"{_lines(count)} forgotten", soft_wrap=True)
+    render.console.print(f"{render.counted(count, 'line')} forgotten", soft_wrap=True)
     if left := len(holding([record for record in lower if named(record)], view.current())):
         what = "1 line holds here that stands" if left == 1 else f"{left} lines hold here that stand"
         raise InvalidProblem(
@@ -144,17 +144,15 @@ def _written(records: list[Record], file: Path) -> Console:
         typer.echo(exchange.content(records), nl=False)
         return Console(stderr=True, highlight=False)
     exchange.write(records, file)
-    render.console.print(f"{_lines(len(records))} written to {render.escape(str(file))}", soft_wrap=True)
+    render.console.print(
+        f"{render.counted(len(records), 'line')} written to {render.escape(str(file))}", soft_wrap=True
+    )
     return render.console
 
 
 def _print_counted(what: str, reasons: Counter[str], console: Console = render.console) -> None:
     for why, count in reasons.items():
-        console.print(f"[yellow]{_lines(count)} {what}[/] {render.escape(why)}", soft_wrap=True)
-
-
-def _lines(count: int) -> str:
-    return "1 line" if count == 1 else f"{count} lines"
+        console.print(f"[yellow]{render.counted(count, 'line')} {what}[/] {render.escape(why)}", soft_wrap=True)
 
 
 def _print_times(held: list[Record]) -> None:

@@ -216,9 +216,8 @@ def test_a_damaged_line_is_named_and_the_others_hold(tmp_path: Path) -> None:
     ]
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Store(tmp_path / "wisdom.jsonl")
-    kept.append([time(1.0)])
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes end 50 bytes early, and the last of them fail."""
     write: Callable[[int, bytes], int] = os.write
 
     def full(handle: int, content: bytes) -> int:
@@ -227,6 +226,12 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         return write(handle, content[:-50])
 
     monkeypatch.setattr(os, "write", full)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Store(tmp_path / "wisdom.jsonl")
+    kept.append([time(1.0)])
+    fill_the_disk(monkeypatch)
     with pytest.raises(OSError, match="No space"):
         kept.append([time(2.0)])
     monkeypatch.undo()
@@ -343,14 +348,7 @@ def test_an_exported_file_is_taken_whole(exported: Path) -> None:
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = exported.read_bytes()
-    write: Callable[[int, bytes], int] = os.write
-
-    def full(handle: int, content: bytes) -> int:
-        if len(content) < 100:
-            raise OSError(28, "No space left on device")
-        return write(handle, content[:-50])
-
-    monkeypatch.setattr(os, "write", full)
+    fill_the_disk(monkeypatch)
     with pytest.raises(OSError, match="No space"):
         exchange.write([time(3.0)], exported)
     monkeypatch.undo()
