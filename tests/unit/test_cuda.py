@@ -424,6 +424,41 @@ def test_masks_of_every_type_and_shape(kind: str, shape: tuple[int, ...]) -> Non
 
 @compiled
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "columns", "loaded"),
+    [
+        ("bool", slice(0, 53), 2),
+        ("bool", slice(1, 54), 1),  # aligned to a byte alone
+        ("bool", slice(0, 106, 2), 1),
+        ("bfloat16", slice(0, 53), 4),
+        ("bfloat16", slice(1, 54), 2),
+        ("float32", slice(0, 53), 8),
+        ("float32", slice(1, 54), 4),
+        ("float32", slice(0, 106, 2), 4),
+        ("float64", slice(0, 53), 8),
+    ],
+)
+def test_masks_are_loaded_as_far_as_they_are_aligned(
+    dtype: str, kind: str, columns: slice, loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = torch.randn((4, 37, 112), generator=torch.Generator().manual_seed(3))
+    mask = (drawn < 0.5 if kind == "bool" else drawn.to(getattr(torch, kind)))[..., columns]
+    used, launch = list[dict[str, int]](), emulator.launch
+
+    def noted(variant: Any, *rest: Any) -> None:
+        used.append(dict(variant.flags))
+        launch(variant, *rest)
+
+    monkeypatch.setattr(emulator, "launch", noted)
+    compare(operands(dtype), {"float16": 2e-3, "bfloat16": 2e-2}.get(kind, DTYPES[dtype]), mask)
+    masked = [flags["MASK_BYTES"] for flags in used if flags.get("MASK_KIND")]
+    assert masked
+    assert masked[0] == loaded
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
 def test_hidden_by_a_float_mask() -> None:
     mask = torch.zeros(37, 53)
     mask[:, 10:20] = -torch.inf

@@ -171,6 +171,7 @@ DEVICE f16 narrow_f16(float x) {
 }
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+DEVICE double bits_double(u64 x) { return __longlong_as_double(x); }
 DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
 
 // e^x in the unit that the machine is fast in: 2^x in float (2 units in the last place, subnormals are 0).

@@ -126,6 +126,11 @@ DEVICE u32 float_bits(float x) {
     memcpy(&bits, &x, 4);
     return bits;
 }
+DEVICE double bits_double(u64 bits) {
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
 DEVICE float bits_float(u32 bits) {
     float x;
     memcpy(&x, &bits, 4);

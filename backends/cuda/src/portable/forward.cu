@@ -46,7 +46,8 @@ KERNEL forward(const Arguments a) {
     const auto mine = [&](int m) { return first + warp_row() + row(m); };
     const auto sees = [&](int m) { return mine(m) < rows ? keys_of(a, e, query_of(mine(m))) : Span{0, 0}; };
     const auto mask = [&](int m) {
-        return b * a.mask.batch + head_of(mine(m)) * a.mask.head + query_of(mine(m)) * a.mask.row;
+        const int r = smaller(mine(m), rows - 1);
+        return b * a.mask.batch + head_of(r) * a.mask.head + query_of(r) * a.mask.row;
     };
     const int count = smaller(BLOCK_M, rows - first);
     Reach reached = reach(keys_of(a, e, query_of(first)), keys_of(a, e, query_of(first + count - 1)));
@@ -89,9 +90,11 @@ KERNEL forward(const Arguments a) {
         const T* const key = stages + slot * (KEY + VALUE);
         Scores p, tangents;
         clear(p);
+        MaskTile<true> masks;
+        masks.fetch(a, start, reached.hides(start), mask, a.mask.column);
         product_nt<BLOCK_N, BLOCK_D>(p, query + warp_row() * PITCH<BLOCK_D>, key);
         scale_scores(p, tangents, a);
-        hide(p, a, start, reached.hides(start), sees, mask, a.mask.column);
+        hide(p, masks, a, start, reached.hides(start), sees, mask, a.mask.column);
         UNROLL for (int m = 0; m < ROWS; m++) {
             if (TEAMS > 1 && first_row(m) >= count) continue;  // no lane has a row: the products go by for nothing
             Real here = p[m][0];

@@ -1,6 +1,6 @@
 // Padding by a mask: the keys that a mask of one row leaves, so that what lies before and after is never loaded.
 #pragma once
-#include "portable/scores.cuh"
+#include "portable/mask.cuh"
 
 // The shortest interval that holds all keys of `keys` that the mask does not hide, where it has one row for all queries
 // (and `heads` heads); `keys` where it has not. Threads come together; `scratch` is shared memory for 2 WARPS integers,
@@ -10,9 +10,7 @@ DEVICE Span hull(const Arguments& a, int b, int head, int heads, Span keys, int*
     const i64 line = b * a.mask.batch + head * a.mask.head;
     Span found = {keys.to, keys.from};
     for (int j = keys.from + thread_index(); j < keys.to; j += 32 * WARPS) {
-        const i64 at = line + j * a.mask.column;
-        if (MASK_KIND == BOOL_MASK ? a.mask.at[at] != 0 : mask_element(a, at) != -INFINITE)
-            found = {smaller(found.from, j), j + 1};
+        if (bias_at(a, line + j * a.mask.column) != -INFINITE) found = {smaller(found.from, j), j + 1};
     }
     UNROLL for (int lanes = 16; lanes; lanes /= 2)
         found = {smaller(found.from, shuffle_xor(found.from, lanes)), larger(found.to, shuffle_xor(found.to, lanes))};

@@ -71,17 +71,21 @@ KERNEL key_gradients(const Arguments a) {
     pipeline(tiles * a.group, load, [&](int t, int slot) {
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
         const auto sees = [&](int m) { return queries_of(a, e, mine(m)); };
-        const auto mask = [&](int m) { return b * a.mask.batch + h * a.mask.head + mine(m) * a.mask.column; };
+        const auto mask = [&](int m) {
+            return b * a.mask.batch + h * a.mask.head + smaller(mine(m), a.keys - 1) * a.mask.column;
+        };
         const T* const query = stages + slot * STAGE;
         const T* const upstream = query + QUERY;
         const Real* const of_rows = reinterpret_cast<const Real*>(upstream + GRAD_OUT);
         Scores s, dp, tangents, inner;
         clear(s);
         clear(dp);
+        MaskTile<false> masks;
+        masks.fetch(a, start, reached.hides(start), mask, a.mask.row);
         product_nt<BLOCK_N, BLOCK_D>(s, key + warp_row() * PITCH<BLOCK_D>, query);
         if (WITH_KEY) product_nt<BLOCK_N, BLOCK_DV>(dp, value + warp_row() * PITCH<BLOCK_DV>, upstream);
         scale_scores(s, tangents, a);
-        hide(s, a, start, reached.hides(start), sees, mask, a.mask.row);
+        hide(s, masks, a, start, reached.hides(start), sees, mask, a.mask.row);
         Real base[COLUMNS<BLOCK_N>], delta[COLUMNS<BLOCK_N>];
         UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) {
             base[n] = load_shared(of_rows + score_column(n));

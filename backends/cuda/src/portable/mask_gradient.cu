@@ -7,6 +7,7 @@
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], key [BLOCK_N][BLOCK_D], value
 // [BLOCK_N][BLOCK_DV]; at the end, of the same memory, the sums [BLOCK_M][BLOCK_N].
 #include "portable/gradients.cuh"
+#include "portable/mask.cuh"
 #include "portable/tiles.cuh"
 
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, GRAD_OUT = BLOCK_M * PITCH<BLOCK_DV>;
@@ -93,7 +94,7 @@ KERNEL mask_gradient(const Arguments a) {
                     product_nt<BLOCK_N, BLOCK_D>(s, query + warp_row() * PITCH<BLOCK_D>, key);
                     product_nt<BLOCK_N, BLOCK_DV>(dp, grad_out + warp_row() * PITCH<BLOCK_DV>, value);
                     scale_scores(s, tangents, a);
-                    hide(s, a, start, true, sees, mask, a.mask.column);
+                    hide(s, MaskTile<true>(), a, start, true, sees, mask, a.mask.column);
                     Kept kept;
                     if (DROPOUT) kept = kept_by_rows(a, b, [&](int) { return h; }, mine, start);
                     score_gradients(

@@ -35,7 +35,9 @@ KERNEL query_gradient(const Arguments a) {
     const i64 line = (i64(b) * a.heads + h) * a.padded;
     const auto mine = [&](int m) { return first + warp_row() + row(m); };
     const auto sees = [&](int m) { return mine(m) < a.queries ? keys_of(a, e, mine(m)) : Span{0, 0}; };
-    const auto mask = [&](int m) { return b * a.mask.batch + h * a.mask.head + mine(m) * a.mask.row; };
+    const auto mask = [&](int m) {
+        return b * a.mask.batch + h * a.mask.head + smaller(mine(m), a.queries - 1) * a.mask.row;
+    };
     Real base[ROWS], delta[ROWS];
     UNROLL for (int m = 0; m < ROWS; m++) {
         base[m] = reinterpret_cast<const Real*>(a.base)[line + mine(m)];
@@ -64,10 +66,12 @@ KERNEL query_gradient(const Arguments a) {
         Scores s, dp, tangents, inner;
         clear(s);
         clear(dp);
+        MaskTile<true> masks;
+        masks.fetch(a, start, reached.hides(start), mask, a.mask.column);
         product_nt<BLOCK_N, BLOCK_D>(s, query + warp_row() * PITCH<BLOCK_D>, key);
         product_nt<BLOCK_N, BLOCK_DV>(dp, grad_out + warp_row() * PITCH<BLOCK_DV>, key + KEY);
         scale_scores(s, tangents, a);
-        hide(s, a, start, reached.hides(start), sees, mask, a.mask.column);
+        hide(s, masks, a, start, reached.hides(start), sees, mask, a.mask.column);
         Kept kept;
         if (DROPOUT) kept = kept_by_rows(a, b, [&](int) { return h; }, mine, start);
         score_gradients(
