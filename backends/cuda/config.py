@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from attnswitch import arithmetic
 from attnswitch.backend import Config
 from attnswitch.cost import kv_bytes
 from attnswitch.device import Device
 from attnswitch.problem import DTYPES, Problem
 
+from . import hopper_tiles
 from .families import against_hopper
 from .splits import how, schedule
-from .tiles import FEW, HopperTile, Tile, fits, hopper_block, on_tensor_cores, packs, rows, shrunk
+from .tiles import FEW, HopperTile, Tile, fits, on_tensor_cores, packs, rows, shrunk
 
 __all__ = ["CudaConfig", "configs", "once"]
 
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
-#: Tiles of Hopper's forward by head dimension; README.md has what was measured beside them.
-_HOPPER = {
-    64: (HopperTile(192, 128, pace=1.27), HopperTile(128, 128, continued=True)),
-    128: (
-        HopperTile(192, 80, continued=True, pace=1.07),
-        HopperTile(128, 128, continued=True),
-        HopperTile(192, 80, pace=1.07),
-    ),
-    256: (HopperTile(128, 80), HopperTile(128, 64, pace=0.98)),
-}
-#: Keys that cost a row although it does not see them, where it sees some by position: this many heights of its tile.
-_EDGE = 1.3
-#: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
-_LAST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +56,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """The heuristic's choice, then every other combination that fits the device."""
     best = _emulated(problem) if device.kind == "cpu" else _heuristic(problem, device)
     if not against_hopper(problem, device):
-        yield from (replace(best, forward=tile, splits=1) for tile in _hopper_tiles(problem, device))
+        yield from (replace(best, forward=tile, splits=1) for tile in hopper_tiles.ranked(problem, device))
     yield best
     if device.kind == "cpu":
         return
@@ -89,34 +74,6 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         turned = replace(tile, queries=tile.keys, keys=tile.queries)
         if turned != best.key_gradients and _suits(turned, "key_gradients", problem, device):
             yield replace(best, key_gradients=turned)
-
-
-def _hopper_tiles(problem: Problem, device: Device) -> list[HopperTile]:
-    """Tiles of Hopper's forward, the fastest first: by the scores that the SM with most of them makes, and its pace."""
-    left, right = problem.reach
-    uneven = problem.key_lengths or problem.mask is not None
-    seen = problem.seq_k // 2 if problem.causal else problem.seq_k
-    if left is not None and right is not None:
-        seen = min(seen, left + right + 1)
-
-    def cost(tile: HopperTile) -> float:
-        share = problem.batch * problem.heads_q * arithmetic.tiles(problem.seq_q, tile.queries) / max(1, device.sms)
-        if problem.positional:  # tiles of all sizes, which fill gaps
-            return max(1.0, share) * tile.queries * (seen + _EDGE * tile.queries) / tile.pace
-        if uneven:
-            return (share + _LAST) * tile.queries * seen / tile.pace
-        return math.ceil(share) * tile.queries * seen / tile.pace
-
-    def crowded(tile: HopperTile) -> bool:
-        """Whether a mask's bits or a tanh have registers to spill: scores and sums of three consumers, or of 256."""
-        three = tile.queries > 128
-        if arithmetic.capped(problem):
-            return three or tile.keys * hopper_block(problem) > 2**14
-        return problem.mask is not None and three and (tile.continued or tile.keys > 80)
-
-    # What is continued pays where tiles of rows take as long as one another.
-    tiles = _HOPPER[hopper_block(problem)]
-    return sorted(tiles, key=lambda tile: (crowded(tile), cost(tile), uneven and tile.continued))
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:

@@ -70,15 +70,16 @@ class Tile:
 class HopperTile:
     """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
 
-    ``continued``: the next rows' first product runs beside the last of these. ``pace``: scores in a time, relative to
-    the other tiles of a head dimension, where keys are many.
+    ``continued``: the next rows' first product runs beside the last of these. ``begin``, ``step``: microseconds that a
+    tile of rows takes to begin and to end with, and for each tile of keys.
     """
 
     queries: int
     keys: int
     stages: int = 2
     continued: bool = False
-    pace: float = 1.0
+    begin: float = 0.0
+    step: float = 0.0
 
     def __str__(self) -> str:
         return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"

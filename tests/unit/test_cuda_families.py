@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +106,8 @@ def test_all_of_both_families_can_be_searched() -> None:
         ("b1.h16.s16384.d128.bf16.causal", 192),
         ("b1.h16.s2048.d128.bf16", 128),  # 176 tiles of 192 rows are two turns of 132 SMs, as are 256 of 128
         ("b16.h16.s1024.d128.bf16.causal", 128),  # much of 192 rows is past the diagonal, and past the last query
-        ("b16.h32.s1024.d64.bf16.causal", 192),
+        ("b16.h32.s1024.d64.bf16.causal", 128),  # 36 tiles of keys for 8 of 128 rows, 32 for 6 of 192
+        ("b4.h32.s4096.d64.bf16.causal", 192),
         ("b1.h16.s2048.d64.bf16", 128),
     ],
 )
@@ -128,6 +130,26 @@ def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int
 def test_a_mask_or_a_softcap_takes_a_tile_that_leaves_registers(dim: int, more: str, tile: tuple[int, int]) -> None:
     chosen = first(Problem.parse(f"b4.h16.s4096.d{dim}.bf16{more}"))
     assert (chosen.queries, chosen.keys) == tile
+
+
+@pytest.mark.parametrize(
+    ("text", "continued"),
+    [
+        ("b5.h8.s306.d128.bf16", False),  # one turn: no next rows
+        ("b12.h12.s173.d128.bf16.causal", False),  # about two, of few keys
+        ("b41.h32.s202.d128.bf16.causal", True),  # twenty
+        ("b4.h16.s4096.d128.bf16", True),
+        ("b2.h12.s91.d64.bf16.causal", False),
+    ],
+)
+def test_the_next_rows_are_begun_early_where_there_are_many(text: str, continued: bool) -> None:
+    assert first(Problem.parse(text)).continued == continued
+
+
+def test_a_tile_is_chosen_for_any_length_in_no_time() -> None:
+    start = time.process_time()
+    assert first(Problem.parse("b1.h8.s100000000.d64.bf16.causal")).queries == 192
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("more", [".lengths", ".mask=bool:bk", ".mask=bool:bqk"])
@@ -176,7 +198,7 @@ def told(problem: Problem, device: str) -> str:
 
 
 def test_explain_names_the_family_and_says_why() -> None:
-    assert "forward by Hopper's kernel, hopper 128x128 s2 continued" in told(PLAIN, "h200")
+    assert "forward by Hopper's kernel, hopper 128x128 s2" in told(PLAIN, "h200")
     assert "forward by the portable kernels, not by Hopper's (dropout_p=0.1" in told(PLAIN.replace(dropout=0.1), "h200")
     assert "not by Hopper's (cuda (A100, sm_80)" in told(PLAIN, "a100")
     assert "Hopper" not in told(PLAIN, "cpu")
@@ -269,7 +291,7 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])
 def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, variant, _, arguments, *_),) = launches(PLAIN.replace(softcap=softcap, scale=0.6), monkeypatch)
-    assert dict(variant.flags) == {"CONTINUED": 1, "MASKED": 0, "SOFTCAP": flag}
+    assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag}
     assert arguments.cap == softcap
     assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)
 

@@ -26,7 +26,7 @@ hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 H200 = Device.named("h200")
 DIMS = (64, 128, 256)
 #: Bytes that a thread may spill, between tiles of rows: where three warpgroups compute, they have 160 registers each.
-SPILLED = {2: 0, 3: 64}
+SPILLED = {2: 16, 3: 64}
 #: The same behind a mask or a softcap, where loader and dealer spill what they look tiles up by.
 SPILLED_MORE = {2: 64, 3: 128}
 MORE = ("", ".mask=bool:bk", ".softcap=30.0")
