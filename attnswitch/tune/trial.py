@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnswitch import planner, recording, registry
+from attnswitch import choice, planner, recording, registry
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
@@ -25,6 +25,7 @@ from attnswitch.device import Device
 from attnswitch.errors import VerificationError
 from attnswitch.measure import Budget, Timing, current, measure
 from attnswitch.planner import Candidate, Plan
+from attnswitch.policy import Policy
 from attnswitch.problem import CONTIGUOUS, Problem
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
@@ -130,8 +131,10 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
             trial.failed |= {candidate.backend: _first_line(error) for candidate in right}
             return
+        plan = _lying(work)
+        taking = [candidate for candidate in right if _taken(candidate, plan, trial)]
         entries = [
-            entry for candidate in right for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
+            entry for candidate in taking for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
         ]
         best = min((entry.tried for entry in entries), default=0.0)
         for backend in [entry.backend for entry in entries if entry.tried <= HOPELESS * best]:
@@ -159,6 +162,19 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
         )
         return False
     return True
+
+
+def _lying(work: Workload) -> Plan:
+    """The plan for the tensors as they lie: rows of a contiguous one need not be multiples of 16 bytes."""
+    return choice.explain(work.query, work.key, work.value, policy=Policy.ESTIMATE, **work.keywords())
+
+
+def _taken(candidate: Candidate, plan: Plan, trial: Trial) -> bool:
+    """Whether the backend takes the tensors as they lie; else the reasons are recorded."""
+    here = next(other for other in plan.candidates if other.backend == candidate.backend)
+    if not here.fits:
+        trial.failed[candidate.backend] = "; ".join(plan.why_not(here))
+    return here.fits
 
 
 def case(problem: Problem) -> Case:
@@ -238,7 +254,7 @@ def _searched(
 ) -> list[_Entry]:
     """The best configs of a backend beside the heuristic's, of those that a random search meets in its time."""
     loaded: Any = registry.load(backend)
-    others = [str(config) for config in itertools.islice(loaded.configs(trial.problem, plan.device), 1, None)]
+    others = [str(config) for config in itertools.islice(loaded.configs(plan.problem, plan.device), 1, None)]
     random.Random(str(trial.problem)).shuffle(others)
     end = time.monotonic() + effort.search
     found = list(
