@@ -1,6 +1,7 @@
 """The one timing protocol: candidates in turn, a cold cache, the middle of many runs.
 
-Candidates take turns (round-robin), so that a clock that drifts or a neighbour on the machine hits all alike. On a GPU
+Candidates take turns, so that a clock that drifts or a neighbour on the machine hits all alike, in another order each
+round, so that none always runs after what leaves its instructions in the caches. On a GPU
 a pair of events stands around each run, a buffer of twice the L2 is zeroed before it, and the device is waited for at
 the end only; zeroing also keeps the device busy while the host launches, so that the time is the device's and not the
 host's, which is told apart. On the CPU it is the wall clock, with as many threads as torch is set to.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -237,11 +239,16 @@ def _trial(call: Call, clock: Clock) -> tuple[float, float]:
 
 
 def _turns(counts: Mapping[str, int]) -> Iterator[str]:
-    """Each name as often as its count, in rounds; names with fewer runs are spread over all the rounds."""
+    """Each name as often as its count, in rounds; names with fewer runs are spread over all the rounds.
+
+    The order within a round is drawn, the same in every process.
+    """
     rounds = max(counts.values(), default=0)
+    order, drawn = list(counts), random.Random(0)
     for turn in range(rounds):
-        for name, count in counts.items():
-            if (turn + 1) * count // rounds > turn * count // rounds:
+        drawn.shuffle(order)
+        for name in order:
+            if (turn + 1) * counts[name] // rounds > turn * counts[name] // rounds:
                 yield name
 
 

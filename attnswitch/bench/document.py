@@ -39,7 +39,7 @@ def to_json(
         "protocol": {
             "warmup_ms": budget.warmup,
             "run_ms": budget.run,
-            "order": "round-robin",
+            "order": "rounds, each in an order drawn",
             "cold_cache": device != "cpu",
         },
         "limits": {

@@ -53,13 +53,18 @@ def forever(*times: float) -> Iterator[float]:
         yield from times
 
 
-def test_candidates_take_turns() -> None:
+def test_candidates_take_turns_in_another_order_each_round() -> None:
     clock, log = FakeClock(), list[str]()
     calls = {name: takes(clock, log, name, forever(1.0)) for name in "abc"}
     measure(calls, "cpu", budget=Budget(5.0, 20.0), clock=clock)
-    assert "".join(log[-60:]) == "abc" * 20
-    assert "".join(log[-75:-60]) == "abc" * 5  # the warm-up
+    rounds = ["".join(log[start : start + 3]) for start in range(len(log) - 75, len(log), 3)]  # five to warm up
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert set(rounds) == {"abc", "acb", "bac", "bca", "cab", "cba"}
     assert len(clock.host) == 1
+    again = list[str]()
+    again_calls = {name: takes(clock, again, name, forever(1.0)) for name in "abc"}
+    measure(again_calls, "cpu", budget=Budget(5.0, 20.0), clock=clock)
+    assert again == log
 
 
 def test_fewer_runs_are_spread_over_all_rounds() -> None:
