@@ -109,7 +109,9 @@ def verify(
     verified.
     """
     seconds = None if time is None else _seconds(time)
-    aims = targets(_devices(device), _backends(backend), longest, recipes, emulate=backend is not None)
+    devices = _devices(device)
+    emulate = backend is not None and (device is not None or devices == ["cpu"])  # a GPU here runs it itself
+    aims = targets(devices, _backends(backend), longest, recipes, emulate=emulate)
     plan = Plan(
         _fewer_emulated(aims) if examples is None and seconds is None else aims,
         examples if examples is not None or seconds is not None else EXAMPLES,

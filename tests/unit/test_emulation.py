@@ -277,21 +277,37 @@ def test_a_test_of_what_is_not_emulated_stays_as_it_is() -> None:
 def test_options_make_the_plan(
     arguments: tuple[str, ...], examples: int | None, emulated: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plan = planned(monkeypatch, "--device", "cpu", *arguments)
+    (target,) = plan.targets
+    assert (plan.drawn(target), target.emulation) == (examples, emulated)
+
+
+@pytest.mark.parametrize(("arguments", "emulated"), [((), {}), (("--device", "cpu"), {VARIABLE: "1"})])
+def test_beside_a_gpu_the_cpu_is_emulated_if_it_is_named(
+    arguments: tuple[str, ...], emulated: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("attnswitch.cli.verify")
+    monkeypatch.setattr(module, "_devices", lambda names: names or ["cpu", "cuda:0"])
+    plan = planned(monkeypatch, "--backend", RIGHT, *arguments)
+    assert {target.device: target.emulation for target in plan.targets}["cpu"] == emulated
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Plan:
+    """The plan of ``attnswitch verify``, which is not run."""
     plans: list[Plan] = []
 
-    def planned(plan: Plan, _: Any) -> Report:
+    def ran(plan: Plan, _: Any) -> Report:
         plans.append(plan)
         return Report(plan.seed)
 
     module = importlib.import_module("attnswitch.cli.verify")
-    monkeypatch.setattr(module, "run", planned)
+    monkeypatch.setattr(module, "run", ran)
     monkeypatch.setattr(module.attnswitch, "backends", lambda: {"tiled": None, RIGHT: None})
-    monkeypatch.setattr(sys, "argv", ["attnswitch", "verify", "--device", "cpu", "--no-corpus", *arguments])
+    monkeypatch.setattr(sys, "argv", ["attnswitch", "verify", "--no-corpus", *arguments])
     with pytest.raises(SystemExit):
         importlib.import_module("attnswitch.cli.app").main()
     (plan,) = plans
-    (target,) = plan.targets
-    assert (plan.drawn(target), target.emulation) == (examples, emulated)
+    return plan
 
 
 def test_an_outcome_of_nothing_emulated_has_no_fact() -> None:
