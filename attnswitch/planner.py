@@ -213,6 +213,19 @@ def _said(time: Time, beside: Time) -> str:
     return f"{time.ms:.4g} ms" + ("" if time.problem == beside.problem else f" on {time.problem}")
 
 
+def ordered(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Names of all backends in the order that stands for ``problem`` where nothing was measured."""
+    return tuple(sorted(registry.names(), key=lambda name: not _goes_first(name, problem, device)))
+
+
+def _goes_first(name: str, problem: Problem, device: Device) -> bool:
+    goes_first = getattr(registry.load(name), "goes_first", None)
+    try:
+        return goes_first is not None and bool(goes_first(problem, device))
+    except Exception:  # a broken plug-in stands where its row does
+        return False
+
+
 def generation() -> int:
     """A number that changes with whatever plans rest on: what is kept of a plan holds for one."""
     return _generation
@@ -227,7 +240,7 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
     """The plan, made once for the same facts and ``generation``."""
     if backend is not None:
         registry.load(backend)
-    names = registry.names()
+    names = ordered(problem, device)
     if backend is not None and backend not in names:  # a target, which is in no table
         names = (*names, backend)
     candidates = tuple(_candidate(name, problem, device) for name in names)

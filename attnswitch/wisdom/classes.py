@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from attnswitch.cost import kv_bytes
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
 __all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "covers", "doublings", "speed_class", "weight"]
@@ -12,10 +13,13 @@ __all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "covers", "doublings", "spee
 NEAR = 12.0
 #: How many of the nearest classes are asked: kernels have steps in size, and one class alone may lie on either side.
 NEIGHBOURS = 3
+#: Keys of a tile: where they are no whole number of these, kernels mask the last tile or take one more. Among doublings
+#: a problem of such keys is so far from one of whole tiles.
+_TILE, _RAGGED = 128, 2.0
 #: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
 HOPELESS = 4.0
 #: How many times as long a backend may take there and still be no slower on that problem, as far as can be told.
-TIE = 1.05
+TIE = 1.02
 
 
 def speed_class(problem: Problem) -> Problem:
@@ -24,15 +28,16 @@ def speed_class(problem: Problem) -> Problem:
     Batch, lengths and window are rounded to powers of two, so that what is measured there serves every length from
     0.7 to 1.4 times it: which of two kernels is the faster turns on whether the device is full, on the share of the
     tiles that a mask leaves, and on what fits a cache, and each of these moves with the logarithm of a size. Lengths 0
-    and 1 stay apart: one query is another kernel. Head counts, head dimensions and dtype choose the kernel, so they
+    and 1 stay apart: one query is another kernel. So do whole tiles: 1,023 stands for lengths near 1,024 that are none,
+    on which cuDNN takes a tenth longer on an H200. Head counts, head dimensions and dtype choose the kernel, so they
     stay, and so does everything that is there or not. What is only a number in the kernel (scale, softcap, dropout) is
     dropped, and so is how the operands lie in memory, which every candidate pays for alike.
     """
     window = problem.window
     return problem.replace(
         batch=_rounded(problem.batch),
-        seq_q=_rounded(problem.seq_q),
-        seq_k=_rounded(problem.seq_k),
+        seq_q=_length(problem.seq_q),
+        seq_k=_rounded(problem.seq_k) if problem.seq_q == 1 else _length(problem.seq_k),
         window=None if window is None else tuple(None if side is None else _rounded(side) for side in window),
         scale=None,
         softcap=1.0 if problem.softcap else 0.0,
@@ -50,17 +55,25 @@ def _rounded(size: int) -> int:
     return size if size < 2 else 2 ** round(math.log2(size))
 
 
+def _length(size: int) -> int:
+    """``_rounded``, less one where it is whole tiles and ``size`` is not."""
+    near = _rounded(size)
+    return near - 1 if size % _TILE and near >= _TILE else near
+
+
 def doublings(seen: Problem, problem: Problem) -> float:
     """How far apart two problems are, where none of the class of ``problem`` was measured: inf for another kind.
 
-    By how many doublings their sizes differ, added up; those of heads, of which most devices have enough, count half,
-    and a position that only one of them hides counts as one. Problems of unlike kind say nothing of each other: other
-    kernels run, or the same with much more to do.
+    By how many doublings their sizes differ, added up; those of heads, of which most devices have enough, count half. A
+    position that only one of them hides counts as one, and keys that fill their last tile in one of them as two. One
+    query is bound by reading keys and values, whichever of their sizes makes them so many: those bytes are its size.
+    Problems of unlike kind say nothing of each other: other kernels run, or the same with much more to do.
     """
     if _kind(seen) != _kind(problem):
         return math.inf
     heads, sizes = (_added_up(of(seen), of(problem)) for of in (_heads, _sizes))
-    return 0.5 * heads + sizes + sum(a != b for a, b in zip(_hidden(seen), _hidden(problem), strict=True))
+    hidden = sum(a != b for a, b in zip(_hidden(seen), _hidden(problem), strict=True))
+    return 0.5 * heads + sizes + hidden + _RAGGED * (_ragged(seen) != _ragged(problem))
 
 
 def weight(away: float) -> float:
@@ -79,11 +92,15 @@ def _kind(p: Problem) -> tuple[object, ...]:
 
 
 def _heads(p: Problem) -> tuple[int, ...]:
-    return p.batch * p.heads_q, p.group
+    return (p.group,) if p.seq_q == 1 else (p.batch * p.heads_q, p.group)
 
 
 def _sizes(p: Problem) -> tuple[int, ...]:
-    return p.seq_q, p.seq_k, p.dim_qk, p.dim_v
+    return (kv_bytes(p),) if p.seq_q == 1 else (p.seq_q, p.seq_k, p.dim_qk, p.dim_v)
+
+
+def _ragged(p: Problem) -> bool:
+    return p.seq_q > 1 and p.seq_k % _TILE != 0
 
 
 def _hidden(p: Problem) -> tuple[bool, ...]:

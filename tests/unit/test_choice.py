@@ -96,12 +96,12 @@ def test_the_nearest_that_was_measured_serves_where_nothing_of_the_class_was() -
 
 
 def test_what_ties_on_another_problem_goes_by_the_declared_order() -> None:
-    view.remember([time("sdpa-flash", 1.04), time("sdpa-math", 1.2), time("tiled", 1.0)])
+    view.remember([time("sdpa-flash", 1.015), time("sdpa-math", 1.2), time("tiled", 1.0)])
     near = attnswitch.explain("b2.h6.s64.d32.fp32")
     assert near.backend == "sdpa-flash"
     assert near.why.endswith("sdpa-math 1.2; as fast, as far as that tells, sdpa-flash comes first in the order")
     assert reasons(near, "tiled") == (
-        "it takes the problem, and took 0.962 times as long as sdpa-flash on the nearest that were measured: too little"
+        "it takes the problem, and took 0.985 times as long as sdpa-flash on the nearest that were measured: too little"
         " to go before it in the order"
     )
     assert attnswitch.plan(TEXT).backend == "tiled"  # where it was measured it counts
@@ -346,7 +346,7 @@ def test_what_is_no_policy() -> None:
 
 
 def test_absent_hardware_is_planned_and_not_measured() -> None:
-    plan = attnswitch.explain("b2.h4.s64.d64.bf16", device="h200", policy="measure")
+    plan = attnswitch.explain("b2.h4.s64.d64.bf16.grad", device="h200", policy="measure")
     assert plan.backend == "sdpa-cudnn"
     assert store.here().read().records == []
 

@@ -38,7 +38,8 @@ def reasons(plan: Plan, backend: str) -> str:
 @pytest.mark.parametrize("device", [Device.cpu(), H200, T4], ids=str)
 def test_every_backend_is_there_with_a_reason(text: str, device: Device) -> None:
     plan = attnswitch.explain(text, device=device)
-    assert tuple(c.backend for c in plan.candidates) == registry.names() == BUILT_IN
+    assert tuple(c.backend for c in plan.candidates) == planner.ordered(plan.problem, device)
+    assert set(planner.ordered(plan.problem, device)) == set(registry.names()) == set(BUILT_IN)
     for candidate in plan.candidates:
         why = plan.why_not(candidate)
         assert why == () if candidate is plan.chosen else all(why) and why
@@ -107,7 +108,10 @@ def test_a_call_and_its_description_have_one_plan() -> None:
 # -- hardware that is not here -----------------------------------------------------------------------------------------
 
 CHOICES = [
-    ("b2.h16.s1024.d128.bf16.causal", H200, "sdpa-cudnn", {}),
+    ("b2.h16.s1024.d128.bf16.causal", H200, "cuda", {}),
+    ("b2.h16.s1024.d128.bf16.causal.grad", H200, "sdpa-cudnn", {}),
+    ("b1.h32/8.s1x8192.d128.bf16", H200, "cuda", {}),
+    ("b1.h32/8.s1x8192.d128.bf16", A100, "sdpa-cudnn", {}),
     ("b2.h16.s1024.d128.bf16.causal", A100, "sdpa-cudnn", {}),
     (
         "b2.h16.s1024.d64.fp16",
@@ -116,23 +120,30 @@ CHOICES = [
         {"sdpa-cudnn": "needs compute capability 8.0", "sdpa-flash": "sm_75"},
     ),
     ("b2.h16.s1024.d64.bf16", T4, "sdpa-math", {"sdpa-efficient": "dtype bfloat16"}),
-    ("b2.h16.s1024.d64.fp32", H200, "sdpa-efficient", {"sdpa-cudnn": "dtype float32", "sdpa-flash": "dtype float32"}),
+    ("b2.h16.s1024.d64.fp32", A100, "sdpa-efficient", {"sdpa-cudnn": "dtype float32", "sdpa-flash": "dtype float32"}),
+    ("b2.h16.s1024.d64.fp32.grad", H200, "cuda", {}),
     ("b2.h16.s1024.d64.fp64", H200, "cuda", {"sdpa-efficient": "dtype float64", "triton": "dtype float64"}),
-    ("b2.h16.s1024.d256.bf16", H200, "sdpa-cudnn", {}),
+    ("b2.h16.s1024.d256.bf16.grad", H200, "sdpa-cudnn", {}),
     ("b2.h16.s1024.d256.bf16", A100, "sdpa-flash", {"sdpa-cudnn": "head dimension 256: at most 128"}),
     ("b2.h16.s1024.d512.bf16", H200, "sdpa-efficient", {"sdpa-cudnn": "at most 256", "sdpa-flash": "at most 256"}),
     ("b2.h16.s1024.d192/128.bf16", A100, "sdpa-efficient", {"sdpa-flash": "head dimensions 192 and 128 differ"}),
-    ("b2.h16.s1024.d64.fp16.mask=bool", H200, "sdpa-cudnn", {"sdpa-flash": "needs a mask"}),
+    ("b2.h16.s1024.d64.fp16.mask=bool", H200, "cuda", {"sdpa-flash": "needs a mask"}),
+    ("b2.h16.s1024.d64.fp16.mask=bool.grad", H200, "sdpa-cudnn", {"sdpa-flash": "needs a mask"}),
     ("b2.h16.s1024.d64.fp16.lengths", T4, "sdpa-efficient", {}),
     ("b2.h16.s1024.d64.fp16.mask=fp32", H200, "triton", {"sdpa-cudnn": "float32", "sdpa-efficient": "float32"}),
     ("b2.h16.s1024.d64.fp16.mask=fp16.grad=m", H200, "sdpa-efficient", {"sdpa-cudnn": "gradient of attn_mask"}),
     ("b2.h16.s512x1024.d64.fp16.causal", T4, "sdpa-efficient", {}),
     ("b2.h16.s512x1024.d64.fp16.causal", gpu("A100", (8, 0), cudnn="9.10.0"), "sdpa-cudnn", {"sdpa-flash": "diagonal"}),
     ("b2.h16.s1024.d64.fp16.scale=0.0", H200, "sdpa-efficient", {"sdpa-cudnn": "scale=0.0", "sdpa-flash": "scale=0.0"}),
-    ("b2.h16.s1000.d64.fp16", gpu("H200", (9, 0), cudnn="9.15.0"), "sdpa-flash", {"sdpa-cudnn": "multiples of 128"}),
+    (
+        "b2.h16.s1000.d64.fp16",
+        gpu("RTX 4090", (8, 9), cudnn="9.15.0"),
+        "sdpa-flash",
+        {"sdpa-cudnn": "multiples of 128"},
+    ),
     (
         "b2.h16/4.s1024.d64.fp32",
-        gpu("H200", (9, 0), torch="2.14.0"),
+        gpu("A100", (8, 0), torch="2.14.0"),
         "triton",
         {"sdpa-efficient": "before torch 2.15"},
     ),
@@ -144,7 +155,8 @@ CHOICES = [
         {"sdpa-math": "deterministic=True", "triton": "float64"},
     ),
     ("b2.h16.s1024.d64.fp32.softcap=30.0", T4, "cuda", {"triton": "needs compute capability 8.0"}),
-    ("b2.h16.s1024.d64.fp16.softcap=30.0", H200, "triton", {"sdpa-flash": "softcap=30.0"}),
+    ("b2.h16.s1024.d64.fp16.softcap=30.0", H200, "cuda", {"sdpa-flash": "softcap=30.0"}),
+    ("b2.h16.s1024.d64.fp16.softcap=30.0.grad", H200, "triton", {"sdpa-flash": "softcap=30.0"}),
     (
         "b2.h16.s1024.d64.fp16.softcap=30.0",
         T4,
@@ -158,7 +170,7 @@ CHOICES = [
         "cuda",  # for arrays of CuPy
         {"sdpa-cudnn": "built without CUDA", "triton": "built without CUDA"},
     ),
-    ("b70000.h1.s128.d64.fp16", H200, "triton", {"sdpa-cudnn": "65535", "sdpa-efficient": "65535"}),
+    ("b70000.h1.s128.d64.fp16.grad", H200, "triton", {"sdpa-cudnn": "65535", "sdpa-efficient": "65535"}),
     ("b2.h16.s1024.d64.fp16.dropout=0.5.seeded", H200, "triton", {"sdpa-cudnn": "seed", "tiled": "arrays are on cuda"}),
 ]
 
@@ -255,6 +267,10 @@ NoHash = type("NoHash", (Plugin,), {"supports": lambda *_: (), "configs": lambda
 Remarks = type(
     "Remarks", (Plugin,), {"supports": lambda *_: (), "remarks": lambda *given: (f"by {given[3] or 'the first'}",)}
 )
+GoesFirst = type(
+    "GoesFirst", (Plugin,), {"supports": lambda *_: (), "goes_first": lambda _, problem, device: problem.causal}
+)
+GoesFirstRaises = type("GoesFirstRaises", (Plugin,), {"supports": lambda *_: (), "goes_first": fails(KeyError("arch"))})
 RemarksRaise = type("RemarksRaise", (Plugin,), {"supports": lambda *_: (), "remarks": fails(KeyError("tile"))})
 
 
@@ -332,6 +348,15 @@ def test_what_a_backend_says_of_how_it_computes(
     assert candidate.fits == (remark is not None)
     if remark is not None:
         assert str(plan).splitlines()[-1].strip() == remark
+
+
+def test_what_was_measured_to_be_the_fastest_goes_first(installed: Callable[..., None]) -> None:
+    installed(plugin=f"{__name__}:GoesFirst", broken=f"{__name__}:GoesFirstRaises")
+    plain, causal = (Problem.parse(f"b1.h1.s4.d8.fp32{more}") for more in ("", ".causal"))
+    assert planner.ordered(causal, Device.cpu()) == ("plugin", *(n for n in registry.names() if n != "plugin"))
+    assert planner.ordered(plain, Device.cpu()) == registry.names()
+    assert (attnswitch.plan(causal).backend, attnswitch.plan(plain).backend) == ("plugin", "sdpa-flash")
+    assert "stands behind plugin in the declared order" in reasons(attnswitch.plan(causal), "sdpa-flash")
 
 
 def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -> None:

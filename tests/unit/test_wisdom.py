@@ -96,9 +96,13 @@ def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
 
 
 def test_a_length_near_a_measured_one_is_of_its_class() -> None:
-    measured = speed_class(Problem.parse("b4.h16.s1024.d128.bf16.causal"))
-    for length in (730, 1000, 1024, 1100, 1440):
+    measured = speed_class(Problem.parse("b4.h16.s1000.d128.bf16.causal"))
+    for length in (730, 1000, 1023, 1100, 1440):
         assert speed_class(Problem.parse(f"b4.h16.s{length}.d128.bf16.causal.scale=0.3")) == measured
+    whole = speed_class(Problem.parse("b4.h16.s1024.d128.bf16.causal"))
+    assert whole != measured  # the last tile is full
+    for length in (768, 896, 1152, 1408):
+        assert speed_class(Problem.parse(f"b4.h16.s{length}.d128.bf16.causal")) == whole
     for other in ("s700", "s1500", "s1x1024", "s1024x2048"):
         assert speed_class(Problem.parse(f"b4.h16.{other}.d128.bf16.causal")) != measured
     assert speed_class(Problem.parse("b4.h16.s1024.d64.bf16.causal")) != measured
@@ -109,6 +113,9 @@ def test_a_length_near_a_measured_one_is_of_its_class() -> None:
     "text",
     [
         "b0.h2.s0x3.d8.fp32",
+        "b1.h2.s128x100.d8.fp32",
+        "b1.h2.s1x100.d8.fp32",
+        "b1.h2.s90.d8.fp32",
         "b3.h6/2.s5x1000.d8/16.fp16.window=100,*.mask=bool:bqk.lengths.softcap=3.0.dropout=0.1.grad=q",
     ],
 )
