@@ -40,7 +40,7 @@ class Facts(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, address: int) -> Memory:
     live = [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
-    unit = bool(shape) and shape[-1] > 1 and abs(strides[-1]) == _ITEMSIZE.get(dtype)
+    unit = bool(shape) and shape[-1] > 1 and strides[-1] == _ITEMSIZE.get(dtype)
     bits = address
     for stride in live[:-1] if unit else live:
         bits |= abs(stride)

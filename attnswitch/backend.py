@@ -120,7 +120,7 @@ class Backend(Protocol):
     ``wants_seed = True`` is given a seed drawn for the call, where there is dropout and the caller gave none.
 
     ``goes_first(problem, device) -> bool``, where a class has it, says that on such a device it was measured to be the
-    fastest of problems like this one: it then stands before the others where nothing was measured on this machine.
+    fastest of most problems like this one: it then stands before the others where nothing was measured on this machine.
 
     ``remarks(problem, device, config) -> tuple[str, ...]``, where a class has it, says what a user may want to know of
     how it would compute a problem that it takes, such as which of its kernels would; ``config`` is the text of one of

@@ -243,6 +243,8 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
     names = ordered(problem, device)
     if backend is not None and backend not in names:  # a target, which is in no table
         names = (*names, backend)
+    if policy is Policy.WISDOM_ONLY and problem.is_empty:  # which takes no time, so that none is ever measured
+        policy = Policy.ESTIMATE
     candidates = tuple(_candidate(name, problem, device) for name in names)
     if backend is None and policy is not Policy.WISDOM_ONLY:
         candidates = _with_nearest(candidates, problem, device)

@@ -15,6 +15,9 @@ from attnswitch.problem import Problem
 
 __all__ = ["differentiable", "prepared"]
 
+#: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them.
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
@@ -83,6 +86,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, work: _Work) -> Any:
         ctx.work = work
         out, lse = work.forward(query, key, value, attn_mask)
+        ctx.steps = [_steps(operand) for operand in (query, key, value, attn_mask)] if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse)
         ctx.set_materialize_grads(False)
@@ -91,6 +95,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
         query, key, value, attn_mask, lengths, out, lse = ctx.saved_tensors
+        if ctx.steps is not None:  # kernels rest on how operands lay
+            query, key, value, attn_mask = map(_lying, (query, key, value, attn_mask), ctx.steps)
         graph = torch.is_grad_enabled()  # create_graph=True
         work: _Work = ctx.work
         if grad_out is None:
@@ -102,6 +108,20 @@ class _Attention(torch.autograd.Function):
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))
         return *back, None
+
+
+def _steps(tensor: Any) -> Any:
+    return None if tensor is None else tensor.stride()
+
+
+def _lying(tensor: Any, steps: Any) -> Any:
+    """``tensor`` with the strides that it had, aligned at least as it was: hooks return it in any memory."""
+    if tensor is None or (tensor.stride() == steps and tensor.data_ptr() % 16 == 0):
+        return tensor
+    once = [1 if step == 0 else size for size, step in zip(tensor.shape, steps, strict=True)]
+    copy = tensor.new_empty_strided(once, steps)
+    copy.copy_(tensor[tuple(slice(size) for size in once)])
+    return copy.expand(tensor.shape)
 
 
 class _OnceOnly(torch.autograd.Function):

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import attnswitch
 from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.verify import emulation
 from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.report import EventLog, facts, file_name, to_html, to_json, to_junit, to_markdown, to_pytest
 from attnswitch.verify.report.facts import environment_of
@@ -109,9 +110,11 @@ def verify(
     verified.
     """
     seconds = None if time is None else _seconds(time)
-    devices = _devices(device)
-    emulate = backend is not None and (device is not None or devices == ["cpu"])  # a GPU here runs it itself
-    aims = targets(devices, _backends(backend), longest, recipes, emulate=emulate)
+    devices, backends = _devices(device), _backends(backend)
+    emulate = backend is not None and (device is not None or devices == ["cpu"])
+    if not emulate and all(emulation.variables((name,), "cpu") for name in backends):
+        devices = [name for name in devices if name != "cpu"]  # a GPU here runs them
+    aims = targets(devices, backends, longest, recipes, emulate=emulate)
     plan = Plan(
         _fewer_emulated(aims) if examples is None and seconds is None else aims,
         examples if examples is not None or seconds is not None else EXAMPLES,

@@ -16,8 +16,9 @@ from attnswitch.wisdom.classes import speed_class
 
 __all__ = ["catalogue", "distinct", "models", "of_model", "recorded"]
 
-#: The shortest prompt of a model that is worth a class of its own.
-_SHORTEST = 128
+#: The shortest prompt of a model that is worth a class of its own; and how many tokens less a prompt beside it has,
+#: which is no whole tiles.
+_SHORTEST, _LESS = 128, 24
 
 
 def catalogue(kind: str) -> list[Problem]:
@@ -35,8 +36,8 @@ def of_model(
 ) -> list[Problem]:
     """The calls that a model makes with up to ``context`` tokens, by default as many as it was trained for.
 
-    Causal models: prompts of 128 tokens to ``context``, and one token after as many. Others: whole inputs. With
-    ``train``, whole inputs alone and with gradients.
+    Causal models: prompts of 128 tokens to ``context``, and of a few less, as most are no whole tiles; and one token
+    after as many. Others: whole inputs. With ``train``, whole inputs alone and with gradients.
 
     Raises ``InvalidProblem`` for a model that is not in the table, or a context that makes no sense or no difference.
     """
@@ -56,12 +57,15 @@ def of_model(
     if model.get("padded"):
         tail += " mask=bool:bk"
     found = []
+    prompts = model["causal"] and not train
     for length in model.get("tokens") or map(str, _lengths(context)):
-        whole = f"{head} s{length} {tail}" + (" causal" if model["causal"] else "")
-        found.append(whole + (" grad" if train else ""))
-        if "window" in model and int(length) > model["window"]:
-            found.append(f"{found[-1]} window={model['window'] - 1},0")
-        if model["causal"] and not train:
+        ragged = [str(int(length) - _LESS)] if prompts and int(length) % _SHORTEST == 0 else []
+        for size in (*ragged, length):
+            whole = f"{head} s{size} {tail}" + (" causal" if model["causal"] else "")
+            found.append(whole + (" grad" if train else ""))
+            if "window" in model and int(size) > model["window"]:
+                found.append(f"{found[-1]} window={model['window'] - 1},0")
+        if prompts:
             found.append(f"{head} s1x{length} {tail}")
     return [Problem.parse(text) for text in found]
 

@@ -13,7 +13,7 @@ from . import arguments, memory, run, tensor_maps
 from .arguments import Arguments, put
 from .config import CudaConfig
 from .prepared import Alone
-from .tiles import HopperTile, hopper_block, hopper_shared
+from .tiles import HOPPER_SMS, HopperTile, hopper_block, hopper_shared
 from .variant import Variant
 
 __all__ = ["Forward", "Survey"]
@@ -24,8 +24,6 @@ _ROWS = 64
 _WARPS, _RESIDENT, _TILES = 16, 2, 8
 #: Tiles of keys to a word of what it finds, and words to 16 bytes, at multiples of which each part begins.
 _BITS, _HEAD = 32, 4
-#: SMs where the device does not say: what every H100 and H200 has that is not the PCIe card.
-_SMS = 132
 
 
 class Survey:
@@ -85,7 +83,7 @@ class Forward:
             tensor_maps.mapper(p.dtype, (*keys, p.dim_v), tile.keys),
         )
         tiles = heads * arithmetic.tiles(p.seq_q, tile.queries)
-        self._blocks = min(tiles, device.sms or _SMS)
+        self._blocks = min(tiles, device.sms or HOPPER_SMS)
         self._counts = tiles > self._blocks
         dim = hopper_block(p)
         self.variant = Variant(

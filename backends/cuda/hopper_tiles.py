@@ -9,7 +9,7 @@ from attnswitch import arithmetic
 from attnswitch.device import Device
 from attnswitch.problem import Problem
 
-from .tiles import HopperTile, hopper_block
+from .tiles import HOPPER_SMS, HopperTile, hopper_block
 
 __all__ = ["ranked"]
 
@@ -32,7 +32,7 @@ _TILES = {
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
 _LAST = 0.5
-#: Tiles of rows that are looked at for what they see by position, of more of them some.
+#: At most so many tiles of rows are asked what they see by position, evenly spread where there are more.
 _LOOKED_AT = 512
 
 
@@ -48,8 +48,9 @@ def ranked(problem: Problem, device: Device) -> list[HopperTile]:
 
 
 def _time(problem: Problem, device: Device, tile: HopperTile) -> float:
-    """About how many microseconds the SM with most to do takes, from when keys are there."""
-    share = problem.batch * problem.heads_q * arithmetic.tiles(problem.seq_q, tile.queries) / max(1, device.sms)
+    """About how many microseconds the SM with most to do takes, beside what any launch does."""
+    tiles = problem.batch * problem.heads_q * arithmetic.tiles(problem.seq_q, tile.queries)
+    share = tiles / (device.sms or HOPPER_SMS)
     launch = _CONTINUING if tile.continued else 0.0
     if problem.positional:  # tiles of all sizes, the longest first, which fill gaps
         steps = list(_steps(problem, tile))

@@ -225,7 +225,7 @@ def _flags(p: Problem) -> dict[str, int]:
         "FOLD": int(arithmetic.folds(p)),
         "SOFTCAP": int(arithmetic.capped(p)),
         "MASK_KIND": 0 if p.mask is None else _MASK_KINDS[p.mask.dtype],
-        "MASK_BYTES": _masked(p),
+        "MASK_PAIRS": int(_pairs(p)),
         "DROPOUT": int(p.dropout > 0.0),
         "QUERY_BYTES": _copied(p.query, p.dtype),
         "KEY_BYTES": _copied(p.key, p.dtype),
@@ -238,13 +238,11 @@ def _copied(operand: Memory, dtype: str) -> int:
     return DTYPES[dtype] if operand.strided else max(operand.align, DTYPES[dtype])
 
 
-def _masked(p: Problem) -> int:
-    """Bytes of a mask that one load may move: one element, or two neighbours of a row, which are 8 at most."""
-    if p.mask is None:
-        return 0
-    size = 1 if p.mask.is_bool else DTYPES[p.mask.dtype]
-    alone = "k" not in p.mask.axes or p.attn_mask.strided
-    return size if alone else max(size, min(2 * size, p.attn_mask.align, 8))
+def _pairs(p: Problem) -> bool:
+    """Whether one load may have two neighbours of a mask's row, of 8 bytes at most, which a thread has of scores."""
+    if p.mask is None or "k" not in p.mask.axes or p.attn_mask.strided or not tiles.on_tensor_cores(p):
+        return False
+    return 2 * (1 if p.mask.is_bool else DTYPES[p.mask.dtype]) <= min(p.attn_mask.align, 8)
 
 
 def _memory(array: Any) -> Memory:

@@ -9,6 +9,7 @@ from attnswitch.problem import DTYPES, Problem
 
 __all__ = [
     "FEW",
+    "HOPPER_SMS",
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
     "HopperTile",
@@ -37,6 +38,8 @@ _MOST_COLUMNS = 256
 ROWS_A_BLOCK = 4
 #: Warps of a block that merges many splits of a row.
 MERGING_WARPS = 8
+#: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
+HOPPER_SMS = 132
 #: Head dimensions of Hopper's forward.
 _HOPPER_DIMS = (64, 128, 256)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
 import attnswitch
-from attnswitch import InvalidProblem, Unsupported
+from attnswitch import InvalidProblem, Unsupported, torch_op
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
 every_backend = pytest.mark.parametrize("backend", CPU)
@@ -335,6 +335,30 @@ def test_a_trace_is_refused_for_what_it_is(known: bool) -> None:
         with pytest.raises(InvalidProblem, match=r"torch\.jit\.trace records .*, which cannot see the choice"):
             torch.jit.trace(lambda q, k, v, call=call: call(q, k, v), operands)  # type: ignore[no-untyped-call]
         call(*operands)
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_operands_that_hooks_lay_otherwise_lie_as_before(expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is built for rows that are padded to whole steps of 16 bytes: copied, they are not."""
+    seen: list[Any] = []
+    inputs = torch_op._Work.inputs
+
+    def noted(work: Any, *tensors: Any) -> Any:
+        seen.append([(t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
+        return inputs(work, *tensors)
+
+    monkeypatch.setattr(torch_op._Work, "inputs", noted)
+    q, k, v = leaves(torch.float32, (2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))
+    mask = torch.randn(5, 32)[:, :7].expand(2, 2, 5, 7) if expanded else torch.randn(2, 2, 5, 32)[..., :7]
+    call: dict[str, Any] = {"attn_mask": mask, "backend": "tiled", "key_lengths": torch.tensor([7, 5])}
+    plain = torch.autograd.grad(attnswitch.attention(q, k, v, **call).sum(), (q, k, v))
+    seen.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
+        out = attnswitch.attention(q, k, v, **call)
+    close(torch.autograd.grad(out.sum(), (q, k, v)), plain)
+    forward, backward = seen
+    assert backward == forward
+    assert backward[3][0] == (mask.stride() if not expanded else (0, 0, 32, 1))
 
 
 @pytest.mark.parametrize("options", [{}, {"key_lengths": [3, 5]}], ids=["plain", "lengths"])

@@ -241,6 +241,12 @@ def test_a_config_is_compiled_as_it_was_measured(register: Register) -> None:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_has_no_output_needs_no_wisdom() -> None:
+    query, key, value = tensors()
+    assert attnswitch.attention(query[:, :, :0], key, value, policy="wisdom-only").shape == (2, 4, 0, 32)
+    assert attnswitch.plan("b0.h4.s64.d32.fp32", policy="wisdom-only").backend == "sdpa-flash"
+
+
 def test_wisdom_only_refuses_what_was_not_measured() -> None:
     with pytest.raises(Unsupported, match="the policy is wisdom-only; attnswitch tune --problem measures it"):
         attnswitch.attention(*tensors(), policy="wisdom-only")

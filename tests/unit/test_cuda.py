@@ -22,6 +22,7 @@ from attnswitch import Problem, arithmetic, finite, hot
 from attnswitch.device import Device
 from attnswitch.problem import Mask, Memory
 from attnswitch.verify.launch import unguarded
+from attnswitch.verify.launch.layouts import place
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
@@ -426,21 +427,21 @@ def test_masks_of_every_type_and_shape(kind: str, shape: tuple[int, ...]) -> Non
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kind", "columns", "loaded"),
+    ("kind", "columns", "pairs"),
     [
-        ("bool", slice(0, 53), 2),
-        ("bool", slice(1, 54), 1),  # aligned to a byte alone
-        ("bool", slice(0, 106, 2), 1),
-        ("bfloat16", slice(0, 53), 4),
-        ("bfloat16", slice(1, 54), 2),
-        ("float32", slice(0, 53), 8),
-        ("float32", slice(1, 54), 4),
-        ("float32", slice(0, 106, 2), 4),
-        ("float64", slice(0, 53), 8),
+        ("bool", slice(0, 53), True),
+        ("bool", slice(1, 54), False),  # aligned to a byte alone
+        ("bool", slice(0, 106, 2), False),
+        ("bfloat16", slice(0, 53), True),
+        ("bfloat16", slice(1, 54), False),
+        ("float32", slice(0, 53), True),
+        ("float32", slice(1, 54), False),
+        ("float32", slice(0, 106, 2), False),
+        ("float64", slice(0, 53), False),  # 16 bytes
     ],
 )
-def test_masks_are_loaded_as_far_as_they_are_aligned(
-    dtype: str, kind: str, columns: slice, loaded: int, monkeypatch: pytest.MonkeyPatch
+def test_masks_are_loaded_in_pairs_where_they_are_aligned(
+    dtype: str, kind: str, columns: slice, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = torch.randn((4, 37, 112), generator=torch.Generator().manual_seed(3))
     mask = (drawn < 0.5 if kind == "bool" else drawn.to(getattr(torch, kind)))[..., columns]
@@ -452,9 +453,7 @@ def test_masks_are_loaded_as_far_as_they_are_aligned(
 
     monkeypatch.setattr(emulator, "launch", noted)
     compare(operands(dtype), {"float16": 2e-3, "bfloat16": 2e-2}.get(kind, DTYPES[dtype]), mask)
-    masked = [flags["MASK_BYTES"] for flags in used if flags.get("MASK_KIND")]
-    assert masked
-    assert masked[0] == loaded
+    assert {flags["MASK_PAIRS"] for flags in used if flags.get("MASK_KIND")} == {pairs and dtype == "bfloat16"}
 
 
 @compiled
@@ -592,6 +591,19 @@ def test_numpy_arrays_may_run_backwards() -> None:
     found = attnswitch.attention(*back, backend="cuda")
     assert isinstance(found, np.ndarray)
     np.testing.assert_array_equal(found, plain)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("role", ["query", "key", "value", "attn_mask"])
+def test_rows_that_run_backwards_from_an_aligned_address(role: str, dtype: str) -> None:
+    q, k, v = (array.numpy() for array in operands(dtype, heads=2, dim=17, dim_v=17))
+    mask = np.random.default_rng(0).standard_normal((2, 2, 37, 53)).astype("float32")
+    call = {"query": q, "key": k, "value": v, "attn_mask": mask}
+    plain = attnswitch.attention(**call, backend="cuda")
+    call[role], _ = place(call[role].astype("float64"), str(call[role].dtype), "mirrored", "numpy", "cpu")
+    np.testing.assert_array_equal(attnswitch.attention(**call, backend="cuda"), plain)
 
 
 @compiled

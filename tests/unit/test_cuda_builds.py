@@ -45,7 +45,7 @@ VALUES: dict[str, set[int]] = {
     **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "ONCE", "WITH_KEY", "WITH_VALUE")},
     "SPLIT": {0, 1, 2},
     "MASK_KIND": {0, 1, 2, 3, 4, 5},
-    "MASK_BYTES": {0, 2, 4, 8},
+    "MASK_PAIRS": {0, 1},
     "QUERY_BYTES": {2, 4, 16},
     "KEY_BYTES": {4, 8, 16},
     "VALUE_BYTES": {4, 8, 16},

@@ -25,7 +25,8 @@ hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 
 H200 = Device.named("h200")
 DIMS = (64, 128, 256)
-#: Bytes that a thread may spill, between tiles of rows: where three warpgroups compute, they have 160 registers each.
+#: Bytes that a thread may spill, between tiles of rows: 128 rows and keys at D 128, not continued, have 168 registers,
+#: and where three warpgroups compute, they have 160 each.
 SPILLED = {2: 16, 3: 64}
 #: The same behind a mask or a softcap, where loader and dealer spill what they look tiles up by.
 SPILLED_MORE = {2: 64, 3: 128}

@@ -282,14 +282,21 @@ def test_options_make_the_plan(
     assert (plan.drawn(target), target.emulation) == (examples, emulated)
 
 
-@pytest.mark.parametrize(("arguments", "emulated"), [((), {}), (("--device", "cpu"), {VARIABLE: "1"})])
+@pytest.mark.parametrize(
+    ("arguments", "targets"),
+    [
+        ((), {"cuda:0": {}}),
+        (("--backend", "tiled"), {"cpu": {}, "cuda:0": {}}),
+        (("--device", "cpu"), {"cpu": {VARIABLE: "1"}}),
+    ],
+)
 def test_beside_a_gpu_the_cpu_is_emulated_if_it_is_named(
-    arguments: tuple[str, ...], emulated: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], targets: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("attnswitch.cli.verify")
     monkeypatch.setattr(module, "_devices", lambda names: names or ["cpu", "cuda:0"])
     plan = planned(monkeypatch, "--backend", RIGHT, *arguments)
-    assert {target.device: target.emulation for target in plan.targets}["cpu"] == emulated
+    assert {target.device: target.emulation for target in plan.targets} == targets
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnswitch.verify import Case, check
-from attnswitch.verify.drawing.placings import FAR, PLACINGS
+from attnswitch.verify.drawing.placings import FAR, PLACINGS, TURNED
 from attnswitch.verify.launch.layouts import Storage, host, place
 from attnswitch.verify.launch.neighbours import Neighbours
 
@@ -19,7 +19,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 LIBRARIES = ("numpy", "torch")
 #: Every placing in every library that can have it.
 WAYS = [
-    (placing, library) for placing in PLACINGS for library in LIBRARIES if (placing, library) != ("backwards", "torch")
+    (placing, library) for placing in PLACINGS for library in LIBRARIES if library == "numpy" or placing not in TURNED
 ]
 EVERY = pytest.mark.parametrize(("placing", "library"), WAYS)
 
@@ -73,7 +73,7 @@ def test_all_around_and_between_is_nan(placing: str, library: str, dtype: str) -
     first, last = np.flatnonzero(own)[[0, -1]]
     assert min(first, len(own) - 1 - last) >= 64
     between = ~own[first : last + 1]
-    assert between.any() == (placing in ("packed", "strided", "padded-rows"))
+    assert between.any() == (placing in ("packed", "strided", "padded-rows", "mirrored"))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -118,9 +118,17 @@ def test_nothing_and_one(placing: str, library: str, shape: tuple[int, ...]) -> 
     assert not storage.changed()
 
 
-def test_torch_has_no_operand_that_runs_backwards() -> None:
+@pytest.mark.parametrize("placing", TURNED)
+def test_torch_has_no_operand_that_runs_backwards(placing: str) -> None:
     with pytest.raises(ValueError, match="backwards"):
-        put("backwards", "torch")
+        put(placing, "torch")
+
+
+@pytest.mark.parametrize("columns", [1, 4, 16, 17])
+def test_mirrored_rows_begin_at_multiples_of_16_bytes(columns: int) -> None:
+    array, _ = put("mirrored", "numpy", "float16", (2, 3, 5, columns))
+    assert array.strides[3] == -2
+    assert not any(n % 16 for n in (array.__array_interface__["data"][0], *array.strides[:3]))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

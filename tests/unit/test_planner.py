@@ -122,6 +122,8 @@ CHOICES = [
     ("b2.h16.s1024.d64.bf16", T4, "sdpa-math", {"sdpa-efficient": "dtype bfloat16"}),
     ("b2.h16.s1024.d64.fp32", A100, "sdpa-efficient", {"sdpa-cudnn": "dtype float32", "sdpa-flash": "dtype float32"}),
     ("b2.h16.s1024.d64.fp32.grad", H200, "cuda", {}),
+    ("b2.h16.s1024.d64.fp32.dropout=0.1.grad", H200, "sdpa-efficient", {}),  # a graph would replay one mask
+    ("b2.h16.s1024.d64.fp32.mask=fp32.grad", H200, "sdpa-efficient", {}),
     ("b2.h16.s1024.d64.fp64", H200, "cuda", {"sdpa-efficient": "dtype float64", "triton": "dtype float64"}),
     ("b2.h16.s1024.d256.bf16.grad", H200, "sdpa-cudnn", {}),
     ("b2.h16.s1024.d256.bf16", A100, "sdpa-flash", {"sdpa-cudnn": "head dimension 256: at most 128"}),

@@ -185,10 +185,10 @@ def test_every_model_is_problems(name: str) -> None:
 def test_a_model_has_prompts_and_tokens() -> None:
     found = [str(problem) for problem in problems.of_model("llama-3-8b", 1000)]
     assert found == [
-        text
-        for length in (128, 256, 512, 1000)
-        for text in (f"b1.h32/8.s{length}.d128.bf16.causal", f"b1.h32/8.s1x{length}.d128.bf16")
+        f"b1.h32/8.s{length}.d128.bf16" + ("" if str(length).startswith("1x") else ".causal")
+        for length in (104, 128, "1x128", 232, 256, "1x256", 488, 512, "1x512", 1000, "1x1000")
     ]
+    assert len({speed_class(Problem.parse(text)) for text in found}) == len(found)
     windowed = [str(problem) for problem in problems.of_model("gemma-2-9b", 8192, dtype="fp16")]
     assert "b1.h16/8.s8192.d256.fp16.causal.window=4095,0.softcap=50.0" in windowed
     assert not any("window" in text for text in windowed if "s4096" in text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["FAR", "PLACINGS"]
+__all__ = ["FAR", "PLACINGS", "TURNED"]
 
 #: Plainest first. The expanded ones hold equal values along their axis.
 PLACINGS = {
@@ -17,8 +17,12 @@ PLACINGS = {
     "expanded-heads": "one head, repeated by a stride of 0",
     "expanded-batch": "one batch entry, repeated by a stride of 0",
     "expanded-rows": "one row, repeated by a stride of 0",
-    "backwards": "the sequence runs backwards in memory; NumPy and CuPy only",
+    "backwards": "the sequence runs backwards in memory",
+    "mirrored": "the last axis runs backwards, from multiples of 16 bytes",
 }
+
+#: What torch has no strides for; NumPy and CuPy have.
+TURNED = ("backwards", "mirrored")
 
 #: Not drawn: rows so far apart that the last begins past 2**31 elements. Memory is asked for, and hardly any touched.
 FAR = "far"

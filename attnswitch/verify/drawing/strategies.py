@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.data import DISTRIBUTIONS
-from attnswitch.verify.drawing.placings import PLACINGS
+from attnswitch.verify.drawing.placings import PLACINGS, TURNED
 
 __all__ = ["Space", "cases", "recipe"]
 
@@ -113,7 +113,7 @@ def _mask(draw: Any, dtype: str) -> MaskRecipe:
 
 
 def _placing(draw: Any, library: str) -> Placing:
-    kinds = [kind for kind in PLACINGS if library == "numpy" or kind != "backwards"]
+    kinds = [kind for kind in PLACINGS if library == "numpy" or kind not in TURNED]
     plain = [kind for kind in kinds if not kind.startswith("expanded")]
     query, key, value, grad_out = (_choice(draw, kinds) for _ in range(4))
     mask, alike = _choice(draw, plain), draw(st.booleans())

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from attnswitch.arrays import Array, library_of, passage
-from attnswitch.verify.drawing.placings import FAR, PLACINGS
+from attnswitch.verify.drawing.placings import FAR, PLACINGS, TURNED
 
 __all__ = ["Storage", "host", "place"]
 
@@ -23,6 +23,8 @@ _DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.
 #: Rows of junk before and after an operand: more than a tile of most kernels.
 _ROWS = 72
 _ALIGNMENT = 64
+#: Elements of which a row of any type is whole steps of 16 bytes.
+_STEP = 16
 
 Shape = tuple[int, ...]
 #: From the shape of an operand, the shape of its buffer; and from a buffer, the view that is the operand.
@@ -43,6 +45,11 @@ def _garbage(buffer: Array, shape: Shape) -> Array:
     return np.lib.stride_tricks.as_strided(buffer, shape, strides) if buffer.size else buffer
 
 
+def _last(columns: int) -> int:
+    """Place of a mirrored row's first element, from which the others run backwards: a multiple of 16 bytes."""
+    return -(-(columns - 1) // _STEP) * _STEP
+
+
 def _expanded(axis: int) -> Plan:
     def shorter(shape: Shape) -> Shape:
         return tuple(min(n, 1) if a == axis else n for a, n in enumerate(shape))
@@ -60,6 +67,10 @@ _PLANS: dict[str, Plan] = {
     "padded-rows": (lambda s: (*s[:-1], s[-1] + 1), lambda b, _: b[..., :-1]),
     "garbage": (_same, _garbage),
     "backwards": (_same, lambda b, _: b[:, :, ::-1]),
+    "mirrored": (
+        lambda s: (*s[:-1], _last(s[-1]) + _STEP),
+        lambda b, s: b[..., _last(s[-1]) + 1 - s[-1] : _last(s[-1]) + 1][..., ::-1],
+    ),
     "expanded-batch": _expanded(0),
     "expanded-heads": _expanded(1),
     "expanded-rows": _expanded(2),
@@ -106,7 +117,7 @@ def place(values: Array, dtype: str, placing: str, library: str, device: str) ->
             placed[...] = values
     if library == "numpy":
         return placed, Storage(flat, _bytes(flat).copy())
-    if placing == "backwards":
+    if placing in TURNED:
         raise ValueError(f"{library} arrays made from host memory cannot run backwards")
     before = _bytes(flat).copy() if device == "cpu" else _bytes(flat)
     moved: Any = passage(flat, "numpy", "torch")

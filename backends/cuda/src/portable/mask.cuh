@@ -1,7 +1,7 @@
 // What hides scores, or is added to them: positions, and a mask of any type.
 //
 // Where every row of a tile sees every column by position, its mask is read without a branch, all loads at once and
-// before they are needed, and two columns by one load where a row of the mask allows it (MASK_BYTES, of one load).
+// before they are needed, and two columns by one load where a row of the mask allows it (MASK_PAIRS).
 #pragma once
 #include "portable/scores.cuh"
 #include "positions.cuh"
@@ -43,7 +43,7 @@ DEVICE Real masked(Real score, Real bias) { return bias == -INFINITE ? bias : sc
 template <bool ALONG> struct MaskTile {
     u64 bits[ROWS][COLUMNS<BLOCK_N>];  // of one element, or at every second place of two
 
-    static DEVICE int each() { return ALONG && PAIR == 2 && MASK_BYTES == 2 * mask_size() ? 2 : 1; }
+    static DEVICE int each() { return ALONG && MASK_PAIRS ? PAIR : 1; }
 
     // For the columns from `start`, of a tile that hides nothing by position. `mask(m)` is where a thread's row of the
     // mask begins, which is one there is, and `step` the mask's stride along columns.
@@ -52,7 +52,7 @@ template <bool ALONG> struct MaskTile {
         UNROLL for (int m = 0; m < ROWS; m++) {
             const i64 line = mask(m) + start * step;
             UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n += each())
-                bits[m][n] = mask_bits(a, line + score_column(n) * (each() == 2 ? 1 : step), each() * mask_size());
+                bits[m][n] = mask_bits(a, line + score_column(n) * (each() > 1 ? 1 : step), each() * mask_size());
         }
     }
 
