@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ from attnswitch.problem import Problem
 
 __all__ = ["differentiable", "prepared"]
 
-#: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them.
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+#: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
+_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
