@@ -165,7 +165,8 @@ def test_the_dispatchers_choice_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_backend_answers_a_models_problem(name: str, device: str, no_launch: None) -> None:
     plan = attnswitch.explain(PROBLEMS[name], device=device)
-    assert tuple(candidate.backend for candidate in plan.candidates) == registry.names()
+    assert {candidate.backend for candidate in plan.candidates} == set(registry.names())
+    assert tuple(candidate.backend for candidate in plan.candidates) == planner.ordered(plan.problem, plan.device)
     assert plan.problem == PROBLEMS[name]
     if PROBLEMS[name].softcap and device == "t4":  # no kernel for Turing here has one, and the plan says so
         assert plan.chosen is None

@@ -79,7 +79,7 @@ def test_times_of_a_class_are_ranked_as_the_planner_ranks_them(cli: Cli, monkeyp
     signed = sign("reference", Device.cpu())
     assert isinstance(signed, Signature)
     view.remember([time(0.1, problem=small), replace(time(0.2, "reference", large), signature=signed)])
-    assert explain("b1.h8.s128.d64.fp32", policy="wisdom-only").backend == "reference"
+    assert explain("b1.h8.s130.d64.fp32", policy="wisdom-only").backend == "reference"
     rows = [line for line in cli("show").out.splitlines() if "fp32" in line]
     assert [[name for name in ("tiled", "reference") if f" {name} " in plain(row)] for row in rows] == [
         ["reference"],
@@ -89,7 +89,7 @@ def test_times_of_a_class_are_ranked_as_the_planner_ranks_them(cli: Cli, monkeyp
     assert ["\x1b[32m" in row for row in rows] == [True, False]
     wrong = Verdict(Problem.parse("b1.h1.s8.d8.fp32"), "reference", False, "a.json", "out", signed, "2026-11-01")
     view.remember([wrong])
-    assert explain("b1.h8.s128.d64.fp32", policy="wisdom-only").backend == "tiled"
+    assert explain("b1.h8.s130.d64.fp32", policy="wisdom-only").backend == "tiled"
     rows = [line for line in cli("show").out.splitlines() if " ms" not in line and "h8" in line]
     assert ["\x1b[32m" in row for row in rows] == [False, True]
 
