@@ -12,7 +12,7 @@ from typing import Any
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.tune.trial import plainly
-from attnswitch.wisdom.classes import speed_class
+from attnswitch.wisdom.classes import TILE, speed_class
 
 __all__ = ["catalogue", "distinct", "models", "of_model", "recorded"]
 
@@ -59,7 +59,7 @@ def of_model(
     found = []
     prompts = model["causal"] and not train
     for length in model.get("tokens") or map(str, _lengths(context)):
-        ragged = [str(int(length) - _LESS)] if prompts and int(length) % _SHORTEST == 0 else []
+        ragged = [str(int(length) - _LESS)] if prompts and int(length) % TILE == 0 else []
         for size in (*ragged, length):
             whole = f"{head} s{size} {tail}" + (" causal" if model["causal"] else "")
             found.append(whole + (" grad" if train else ""))

@@ -7,7 +7,7 @@ import math
 from attnswitch.cost import kv_bytes
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
 
-__all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "covers", "doublings", "speed_class", "weight"]
+__all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "TILE", "covers", "doublings", "speed_class", "weight"]
 
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
 NEAR = 12.0
@@ -15,7 +15,7 @@ NEAR = 12.0
 NEIGHBOURS = 3
 #: Keys of a tile: where they are no whole number of these, kernels mask the last tile or take one more. Among doublings
 #: a problem of such keys is so far from one of whole tiles.
-_TILE, _RAGGED = 128, 2.0
+TILE, _RAGGED = 128, 2.0
 #: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
 HOPELESS = 4.0
 #: How many times as long a backend may take there and still be no slower on that problem, as far as can be told.
@@ -58,7 +58,7 @@ def _rounded(size: int) -> int:
 def _length(size: int) -> int:
     """``_rounded``, less one where it is whole tiles and ``size`` is not."""
     near = _rounded(size)
-    return near - 1 if size % _TILE and near >= _TILE else near
+    return near - 1 if size % TILE and near >= TILE else near
 
 
 def doublings(seen: Problem, problem: Problem) -> float:
@@ -100,7 +100,7 @@ def _sizes(p: Problem) -> tuple[int, ...]:
 
 
 def _ragged(p: Problem) -> bool:
-    return p.seq_q > 1 and p.seq_k % _TILE != 0
+    return p.seq_q > 1 and p.seq_k % TILE != 0
 
 
 def _hidden(p: Problem) -> tuple[bool, ...]:

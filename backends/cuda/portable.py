@@ -242,7 +242,7 @@ def _pairs(p: Problem) -> bool:
     """Whether one load may have two neighbours of a mask's row, of 8 bytes at most, which a thread has of scores."""
     if p.mask is None or "k" not in p.mask.axes or p.attn_mask.strided or not tiles.on_tensor_cores(p):
         return False
-    return 2 * (1 if p.mask.is_bool else DTYPES[p.mask.dtype]) <= min(p.attn_mask.align, 8)
+    return 2 * p.element("attn_mask") <= min(p.attn_mask.align, 8)
 
 
 def _memory(array: Any) -> Memory:
