@@ -10,9 +10,6 @@ import torch.nn.functional as F  # noqa: N812 - the name torch's users know it b
 
 __all__ = ["additive", "aligned", "bias", "copied_if_expanded", "dense_rows", "padded", "with_aligned_gradient"]
 
-#: Among the hooks of a tensor, whose numbers begin at 0.
-_OURS = -1
-
 
 def aligned(tensor: Any) -> Any:
     """``tensor``, or a copy where a 16-byte load from it could be misaligned.
@@ -26,15 +23,19 @@ def aligned(tensor: Any) -> Any:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+#: A tensor that lends its hooks: to make some for every output, as ``register_hook`` does, takes a microsecond or more.
+_LENDER = torch.empty(0, device="cpu")
+_LENDER._backward_hooks = OrderedDict({0: aligned})
+
+
 def with_aligned_gradient(out: Any) -> Any:
-    """``out``, whose upstream gradient will be aligned too.
+    """``out``, the first that its operator returns, whose upstream gradient will be aligned too.
 
     The backward kernels load it 16 bytes at a time and check nothing (fixtures/corpus/sdpa-*-grad-out-offset.json).
     """
-    if out.requires_grad:  # what register_hook does, but for the handle to take it back, which costs four times as much
-        out._backward_hooks = hooks = OrderedDict()
-        out.grad_fn._register_hook_dict(out)
-        hooks[_OURS] = aligned
+    node = out.grad_fn
+    if node is not None:
+        node._register_hook_dict(_LENDER)
     return out
 
 

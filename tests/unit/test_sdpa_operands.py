@@ -65,5 +65,6 @@ def test_it_holds_for_what_is_written_over_the_output() -> None:
     assert torch.equal(grad, 6 * aside(8))
 
 
-def test_an_output_without_gradients_has_none() -> None:
-    assert output(torch.randn(8))._backward_hooks is None
+@pytest.mark.parametrize("grads", [False, True])
+def test_an_output_shows_no_hooks_but_the_callers(grads: bool) -> None:
+    assert output(torch.randn(8, requires_grad=grads))._backward_hooks is None
