@@ -1,8 +1,8 @@
 """Problems measured one after the other; what each brings is remembered at once, so that a run can be taken up again.
 
-The verifier's part comes first, a few problems at a time, in processes side by side: a kernel that crashes there, or
-does not come back, is a finding, and what is compiled there need not be compiled again here. Nothing else runs while
-candidates are timed.
+The verifier's part comes first, some problems at a time, in processes side by side: a kernel that crashes there, or
+does not come back, is a finding. What was verified is built meanwhile, as compilers take longer than the clock. Nothing
+else runs while candidates are timed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
@@ -31,7 +31,7 @@ __all__ = ["Tuned", "known", "run"]
 #: Processes of the verifier, at most, and bytes of a GPU's free memory that there have to be for each.
 _MOST, _EACH = 16, 2 * 2**30
 #: Problems for each process that are verified before the first of them is timed: what an interruption costs.
-_AHEAD = 2
+_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,15 @@ class _Verifiers:
 
     def verified(self, problems: Sequence[Problem], device: Device) -> list[Future[list[Outcome]]]:
         """What the verifier says of every backend that takes each of ``problems``; all of it is there."""
-        found = []
+        found = dict[Future[list[Outcome]], Problem]()
         for problem in problems:
             plain = trial.plainly(problem)
             fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
-            found.append(self._threads.submit(self._examine, trial.case(plain), fitting))
-        for future in found:
-            future.exception()  # waits
-        return found
+            found[self._threads.submit(self._examine, trial.case(plain), fitting)] = plain
+        for future in as_completed(found):
+            if future.exception() is None:
+                trial.build(found[future], self._where, future.result())
+        return list(found)
 
     def _examine(self, case: Case, backends: list[str]) -> list[Outcome]:
         pool = self._idle.get()

@@ -6,6 +6,7 @@ gradients. What is found wrong on the way is remembered as well, and its times a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -19,6 +20,7 @@ import torch
 
 from attnswitch import choice, planner, recording, registry
 from attnswitch.bench import deviation, workload
+from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.device import Device
@@ -35,7 +37,7 @@ from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 from attnswitch.wisdom.verdicts import of_outcome
 
-__all__ = ["Effort", "Examine", "Trial", "case", "plainly", "run"]
+__all__ = ["Effort", "Examine", "Trial", "build", "case", "plainly", "run"]
 
 #: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
 Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
@@ -112,6 +114,25 @@ def run(problem: Problem, where: str, effort: Effort, examine: Examine) -> Trial
     return trial
 
 
+@recording.paused()
+def build(problem: Problem, where: str, outcomes: Iterable[Outcome]) -> None:
+    """Call what was verified and builds something for each shape, so that ``run`` finds it built.
+
+    What fails here fails again there, and is told there.
+    """
+    right = {outcome.backend for outcome in outcomes if outcome.verdict == "verified"}
+    building = [name for name in right if getattr(registry.load(name), "builds_per_shape", False)]
+    if not building or problem.is_empty:
+        return
+    with current(where), contextlib.suppress(Exception):
+        work = workload.make(Row("tune", str(problem), problem, (), ()), _direction(problem), where)
+        plan = _lying(work)
+        for candidate in plan.candidates:
+            if candidate.backend in building and candidate.fits:
+                with contextlib.suppress(Exception):
+                    _whole(replace(plan, chosen=Candidate(candidate.backend)), work)
+
+
 def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: Examine) -> None:
     """Verify, try out and time the candidates."""
     problem = trial.problem
@@ -126,7 +147,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
     with current(where):
         try:
             row = Row("tune", str(problem), problem, (), ())
-            work = workload.make(row, "backward" if problem.grads else "forward", where)
+            work = workload.make(row, _direction(problem), where)
             reference = deviation.make(work)
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
             trial.failed |= {candidate.backend: _first_line(error) for candidate in right}
@@ -143,7 +164,8 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
         del work, reference
         for entry in entries:
             entry.call = _gone
-    gc.collect()  # graphs are cycles
+    if problem.grads:
+        gc.collect()  # graphs are cycles
     if where != "cpu":
         torch.cuda.empty_cache()
 
@@ -162,6 +184,10 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
         )
         return False
     return True
+
+
+def _direction(problem: Problem) -> Direction:
+    return "backward" if problem.grads else "forward"
 
 
 def _lying(work: Workload) -> Plan:

@@ -300,6 +300,27 @@ def test_problems_are_verified_side_by_side_and_timed_alone(monkeypatch: pytest.
         assert tuned.after == tuned.trial.times[0].backend
 
 
+@pytest.mark.parametrize(("verdict", "builds"), [("verified", True), ("verified", False), ("mismatch", True)])
+def test_what_was_verified_and_builds_for_each_shape_is_built_ahead(
+    verdict: Any, builds: bool, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tunable, "builds_per_shape", builds, raising=False)
+    register("tunable", f"{__name__}:Tunable")
+    _Kernel.forwards = 0
+    outcomes = [Outcome(trial.case(SMALL), name, "cpu", verdict, name) for name in ("tunable", "tiled")]
+    trial.build(SMALL, "cpu", outcomes)
+    assert _Kernel.forwards == (verdict == "verified" and builds)
+
+
+def test_what_fails_as_it_is_built_fails_when_it_is_measured(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Greedy, "builds_per_shape", True, raising=False)
+    register("greedy", f"{__name__}:Greedy")
+    trial.build(SMALL, "cpu", _verified(trial.case(SMALL), ["greedy"], "cpu"))
+    assert "a terabyte" in trial.run(SMALL, "cpu", QUICK, _verified).failed["greedy"]
+
+
 def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = trial.run, list[Any]()
 
