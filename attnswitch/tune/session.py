@@ -8,6 +8,7 @@ else runs while candidates are timed.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -101,14 +102,16 @@ class _Verifiers:
     def verified(self, problems: Sequence[Problem], device: Device) -> list[Future[list[Outcome]]]:
         """What the verifier says of every backend that takes each of ``problems``; all of it is there."""
         found = dict[Future[list[Outcome]], Problem]()
-        for problem in problems:
+        # Neighbours share kernels, which the first of them compiles for the others.
+        for problem in itertools.chain.from_iterable(problems[first::_AHEAD] for first in range(_AHEAD)):
             plain = trial.plainly(problem)
             fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
-            found[self._threads.submit(self._examine, trial.case(plain), fitting)] = plain
+            found[self._threads.submit(self._examine, trial.case(plain), fitting)] = problem
         for future in as_completed(found):
             if future.exception() is None:
-                trial.build(found[future], self._where, future.result())
-        return list(found)
+                trial.build(trial.plainly(found[future]), self._where, future.result())
+        by_problem = {problem: future for future, problem in found.items()}
+        return [by_problem[problem] for problem in problems]
 
     def _examine(self, case: Case, backends: list[str]) -> list[Outcome]:
         pool = self._idle.get()

@@ -41,8 +41,8 @@ __all__ = ["Effort", "Examine", "Trial", "build", "case", "plainly", "run"]
 
 #: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
 Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
-#: Work of a case with more than one head and batch entry, at most (``Case.work``).
-_MUCH = 2**28
+#: Work of a case (``Case.work``) and elements of its keys and values, at most, with more than a few heads.
+_MUCH, _DRAWN, _FEW = 2**28, 2**23, 4
 #: Runs of a candidate that is tried out, and milliseconds after which there is no other.
 _TRIES, _TRYING = 5, 100.0
 #: Configs of a backend, beside the heuristic's, that are timed with the other candidates.
@@ -204,17 +204,25 @@ def _taken(candidate: Candidate, plan: Plan, trial: Trial) -> bool:
 
 
 def case(problem: Problem) -> Case:
-    """The problem as a case of the verifier: its lengths and features, with few of its batch entries and heads.
+    """The problem as a case of the verifier, with as many of its batch entries and heads as it can judge in a second.
 
+    What is launched there should be what is timed: of a few heads a backend may split the keys, or take other tiles.
     The call is made again and again on it (the check "repeat"); but where the backend draws the dropout mask, once and
     with few keys. What many heads do beside each other is seen where the whole problem is tried out.
     """
     found = Case.of(problem)
-    found = found.replace(batch=min(found.batch, 2), heads_kv=min(found.heads_kv, 2))
-    if found.work > _MUCH:
-        found = found.replace(batch=1, heads_kv=1)
+    while _much(found) and found.batch > 1:
+        found = found.replace(batch=-(-found.batch // 2))
+    while _much(found) and found.heads_kv > _FEW:
+        found = found.replace(heads_kv=max(_FEW, found.heads_kv // 2))
     found = found.replace(lengths=found.lengths[: found.batch] if found.lengths is not None else None)
     return _showing(found) if found.unseeded else found.replace(check="repeat")
+
+
+def _much(case: Case) -> bool:
+    """Whether the verifier would take more than a second, for the work or for the numbers to draw."""
+    drawn = case.batch * case.heads_kv * case.seq_k * (case.dim_qk + case.dim_v)
+    return case.work > _MUCH or drawn > _DRAWN
 
 
 def _showing(case: Case) -> Case:
