@@ -42,17 +42,16 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
     mask = inputs.attn_mask
     if mask is None:
         assert visible is not None  # or there would be nothing to compose
-        alive = visible.any(-1)
-        return Hiding(visible | ~alive[..., None], alive=alive)
+        return _of_visible(visible)
     if mask.dtype == torch.bool:
-        visible = mask if visible is None else mask & visible
-        alive = visible.any(-1)
-        return Hiding(visible | ~alive[..., None], alive=alive)
+        return _of_visible(mask if visible is None else mask & visible)
     if dtype is not None and dtype.itemsize > mask.dtype.itemsize:
         mask = mask.to(dtype)  # first, so that its gradient is summed before it is rounded
     if visible is not None:
         mask = mask.masked_fill(~visible, -torch.inf)
     top = mask.detach().amax(-1)
+    if _known(top.abs() <= SATURATED):
+        return Hiding(mask if dtype is None else mask.to(dtype))
     alive = top != -torch.inf
     shift = torch.where(alive & (top.abs() > SATURATED), top, 0.0)
     mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
@@ -62,6 +61,16 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
 def compose_plain(problem: Problem) -> Hiding:
     """What hides in a problem that needs no mask: causal or nothing, whatever the arrays."""
     return Hiding(causal=problem.plainly_causal and not problem.sees_all)
+
+
+def _of_visible(visible: torch.Tensor) -> Hiding:
+    alive = visible.any(-1)
+    return Hiding(visible) if _known(alive) else Hiding(visible | ~alive[..., None], alive=alive)
+
+
+def _known(rows: torch.Tensor) -> bool:
+    """Whether it is known to be so of every row: asking a GPU would take longer than doing without the answer."""
+    return rows.device.type == "cpu" and bool(rows.all())
 
 
 def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
