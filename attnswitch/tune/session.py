@@ -19,7 +19,7 @@ from types import TracebackType
 from attnswitch import planner
 from attnswitch.device import Device
 from attnswitch.problem import Problem
-from attnswitch.tune import trial
+from attnswitch.tune import cases, trial
 from attnswitch.tune.trial import Effort, Trial
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Outcome
@@ -106,7 +106,7 @@ class _Verifiers:
         for problem in itertools.chain.from_iterable(problems[first::_AHEAD] for first in range(_AHEAD)):
             plain = trial.plainly(problem)
             fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
-            found[self._threads.submit(self._examine, trial.case(plain), fitting)] = problem
+            found[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
         for future in as_completed(found):
             if future.exception() is None:
                 trial.build(trial.plainly(found[future]), self._where, future.result())

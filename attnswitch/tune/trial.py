@@ -29,6 +29,7 @@ from attnswitch.measure import Budget, Timing, current, measure
 from attnswitch.planner import Candidate, Plan
 from attnswitch.policy import Policy
 from attnswitch.problem import CONTIGUOUS, Problem
+from attnswitch.tune import cases
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
 from attnswitch.wisdom import view
@@ -37,12 +38,10 @@ from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 from attnswitch.wisdom.verdicts import of_outcome
 
-__all__ = ["Effort", "Examine", "Trial", "build", "case", "plainly", "run"]
+__all__ = ["Effort", "Examine", "Trial", "build", "plainly", "run"]
 
 #: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
 Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
-#: Work of a case (``Case.work``) and elements of its keys and values, at most, with more than a few heads.
-_MUCH, _DRAWN, _FEW = 2**28, 2**23, 4
 #: Runs of a candidate that is tried out, and milliseconds after which there is no other.
 _TRIES, _TRYING = 5, 100.0
 #: Configs of a backend, beside the heuristic's, that are timed with the other candidates.
@@ -128,9 +127,12 @@ def build(problem: Problem, where: str, outcomes: Iterable[Outcome]) -> None:
         work = workload.make(Row("tune", str(problem), problem, (), ()), _direction(problem), where)
         plan = _lying(work)
         for candidate in plan.candidates:
-            if candidate.backend in building and candidate.fits:
+            if candidate.backend in building and candidate.trusted:
                 with contextlib.suppress(Exception):
                     _whole(replace(plan, chosen=Candidate(candidate.backend)), work)
+                    _wait(where)
+    if where != "cpu":
+        torch.cuda.empty_cache()  # the verifier's processes want the memory
 
 
 def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: Examine) -> None:
@@ -139,7 +141,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
     plan = planner.make_plan(problem, device)
     fitting = [candidate for candidate in plan.candidates if candidate.fits]
     try:
-        outcomes = examine(case(problem), [candidate.backend for candidate in fitting], where)
+        outcomes = examine(cases.of(problem, device.kind), [candidate.backend for candidate in fitting], where)
     except VerificationError as error:  # the verifier could not tell
         trial.failed |= {candidate.backend: str(error) for candidate in fitting}
         return
@@ -203,35 +205,6 @@ def _taken(candidate: Candidate, plan: Plan, trial: Trial) -> bool:
     return here.fits
 
 
-def case(problem: Problem) -> Case:
-    """The problem as a case of the verifier, with as many of its batch entries and heads as it can judge in a second.
-
-    What is launched there should be what is timed: of a few heads a backend may split the keys, or take other tiles.
-    The call is made again and again on it (the check "repeat"); but where the backend draws the dropout mask, once and
-    with few keys. What many heads do beside each other is seen where the whole problem is tried out.
-    """
-    found = Case.of(problem)
-    while _much(found) and found.batch > 1:
-        found = found.replace(batch=-(-found.batch // 2))
-    while _much(found) and found.heads_kv > _FEW:
-        found = found.replace(heads_kv=max(_FEW, found.heads_kv // 2))
-    found = found.replace(lengths=found.lengths[: found.batch] if found.lengths is not None else None)
-    return _showing(found) if found.unseeded else found.replace(check="repeat")
-
-
-def _much(case: Case) -> bool:
-    """Whether the verifier would take more than a second, for the work or for the numbers to draw."""
-    drawn = case.batch * case.heads_kv * case.seq_k * (case.dim_qk + case.dim_v)
-    return case.work > _MUCH or drawn > _DRAWN
-
-
-def _showing(case: Case) -> Case:
-    """``case`` with so few keys that its output shows which of them a backend dropped."""
-    keys = min(case.seq_k, case.dim_v)
-    lengths = None if case.lengths is None else tuple(min(length, keys) for length in case.lengths)
-    return case.replace(seq_k=keys, lengths=lengths)
-
-
 def _tried(
     backend: str, configs: Iterable[str], plan: Plan, work: Workload, reference: deviation.Reference, trial: Trial
 ) -> Iterator[_Entry]:
@@ -260,10 +233,14 @@ def _least(call: Callable[[], Any], device: str) -> float:
     while len(times) < _TRIES and sum(times) < _TRYING:
         start = time.perf_counter()
         call()
-        if device != "cpu":
-            torch.cuda.synchronize()
+        _wait(device)
         times.append((time.perf_counter() - start) * 1e3)
     return min(times)
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
