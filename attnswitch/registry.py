@@ -68,7 +68,7 @@ def load(name: str) -> Backend | str:
     if row is None and ":" in name:
         row = Row(name, name, "its name")
     if row is None:
-        raise InvalidProblem(f"backend {name!r} is not known; expected one of {', '.join(names())}")
+        raise InvalidProblem(f"backend {name!r} is not known; expected one of {', '.join(names())}, or None to choose")
     module, _, attribute = row.target.partition(":")
     try:
         backend = getattr(import_module(module), attribute)()

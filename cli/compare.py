@@ -54,7 +54,7 @@ def _show(found: list[Pair], broken: dict[int, list[str]], notes: list[str]) -> 
         before, after = (_value(pair, value) for value in pair.values)
         cells = (r.suite, r.row, r.direction, r.candidate, before, after)
         rows.add_row(*map(render.escape, cells), *_judged(pair, broken[index]))
-    render.console.print(rows)
+    render.whole(rows)
     for mean in _means(found):
         render.console.print(
             f"{mean['suite']} {mean['direction']}: {mean['candidate']} takes [bold]{mean['ratio']:.3f}[/] times as much"

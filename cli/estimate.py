@@ -78,9 +78,10 @@ def _show(found: Estimate) -> None:
     p = found.problem
     seen = f"; of the pairs {100 * found.visible:.3g} % are visible" if found.visible < 1 else ""
     beside = f"standard {_bytes(found.extra_standard)}, tiled {_bytes(found.extra_tiled)}"
+    whose = "" if found.device.shared_memory else ", as every GPU from compute capability 8.6 on has"
     lines = (
         f"tiled without a cache: {_bytes(found.tiled)} forward, in tiles of {found.queries} queries{seen}",
-        f"bound on any tiling with {_bytes(found.shared)} on the chip: {_bytes(found.sram)} (N²D²/M)",
+        f"bound on any tiling with {_bytes(found.shared)} on the chip{whose}: {_bytes(found.sram)} (N²D²/M)",
         f"memory beside operands and results: {beside}" + (" (backward included)" if p.grads else ""),
     )
     for line in lines:

@@ -71,7 +71,7 @@ def _show(found: list[Cost]) -> None:
             spread = f"{(cost.us_high - cost.us_low) / 2:.2g}"
             over = "" if cost.over is None else f"{cost.over:+.1f}"
             rows.add_row(cost.call, f"{cost.us:.1f}", spread, over, cost.beside or "")
-        render.console.print(rows)
+        render.whole(rows)
     render.console.print(
         "\n[dim]us: microseconds until the call returns, the median; ±: half of the range from the 20th to the 80th"
         " percentile; over: more than the same kernel through torch's own call in the same round, the median[/]",

@@ -34,10 +34,13 @@ __all__ = [
     "plan_json",
     "table",
     "verdict",
+    "whole",
     "write_json",
 ]
 
 
+#: Characters of a line that is as long as it wants to be.
+_UNBOUNDED = 10_000
 #: Characters that the matrix of checks may take: a wider one is for the HTML page.
 MATRIX = 100
 
@@ -81,6 +84,15 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
         whole = column in right or column in ("device", "backend", "dtype")
         made.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=whole)
     return made
+
+
+def whole(rows: Table) -> None:
+    """Print a table of short cells, each row on one line unless a terminal, or COLUMNS, says how wide that may be."""
+    if console.is_terminal or "COLUMNS" in os.environ:
+        console.print(rows)
+        return
+    needed = console.measure(rows, options=console.options.update(width=_UNBOUNDED)).maximum
+    _Console(highlight=False, width=max(needed, console.width)).print(rows)
 
 
 def plan(plan: planner.Plan) -> None:

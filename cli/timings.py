@@ -25,12 +25,12 @@ def show(records: list[Record], limits: Limits, stopped: str | None) -> None:
     for suite, found in groupby(records, key=lambda record: record.suite):
         rows = list(found)
         render.console.print(f"\n[bold]{render.escape(suite)}[/]")
-        render.console.print(_memory(rows) if rows[0].kind == "memory" else _speeds(rows))
+        render.whole(_memory(rows) if rows[0].kind == "memory" else _speeds(rows))
     _reasons(records)
     render.console.print(
         f"\n[dim]limits here: a {limits.dtype} matrix product of {limits.size} x {limits.size} {_flops(limits.tflops)},"
         f" a copy {limits.gbps:.4g} GB/s; ±: half of the range from the 20th to the 80th percentile; deviation: from"
-        " the answer in a wider type, relative[/]",
+        " the answer in a wider type (without dropout, where there is any), relative[/]",
         soft_wrap=True,
     )
     for mean in means(records):

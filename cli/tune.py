@@ -194,7 +194,7 @@ class _Output:
                 rows.add_row(render.escape(label), *cells)
                 label = ""
         if self.tuned:
-            render.console.print(rows)
+            render.whole(rows)
         for tuned in self.tuned:
             for verdict in tuned.trial.wrong:
                 text = f"{verdict.backend} on {tuned.problem}: {verdict.why}"

@@ -28,6 +28,9 @@ app = typer.Typer(
 )
 
 
+_NOTHING = "nothing was measured yet: `attnswitch tune` does"
+
+
 @app.command("show")
 def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show the times and the mismatches that hold here, and why the other lines do not."""
@@ -57,23 +60,29 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
         word = "not used" if damage.other else "damaged, not used"
         render.console.print(f"[yellow]{word}[/] {render.escape(str(damage))}", soft_wrap=True)
     if not contents.records:
-        render.console.print("nothing was measured yet: `attnswitch tune` does", soft_wrap=True)
+        render.console.print(_NOTHING, soft_wrap=True)
 
 
 @app.command("export")
 def export(
     file: Annotated[
-        Path, typer.Argument(help="Written, with a head that says how much it holds; - for standard output.")
+        Path,
+        typer.Argument(help="Written, with a head that says how much it holds; - for standard output.", dir_okay=False),
     ],
 ) -> None:
     """Write what holds on this machine to FILE, for `import` on one like it."""
     _, contents = _read()
     records, unused = exchange.held(contents.records, Device.all())
-    _print_counted("left out", unused, _written(records, file))
+    told = _written(records, file)
+    _print_counted("left out", unused, told)
+    if not contents.records:
+        told.print(_NOTHING, soft_wrap=True)
 
 
 @app.command("import")
-def import_(file: Annotated[Path, typer.Argument(help="A file of `export` or `merge`.", exists=True)]) -> None:
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file of `export` or `merge`.", exists=True, dir_okay=False)],
+) -> None:
     """Add FILE to the store: all of it, or nothing if a line is damaged or was not measured on a machine like this."""
     count = exchange.adopt(file, Device.all())
     render.console.print(f"{render.counted(count, 'line')} taken", soft_wrap=True)
@@ -81,8 +90,8 @@ def import_(file: Annotated[Path, typer.Argument(help="A file of `export` or `me
 
 @app.command("merge")
 def merge(
-    into: Annotated[Path, typer.Argument(help="Written; - for standard output.")],
-    files: Annotated[list[Path], typer.Argument(help="Files of `export` or `merge`.", exists=True)],
+    into: Annotated[Path, typer.Argument(help="Written; - for standard output.", dir_okay=False)],
+    files: Annotated[list[Path], typer.Argument(help="Files of `export` or `merge`.", exists=True, dir_okay=False)],
 ) -> None:
     """Write INTO from several FILES, of any machines; of what is in more than one, the newest."""
     records = exchange.newest([record for file in files for record in exchange.read(file)])
@@ -182,7 +191,7 @@ def _print_times(held: list[Record]) -> None:
             cells = [f"[green]{name}[/]" if time is chosen else name, f"{time.ms:.4g}", spread, time.date[:10]]
             rows.add_row(*map(render.escape, label), *cells)
     if times:
-        render.console.print(rows)
+        render.whole(rows)
 
 
 def _plain(record: Record) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _ON_CPU = 2
 
 
 def of(problem: Problem, kind: str) -> Case:
-    """The case of ``problem`` on a device of ``kind``, which the verifier judges in seconds unless one head is too much.
+    """The case of ``problem`` on a device of ``kind``, which takes the verifier seconds, unless one head is much.
 
     The call is made again and again on it (the check "repeat"); but where the backend draws the dropout mask, once and
     with few keys. What many heads do beside each other is seen where the whole problem is tried out.

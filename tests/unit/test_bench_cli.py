@@ -49,6 +49,14 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return call
 
 
+def test_a_row_is_a_line_where_no_terminal_is(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    name = "b1.h2.s16x24.d8.fp32.causal-br.window=12,0.lse"
+    ran = cli(*HERE, "--problem", name, "--direction", "forward", "--backend", "tiled", "--peer", "none")
+    row = next(line for line in ran.out.splitlines() if name in line)
+    assert [word in row for word in ("forward", "tiled", "GFLOP/s", "%")] == [True] * 4
+
+
 def test_the_quick_suite(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "build" / "bench.json"
     ran = cli(*HERE, "quick", "--json", str(path))

@@ -122,6 +122,18 @@ def test_an_export_has_what_holds_here_and_is_taken_where_it_was_made(cli: Cli) 
     assert (ran.code, "2 lines taken" in ran.out) == (0, True)
 
 
+def test_an_export_of_nothing_is_told(cli: Cli) -> None:
+    ran = cli("export", "out.jsonl")
+    assert (ran.code, "0 lines written" in ran.out, "nothing was measured yet" in ran.out) == (0, True, True)
+
+
+@pytest.mark.parametrize("arguments", [("export", "."), ("import", "."), ("merge", ".", "in"), ("merge", "out", ".")])
+def test_a_folder_is_no_file(arguments: tuple[str, ...], cli: Cli) -> None:
+    Path("in").touch()
+    ran = cli(*arguments)
+    assert (ran.code, "'.' is a directory" in ran.out) == (2, True)
+
+
 def test_an_export_to_standard_output(cli: Cli, tmp_path: Path) -> None:
     view.remember([time(1.0), STALE])
     cli("export", "out.jsonl")
