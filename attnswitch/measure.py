@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["Budget", "Clock", "Limits", "Timing", "current", "limits", "measure"]
+__all__ = ["Budget", "Clock", "Limits", "Timing", "current", "limits", "measure", "wait"]
 
 #: One run of something; what it returns is dropped.
 Call = Callable[[], object]
@@ -270,6 +270,14 @@ def current(device: str) -> Iterator[None]:
 
     with torch.cuda.device(device):
         yield
+
+
+def wait(device: str) -> None:
+    """Until ``device``, if it is the current GPU, has done what it was given."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def limits(device: str, budget: Budget | None = None) -> Limits:

@@ -29,7 +29,7 @@ from attnswitch.bench import workload
 from attnswitch.bench.suites import ad_hoc
 from attnswitch.bench.workload import Workload
 from attnswitch.errors import InvalidProblem
-from attnswitch.measure import current
+from attnswitch.measure import current, wait
 from attnswitch.planner import Plan
 from attnswitch.problem import Problem
 
@@ -169,8 +169,7 @@ def _one_thread() -> Iterator[None]:
 def _batch(call: Callable[[], Any], device: str) -> float:
     for _ in repeat(None, _UNCOUNTED):
         call()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    wait(device)
     start = time.perf_counter()
     for _ in repeat(None, CALLS):
         call()

@@ -1,4 +1,4 @@
-"""The tensors of one row in one direction, and the keywords of the call."""
+"""The tensors of a problem, such as that of a row in one direction, and the keywords of the call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
 from attnswitch.problem import Problem
 
-__all__ = ["SEED", "Workload", "asked", "make", "padding"]
+__all__ = ["SEED", "Workload", "asked", "make", "of", "padding"]
 
 #: Of the tensors, and of dropout where the problem has a seed.
 SEED = 20251120
@@ -67,7 +67,11 @@ def asked(row: Row, direction: Direction) -> Problem:
 
 def make(row: Row, direction: Direction, device: str) -> Workload:
     """The tensors of ``row``, of the problem that is ``asked``."""
-    p = asked(row, direction)
+    return of(asked(row, direction), device, row.lengths)
+
+
+def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workload:
+    """The tensors of ``p``, contiguous and finite; ``lengths`` are its own, or those of its padding mask."""
     dtype = getattr(torch, p.dtype)
     generator = torch.Generator(device).manual_seed(SEED)
 
@@ -82,16 +86,16 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
     if p.mask is not None and p.mask_shape is not None:
         if not p.mask.is_bool:
             mask = normal(*p.mask_shape, of=getattr(torch, p.mask.dtype), letter="m")
-        elif row.lengths is not None and not p.key_lengths:
-            mask = padding(torch.tensor(row.lengths, device=device), p.seq_k).expand(p.mask_shape).contiguous()
+        elif lengths is not None and not p.key_lengths:
+            mask = padding(torch.tensor(lengths, device=device), p.seq_k).expand(p.mask_shape).contiguous()
         else:
             mask = torch.rand(p.mask_shape, device=device, generator=generator) < _VISIBLE
-    lengths = None
+    key_lengths = None
     if p.key_lengths:  # without lengths of its own: evenly spread, the first sequence whole
         spread = [p.seq_k * (p.batch - b) // p.batch for b in range(p.batch)]
-        lengths = torch.tensor(row.lengths or spread, device=device, dtype=torch.int32)
+        key_lengths = torch.tensor(lengths or spread, device=device, dtype=torch.int32)
     grad_out = normal(p.batch, p.heads_q, p.seq_q, p.dim_v) if p.grads else None
-    return Workload(p, device, query, key, value, mask, lengths, grad_out)
+    return Workload(p, device, query, key, value, mask, key_lengths, grad_out)
 
 
 def padding(lengths: torch.Tensor, seq_k: int) -> torch.Tensor:

@@ -109,7 +109,7 @@ class _Verifiers:
             found[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
         for future in as_completed(found):
             if future.exception() is None:
-                trial.build(trial.plainly(found[future]), self._where, future.result())
+                trial.build(found[future], self._where, future.result())
         by_problem = {problem: future for future, problem in found.items()}
         return [by_problem[problem] for problem in problems]
 

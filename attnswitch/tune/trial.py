@@ -20,12 +20,10 @@ import torch
 
 from attnswitch import choice, planner, recording, registry
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.record import Direction
-from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.device import Device
 from attnswitch.errors import VerificationError
-from attnswitch.measure import Budget, Timing, current, measure
+from attnswitch.measure import Budget, Timing, current, measure, wait
 from attnswitch.planner import Candidate, Plan
 from attnswitch.policy import Policy
 from attnswitch.problem import CONTIGUOUS, Problem
@@ -119,18 +117,19 @@ def build(problem: Problem, where: str, outcomes: Iterable[Outcome]) -> None:
 
     What fails here fails again there, and is told there.
     """
+    problem = plainly(problem)
     right = {outcome.backend for outcome in outcomes if outcome.verdict == "verified"}
     building = [name for name in right if getattr(registry.load(name), "builds_per_shape", False)]
     if not building or problem.is_empty:
         return
     with current(where), contextlib.suppress(Exception):
-        work = workload.make(Row("tune", str(problem), problem, (), ()), _direction(problem), where)
+        work = workload.of(problem, where)
         plan = _lying(work)
         for candidate in plan.candidates:
             if candidate.backend in building and candidate.trusted:
                 with contextlib.suppress(Exception):
                     _whole(replace(plan, chosen=Candidate(candidate.backend)), work)
-                    _wait(where)
+                    wait(where)
     if where != "cpu":
         torch.cuda.empty_cache()  # the verifier's processes want the memory
 
@@ -148,8 +147,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
     right = [c for c, outcome in zip(fitting, outcomes, strict=True) if _verified(c, outcome, trial)]
     with current(where):
         try:
-            row = Row("tune", str(problem), problem, (), ())
-            work = workload.make(row, _direction(problem), where)
+            work = workload.of(problem, where)
             reference = deviation.make(work)
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
             trial.failed |= {candidate.backend: _first_line(error) for candidate in right}
@@ -186,10 +184,6 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
         )
         return False
     return True
-
-
-def _direction(problem: Problem) -> Direction:
-    return "backward" if problem.grads else "forward"
 
 
 def _lying(work: Workload) -> Plan:
@@ -233,14 +227,9 @@ def _least(call: Callable[[], Any], device: str) -> float:
     while len(times) < _TRIES and sum(times) < _TRYING:
         start = time.perf_counter()
         call()
-        _wait(device)
+        wait(device)
         times.append((time.perf_counter() - start) * 1e3)
     return min(times)
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:

@@ -50,11 +50,11 @@ def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) 
     if visible is not None:
         mask = mask.masked_fill(~visible, -torch.inf)
     top = mask.detach().amax(-1)
-    if _known(top.abs() <= SATURATED):
-        return Hiding(mask if dtype is None else mask.to(dtype))
-    alive = top != -torch.inf
-    shift = torch.where(alive & (top.abs() > SATURATED), top, 0.0)
-    mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
+    alive = shift = None
+    if not _known(top.abs() <= SATURATED):
+        alive = top != -torch.inf
+        shift = torch.where(alive & (top.abs() > SATURATED), top, 0.0)
+        mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
     return Hiding(mask if dtype is None else mask.to(dtype), alive=alive, shift=shift)
 
 
