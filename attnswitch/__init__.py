@@ -6,9 +6,8 @@ Importing this package imports no array library: arrays are recognised by the li
 """
 
 from attnswitch.api import attention, attention_backward, scaled_dot_product_attention
-from attnswitch.backend import Gradients
+from attnswitch.call.recording import record
 from attnswitch.choice import backends, explain, plan
-from attnswitch.device import Device
 from attnswitch.errors import (
     AttnswitchError,
     BackendUnavailable,
@@ -17,10 +16,11 @@ from attnswitch.errors import (
     Unsupported,
     VerificationError,
 )
-from attnswitch.planner import Candidate, Plan
-from attnswitch.policy import Policy, using
+from attnswitch.machine.backend import Gradients
+from attnswitch.machine.device import Device
+from attnswitch.planning.planner import Candidate, Plan
+from attnswitch.planning.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
-from attnswitch.recording import record
 
 __all__ = [
     "AttnswitchError",

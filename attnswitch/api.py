@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnswitch import call as calls
-from attnswitch import planner, recording
 from attnswitch.arrays import Array
-from attnswitch.backend import Gradients, native
-from attnswitch.call import Call
+from attnswitch.call import call as calls
+from attnswitch.call import recording
+from attnswitch.call.call import Call
 from attnswitch.choice import plan_of
 from attnswitch.errors import InvalidProblem
-from attnswitch.options import Options
-from attnswitch.options import of as options_of
-from attnswitch.options import of_few as options_of_few
-from attnswitch.planner import Plan
-from attnswitch.policy import Policy, effective
+from attnswitch.machine.backend import Gradients
+from attnswitch.planning import planner
+from attnswitch.planning.planner import Plan
+from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Alignment, Problem, Window
+from attnswitch.problem.options import Options
+from attnswitch.problem.options import of as options_of
+from attnswitch.problem.options import of_few as options_of_few
 
 __all__ = ["attention", "attention_backward", "run_plan", "scaled_dot_product_attention"]
 
@@ -95,7 +96,7 @@ def attention(
         and (scale is None or type(scale) is float)
         and layout == "BHLD"
         and causal_alignment == "top_left"
-        and (hot := sys.modules.get("attnswitch.hot")) is not None
+        and (hot := sys.modules.get("attnswitch.call.hot")) is not None
     ):
         options = options_of_few(is_causal, scale)
         found = hot.attend(query, key, value, attn_mask, options, backend, policy)
@@ -121,7 +122,7 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     """Output and lse; ``rest`` are the options in the order of ``options.of``."""
     options = options_of(*rest)
-    if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
+    if key_lengths is None and (hot := sys.modules.get("attnswitch.call.hot")) is not None:
         found = hot.attend(query, key, value, attn_mask, options, backend, policy)
         if found is not None:
             return found  # type: ignore[no-any-return]
@@ -143,7 +144,7 @@ def _by_every_step(
     call = calls.read(query, key, value, attn_mask, key_lengths, options)
     recording.note(call.problem)
     if call.library == "torch":
-        importlib.import_module("attnswitch.hot")  # for the next one
+        importlib.import_module("attnswitch.call.hot")  # for the next one
     return _run(call, plan_of(call, backend, policy))
 
 
@@ -233,7 +234,7 @@ def attention_backward(
     call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
     recording.note(call.problem)
     chosen, kernel = planner.compiled(plan_of(call, backend, policy))
-    library = native(chosen, call.library)
+    library = chosen.native(call.library)
     inputs = call.to_backend(library)
     shape = (call.problem.batch, call.problem.heads_q, call.problem.seq_q)
     gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), library)
@@ -264,7 +265,7 @@ def run_plan(
     p = plan.problem
     options = _of_plan(plan, layout) if seed is None and type(layout) is str else _of_plan_with(plan, layout, seed)
     found = None
-    if key_lengths is None and (hot := sys.modules.get("attnswitch.hot")) is not None:
+    if key_lengths is None and (hot := sys.modules.get("attnswitch.call.hot")) is not None:
         found = hot.attend(query, key, value, attn_mask, options, plan.backend, Policy.ESTIMATE, plan)
     if found is None:
         call = calls.read(query, key, value, attn_mask, key_lengths, options)
@@ -303,11 +304,11 @@ def _of_plan(plan: Plan, layout: str) -> Options:
 def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
     """Output and lse in the caller's library and layout, differentiable where torch asks for it."""
     backend, kernel = planner.compiled(plan)
-    if call.problem.dropout and call.inputs.seed is None and getattr(backend, "wants_seed", False):
+    if call.problem.dropout and call.inputs.seed is None and backend.wants_seed:
         call = calls.with_drawn_seed(call)
-    library = native(backend, call.library)
+    library = backend.native(call.library)
     if call.problem.grads and not backend.autograd:
-        from attnswitch import torch_op
+        from attnswitch.call import torch_op
 
         out, lse = torch_op.differentiable(call, kernel, library)
         return (calls.swap_heads(out) if call.layout == "BLHD" else out), lse

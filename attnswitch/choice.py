@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from attnswitch import call as calls
-from attnswitch import planner, registry
 from attnswitch.arrays import Array
-from attnswitch.call import Call
-from attnswitch.device import Device
+from attnswitch.call import call as calls
+from attnswitch.call.call import Call
 from attnswitch.errors import InvalidProblem
-from attnswitch.options import Options
-from attnswitch.planner import Plan
-from attnswitch.policy import Policy, effective
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.planning import planner
+from attnswitch.planning.planner import Plan
+from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Problem
+from attnswitch.problem.options import Options
 
 __all__ = ["backends", "explain", "plan", "plan_of"]
 
@@ -110,8 +112,8 @@ def backends() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in registry.names():
         backend = registry.load(name)
-        if isinstance(backend, str):
-            found[name] = backend
+        if isinstance(backend, Missing):
+            found[name] = backend.reason
             continue
         try:
             found[name] = backend.unavailable()

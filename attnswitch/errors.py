@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnswitch.planner import Plan
+    from attnswitch.planning.planner import Plan
 
 __all__ = [
     "AttnswitchError",

@@ -1,4 +1,4 @@
-"""The backends. None imports another; the dispatcher reaches each through the row it has in ``attnswitch.registry``."""
+"""The backends. None imports another; each is reached through its row in ``attnswitch.machine.registry``."""
 
 from __future__ import annotations
 

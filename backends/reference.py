@@ -15,38 +15,27 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from attnswitch.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
-from attnswitch.device import Device
-from attnswitch.philox import keep_mask
+from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
+from attnswitch.problem.philox import keep_mask
 
 Float = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """The executable specification: every feature, any size that fits in memory, no speed."""
 
     name: ClassVar[str] = "reference"
     library: ClassVar[str] = "numpy"
-    autograd: ClassVar[bool] = False
 
-    def unavailable(self) -> str | None:
-        """Never: NumPy is a dependency."""
-        return None
-
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
-        reasons = []
         if device.kind != "cpu":
-            reasons.append(f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()")
+            yield f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()"
         if problem.dropout and not problem.seeded:
-            reasons.append(f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed")
-        return tuple(reasons)
-
-    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
-        """One: there is nothing to choose."""
-        yield Config()
+            yield f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed"
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """float64 throughout, whatever the storage type."""
@@ -71,8 +60,8 @@ class _Head:
     lse: Float
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceKernel:
+@dataclass(frozen=True)
+class ReferenceKernel(Kernel):
     """Loops over batch and heads; each head is the formula."""
 
     problem: Problem
@@ -187,6 +176,3 @@ def _product(weights: Float, rows: Float, visible: Bool) -> Float:
         seen = visible[i]
         out[i] = weights[i, seen] @ rows[seen]
     return out
-
-
-_: type[Backend] = ReferenceBackend

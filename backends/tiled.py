@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from attnswitch.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
-from attnswitch.device import Device
-from attnswitch.philox import keep_mask
+from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
+from attnswitch.problem.philox import keep_mask
 
 #: NumPy arrays; their operators are typed too loosely to say more.
 Array = Any
@@ -37,25 +37,18 @@ class TiledConfig(Config):
         return f"{self.block_q}x{self.block_k}"
 
 
-class TiledBackend:
+class TiledBackend(Backend):
     """Every feature in float32 (float64 for float64) with memory linear in the sequence length."""
 
     name: ClassVar[str] = "tiled"
     library: ClassVar[str] = "numpy"
-    autograd: ClassVar[bool] = False
 
-    def unavailable(self) -> str | None:
-        """Never: NumPy is a dependency."""
-        return None
-
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
-        reasons = []
         if device.kind != "cpu":
-            reasons.append(f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()")
+            yield f"it runs on the CPU only, and the arrays are on {device.kind}; move them with .cpu()"
         if problem.dropout and not problem.seeded:
-            reasons.append(f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed")
-        return tuple(reasons)
+            yield f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed"
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TiledConfig]:
         """Square tiles first; taller ones save passes over the keys where there are many queries."""
@@ -82,8 +75,8 @@ class _Tile(NamedTuple):
     tanh: Array | None
 
 
-@dataclass(frozen=True, slots=True)
-class TiledKernel:
+@dataclass(frozen=True)
+class TiledKernel(Kernel):
     """Loops over query tiles, and within each over the key tiles that it can see."""
 
     problem: Problem
@@ -336,6 +329,3 @@ def _product(weights: Array, rows: Array, visible: Bool | None) -> Array:
     terms = np.where(visible[..., None], weights[..., None] * rows[..., None, :, :], 0)
     product: Array = terms.sum(axis=-2)
     return product
-
-
-_: type[Backend] = TiledBackend

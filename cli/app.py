@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from attnswitch import finite, policy, recording
+from attnswitch.call import finite, recording
 from attnswitch.errors import AttnswitchError
+from attnswitch.planning import policy
 
 from . import backends, benches, estimate, explain, replay, tune, verify, wisdom
 from .render import error

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import attnswitch
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 
 from . import render
 

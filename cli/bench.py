@@ -16,7 +16,7 @@ from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.bench.table import to_csv
 from attnswitch.errors import InvalidProblem
-from attnswitch.measure import Budget, Limits, limits
+from attnswitch.machine.measure import Budget, Limits, limits
 from attnswitch.verify.session.environment import environment
 
 from . import files, render, timings

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from attnswitch import estimate as estimates
-from attnswitch.device import Device
+from attnswitch.bench import estimate as estimates
+from attnswitch.bench.estimate import Direction, Estimate, Peak
 from attnswitch.errors import InvalidProblem
-from attnswitch.estimate import Direction, Estimate, Peak
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import render
@@ -49,7 +49,7 @@ def estimate(
 
 
 def _measured(name: str) -> Peak:
-    from attnswitch.measure import limits  # torch is slow to import
+    from attnswitch.machine.measure import limits  # torch is slow to import
 
     try:
         best = limits(name)

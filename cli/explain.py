@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import attnswitch
-from attnswitch.policy import Policy
+from attnswitch.planning.policy import Policy
 
 from . import render
 

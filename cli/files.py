@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from attnswitch import durable
+from attnswitch import files as durable
 from attnswitch.errors import InvalidProblem
 
 __all__ = ["at_the_end", "check", "is_standard", "write"]

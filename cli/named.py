@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from attnswitch import registry
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 from attnswitch.verify.outcome import AUTO
 
 __all__ = ["first", "named", "present", "reach"]
@@ -41,7 +42,7 @@ def named(name: str) -> str:
         raise InvalidProblem(f"backend {name!r} is not known; expected one of {expected}")
     reach(name)
     loaded = registry.load(name)
-    if isinstance(loaded, str):
+    if isinstance(loaded, Missing):
         raise InvalidProblem(f"backend {name!r} is a target, and {loaded}")
     return name
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnswitch import planner
+from attnswitch.planning import planner
 from attnswitch.verify.report import facts
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Found, Report, Tally

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from attnswitch.bench.document import means, regrets
 from attnswitch.bench.record import Record
-from attnswitch.measure import Limits
+from attnswitch.machine.measure import Limits
 
 from . import render
 

@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.measure import Budget
+from attnswitch.machine.measure import Budget
 from attnswitch.problem import Problem
 from attnswitch.verify.session.environment import environment
 from attnswitch.wisdom import store

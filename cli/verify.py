@@ -11,8 +11,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import attnswitch
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
 from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.report import EventLog, facts, file_name, to_html, to_json, to_junit, to_markdown, to_pytest

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom.classes import covers, speed_class

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnswitch import call as calls
-from attnswitch import planner, registry
+from attnswitch.call import call as calls
+from attnswitch.machine import registry
+from attnswitch.planning import planner
 from attnswitch.wisdom import view
 
 sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
@@ -51,7 +52,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], N
 @pytest.fixture
 def nothing_before() -> Iterator[None]:
     """No call is like one before."""
-    forget: Callable[[], None] = importlib.import_module("attnswitch.hot").forget
+    forget: Callable[[], None] = importlib.import_module("attnswitch.call.hot").forget
     forget()
     yield
     forget()

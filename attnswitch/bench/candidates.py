@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 import attnswitch
-from attnswitch import registry
 from attnswitch.bench.record import Status
 from attnswitch.bench.workload import Workload
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 
 __all__ = ["AUTO", "Attend", "Refused", "configs", "of_backend", "with_configs"]
@@ -47,8 +48,8 @@ def with_configs(names: tuple[str, ...], parts: tuple[str, ...], problem: Proble
 
 def configs(name: str, problem: Problem, device: Device) -> Iterator[str]:
     """The configs of a backend or target by text, its own choice first; none where it does not take ``problem``."""
-    loaded: Any = registry.load(name) if name in registry.names() or ":" in name else ""
-    if not isinstance(loaded, str) and not loaded.supports(problem, device):
+    loaded = registry.load(name) if name in registry.names() or ":" in name else Missing("")
+    if not isinstance(loaded, Missing) and not loaded.supports(problem, device):
         yield from map(str, loaded.configs(problem, device))
 
 

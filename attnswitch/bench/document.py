@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from attnswitch.bench.record import Record
-from attnswitch.measure import Budget, Limits
+from attnswitch.machine.measure import Budget, Limits
 
 __all__ = ["SCHEMA", "means", "ratios", "regrets", "to_json"]
 

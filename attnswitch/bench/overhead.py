@@ -23,14 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnswitch
-from attnswitch import registry
-from attnswitch.backend import native
 from attnswitch.bench import workload
 from attnswitch.bench.suites import ad_hoc
 from attnswitch.bench.workload import Workload
 from attnswitch.errors import InvalidProblem
-from attnswitch.measure import current, wait
-from attnswitch.planner import Plan
+from attnswitch.machine import registry
+from attnswitch.machine.measure import current, wait
+from attnswitch.planning.planner import Plan
 from attnswitch.problem import Problem
 
 __all__ = ["AUTO", "PLAN", "TORCH", "Cost", "costs", "problems", "to_json"]
@@ -136,7 +135,7 @@ def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _taking(plan: Plan) -> list[str]:
     """The backends that take the problem, as torch's tensors."""
     names = [candidate.backend for candidate in plan.candidates if candidate.fits]
-    return [name for name in names if native(registry.load(name), "torch") == "torch"]  # type: ignore[arg-type]
+    return [name for name in names if registry.loaded(name).native("torch") == "torch"]
 
 
 def _timed(

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnswitch import cost
 from attnswitch.bench.compare import records
 from attnswitch.bench.record import PASSES, Record
 from attnswitch.errors import AttnswitchError, InvalidProblem
-from attnswitch.problem import Problem
+from attnswitch.problem import Problem, cost
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -23,7 +23,7 @@ class Record:
     """One candidate on one row; what was not measured is None.
 
     ``ms``, ``ms_low``, ``ms_high``: median, 20th and 80th percentile of ``runs`` runs; ``host_ms``: what launching
-    takes the host. ``tflops`` by the convention of ``attnswitch.cost``, ``gbps`` of key and value read. ``percent`` of
+    takes the host. ``tflops`` by the convention of ``problem.cost``, ``gbps`` of key and value read. ``percent`` of
     the limit measured in the same run: of the matrix product, or of the copy. ``memory``: peak bytes beyond the
     operands, on a GPU. ``deviation``: the largest ||result - reference|| / ||reference|| of a head in the slice that
     ``against`` names; None where there is nothing to compare with. ``why``: the reason, or the error, if it was not

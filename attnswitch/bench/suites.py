@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, get_args
 
-from attnswitch import registry
 from attnswitch.bench.record import Direction, Kind
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
 from attnswitch.problem import CONTIGUOUS, Problem
 
 __all__ = ["Row", "Suite", "ad_hoc", "suites"]

@@ -15,8 +15,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from attnswitch import api, registry
+from attnswitch import api
 from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.machine import registry
 
 __all__ = ["register"]
 

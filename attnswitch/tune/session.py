@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
 
-from attnswitch import planner
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 from attnswitch.problem import Problem
 from attnswitch.tune import cases, trial
 from attnswitch.tune.trial import Effort, Trial

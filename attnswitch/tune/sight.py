@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from attnswitch.measure import Budget
-from attnswitch.planner import Plan
+from attnswitch.machine.measure import Budget
+from attnswitch.planning.planner import Plan
 from attnswitch.problem import Problem
 from attnswitch.tune import trial
 from attnswitch.tune.trial import Effort

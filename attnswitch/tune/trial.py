@@ -18,23 +18,26 @@ from typing import Any
 
 import torch
 
-from attnswitch import choice, planner, recording, registry
+from attnswitch import choice
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.workload import Workload
-from attnswitch.device import Device
+from attnswitch.call import recording
 from attnswitch.errors import VerificationError
-from attnswitch.measure import Budget, Timing, current, measure, wait
-from attnswitch.planner import Candidate, Plan
-from attnswitch.policy import Policy
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.measure import Budget, Timing, current, measure, wait
+from attnswitch.planning import planner
+from attnswitch.planning.planner import Candidate, Plan
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import CONTIGUOUS, Problem
 from attnswitch.tune import cases
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
+from attnswitch.verify.session.verdicts import of_outcome
 from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import HOPELESS
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
-from attnswitch.wisdom.verdicts import of_outcome
 
 __all__ = ["Effort", "Examine", "Trial", "build", "plainly", "run"]
 
@@ -119,7 +122,7 @@ def build(problem: Problem, where: str, outcomes: Iterable[Outcome]) -> None:
     """
     problem = plainly(problem)
     right = {outcome.backend for outcome in outcomes if outcome.verdict == "verified"}
-    building = [name for name in right if getattr(registry.load(name), "builds_per_shape", False)]
+    building = [name for name in right if registry.loaded(name).builds_per_shape]
     if not building or problem.is_empty:
         return
     with current(where), contextlib.suppress(Exception):

@@ -1,7 +1,8 @@
 """Backends that run on the CPU under an emulation only, for checking: the environment variables that it takes.
 
-A backend says so by its class attribute ``emulation`` (``attnswitch.backend``). Libraries read such variables once, as
-they are imported: worker processes get them from the start, this process only while the library is not there yet.
+A backend says so by its class attribute ``emulation`` (``attnswitch.machine.backend``). Libraries read such variables
+once, as they are imported: worker processes get them from the start, this process only while the library is not there
+yet.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 
-from attnswitch import registry
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
+from attnswitch.machine.registry import Missing
 from attnswitch.verify.launch.unguarded import forget
 
 __all__ = ["begin", "fact", "text", "variables"]
@@ -24,8 +26,8 @@ def variables(backends: Iterable[str], device: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in backends if device == "cpu" else ():
-        backend = registry.load(name) if ":" in name or name in registry.names() else None
-        for variable, value in (getattr(backend, "emulation", None) or {}).items():
+        backend = registry.load(name) if ":" in name or name in registry.names() else Missing("")
+        for variable, value in ({} if isinstance(backend, Missing) else backend.emulation).items():
             if found.setdefault(variable, value) != value:
                 raise InvalidProblem(
                     f"{variable} would have to be {found[variable]!r} and {value!r} for {', '.join(backends)} to be"

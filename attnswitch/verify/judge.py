@@ -6,11 +6,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from attnswitch import recording, registry
-from attnswitch.backend import native
-from attnswitch.device import Device
+from attnswitch.call import recording
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
-from attnswitch.planner import FAILED, Plan, make_plan
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.planning.planner import FAILED, Plan, make_plan
 from attnswitch.verify.checks import ALWAYS, Check, named
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import Returned, call, expected, finite_check, malformed, place_operands
@@ -131,10 +132,10 @@ def _not_run(plan: Plan, case: Case, backend: str, device: str) -> Outcome:
 
 def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None:
     """Known bytes around the results, in the memory of the library that will allocate them."""
-    chosen = registry.load(backend) if backend else ""
+    chosen = registry.load(backend) if backend else Missing("")
     if case.work > _SURROUNDED:
         return None
-    library = case.library if isinstance(chosen, str) else native(chosen, case.library)
+    library = case.library if isinstance(chosen, Missing) else chosen.native(case.library)
     return Neighbours(expected(case), library, device)
 
 

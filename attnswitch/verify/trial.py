@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from attnswitch import registry
 from attnswitch.arrays import Array
-from attnswitch.backend import Config, Precision
-from attnswitch.device import Device
 from attnswitch.errors import BackendUnavailable, Unsupported
-from attnswitch.planner import make_plan
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Config, Precision
+from attnswitch.machine.device import Device
+from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import operands
 from attnswitch.verify.launch.call import (
@@ -125,8 +125,7 @@ class Trial:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        backend = registry.load(self.chosen)
-        assert not isinstance(backend, str)
+        backend = registry.loaded(self.chosen)
         return backend
 
     @functools.cached_property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from attnswitch.cost import kv_bytes
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
+from attnswitch.problem.cost import kv_bytes
 
 __all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "TILE", "covers", "doublings", "speed_class", "weight"]
 

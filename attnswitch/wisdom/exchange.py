@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from attnswitch import durable
-from attnswitch.device import Device
+from attnswitch import files as durable
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 from attnswitch.wisdom import store, view
 from attnswitch.wisdom.classes import speed_class
 from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
@@ -98,8 +99,8 @@ def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | N
     if device is None:
         return f"it was measured on {record.signature.device}, which is not in this machine"
     signature = sign(record.backend, device)
-    if isinstance(signature, str):
-        return signature
+    if isinstance(signature, Missing):
+        return signature.reason
     return None if record in among.standing(record.backend, device) else record.signature.differs(signature)
 
 

@@ -12,9 +12,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from attnswitch import cost
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import Problem
+from attnswitch.problem import Problem, cost
 from attnswitch.wisdom.signature import Signature
 
 __all__ = ["SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attnswitch import registry
-from attnswitch.device import Device
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 
 __all__ = ["Signature", "machine", "sign"]
 
@@ -30,7 +32,8 @@ _OF_GPUS = ("cuda", "cudnn", "driver", "cupy", "triton")
 #: Home of the built-in backends: a file in it is a backend by itself.
 _HOME = "attnswitch.backends"
 #: What its kernels compute with outside their folders.
-_SHARED = tuple(Path(registry.__file__).with_name(name) for name in ("arithmetic.py", "philox.py"))
+_SHARED = (Path(registry.__file__).parents[1] / "problem/philox.py",)
+_OWN = "attnswitch.backends.own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +66,18 @@ def machine(device: Device) -> str:
     return f"{device}, {device.sms} SMs"
 
 
-def sign(name: str, device: Device) -> Signature | str:
-    """The signature of backend ``name`` on ``device`` as both are here; else the sentence that says why there is none.
+def sign(name: str, device: Device) -> Signature | Missing:
+    """The signature of backend ``name`` on ``device`` as both are here; else why there is none.
 
     Never raises for a backend that is broken or unknown.
     """
     try:
         backend = registry.load(name)
     except InvalidProblem:
-        return f"backend {name!r} is not known here"
-    if isinstance(backend, str):
-        return f"backend {name!r} cannot be loaded here: {backend}"
-    libraries = dict.fromkeys((backend.library, *getattr(backend, "libraries", ())))
+        return Missing(f"backend {name!r} is not known here")
+    if isinstance(backend, Missing):
+        return Missing(f"backend {name!r} cannot be loaded here: {backend}")
+    libraries = dict.fromkeys((backend.library, *backend.libraries))
     packages = [package for library in libraries for package in _PACKAGES.get(library, ())]
     versions = {package: found for package in packages if (found := _version(package)) is not None}
     versions |= dict(device.versions) if set(libraries) != {"numpy"} else {}
@@ -102,7 +105,15 @@ def _source(backend: Any) -> str:
         return "none"
     package = module.rpartition(".")[0]
     place = Path(file) if package in ("", _HOME) else Path(file).parent
-    return _hash(place, *(_SHARED if f"{package}.".startswith(f"{_HOME}.") else ()))
+    return _hash(place, *(_shared() if f"{package}.".startswith(f"{_HOME}.") else ()))
+
+
+@functools.cache
+def _shared() -> tuple[Path, ...]:
+    spec = importlib.util.find_spec(_OWN)
+    assert spec is not None
+    assert spec.origin is not None
+    return (*_SHARED, Path(spec.origin).parent)
 
 
 @functools.cache

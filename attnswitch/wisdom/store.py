@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attnswitch import durable
+from attnswitch import files as durable
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from attnswitch import planner
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.planning import planner
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
 from attnswitch.wisdom.classes import HOPELESS, NEAR, NEIGHBOURS, covers, doublings, speed_class, weight
@@ -65,7 +66,7 @@ class Wisdom:
         if not self.times:
             return None
         signature = sign(backend, device)
-        if isinstance(signature, str):
+        if isinstance(signature, Missing):
             return None
         return self.times.get((backend, signature, speed_class(problem)))
 
@@ -97,7 +98,7 @@ class Wisdom:
         if not self.faults:
             return None
         signature = sign(backend, device)
-        if isinstance(signature, str):
+        if isinstance(signature, Missing):
             return None
         for seen in reversed(self.faults.get((backend, signature.device), ())):
             if covers(seen.problem, problem) and self._stands(seen, signature):
@@ -107,7 +108,7 @@ class Wisdom:
     def standing(self, backend: str, device: Device) -> list[Verdict]:
         """The mismatches of ``backend`` on ``device`` that no newer version has got right."""
         signature = sign(backend, device)
-        if isinstance(signature, str):
+        if isinstance(signature, Missing):
             return []
         seen = self.faults.get((backend, signature.device), ())
         return [fault for fault in seen if self._stands(fault, signature)]

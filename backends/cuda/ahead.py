@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
 from attnswitch.errors import CompileError
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from . import config, cubin, nvrtc, run

@@ -6,11 +6,11 @@ import ctypes
 import struct
 from typing import Any, ClassVar
 
-from attnswitch import arithmetic
-from attnswitch.backend import Inputs
-from attnswitch.philox import BITS
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
+from attnswitch.problem.philox import BITS
 
+from ..own import arithmetic
 from . import memory
 
 __all__ = ["Arguments", "Divisor", "Operand", "constants", "of_call", "put"]

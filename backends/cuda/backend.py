@@ -6,14 +6,14 @@ import ctypes
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from attnswitch import requirements
-from attnswitch.backend import Backend, Kernel, Precision
-from attnswitch.device import Device
+from attnswitch.machine.backend import Backend, Kernel, Precision
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
+from ..own import requirements
 from . import config, emulator
 from .config import CudaConfig
 from .families import against_hopper
@@ -25,24 +25,23 @@ __all__ = ["CudaBackend"]
 _MOST_POSITIONS = 2**29
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Every feature of the contract in every type, with memory linear in the sequence length."""
 
     name: ClassVar[str] = "cuda"
     library: ClassVar[str] = "torch"
     libraries: ClassVar[tuple[str, ...]] = ("torch", "cupy", "numpy")
-    autograd: ClassVar[bool] = False
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
-    emulation: ClassVar[dict[str, str]] = {emulator.VARIABLE: "1"}
+    emulation: ClassVar[Mapping[str, str]] = {emulator.VARIABLE: "1"}
 
     def unavailable(self) -> str | None:
         """For want of CuPy, or of a GPU that it sees; or of a compiler where it is to be emulated."""
         return emulator.unavailable() if emulator.is_wanted() else _unavailable()
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """GPUs from compute capability 7.5 on, for 16-bit types from 8.0 on; head dimensions to 256."""
-        return tuple(_reasons(problem, device))
+        return _reasons(problem, device)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[CudaConfig]:
         """See ``config``."""
@@ -138,6 +137,3 @@ def _no_gpu() -> str | None:
     except Exception as error:  # each part of CUDA that is missing or too old has its own way to fail
         return f"CuPy finds no NVIDIA GPU ({error})"
     return None if count else "CuPy finds no NVIDIA GPU"
-
-
-_: type[Backend] = CudaBackend

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from attnswitch.backend import Config
-from attnswitch.cost import kv_bytes
-from attnswitch.device import Device
+from attnswitch.machine.backend import Config
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem.cost import kv_bytes
 
 from . import hopper_tiles
 from .families import against_hopper

@@ -6,9 +6,10 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 
-from attnswitch import arithmetic
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
+
+from ..own import arithmetic
 
 __all__ = ["HOPPER_ROWS", "against_hopper"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnswitch import arithmetic
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own import arithmetic
 from . import arguments, memory, run, tensor_maps
 from .arguments import Arguments, put
 from .config import CudaConfig

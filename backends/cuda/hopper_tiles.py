@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attnswitch import arithmetic
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own import arithmetic
 from .tiles import HOPPER_SMS, HopperTile, hopper_block
 
 __all__ = ["ranked"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnswitch.backend import Gradients, Inputs, Prepared, unprepared
-from attnswitch.device import Device
+from attnswitch.machine.backend import Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import hopper, memory, portable, prepared
@@ -15,7 +15,7 @@ from .tiles import HopperTile
 __all__ = ["CudaKernel"]
 
 
-class CudaKernel:
+class CudaKernel(Kernel):
     """Forward in one launch, or two for many splits or a mask on Hopper; backward in three or four, five with a mask.
 
     Nothing is special about sizes of 0: a grid without blocks is not launched, and a row without keys is one that sees
@@ -41,9 +41,9 @@ class CudaKernel:
             self._forward(inputs, out, lse)
         return out, lse
 
-    def prepared(self, inputs: Inputs) -> Prepared:
+    def prepared(self, inputs: Inputs) -> Forward:
         """``forward`` for tensors that lie like these; of calls without a mask that are one launch on a GPU."""
-        alone, general = self._forward.alone, unprepared(self.forward)
+        alone, general = self._forward.alone, super().prepared(inputs)
         if alone is None or inputs.attn_mask is not None or memory.on_cpu(inputs.query) or not alone.blocks:
             return general
         return prepared.forward(self.problem, alone, inputs, general)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from attnswitch import arithmetic
-from attnswitch.backend import Inputs
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import DTYPES, Memory, Problem
 
+from ..own import arithmetic
 from . import arguments, config, memory, run, tiles
 from .arguments import Arguments, Divisor, put
 from .config import CudaConfig

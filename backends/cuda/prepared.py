@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attnswitch.backend import Inputs, Prepared
+from attnswitch.machine.backend import Forward, Inputs
 from attnswitch.problem import Problem
 
 from . import memory, run
@@ -34,7 +34,7 @@ class Alone(NamedTuple):
     maps: tuple[Callable[[tuple[int, ...]], TensorMap], ...] = ()
 
 
-def forward(problem: Problem, launch: Alone, inputs: Inputs, general: Prepared) -> Prepared:
+def forward(problem: Problem, launch: Alone, inputs: Inputs, general: Forward) -> Forward:
     """Output, and lse if ``problem`` asks for it or for gradients, of torch tensors on a GPU that lie like ``inputs``.
 
     ``general`` takes the calls that are made while another GPU is the current one. Raises ``CompileError``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .tiles import HopperTile, Tile, on_tensor_cores, packs, room, rows

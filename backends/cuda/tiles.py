@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnswitch.philox import ROUNDS
+from attnswitch.problem.philox import ROUNDS
 
 __all__ = ["Variant"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from attnswitch.backend import Inputs
+from attnswitch.machine.backend import Inputs
 
 __all__ = ["available", "shielded"]
 

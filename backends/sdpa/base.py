@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Config, Gradients, Inputs, Kernel, Precision, Prepared, unprepared
-from attnswitch.device import Device
+from attnswitch.machine.backend import Backend, Config, Forward, Gradients, Inputs, Kernel, Precision, Shows
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from . import autocast, masks
@@ -19,15 +19,14 @@ __all__ = ["Fit", "Launch", "SdpaBackend", "SdpaKernel"]
 
 #: How an operator is launched where that hides (see ``masks``): from query, key and value to out and lse, which may be
 #: None where the problem does not ask for it.
-Launch = Callable[[masks.Hiding], Prepared]
+Launch = Callable[[masks.Hiding], Forward]
 #: An operand as an operator wants it: itself, or a copy.
 Fit = Callable[[Any], Any]
 
 
-class SdpaBackend:
+class SdpaBackend(Backend):
     """Base of the four: torch arrays, torch's own autograd, one config."""
 
-    name: ClassVar[str]
     library: ClassVar[str] = "torch"
     autograd: ClassVar[bool] = True
     #: Whether there is a CPU form of it.
@@ -40,17 +39,14 @@ class SdpaBackend:
         """Only for want of a GPU, where it has no CPU form."""
         return None if self.on_cpu else no_gpu()
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
-        """Reasons of all four, then the operator's own."""
-        return (*self._common(problem), *self.limits(problem, device))
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
+        """Those of all four, then the operator's own."""
+        yield from self._common(problem)
+        yield from self.limits(problem, device)
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
         """The operator's own reasons not to take ``problem`` on ``device``."""
         raise NotImplementedError
-
-    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
-        """One: torch chooses its tiles itself."""
-        yield Config()
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Scores in the accumulator, weights rounded to the storage type, shared heads and masks summed in it."""
@@ -64,15 +60,15 @@ class SdpaBackend:
         empty = problem.is_empty or problem.seq_k == 0
         plain = None if problem.needs_mask or empty else masks.compose_plain(problem)
         launch, fit = self.launcher(problem, device), self.fitting(problem, device)
-        lse_shows = plain is not None and self.lse_shows(problem, device)
-        return SdpaKernel(problem, launch, fit, mask_dtype, plain, autocast.available(device.kind), lse_shows)
+        shows = Shows.LSE if plain is not None and self.lse_shows(problem, device) else Shows.NOWHERE
+        return SdpaKernel(problem, launch, fit, mask_dtype, plain, autocast.available(device.kind), shows)
 
     def raises_mask(self, device: Device) -> bool:
         """Whether a float mask is raised to the accumulator's type, rather than given in the operands'."""
         return False
 
     def lse_shows(self, problem: Problem, device: Device) -> bool:
-        """Whether the operator's lse shows what ``Kernel`` says, in a problem that needs no mask."""
+        """Whether the operator's lse shows what ``Shows`` says, in a problem that needs no mask."""
         return False
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
@@ -110,8 +106,8 @@ def _itemsize(problem: Problem, role: str) -> int:
     return DTYPES[problem.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class SdpaKernel:
+@dataclass(frozen=True)
+class SdpaKernel(Kernel):
     """Hide, launch, and give rows that see nothing what the contract says."""
 
     problem: Problem
@@ -122,8 +118,7 @@ class SdpaKernel:
     plain: masks.Hiding | None = None
     #: Kind of device, where that has autocast regions.
     autocasts: str | None = None
-    #: See ``Kernel``.
-    lse_shows: bool = False
+    shows: Shows = Shows.NOWHERE
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, differentiable by torch, and lse where the problem asks for it."""
@@ -146,13 +141,13 @@ class SdpaKernel:
                 lse = lse.masked_fill(~hiding.alive, -torch.inf)
         return out, lse
 
-    def prepared(self, inputs: Inputs) -> Prepared:
+    def prepared(self, inputs: Inputs) -> Forward:
         """``forward``; the operator alone, where these fit it as they are and there is no autocast now."""
         plain, kind = self.plain, self.autocasts
         if plain is None or any(self.fit(operand) is not operand for operand in inputs[:3]):
-            return unprepared(self.forward)
+            return super().prepared(inputs)
         if kind is not None and torch.is_autocast_enabled(kind):
-            return unprepared(self.forward)
+            return super().prepared(inputs)
         return self.launch(plain)
 
     def _launched(self, inputs: Inputs, hiding: masks.Hiding) -> tuple[Any, Any]:

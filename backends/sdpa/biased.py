@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnswitch.backend import Prepared
+from attnswitch.machine.backend import Forward
 from attnswitch.problem import Problem
 
 from .arguments import Operator, told
@@ -24,7 +24,7 @@ def launcher(problem: Problem, operator: Operator, *, always_lse: bool = False) 
     scores, asked = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), problem.lse
     with_lse = asked or bool(problem.grads) or always_lse
 
-    def launch(hiding: Hiding) -> Prepared:
+    def launch(hiding: Hiding) -> Forward:
         mask = hiding.mask
         call = told(operator, problem, hiding.causal)
         if mask is None and not with_lse:

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import biased
@@ -68,6 +67,3 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 def _fitted(operand: Any) -> Any:
     return copied_if_expanded(padded(operand, 8))
-
-
-_: type[Backend] = CudnnBackend

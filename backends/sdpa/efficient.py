@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from attnswitch.backend import Backend
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import biased
@@ -54,6 +53,3 @@ class EfficientBackend(SdpaBackend):
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""
         return functools.partial(padded, multiple=4 if problem.dtype == "float32" else 8)
-
-
-_: type[Backend] = EfficientBackend

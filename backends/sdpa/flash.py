@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Precision, Prepared
-from attnswitch.device import Device
+from attnswitch.machine.backend import Forward, Precision
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .arguments import told
@@ -91,7 +91,7 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _on_cpu(problem: Problem) -> Launch:
-    def launch(hiding: Hiding) -> Prepared:
+    def launch(hiding: Hiding) -> Forward:
         call = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
         if hiding.mask is None:
             return call
@@ -106,7 +106,7 @@ def _on_cpu(problem: Problem) -> Launch:
 
 
 def _on_cuda(problem: Problem) -> Launch:
-    def launch(hiding: Hiding) -> Prepared:
+    def launch(hiding: Hiding) -> Forward:
         call = told(torch._scaled_dot_product_flash_attention, problem, hiding.causal)
         if not problem.grads:
             return lambda query, key, value: call(query, key, value)[:2]
@@ -118,6 +118,3 @@ def _on_cuda(problem: Problem) -> Launch:
         return launched
 
     return launch
-
-
-_: type[Backend] = FlashBackend

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnswitch.backend import Inputs
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
 __all__ = ["Hiding", "compose", "compose_plain"]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.backend import Backend, Precision, Prepared
-from attnswitch.device import Device
+from attnswitch.machine.backend import Forward, Precision
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .arguments import Operator, told
@@ -61,7 +61,7 @@ def _launcher(problem: Problem) -> Launch:
     if problem.group > 1:
         operator = functools.partial(operator, enable_gqa=True)
 
-    def launch(hiding: Hiding) -> Prepared:
+    def launch(hiding: Hiding) -> Forward:
         mask = None if hiding.mask is None else additive(hiding.mask, kind)
         call = told(operator, problem, hiding.causal)
 
@@ -74,6 +74,3 @@ def _launcher(problem: Problem) -> Launch:
         return launched
 
     return launch
-
-
-_: type[Backend] = MathBackend

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 __all__ = [

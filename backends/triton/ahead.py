@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Memory, Problem
 
 __all__ = ["Build", "Launch", "build", "builds", "launches", "pool"]

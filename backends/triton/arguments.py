@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from attnswitch import arithmetic
-from attnswitch.philox import BITS
 from attnswitch.problem import Problem
+from attnswitch.problem.philox import BITS
 
+from ..own import arithmetic
 from .config import Tile, block
 from .kernels.variant import Variant
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import ClassVar
 
-from attnswitch import requirements
-from attnswitch.backend import Backend, Kernel, Precision
-from attnswitch.device import Device, release
+from attnswitch.machine.backend import Backend, Kernel, Precision
+from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
 
+from ..own import requirements
 from . import config
 from .config import TritonConfig
 
@@ -25,23 +25,22 @@ _INTERPRETER = "TRITON_INTERPRET"
 _OLDEST = (3, 6)
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Every feature of the contract in float16, bfloat16 and float32, with memory linear in the sequence length."""
 
     name: ClassVar[str] = "triton"
     library: ClassVar[str] = "torch"
-    autograd: ClassVar[bool] = False
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
-    emulation: ClassVar[dict[str, str]] = {_INTERPRETER: "1"}
+    emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:
         """For want of Triton, or of a GPU that torch sees where it is not to be interpreted."""
         return _unavailable(_interpreted())
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """GPUs from compute capability 8.0 on; not float64, nor head dimensions past 256."""
-        return tuple(_reasons(problem, device))
+        return _reasons(problem, device)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TritonConfig]:
         """See ``config``."""
@@ -112,6 +111,3 @@ def _unavailable(interpreted: bool) -> str | None:
     if not torch.cuda.is_available():
         return f"torch finds no NVIDIA GPU; {_INTERPRETER}=1 interprets the kernels on the CPU, to check them"
     return None
-
-
-_: type[Backend] = TritonBackend

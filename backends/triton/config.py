@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from attnswitch.backend import Config
-from attnswitch.device import Device
+from attnswitch.machine.backend import Config
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 __all__ = ["Tile", "TritonConfig", "block", "configs", "packs", "splits"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .config import block

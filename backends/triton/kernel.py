@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from attnswitch.backend import Gradients, Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Gradients, Inputs, Kernel
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import launch
@@ -18,7 +18,7 @@ from .operands import copied, in_steps, mask_in_steps, uneven
 __all__ = ["TritonKernel"]
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """Forward in one launch, or two where the keys are split; backward in three, and one for a mask's gradient."""
 
     def __init__(self, problem: Problem, device: Device, config: TritonConfig) -> None:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnswitch import arithmetic
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own import arithmetic
 from . import config
 from .arguments import (
     dense,

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from attnswitch import arithmetic
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
+from ..own import arithmetic
 from .arguments import dense, position, strides
 from .config import Tile
 from .kernels import lists as kernels

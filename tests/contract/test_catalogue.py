@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import BackendUnavailable, Problem, Unsupported, planner, registry
+from attnswitch import BackendUnavailable, Problem, Unsupported
+from attnswitch.machine import registry
+from attnswitch.planning import planner
 from attnswitch.verify import AUTO, Case, MaskRecipe, check
 
 ROWS = tomllib.loads((Path(__file__).parents[2] / "fixtures" / "problems.toml").read_text())["problem"]

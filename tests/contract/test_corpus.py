@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from attnswitch import InvalidProblem, registry
+from attnswitch import InvalidProblem
+from attnswitch.machine import registry
 from attnswitch.verify import AUTO, Failure, Outcome, Saved, check, default_folder, emulation, load
 from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.launch.unguarded import unguarded

@@ -36,8 +36,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 
 import attnswitch
-from attnswitch import registry
 from attnswitch.integrations.transformers import register
+from attnswitch.machine import registry
 from attnswitch.verify.drawing.case import Case, MaskRecipe
 from attnswitch.verify.truth.bounds import bounds
 from attnswitch.verify.truth.oracle import Answer, answer
@@ -188,7 +188,7 @@ def test_every_layer_is_within_the_running_error_bound(
         plan = attnswitch.plan(q, k, v, attn_mask=tensors["attn_mask"], backend=backend)
         out = attnswitch.attention(q, k, v, attn_mask=tensors["attn_mask"], backend=backend)
         gradients = torch.autograd.grad(out, (q, k, v), tensors["grad_out"])
-        implementation = registry.load(backend)
+        implementation = registry.loaded(backend)
         assert not isinstance(implementation, str)
         bound = bounds(exact, implementation.precision(plan.problem, plan.device))
         for role, got in zip(("out", "query", "key", "value"), (out.detach(), *gradients), strict=True):

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"attnswitch": "attnswitch", "backends": "attnswitch/backends", "cli": "attnswitch/cli"}
 DATA = {
-    "attnswitch/peaks.toml",
+    "attnswitch/bench/peaks.toml",
     "attnswitch/py.typed",
     *(f"attnswitch/{path.relative_to(ROOT)}" for path in (ROOT / "backends/cuda/src").rglob("*.*")),
     "attnswitch/backends/sdpa/divergences.toml",
@@ -120,7 +120,7 @@ def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
 def test_the_wheel_works_elsewhere(site: Path, tmp_path: Path) -> None:
     script = """
 import sys, attnswitch, attnswitch.cli.app, attnswitch.verify
-from attnswitch import registry
+from attnswitch.machine import registry
 assert all(not isinstance(registry.load(name), str) for name in registry.names())
 print(attnswitch.plan("b1.h2.s8.d8.fp32.causal").backend in registry.names())
 print(attnswitch.verify.check(attnswitch.verify.Case(data="activations"), "tiled").verdict)

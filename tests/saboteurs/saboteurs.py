@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from attnswitch import registry
-from attnswitch.backend import Backend, Gradients, Inputs, Kernel, Precision
-from attnswitch.device import Device
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Precision
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 FAULTS: list[str] = []
@@ -26,12 +26,11 @@ DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193", "CastInAutocast", "Emulated",
 
 
 def _tiled() -> Any:
-    backend = registry.load("tiled")
-    assert not isinstance(backend, str)
+    backend = registry.loaded("tiled")
     return backend
 
 
-class Saboteur:
+class Saboteur(Backend):
     """The tiled backend, seen through a subclass's fault."""
 
     name: ClassVar[str] = "saboteur"
@@ -45,8 +44,8 @@ class Saboteur:
     def unavailable(self) -> str | None:
         return None
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
-        return tuple(_tiled().supports(problem, device))
+    def reasons(self, problem: Problem, device: Device) -> Any:
+        return tuple(_tiled().reasons(problem, device))
 
     def configs(self, problem: Problem, device: Device) -> Any:
         return _tiled().configs(problem, device)
@@ -72,7 +71,7 @@ class Saboteur:
         return grads
 
 
-class Faulty:
+class Faulty(Kernel):
     def __init__(self, saboteur: Saboteur, problem: Problem, device: Device, config: Any) -> None:
         self.saboteur = saboteur
         self.kernel = _tiled().compile(saboteur.problem(problem), device, config)
@@ -289,10 +288,10 @@ class Emulated(Saboteur):
 
     emulation: ClassVar[dict[str, str]] = {"SLOWGPU_EMULATE": "1"}
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         if device.kind == "cpu" and os.environ.get("SLOWGPU_EMULATE") != "1":
             return ("it runs on GPUs only",)
-        return super().supports(problem, device)
+        return super().reasons(problem, device)
 
 
 class EmulatedWrong(Emulated):
@@ -316,6 +315,3 @@ class Races(Saboteur):
         out = out.copy()
         out[:, :, 16:] = out[:, :, 15:16]
         return out, lse
-
-
-_: type[Backend] = Saboteur

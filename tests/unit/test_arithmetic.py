@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
 
-from attnswitch import Problem, arithmetic
+from attnswitch import Problem
 from attnswitch.problem import Mask
 
+arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16")
 
 

@@ -14,10 +14,11 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 import attnswitch
-from attnswitch import Gradients, Problem, registry
+from attnswitch import Gradients, Problem
 from attnswitch.arrays import library_of, passage
-from attnswitch.backend import Backend, Config, Inputs, Kernel, Precision, native
-from attnswitch.device import Device
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Config, Inputs, Kernel, Precision
+from attnswitch.machine.device import Device
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
 
@@ -125,7 +126,7 @@ def test_a_device_without_numbers() -> None:
 # -- the way to a backend ----------------------------------------------------------------------------------------------
 
 
-class Spy:
+class Spy(Backend):
     """Another backend, which keeps the inputs that it was given."""
 
     name: ClassVar[str] = "spy"
@@ -135,14 +136,9 @@ class Spy:
     seen: ClassVar[list[Inputs]] = []
 
     def __init__(self) -> None:
-        backend = registry.load(self.behind)
-        assert not isinstance(backend, str)
-        self.backend = backend
+        self.backend = registry.loaded(self.behind)
 
-    def unavailable(self) -> str | None:
-        return None
-
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         return self.backend.supports(problem, device)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
@@ -152,12 +148,19 @@ class Spy:
         return self.backend.precision(problem, device)
 
     def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
-        self.kernel = self.backend.compile(problem, device, config)
-        return self
+        return SpyKernel(self, self.backend.compile(problem, device, config))
+
+    def forward(self, kernel: Kernel, inputs: Inputs) -> tuple[Any, Any]:
+        self.seen.append(inputs)
+        return kernel.forward(inputs)
+
+
+class SpyKernel(Kernel):
+    def __init__(self, spy: Spy, kernel: Kernel) -> None:
+        self.spy, self.kernel = spy, kernel
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
-        self.seen.append(inputs)
-        return self.kernel.forward(inputs)
+        return self.spy.forward(self.kernel, inputs)
 
     def backward(self, *arguments: Any) -> Gradients:
         return self.kernel.backward(*arguments)
@@ -175,15 +178,12 @@ class BothSpy(Spy):
     library: ClassVar[str] = "torch"
     libraries: ClassVar[tuple[str, ...]] = ("torch", "numpy")
 
-    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+    def forward(self, kernel: Kernel, inputs: Inputs) -> tuple[Any, Any]:
         self.seen.append(inputs)
         library = library_of(inputs.query)
-        results = self.kernel.forward(inputs.map(lambda array: passage(array, library, "numpy")))
+        results = kernel.forward(inputs.map(lambda array: passage(array, library, "numpy")))
         out, lse = (passage(result, "numpy", library) for result in results)
         return out, lse
-
-
-_: type[Backend] = Spy
 
 
 @pytest.fixture(params=["Spy", "TorchSpy"])
@@ -212,9 +212,8 @@ def test_a_backend_of_two_libraries_is_given_either_as_it_is(register: Callable[
         out = attnswitch.attention(*arrays, backend="spy")
         assert [given is array for given, array in zip(Spy.seen[-1][:3], arrays, strict=True)] == [True] * 3
         assert isinstance(out, library.kind)
-    both = registry.load("spy")
-    assert not isinstance(both, str)
-    assert [native(both, library) for library in ("numpy", "torch", "cupy")] == ["numpy", "torch", "torch"]
+    both = registry.loaded("spy")
+    assert [both.native(library) for library in ("numpy", "torch", "cupy")] == ["numpy", "torch", "torch"]
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
 import attnswitch
-from attnswitch import InvalidProblem, Unsupported, torch_op
+from attnswitch import InvalidProblem, Unsupported
+from attnswitch.call import torch_op
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
 every_backend = pytest.mark.parametrize("backend", CPU)

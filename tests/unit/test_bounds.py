@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnswitch import registry
-from attnswitch.backend import Gradients, Inputs, Precision
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Gradients, Inputs, Precision
 from attnswitch.verify import Case, MaskRecipe, Outcome, Placing, check
 from attnswitch.verify.drawing.data import operands, rounded
 from attnswitch.verify.truth import oracle

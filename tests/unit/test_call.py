@@ -14,12 +14,13 @@ from torch.masked import masked_tensor
 from torch.nn.attention.bias import causal_upper_left
 
 import attnswitch
-from attnswitch import Gradients, InvalidProblem, Problem, registry
-from attnswitch.backend import Backend, Config, Inputs, Kernel, Precision
-from attnswitch.device import Device
+from attnswitch import Gradients, InvalidProblem, Problem
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Config, Inputs, Kernel, Precision
+from attnswitch.machine.device import Device
 
 
-class Spy:
+class Spy(Backend):
     """The tiled backend, which notes everything that it is asked to do."""
 
     name: ClassVar[str] = "spy"
@@ -28,14 +29,13 @@ class Spy:
     done: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
-        tiled = registry.load("tiled")
-        assert not isinstance(tiled, str)
+        tiled = registry.loaded("tiled")
         self.tiled = tiled
 
     def unavailable(self) -> str | None:
         return None
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         return ()
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
@@ -49,7 +49,7 @@ class Spy:
         return SpyKernel(self.tiled.compile(problem, device, config))
 
 
-class SpyKernel:
+class SpyKernel(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
@@ -60,9 +60,6 @@ class SpyKernel:
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         Spy.done.append("backward")
         return self.kernel.backward(inputs, out, lse, grad_out, grad_lse)
-
-
-_: type[Backend] = Spy
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from attnswitch import registry
+from attnswitch.machine import registry
 from attnswitch.verify import Case, Failure, MaskRecipe, Placing, examine, targets
 from attnswitch.verify.checks import CHECKS, DRAWN, named
 from attnswitch.verify.mutants import mutants

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Device, InvalidProblem, Plan, Policy, Problem, Unsupported, policy, registry
+from attnswitch import Device, InvalidProblem, Plan, Policy, Problem, Unsupported
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend
+from attnswitch.planning import policy
 from attnswitch.problem import CONTIGUOUS
 from attnswitch.verify import Case
 from attnswitch.verify.session.conduct import run
@@ -423,7 +426,7 @@ class Width:
         return f"Width(columns={self.columns})"
 
 
-class Tunable:
+class Tunable(Backend):
     """The tiled backend with configs."""
 
     name = "tunable"
@@ -434,7 +437,7 @@ class Tunable:
     def unavailable(self) -> str | None:
         return None
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         return () if problem.query == CONTIGUOUS else ("it is only for this test",)
 
     def configs(self, problem: Problem, device: Device) -> Any:

@@ -15,7 +15,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from attnswitch import choice, finite, policy, recording, registry
+from attnswitch import choice
+from attnswitch.call import finite, recording
+from attnswitch.machine import registry
+from attnswitch.planning import policy
 from attnswitch.verify import Case, Failure, Outcome
 from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.session import corpus
@@ -256,7 +259,10 @@ def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytes
     [
         (("verify", "--backend", "fastest"), "backend 'fastest' is not known; expected one of auto, sdpa-cudnn,"),
         (("verify", "--backend", "absent_module:Backend"), "ModuleNotFoundError: No module named 'absent_module'"),
-        (("verify", "--backend", "json:JSONDecoder"), "is not a backend: see the protocol in attnswitch.backend"),
+        (
+            ("verify", "--backend", "json:JSONDecoder"),
+            "is not a Backend: see attnswitch.machine.backend",
+        ),
         (("verify", "--workers", "0"), "Invalid value for '--workers'"),
         (("verify", "--timeout", "0"), "Invalid value for '--timeout'"),
         *(

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Problem, arithmetic, finite, hot
-from attnswitch.device import Device
+from attnswitch import Problem
+from attnswitch.call import finite, hot
+from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
 from attnswitch.verify.launch import unguarded
 from attnswitch.verify.launch.layouts import place
 
+arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 splits = importlib.import_module("attnswitch.backends.cuda.splits")

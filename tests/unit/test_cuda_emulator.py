@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attnswitch.philox import ROUNDS, philox4x32
+from attnswitch.problem.philox import ROUNDS, philox4x32
 
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")

@@ -13,8 +13,8 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")

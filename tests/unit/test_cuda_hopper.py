@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from attnswitch import CompileError, Problem
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 
 pytest.importorskip("cupy")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")

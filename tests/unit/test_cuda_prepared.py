@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")

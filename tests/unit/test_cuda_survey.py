@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.backend import Inputs
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Mask
 
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")

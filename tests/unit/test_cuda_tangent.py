@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnswitch.philox import ROUNDS
+from attnswitch.problem.philox import ROUNDS
 
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Problem, hot
-from attnswitch.device import Device
+from attnswitch import Problem
+from attnswitch.call import hot
+from attnswitch.machine.device import Device
 from attnswitch.verify.launch import unguarded
 
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")

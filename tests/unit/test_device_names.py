@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Device, choice, device, planner
+from attnswitch import Device, choice
+from attnswitch.machine import device
+from attnswitch.planning import planner
 from attnswitch.tune import sight
 
 SECOND = Device("cuda", "a GPU", (9, 0), present=True, index=1)

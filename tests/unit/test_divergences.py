@@ -12,8 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 import attnswitch
-from attnswitch import AttnswitchError, Device, Problem, divergences, planner, registry
-from attnswitch.divergences import Condition, Divergence
+from attnswitch import AttnswitchError, Device, Problem
+from attnswitch.machine import divergences, registry
+from attnswitch.machine.backend import Backend
+from attnswitch.machine.divergences import Condition, Divergence
+from attnswitch.planning import planner
 from attnswitch.verify.launch.unguarded import unguarded
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -252,7 +255,7 @@ def test_unguarded_lifts_them() -> None:
     assert attnswitch.plan(text).backend == "sdpa-math"
 
 
-class Toy:
+class Toy(Backend):
     """A backend of another package, with a file of its own beside it."""
 
     name: ClassVar[str] = "toy"
@@ -263,7 +266,7 @@ class Toy:
     def unavailable(self) -> str | None:
         return None
 
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         return ()
 
     def configs(self, problem: Problem, device: Device) -> Any:

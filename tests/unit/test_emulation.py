@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnswitch import InvalidProblem, planner
+from attnswitch import InvalidProblem
+from attnswitch.planning import planner
 from attnswitch.verify import (
     Case,
     Failure,

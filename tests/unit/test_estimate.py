@@ -12,10 +12,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from attnswitch import Device, Problem, cost
-from attnswitch.device import KNOWN
-from attnswitch.estimate import Peak, estimate, published
-from attnswitch.problem import Alignment
+from attnswitch import Device, Problem
+from attnswitch.bench.estimate import Peak, estimate, published
+from attnswitch.machine.device import KNOWN
+from attnswitch.problem import Alignment, cost
 from attnswitch.verify import Case
 from attnswitch.verify.truth.oracle import visible_positions
 

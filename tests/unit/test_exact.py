@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnswitch import VerificationError
-from attnswitch.backend import Precision
+from attnswitch.machine.backend import Precision
 from attnswitch.verify import Case, MaskRecipe, check
 from attnswitch.verify.checks import reference
 from attnswitch.verify.drawing.data import operands

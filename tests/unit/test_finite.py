@@ -13,9 +13,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnswitch
-from attnswitch import Problem, Unsupported, divergences, finite, hot, planner
-from attnswitch.backend import Inputs, prepared
-from attnswitch.device import Device
+from attnswitch import Problem, Unsupported
+from attnswitch.call import finite, hot
+from attnswitch.machine import divergences
+from attnswitch.machine.backend import Inputs, Shows
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 
 pytestmark = pytest.mark.usefixtures("nothing_before")
 
@@ -46,7 +49,7 @@ def test_the_lse_of_the_cpu_kernel_shows_every_row_that_is_nan(queries: int, key
     """Its output is 0 in some of them, and a number in others."""
     problem = Problem(1, 2, 2, queries, keys, 16, 16, str(dtype).removeprefix("torch."))
     _, kernel = planner.kernel("sdpa-flash", problem, Device.of("cpu", 0))
-    assert kernel.lse_shows  # type: ignore[attr-defined]
+    assert kernel.shows is Shows.LSE
     shown = finite.shows(problem)
     generator = np.random.default_rng(queries + keys)
     hidden = 0
@@ -58,7 +61,7 @@ def test_the_lse_of_the_cpu_kernel_shows_every_row_that_is_nan(queries: int, key
         poison = (torch.nan, torch.inf, -torch.inf)[draw // 2 % 3]
         which[0, :: int(generator.integers(1, 3)), first : last + 1, where] = poison
         operands = Inputs(query, key, torch.randn(1, 2, keys, 16, dtype=dtype))
-        out, lse = prepared(kernel, operands)(*operands[:3])
+        out, lse = kernel.prepared(operands)(*operands[:3])
         exact = torch.softmax(query.double() @ key.double().mT / 4, -1).isnan().any(-1)
         assert lse is not None
         told = (lse == 0) | ~lse.isfinite()

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import InvalidProblem, Unsupported, finite, hot
-from attnswitch.policy import Policy
+from attnswitch import InvalidProblem, Unsupported
+from attnswitch.call import finite, hot
+from attnswitch.planning.policy import Policy
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
 from attnswitch.wisdom.signature import Signature, sign

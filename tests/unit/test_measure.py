@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.measure import LEAST, MOST, Budget, Timing, limits, measure
+from attnswitch.machine.measure import LEAST, MOST, Budget, Timing, limits, measure
 
 
 class FakeClock:
@@ -162,6 +162,7 @@ def test_the_limits_of_the_cpu() -> None:
 
 
 def test_importing_it_imports_no_array_library() -> None:
-    program = "import sys, attnswitch.measure, attnswitch.cost; print({'torch', 'numpy', 'cupy'} & set(sys.modules))"
+    modules = "sys, attnswitch.machine.measure, attnswitch.problem.cost"
+    program = f"import {modules}; print({{'torch', 'numpy', 'cupy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

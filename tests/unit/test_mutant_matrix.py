@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from attnswitch import planner, registry
+from attnswitch.machine import registry
+from attnswitch.planning import planner
 from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.mutants import Mutant, catalogue, matrix, mutants

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import attnswitch
-from attnswitch import registry
 from attnswitch.errors import VerificationError
+from attnswitch.machine import registry
 from attnswitch.verify import mutants
 from attnswitch.verify.mutants import FAMILIES, Mutant, catalogue
 
@@ -63,8 +63,7 @@ def test_the_edit_is_small_and_changes_what_runs(mutant: Mutant) -> None:
 @EVERY
 def test_it_answers_a_plain_call(mutant: Mutant) -> None:
     """Wrongly, or by raising, as the fault may be; but as the backend that it says it is."""
-    loaded = registry.load(mutant.target)
-    assert not isinstance(loaded, str), loaded
+    loaded = registry.loaded(mutant.target)
     assert loaded.name == mutant.name
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 2, 5, 8)).astype(np.float32) for _ in range(3))

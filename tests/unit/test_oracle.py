@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from attnswitch import VerificationError
-from attnswitch.philox import keep_mask
+from attnswitch.problem.philox import keep_mask
 from attnswitch.verify import Case, MaskRecipe, Space, cases
 from attnswitch.verify.drawing.data import operands
 from attnswitch.verify.truth import oracle, rows

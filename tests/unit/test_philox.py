@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnswitch.philox import keep_mask, philox4x32
+from attnswitch.problem.philox import keep_mask, philox4x32
 
 Words = tuple[int, int, int, int]
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import attnswitch
-from attnswitch import BackendUnavailable, Device, InvalidProblem, Plan, Problem, Unsupported, planner, registry
-from attnswitch.backend import Config
+from attnswitch import BackendUnavailable, Device, InvalidProblem, Plan, Problem, Unsupported
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Config
+from attnswitch.planning import planner
 
 GIB, KIB = 2**30, 2**10
 BUILT_IN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "cuda", "sdpa-math", "tiled", "reference")
@@ -223,7 +225,7 @@ def test_versions_are_numbers(text: str, numbers: tuple[int, ...]) -> None:
 # -- plug-ins ----------------------------------------------------------------------------------------------------------
 
 
-class Plugin:
+class Plugin(Backend):
     """A plug-in that does nothing wrong and takes nothing."""
 
     name: ClassVar[str] = "plugin"
@@ -233,7 +235,7 @@ class Plugin:
     def unavailable(self) -> str | None:
         return None
 
-    def supports(self, problem: Problem, device: Device) -> Any:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         return ("it never does",)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Any]:
@@ -257,23 +259,23 @@ def fails(error: Exception) -> Callable[..., Any]:
     return method
 
 
-SupportsRaises = type("SupportsRaises", (Plugin,), {"supports": fails(ZeroDivisionError("halved"))})
+SupportsRaises = type("SupportsRaises", (Plugin,), {"reasons": fails(ZeroDivisionError("halved"))})
 UnavailableRaises = type("UnavailableRaises", (Plugin,), {"unavailable": fails(OSError("no driver"))})
 InitRaises = type("InitRaises", (Plugin,), {"__init__": fails(RuntimeError("no licence"))})
-NoConfigs = type("NoConfigs", (Plugin,), {"supports": lambda *_: (), "configs": lambda *_: iter(())})
-ReasonsInAList = type("ReasonsInAList", (Plugin,), {"supports": lambda *_: ["it never does"]})
-ReasonsInASentence = type("ReasonsInASentence", (Plugin,), {"supports": lambda *_: "it never does"})
-NoHash = type("NoHash", (Plugin,), {"supports": lambda *_: (), "configs": lambda *_: iter([{"block": 64}])})
+NoConfigs = type("NoConfigs", (Plugin,), {"reasons": lambda *_: (), "configs": lambda *_: iter(())})
+ReasonsInAList = type("ReasonsInAList", (Plugin,), {"reasons": lambda *_: ["it never does"]})
+ReasonsInASentence = type("ReasonsInASentence", (Plugin,), {"reasons": lambda *_: "it never does"})
+NoHash = type("NoHash", (Plugin,), {"reasons": lambda *_: (), "configs": lambda *_: iter([{"block": 64}])})
 
 
 Remarks = type(
-    "Remarks", (Plugin,), {"supports": lambda *_: (), "remarks": lambda *given: (f"by {given[3] or 'the first'}",)}
+    "Remarks", (Plugin,), {"reasons": lambda *_: (), "remarks": lambda *given: (f"by {given[3] or 'the first'}",)}
 )
 GoesFirst = type(
-    "GoesFirst", (Plugin,), {"supports": lambda *_: (), "goes_first": lambda _, problem, device: problem.causal}
+    "GoesFirst", (Plugin,), {"reasons": lambda *_: (), "goes_first": lambda _, problem, device: problem.causal}
 )
-GoesFirstRaises = type("GoesFirstRaises", (Plugin,), {"supports": lambda *_: (), "goes_first": fails(KeyError("arch"))})
-RemarksRaise = type("RemarksRaise", (Plugin,), {"supports": lambda *_: (), "remarks": fails(KeyError("tile"))})
+GoesFirstRaises = type("GoesFirstRaises", (Plugin,), {"reasons": lambda *_: (), "goes_first": fails(KeyError("arch"))})
+RemarksRaise = type("RemarksRaise", (Plugin,), {"reasons": lambda *_: (), "remarks": fails(KeyError("tile"))})
 
 
 @pytest.fixture
@@ -307,7 +309,7 @@ BROKEN = {
     f"{__name__}:ReasonsInAList": "",  # taken for what they mean, or refused: not a crash
     f"{__name__}:ReasonsInASentence": "",
     f"{__name__}:InitRaises": "RuntimeError: no licence",
-    f"{__name__}:NotABackend": "is not a backend: see the protocol in attnswitch.backend",
+    f"{__name__}:NotABackend": "is not a Backend: see attnswitch.machine.backend",
     f"{__name__}:Missing": "AttributeError",
     f"{__name__}": "it could not be loaded from extra",
     "no_such_package.backend:Backend": "it could not be loaded from extra (no_such_package.backend:Backend): ",

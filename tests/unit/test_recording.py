@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import InvalidProblem, recording
+from attnswitch import InvalidProblem
+from attnswitch.call import recording
 from attnswitch.tune import problems
 from attnswitch.verify import Case, check
 from attnswitch.wisdom import view

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 
 biased = importlib.import_module("attnswitch.backends.sdpa.biased")
 masks = importlib.import_module("attnswitch.backends.sdpa.masks")

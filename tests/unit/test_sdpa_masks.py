@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.backend import Inputs
+from attnswitch.machine.backend import Inputs
 
 masks = importlib.import_module("attnswitch.backends.sdpa.masks")
 

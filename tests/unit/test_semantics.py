@@ -12,7 +12,7 @@ import pytest
 
 import attnswitch
 from attnswitch import Unsupported
-from attnswitch.philox import keep_mask
+from attnswitch.problem.philox import keep_mask
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
 every_backend = pytest.mark.parametrize("backend", CPU)

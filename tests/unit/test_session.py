@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from attnswitch import InvalidProblem, registry
+from attnswitch import InvalidProblem
+from attnswitch.machine import registry
 from attnswitch.verify import Case, Failure, Outcome, Plan, Report, Space, Target, load, run
 from attnswitch.verify.session import worker
 

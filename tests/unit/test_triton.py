@@ -26,10 +26,10 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
-from attnswitch.philox import keep_mask
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
+from attnswitch.problem.philox import keep_mask
 
 pytest.importorskip("triton")
 

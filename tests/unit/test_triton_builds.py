@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from attnswitch import Problem
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
 from attnswitch.problem import Memory
 
 triton = pytest.importorskip("triton")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.backend import Inputs
-from attnswitch.device import Device
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 
 triton = pytest.importorskip("triton")
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import attnswitch
-from attnswitch import Device, InvalidProblem, Problem, registry
-from attnswitch.measure import Budget
+from attnswitch import Device, InvalidProblem, Problem
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Kernel
+from attnswitch.machine.measure import Budget
 from attnswitch.tune import cases, problems, session, trial
 from attnswitch.tune.trial import Effort
 from attnswitch.verify import Case, Failure, Outcome
@@ -424,32 +426,26 @@ def test_a_mistake_is_explained(arguments: tuple[str, ...], message: str, cli: C
 # -- backends of these tests -------------------------------------------------------------------------------------------
 
 
-class _Tiled:
+class _Tiled(Backend):
     name = "tiled-again"
     library = "numpy"
     autograd = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(registry.load("tiled"), name)
-
-    def unavailable(self) -> str | None:
-        return None
-
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+    def reasons(self, problem: Problem, device: Device) -> Any:
         return ()
 
     def configs(self, problem: Problem, device: Device) -> Any:
         yield "heuristic"
 
     def precision(self, problem: Problem, device: Device) -> Any:
-        return self.__getattr__("precision")(problem, device)
+        return registry.loaded("tiled").precision(problem, device)
 
     def compile(self, problem: Problem, device: Device, config: Any) -> Any:
         tiled: Any = registry.load("tiled")
         return _Kernel(tiled.compile(problem, device, next(iter(tiled.configs(problem, device)))), config)
 
 
-class _Kernel:
+class _Kernel(Kernel):
     """The tiled kernel, slow unless its config is "fast"; "broken" gives another answer."""
 
     forwards = 0

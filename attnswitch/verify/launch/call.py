@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import attnswitch
-from attnswitch import arrays, finite
+from attnswitch import arrays
+from attnswitch.call import finite
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.layouts import Storage, host, place
 

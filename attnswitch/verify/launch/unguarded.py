@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from attnswitch import planner, registry
-from attnswitch.device import Device
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 from attnswitch.problem import Problem
 
 __all__ = ["forget", "unguarded"]

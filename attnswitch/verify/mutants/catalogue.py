@@ -13,8 +13,9 @@ from importlib import resources
 from types import ModuleType
 from typing import Any
 
-from attnswitch import registry
 from attnswitch.errors import VerificationError
+from attnswitch.machine import registry
+from attnswitch.machine.registry import Missing
 
 __all__ = ["FAMILIES", "Excluded", "Mutant", "backend", "excluded", "mutants"]
 
@@ -112,7 +113,7 @@ def excluded() -> tuple[Excluded, ...]:
 def _source() -> str:
     """The true text of the tiled backend, reached as every backend is: through the registry."""
     tiled = registry.load("tiled")
-    if isinstance(tiled, str):
+    if isinstance(tiled, Missing):
         raise VerificationError(f"the mutants are edits of the tiled backend, and {tiled}")
     return inspect.getsource(sys.modules[type(tiled).__module__])
 

@@ -25,8 +25,8 @@ from attnswitch.verify.session.pool import Here, Isolated, Pool
 from attnswitch.verify.session.reduce import reduced
 from attnswitch.verify.session.tally import INTERRUPTED, Report
 from attnswitch.verify.session.tally import Found as Recorded
+from attnswitch.verify.session.verdicts import of_outcome
 from attnswitch.wisdom import view
-from attnswitch.wisdom.verdicts import of_outcome
 
 __all__ = ["CHUNK", "Progress", "run"]
 

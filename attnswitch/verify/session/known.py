@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attnswitch import divergences, registry
-from attnswitch.device import Device
-from attnswitch.divergences import Divergence
+from attnswitch.machine import divergences, registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.divergences import Divergence
+from attnswitch.machine.registry import Missing
 from attnswitch.verify.session.corpus import Saved
 from attnswitch.verify.session.plan import Target
 
@@ -18,8 +19,8 @@ def cases(target: Target, every: Sequence[Saved]) -> Iterator[tuple[str, Diverge
     device = Device.parse(target.device)
     by_name = {saved.path.name: saved for saved in every}
     for name in target.backends:
-        backend = registry.load(name) if name in registry.names() else ""
-        source = getattr(backend, "divergences", None)
+        backend = registry.load(name) if name in registry.names() else Missing("")
+        source = "" if isinstance(backend, Missing) else backend.divergences
         for entry in divergences.load(source) if source else ():
             if name in entry.backend and entry.reason is not None and entry.on(device):
                 for file in entry.cases:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from attnswitch import registry
+from attnswitch.machine import registry
+from attnswitch.machine.registry import Missing
 from attnswitch.verify import emulation
 from attnswitch.verify.checks import DRAWN
 from attnswitch.verify.drawing.strategies import Space
@@ -108,7 +109,12 @@ def targets(
 
 def _builds(backends: Sequence[str]) -> bool:
     """Whether any of the backends builds a plan or compiles a kernel for each shape that it meets."""
-    return any(getattr(registry.load(name), "builds_per_shape", False) for name in backends if name != AUTO)
+    return any(_builds_per_shape(name) for name in backends if name != AUTO)
+
+
+def _builds_per_shape(name: str) -> bool:
+    backend = registry.load(name)
+    return not isinstance(backend, Missing) and backend.builds_per_shape
 
 
 def _has_cupy() -> bool:

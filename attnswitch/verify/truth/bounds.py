@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnswitch.backend import Precision
+from attnswitch.machine.backend import Precision
 from attnswitch.verify.truth.oracle import Answer, Float, grouped, unbroadcast
 
 __all__ = ["TINY", "UNITS", "bounds", "row_errors"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from attnswitch.backend import Precision
-from attnswitch.philox import keep_mask
+from attnswitch.machine.backend import Precision
+from attnswitch.problem.philox import keep_mask
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import hashed
 from attnswitch.verify.truth import bounds, oracle, rows

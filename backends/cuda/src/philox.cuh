@@ -1,4 +1,4 @@
-// The dropout mask of a seed, as attnswitch.philox defines it: word j % 4 of Philox4x32 at (j / 4, i, h, b) under the
+// The dropout mask of a seed, as attnswitch.problem.philox defines it: word j % 4 of Philox4x32 at (j / 4, i, h, b) under the
 // seed (Salmon, Moraes, Dror and Shaw 2011).
 #pragma once
 #include "primitives.cuh"

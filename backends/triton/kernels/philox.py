@@ -1,4 +1,4 @@
-"""The dropout mask of a seed, as ``attnswitch.philox`` defines it, for one tile.
+"""The dropout mask of a seed, as ``attnswitch.problem.philox`` defines it, for one tile.
 
 Element (b, h, i, j) is decided by word ``j % 4`` of Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011) at the counter
 (j // 4, i, h, b).

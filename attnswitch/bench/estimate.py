@@ -1,4 +1,4 @@
-"""``Estimate``: what a problem has to cost on a device, by ``attnswitch.cost``, before anything runs."""
+"""``Estimate``: what a problem has to cost on a device, by ``attnswitch.problem.cost``, before anything runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from importlib import resources
 from itertools import islice
 from typing import Any
 
-from attnswitch import cost, registry
-from attnswitch.device import Device
-from attnswitch.problem import Problem
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.problem import Problem, cost
 
 __all__ = ["Direction", "Estimate", "Peak", "Tile", "estimate", "published"]
 
@@ -128,7 +129,7 @@ def _plain(name: str) -> str:
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(resources.files("attnswitch").joinpath("peaks.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(resources.files("attnswitch.bench").joinpath("peaks.toml").read_text(encoding="utf-8"))
 
 
 def _direction(problem: Problem, peak: Peak | None, *, backward: bool) -> Direction:
@@ -145,7 +146,7 @@ def _tiles(problem: Problem, device: Device, most: int | None) -> Iterator[Tile]
     """The tiles of every backend that takes the problem and says what its tiles are, of at most so many configs."""
     for name in registry.names():
         backend = registry.load(name)
-        if isinstance(backend, str) or backend.supports(problem, device):
+        if isinstance(backend, Missing) or backend.supports(problem, device):
             continue
         configs = islice(backend.configs(problem, device), most)
         for role, tile in (part for config in configs for part in _parts(config)):

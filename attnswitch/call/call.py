@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnswitch import arrays, finite
+from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
-from attnswitch.backend import Inputs
+from attnswitch.call import finite
 from attnswitch.errors import InvalidProblem
-from attnswitch.options import Options
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import DTYPES, Mask, Memory, Problem
+from attnswitch.problem.options import Options
 
 __all__ = ["Call", "beside", "describe", "rank", "read", "swap_heads", "with_drawn_seed"]
 

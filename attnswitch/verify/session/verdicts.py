@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnswitch.device import Device
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 from attnswitch.verify.outcome import Outcome
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Verdict
@@ -25,7 +26,7 @@ def of_outcome(outcome: Outcome, case: str) -> Iterator[Verdict]:
     backend = outcome.chosen or outcome.backend
     device = Device.parse(outcome.device)
     signature = sign(backend, device)
-    if isinstance(signature, str):
+    if isinstance(signature, Missing):
         return
     problem = outcome.case.problem().replace(nonfinite=outcome.case.poison)
     if outcome.failure is not None:

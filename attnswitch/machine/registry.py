@@ -8,15 +8,26 @@ is reached by that target itself: ``backend="package.module:Class"``.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
 
-from attnswitch.backend import Backend
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Backend
 
-__all__ = ["ENTRY_POINTS", "Row", "load", "names", "table"]
+__all__ = ["ENTRY_POINTS", "Missing", "Row", "load", "loaded", "names", "table"]
 
 ENTRY_POINTS = "attnswitch.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What stands where something could not be had, with the sentence that says why."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Row(NamedTuple):
@@ -59,8 +70,8 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def load(name: str) -> Backend | str:
-    """The backend called ``name``, or at the target ``name``, or the sentence that says why it could not be loaded.
+def load(name: str) -> Backend | Missing:
+    """The backend called ``name``, or at the target ``name``, or why it could not be loaded.
 
     Raises ``InvalidProblem`` for a name that is neither in the table nor a target.
     """
@@ -73,7 +84,14 @@ def load(name: str) -> Backend | str:
     try:
         backend = getattr(import_module(module), attribute)()
     except Exception as error:  # a plug-in may fail in any way; the dispatcher carries on without it
-        return f"it could not be loaded from {row.origin} ({row.target}): {type(error).__name__}: {error}"
+        return Missing(f"it could not be loaded from {row.origin} ({row.target}): {type(error).__name__}: {error}")
     if not isinstance(backend, Backend):
-        return f"{row.target} from {row.origin} is not a backend: see the protocol in attnswitch.backend"
+        return Missing(f"{row.target} from {row.origin} is not a Backend: see attnswitch.machine.backend")
+    return backend
+
+
+def loaded(name: str) -> Backend:
+    """The backend called ``name``, which is known to load."""
+    backend = load(name)
+    assert not isinstance(backend, Missing), backend
     return backend

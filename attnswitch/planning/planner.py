@@ -8,11 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnswitch import api, divergences, registry  # api imports this module: for calls of plans alone
-from attnswitch.backend import Backend, Kernel
-from attnswitch.device import Device
+from attnswitch import api
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
-from attnswitch.policy import Policy
+from attnswitch.machine import (
+    divergences,
+    registry,  # api imports this module: for calls of plans alone
+)
+from attnswitch.machine.backend import Backend, Kernel
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
 if TYPE_CHECKING:
@@ -117,12 +122,9 @@ class Plan:
 
     def remarks(self, candidate: Candidate) -> tuple[str, ...]:
         """What ``candidate`` says of how it computes the problem, if it takes it."""
-        backend = registry.load(candidate.backend) if candidate.fits else None
-        remarks = getattr(backend, "remarks", None)
+        backend = registry.loaded(candidate.backend) if candidate.fits else None
         try:
-            return (
-                tuple(str(remark) for remark in remarks(self.problem, self.device, candidate.config)) if remarks else ()
-            )
+            return tuple(map(str, backend.remarks(self.problem, self.device, candidate.config))) if backend else ()
         except Exception as error:  # which is no reason against it
             return (f"{FAILED}: {type(error).__name__}: {error}",)
 
@@ -157,11 +159,11 @@ class Plan:
 
 def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
     backend = registry.load(name)
-    if isinstance(backend, str):
-        return Candidate(name, unavailable=backend)
+    if isinstance(backend, Missing):
+        return Candidate(name, unavailable=backend.reason)
     try:
         unavailable = backend.unavailable() if device.present else None
-        answer = backend.supports(problem, device)
+        answer = backend.reasons(problem, device)
         reasons = (answer,) if isinstance(answer, str) else tuple(str(reason) for reason in answer)
         reasons += divergences.refusals(backend, problem, device)
         if not reasons:
@@ -219,9 +221,9 @@ def ordered(problem: Problem, device: Device) -> tuple[str, ...]:
 
 
 def _goes_first(name: str, problem: Problem, device: Device) -> bool:
-    goes_first = getattr(registry.load(name), "goes_first", None)
+    backend = registry.load(name)
     try:
-        return goes_first is not None and bool(goes_first(problem, device))
+        return not isinstance(backend, Missing) and bool(backend.goes_first(problem, device))
     except Exception:  # a broken plug-in stands where its row does
         return False
 
@@ -360,7 +362,7 @@ def kernel(name: str, problem: Problem, device: Device, config: str = "") -> tup
     ``config`` is the text of one of the backend's configs; the heuristic's choice is taken for "", and for a text that
     is none of them for this problem: what was measured on one problem may not fit another of its class.
     """
-    backend: Any = registry.load(name)
+    backend = registry.loaded(name)
     configs = iter(backend.configs(problem, device))
     first = next(configs)
     every = itertools.chain((first,), configs) if config else ()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from attnswitch import arrays
-from attnswitch.backend import Gradients, Inputs, Kernel, Prepared
-from attnswitch.call import Call
+from attnswitch.call.call import Call
 from attnswitch.errors import Unsupported
+from attnswitch.machine.backend import Forward, Gradients, Inputs, Kernel
 from attnswitch.problem import Problem
 
 __all__ = ["differentiable", "prepared"]
@@ -27,7 +27,7 @@ def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tens
     return found if call.problem.lse else (found, None)
 
 
-def prepared(problem: Problem, kernel: Kernel, forward: Prepared) -> Prepared:
+def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     """``differentiable`` of calls without key lengths or a seed to a kernel that takes torch's tensors.
 
     ``forward`` is the kernel's own, for tensors that lie as theirs do. No function transform is active.
@@ -58,7 +58,7 @@ class _Work:
     library: str
     key_lengths: Any = None
     seed: int | None = None
-    prepared: Prepared | None = None
+    prepared: Forward | None = None
 
     def forward(self, query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[Any, Any]:
         """Output and lse as torch's."""

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attnswitch import call as calls
-from attnswitch import finite, planner, policy, recording
 from attnswitch.arrays import Facts
-from attnswitch.backend import Inputs, Kernel, Prepared, native, prepared, unprepared
-from attnswitch.device import Device
-from attnswitch.options import Options
-from attnswitch.planner import Plan
-from attnswitch.policy import Policy
+from attnswitch.call import call as calls
+from attnswitch.call import finite, recording
+from attnswitch.machine.backend import Forward, Inputs, Kernel, Shows
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner, policy
+from attnswitch.planning.planner import Plan
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem.options import Options
 
 __all__ = ["Like", "Ready", "attend", "forget", "ready"]
 
@@ -48,7 +49,7 @@ class Like:
     #: Whether lse shows that there is need to look; None where that is done before the launch.
     shown: Callable[[Any], bool] | None
     #: Output and lse of operands as the caller lays them out.
-    run: Prepared
+    run: Forward
     #: Whether operands have the same facts but for addresses, and torch is in the same modes: what can be asked faster
     #: than the facts can be looked up.
     alike: Callable[..., bool]
@@ -143,7 +144,7 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None
         alike = _alike(operands)
         run = _run(found, operands, options.layout == "BLHD", prepare=alike is not None)
         tells = found.look is not None and alike is not None and found.device[0] == "cpu"
-        shown = finite.shows(found.problem) if tells and getattr(found.kernel, "lse_shows", False) else None
+        shown = finite.shows(found.problem) if tells and found.kernel.shows is Shows.LSE else None
         recorded = recording.environment() is not None
         like = found.like = Like(found.problem, recorded, found.look, shown, run, alike or _never)
     if not any(facts[-1] for facts in seen):  # addresses, as ``attend`` asks for them
@@ -153,7 +154,7 @@ def _looked_up(operands: tuple[Any, ...], asked: tuple[Any, ...]) -> Like | None
     return like
 
 
-def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool) -> Prepared:
+def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool) -> Forward:
     """The way from ``operands``, and such as are like them if it is to ``prepare`` for these, to the results."""
     missing = 4 - operands[3].dim() if len(operands) > 3 else 0
 
@@ -162,9 +163,11 @@ def _run(found: Ready, operands: tuple[Any, ...], turned: bool, *, prepare: bool
             query, key, value = (tensor.swapaxes(1, 2) for tensor in (query, key, value))
         return Inputs(query, key, value, mask[(None,) * missing] if missing else mask)
 
-    forward = prepared(found.kernel, straight(*operands)) if prepare else unprepared(found.kernel.forward)
+    forward = (
+        found.kernel.prepared(straight(*operands)) if prepare else Kernel.prepared(found.kernel, straight(*operands))
+    )
     if found.wrapped:
-        from attnswitch import torch_op
+        from attnswitch.call import torch_op
 
         forward = torch_op.prepared(found.problem, found.kernel, forward)
     if not turned and not missing:
@@ -240,7 +243,7 @@ def ready(
         if poisoned.chosen == plan.chosen:  # the choice is the same, whatever a look would find
             plan, look = poisoned, None
     chosen, kernel = planner.compiled(plan)
-    if native(chosen, "torch") != "torch" or (problem.dropout and getattr(chosen, "wants_seed", False)):
+    if chosen.native("torch") != "torch" or (problem.dropout and chosen.wants_seed):
         return None
     wrapped = bool(problem.grads) and not chosen.autograd
     return Ready(problem, where, kernel, look, wrapped)

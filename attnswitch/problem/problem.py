@@ -1,7 +1,7 @@
 """``Problem``: one attention call described without its arrays.
 
 A problem is frozen, hashable and validated once, for all backends. Its text form names it everywhere: on the
-command line, in test ids, in saved cases. ``attnswitch.notation`` holds the grammar of that text.
+command line, in test ids, in saved cases. ``attnswitch.problem.notation`` holds the grammar of that text.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Problem:
     # -- text ----------------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        from attnswitch import notation
+        from attnswitch.problem import notation
 
         return notation.format_problem(self)
 
@@ -270,8 +270,8 @@ class Problem:
     def parse(text: str) -> Problem:
         """Read a problem from its text form, e.g. ``b2.h16/4.s1024x4096.d128.bf16.causal-br``.
 
-        The grammar is in ``attnswitch.notation``. Raises ``InvalidProblem``, naming the part not understood.
+        The grammar is in ``attnswitch.problem.notation``. Raises ``InvalidProblem``, naming the part not understood.
         """
-        from attnswitch import notation
+        from attnswitch.problem import notation
 
         return notation.parse_problem(text)

@@ -37,8 +37,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from attnswitch.device import Device
 from attnswitch.errors import AttnswitchError
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _fact(name: str) -> Read:
     if name in WORDS:
         return lambda problem: name
     if name not in FACTS:
-        raise ValueError(f"{name!r} is no fact of a Problem (attnswitch/problem.py)")
+        raise ValueError(f"{name!r} is no fact of a Problem (attnswitch/problem/problem.py)")
     part, _, detail = name.partition(".")
     if not detail:
         return operator.attrgetter(name)
@@ -312,7 +312,7 @@ def matching(source: str | Path, backend: str, problem: Problem, device: Device)
 
 def refusals(backend: Any, problem: Problem, device: Device) -> tuple[str, ...]:
     """Why known divergences keep ``backend`` from ``problem`` on ``device``; nothing where it names no file."""
-    source = getattr(backend, "divergences", None)
+    source = backend.divergences
     if not source:
         return ()
     entries = (entry for entry in _on(source, backend.name, device) if entry.reason is not None)

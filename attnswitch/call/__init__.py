@@ -1,0 +1,1 @@
+"""One call: from arrays to the kernel that was planned for them."""

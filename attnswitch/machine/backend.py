@@ -1,0 +1,232 @@
+"""The contract between the dispatcher and a backend: one class in one file, and one row in the registry."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from attnswitch.arrays import Array
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem, cost
+
+__all__ = [
+    "Backend",
+    "Backward",
+    "Config",
+    "Forward",
+    "Gradients",
+    "Inputs",
+    "Kernel",
+    "Precision",
+    "Shows",
+    "Tile",
+]
+
+#: Output and lse of query, key, value and, where the problem has one, attn_mask.
+Forward = Callable[..., tuple[Array, Array | None]]
+#: What ``Kernel.backward`` takes and gives.
+Backward = Callable[..., "Gradients"]
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, of the backend's library.
+
+    Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
+    key_lengths (B,). Kernels never write to any of them. ``seed`` is the caller's, or drawn for a backend with
+    ``wants_seed``.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    attn_mask: Array | None = None
+    key_lengths: Array | None = None
+    seed: int | None = None
+
+    def map(self, change: Callable[[Array], Array]) -> Inputs:
+        """The same inputs with ``change`` applied to every array."""
+        query, key, value, mask, lengths = (None if array is None else change(array) for array in self[:5])
+        return Inputs(query, key, value, mask, lengths, self.seed)
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shape and dtype of their operands; None where ``Problem.grads`` does not ask for one."""
+
+    query: Array | None
+    key: Array | None
+    value: Array | None
+    attn_mask: Array | None
+
+
+class Shows(enum.Enum):
+    """Which result of a forward shows NaN and inf of the operands, so that it can be looked at in their place.
+
+    On the CPU, for a problem without gradients. A kernel promises it of every row whose output is not what arithmetic
+    makes of the operands, whether NaN was lost or leaked from what is hidden.
+    """
+
+    #: Neither: the operands have to be looked at.
+    NOWHERE = enum.auto()
+    #: The lse of such a row is 0, NaN or inf. It is dense, in float32, or float64 where that is the problem's dtype.
+    LSE = enum.auto()
+    #: The output of such a row has NaN.
+    OUTPUT = enum.auto()
+
+
+class Kernel:
+    """What a backend compiles for one problem: ``forward``, and ``backward`` unless torch differentiates the forward.
+
+    One object serves every call with the same problem, from any thread.
+    """
+
+    #: See ``Shows``.
+    shows: Shows = Shows.NOWHERE
+
+    def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
+        """Output (B, Hq, Lq, Dv) and lse (B, Hq, Lq).
+
+        lse may be None unless the problem asks for it, or for gradients that this kernel's ``backward`` computes.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self, inputs: Inputs, out: Array | None, lse: Array | None, grad_out: Array, grad_lse: Array | None
+    ) -> Gradients:
+        """Gradients from output and lse as they are given, and the upstream gradients (``grad_lse`` None means zero).
+
+        ``out`` and ``lse`` may be those of more keys than ``inputs`` has: then these are a part's gradients. A kernel
+        whose output torch differentiates is given None for both where the caller has neither.
+        """
+        raise NotImplementedError
+
+    def prepared(self, inputs: Inputs) -> Forward:
+        """``forward`` of torch tensors that lie like ``inputs``, of calls without key lengths and seed.
+
+        They have the same shapes, strides and devices, and addresses that are multiples of 16 where these are; torch
+        is in the modes that it is in now (autograd, autocast). What follows from that need not be looked at again.
+        """
+
+        def forward(query: Array, key: Array, value: Array, attn_mask: Array = None) -> tuple[Array, Array | None]:
+            return self.forward(Inputs(query, key, value, attn_mask))
+
+        return forward
+
+    def prepared_backward(self, inputs: Inputs) -> Backward:
+        """``backward`` of torch tensors that lie like ``inputs``; upstream gradients may lie in any way."""
+        return self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile sizes and the like; backends subclass it. This one says: nothing to choose.
+
+    Its ``str`` names it among the configs of a backend: in wisdom, and in ``attnswitch bench --config``.
+    """
+
+
+class Tile(NamedTuple):
+    """What one kernel of a config keeps on the chip: rows of queries and keys, loads in flight, bytes of a block.
+
+    ``role`` names the kernel where a config has several: "forward", "query_gradient".
+    """
+
+    role: str
+    queries: int
+    keys: int
+    stages: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a backend promises about rounding; the verifier's error bound follows from it.
+
+    ``accumulator`` holds scores, softmax and sums. ``weights`` is the type that the softmax weights P (and dS) are
+    rounded to before a matrix product. ``score_inputs`` other than "storage" says that query and key are rounded first
+    (TF32). ``group_sum`` is the type to which gradients of a shared key head, or of a broadcast mask, are rounded
+    before they are summed. ``statistics`` "lse" says that the backward computes P from the stored lse, whose rounding
+    grows with its size; "exact" that it keeps or renews the sums. ``exp`` is the relative error of a fast exponential.
+    """
+
+    accumulator: Literal["float32", "float64"] = "float32"
+    weights: Literal["accumulator", "storage"] = "accumulator"
+    score_inputs: Literal["storage", "tf32"] = "storage"
+    group_sum: Literal["accumulator", "storage"] = "accumulator"
+    statistics: Literal["lse", "exact"] = "exact"
+    exp: float = 0.0
+
+
+class Backend:
+    """One way to compute attention. A subclass says its name, its library, ``reasons`` and ``compile``."""
+
+    name: ClassVar[str]
+    #: Whose arrays its kernels take: "numpy", "torch" or "cupy"; and all of them, where there are several.
+    library: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]] = ()
+    #: Whether torch differentiates its output by itself, so that nothing needs to be saved for it.
+    autograd: ClassVar[bool] = False
+    #: Whether its dropout mask is a function of a seed: where the caller gives none, one is drawn for the call.
+    wants_seed: ClassVar[bool] = False
+    #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
+    builds_per_shape: ClassVar[bool] = False
+    #: The file of what it is known to get wrong, ``"package:file.toml"`` (``attnswitch.machine.divergences``).
+    divergences: ClassVar[str] = ""
+    #: The environment variables that have an interpreter run it on the CPU, where nothing else can. ``unavailable`` and
+    #: ``reasons`` refuse the CPU where they are not set. Libraries read them as they are imported, and they begin with
+    #: the library's name; the module of the class does not import it.
+    emulation: ClassVar[Mapping[str, str]] = {}
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine, with the remedy; None if it can. Never raises."""
+        return None
+
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
+        """Why it does not take ``problem`` on ``device``, a sentence a reason that names the offending value. Pure.
+
+        The cheapest to find out come first: a call asks for no more than the first.
+        """
+        raise NotImplementedError
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Every one of ``reasons``; empty if it takes the problem."""
+        return tuple(self.reasons(problem, device))
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
+        """The heuristic's choice first, then the rest of the search space."""
+        yield Config()
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """What its rounding is for ``problem``."""
+        return Precision()
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""
+        raise NotImplementedError
+
+    def goes_first(self, problem: Problem, device: Device) -> bool:
+        """Whether it was measured to be the fastest of most problems like this one on such a device.
+
+        It then stands before the other rows of the registry where nothing was measured on this machine.
+        """
+        return False
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """Bytes beside operands and results that a call holds at its peak."""
+        return cost.extra_tiled(problem)
+
+    def tiles(self, problem: Problem, device: Device, config: Any) -> tuple[Tile, ...]:
+        """What its kernels for ``problem`` keep on the chip, if it says."""
+        return ()
+
+    def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
+        """What a user may want to know of how it would compute ``problem``, such as which of its kernels would.
+
+        ``config`` is the text of one of its configs, or "" for the first.
+        """
+        return ()
+
+    def native(self, library: str) -> str:
+        """The library whose arrays its kernels are given for a caller's of ``library``: the same, if they take them."""
+        return library if library in self.libraries else self.library

@@ -1,0 +1,1 @@
+"""Which backend computes a problem, and why."""

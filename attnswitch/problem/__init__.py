@@ -1,0 +1,14 @@
+"""One attention call without its arrays: sizes, options, text form, cost."""
+
+from attnswitch.problem.problem import (
+    CONTIGUOUS,
+    DTYPES,
+    GRAD_OPERANDS,
+    Alignment,
+    Mask,
+    Memory,
+    Problem,
+    Window,
+)
+
+__all__ = ["CONTIGUOUS", "DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]

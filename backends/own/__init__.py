@@ -1,0 +1,1 @@
+"""What ``cuda`` and ``triton`` both have."""
