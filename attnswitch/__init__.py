@@ -5,9 +5,16 @@
 Importing this package imports no array library: arrays are recognised by the libraries that are already loaded.
 """
 
-from attnswitch.api import attention, attention_backward, scaled_dot_product_attention
+import attnswitch.backends  # type: ignore[import-not-found]  # noqa: F401 - now, so that no later import puts the package in the place of the function
+from attnswitch.api import (
+    attention,
+    attention_backward,
+    backends,
+    explain,
+    plan,
+    scaled_dot_product_attention,
+)
 from attnswitch.call.recording import record
-from attnswitch.choice import backends, explain, plan
 from attnswitch.errors import (
     AttnswitchError,
     BackendUnavailable,
@@ -18,7 +25,8 @@ from attnswitch.errors import (
 )
 from attnswitch.machine.backend import Gradients
 from attnswitch.machine.device import Device
-from attnswitch.planning.planner import Candidate, Plan
+from attnswitch.planning.candidate import Candidate
+from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
 

@@ -1,30 +1,30 @@
-"""The public calls: arrays -> facts -> problem -> plan -> kernel, each step in a file of its own."""
+"""The public functions. Each reads what it was told, and hands it to the one path of a call (``attnswitch.call``)."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import Any, overload
 
 from attnswitch.arrays import Array
-from attnswitch.call import call as calls
-from attnswitch.call import recording
-from attnswitch.call.call import Call
-from attnswitch.choice import plan_of
+from attnswitch.call import options as read
+from attnswitch.call.attend import attend, problem_of, run_plan
+from attnswitch.call.backward import gradients
+from attnswitch.call.launch import measure
+from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
 from attnswitch.machine.backend import Gradients
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 from attnswitch.planning import planner
-from attnswitch.planning.planner import Plan
+from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Alignment, Problem, Window
-from attnswitch.problem.options import Options
-from attnswitch.problem.options import of as options_of
-from attnswitch.problem.options import of_few as options_of_few
 
-__all__ = ["attention", "attention_backward", "run_plan", "scaled_dot_product_attention"]
+__all__ = ["attention", "attention_backward", "backends", "explain", "plan", "scaled_dot_product_attention"]
 
 
 def attention(
@@ -82,80 +82,38 @@ def attention(
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
-    traced = "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling()
-    # Most calls say little beside arrays: that is seen faster than all that they could say is looked up.
-    if (
-        window is None
-        and key_lengths is None
-        and enable_gqa is None
-        and seed is None
-        and return_lse is deterministic is traced is False
-        and type(dropout_p) is type(softcap) is float
-        and dropout_p == 0.0 == softcap
-        and type(is_causal) is bool
-        and (scale is None or type(scale) is float)
-        and layout == "BHLD"
-        and causal_alignment == "top_left"
-        and (hot := sys.modules.get("attnswitch.call.hot")) is not None
-    ):
-        options = options_of_few(is_causal, scale)
-        found = hot.attend(query, key, value, attn_mask, options, backend, policy)
-        if found is None:
-            found = _by_every_step(query, key, value, attn_mask, None, options, backend, policy)
-        return found[0]
-    attend = _untraced(_attend) if traced else _attend
-    positions = causal_alignment, window, softcap
-    rest = dropout_p, is_causal, scale, enable_gqa, *positions, return_lse, layout, deterministic, seed
-    out, lse = attend(query, key, value, attn_mask, key_lengths, backend, policy, *rest)
-    return (out, lse) if return_lse else out
+    attend = _untraced(_attend) if _traced() else _attend
+    numbers = dropout_p, is_causal, scale, enable_gqa
+    rest = causal_alignment, window, softcap, return_lse, layout, deterministic
+    return attend(query, key, value, attn_mask, key_lengths, seed, backend, policy, *numbers, *rest)
 
 
 def _attend(
     query: Array,
     key: Array,
     value: Array,
-    attn_mask: Any,
+    attn_mask: Array | None,
     key_lengths: Any,
+    seed: Any,
     backend: str | None,
     policy: Policy | str | None,
-    *rest: Any,
-) -> tuple[Array, Array | None]:
-    """Output and lse; ``rest`` are the options in the order of ``options.of``."""
-    options = options_of(*rest)
-    if key_lengths is None and (hot := sys.modules.get("attnswitch.call.hot")) is not None:
-        found = hot.attend(query, key, value, attn_mask, options, backend, policy)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-    return _by_every_step(query, key, value, attn_mask, key_lengths, options, backend, policy)
+    *given: Any,
+) -> Any:
+    """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
+    options = read.of_call(*given)
+    if seed is not None:
+        seed = seed_of(seed)
+    out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, backend, policy)
+    return (out, lse) if options.return_lse else out
 
 
-def _by_every_step(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Any,
-    key_lengths: Any,
-    options: Options,
-    backend: str | None,
-    policy: Policy | str | None,
-) -> tuple[Array, Array | None]:
-    """The same for a call that is not like one before."""
-    policy = effective(policy)
-    call = calls.read(query, key, value, attn_mask, key_lengths, options)
-    recording.note(call.problem)
-    if call.library == "torch":
-        importlib.import_module("attnswitch.call.hot")  # for the next one
-    return _run(call, plan_of(call, backend, policy))
+def _traced() -> bool:
+    """Whether torch.compile is looking, which may leave a call alone and nothing else."""
+    return "torch._dynamo" in sys.modules and bool(sys.modules["torch"].compiler.is_dynamo_compiling())
 
 
-def _untraced(call: Callable[..., Any]) -> Any:
-    """``call`` as torch.compile leaves it alone: one break in the graph, and what runs is what runs without."""
-    if call not in _UNTRACED:
-        _UNTRACED[call] = sys.modules["torch"].compiler.disable(call, reason="attnswitch chooses a backend in Python")
-    return _UNTRACED[call]
-
-
-_UNTRACED: dict[Callable[..., Any], Any] = {}  # a cache decorator would be traced
+def _untraced(function: Callable[..., Any]) -> Any:
+    return import_module("attnswitch.call.torch_modes").untraced(function)
 
 
 def scaled_dot_product_attention(
@@ -223,94 +181,129 @@ def attention_backward(
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
     """
-    try:
-        read = replace(Options(**options), return_lse=grad_lse is not None)
-    except TypeError as error:
-        raise InvalidProblem(f"attention_backward: {error}; the keywords are those of attention") from None
+    seed = options.pop("seed", None)
+    seed = None if seed is None else seed_of(seed)
+    said = replace(read.of_keywords(options, "attention_backward: there is"), return_lse=grad_lse is not None)
     if "return_lse" in options:
         raise InvalidProblem("attention_backward returns gradients only: leave return_lse out")
-    if read.dropout_p and read.seed is None:
+    if said.dropout_p and seed is None:
         raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
-    call = calls.read(query, key, value, attn_mask, key_lengths, read, grads="qkvm" if mask_grad else "qkv")
-    recording.note(call.problem)
-    chosen, kernel = planner.compiled(plan_of(call, backend, policy))
-    library = chosen.native(call.library)
-    inputs = call.to_backend(library)
-    shape = (call.problem.batch, call.problem.heads_q, call.problem.seq_q)
-    gradient = calls.beside(grad_out, "grad_out", call, (*shape, call.problem.dim_v), library)
-    lse_gradient = calls.beside(grad_lse, "grad_lse", call, shape, library)
-    saved_out, saved_lse = None, None
-    if chosen.autograd:  # torch keeps what it needs while the backward runs the forward again
-        pass
-    elif out is None or lse is None:
-        saved_out, saved_lse = kernel.forward(inputs)
-    else:
-        saved_out = calls.beside(out, "out", call, (*shape, call.problem.dim_v), library)
-        saved_lse = calls.beside(lse, "lse", call, shape, library)
-    grads = kernel.backward(inputs, saved_out, saved_lse, gradient, lse_gradient)
-    q, k, v = (call.to_caller(grad, library) for grad in grads[:3])
-    mask = grads.attn_mask
-    if mask is not None:  # four axes here, and as many as the caller gave there
-        mask = mask[(0,) * (4 - calls.rank(attn_mask))]
-    mask = call.to_caller(mask, library, heads=False)
-    return Gradients(q, k, v, mask)
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    return gradients(
+        grad_out,
+        operands,
+        key_lengths,
+        seed,
+        said,
+        backend,
+        policy,
+        out=out,
+        lse=lse,
+        grad_lse=grad_lse,
+        wanted="qkvm" if mask_grad else "qkv",
+    )
 
 
-def run_plan(
-    plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: int | None, layout: str
-) -> Any:
-    """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
-    if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
-        return _untraced(run_plan)(plan, query, key, value, attn_mask, key_lengths, seed, layout)
-    p = plan.problem
-    options = _of_plan(plan, layout) if seed is None and type(layout) is str else _of_plan_with(plan, layout, seed)
-    found = None
-    if key_lengths is None and (hot := sys.modules.get("attnswitch.call.hot")) is not None:
-        found = hot.attend(query, key, value, attn_mask, options, plan.backend, Policy.ESTIMATE, plan)
-    if found is None:
-        call = calls.read(query, key, value, attn_mask, key_lengths, options)
-        planner.require(plan, None)
-        if call.problem != p:
-            raise InvalidProblem(_not_planned(plan, call.problem))
-        recording.note(p)
-        found = _run(call, plan)
-    out, lse = found
-    return (out, lse) if p.lse else out
+@overload
+def plan(
+    query: Problem | str, *, device: Device | str = ..., backend: str | None = ..., policy: Policy | str | None = ...
+) -> Plan: ...
+@overload
+def plan(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    backend: str | None = ...,
+    policy: Policy | str | None = ...,
+    **options: Any,
+) -> Plan: ...
+def plan(
+    query: Any,
+    key: Array = None,
+    value: Array = None,
+    *,
+    device: Device | str | None = None,
+    backend: str | None = None,
+    policy: Policy | str | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan for a call (``plan(query, key, value, is_causal=True)``) or a described problem (``plan(problem)``).
+
+    Called with arrays of its problem, it is the attention: ``plan(query, key, value)(query, key, value)``.
+
+    Args:
+        query: the array, or a ``Problem`` or its text form, which then stands alone.
+        key: as for ``attention``, like value and the options.
+        value: see key.
+        **options: see key.
+        device: for a described problem: a ``Device``, or text such as "cpu" (the default), "cuda:0" or "h200", here or
+            not. Arrays bring their own.
+        backend: as for ``attention``.
+        policy: as for ``attention``.
+
+    Raises:
+        InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
+    """
+    return planner.require(explain(query, key, value, device=device, backend=backend, policy=policy, **options))
 
 
-def _not_planned(plan: Plan, called: Problem) -> str:
-    """Why ``plan`` is not for the problem ``called``."""
-    if called == plan.problem.replace(nonfinite=True):
-        return (
-            f"query, key or value holds NaN or inf, and the plan chose {plan.backend} for operands without:"
-            " attention chooses for such a call, or make a plan for it"
+def explain(
+    query: Any,
+    key: Array = None,
+    value: Array = None,
+    *,
+    device: Device | str | None = None,
+    backend: str | None = None,
+    policy: Policy | str | None = None,
+    attn_mask: Array | None = None,
+    key_lengths: Array | Sequence[int] | None = None,
+    seed: int | None = None,
+    **options: Any,
+) -> Plan:
+    """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
+    policy = effective(policy)
+    if isinstance(query, (Problem, str)):
+        given = any(array is not None for array in (key, value, attn_mask, key_lengths, seed))
+        if given or options:
+            raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
+        problem = Problem.parse(query) if isinstance(query, str) else query
+        return _made(problem, _device(device), backend, policy)
+    if device is not None:
+        raise InvalidProblem(
+            f"device={device!r} with arrays: they are planned for where they are; describe the problem"
         )
-    return f"the plan is for {plan.problem}, and the call is {called}: make a plan for it"
+    if key is None or value is None:
+        raise InvalidProblem("query stands without key and value; a problem without arrays is a Problem or its text")
+    said: Options = read.of_keywords(options, "the call has")
+    seed = None if seed is None else seed_of(seed)
+    problem, place = problem_of(query, key, value, attn_mask, key_lengths, said, seed)
+    return _made(problem, place, backend, policy)
 
 
-def _of_plan_with(plan: Plan, layout: str, seed: int | None) -> Options:
-    """What the problem of ``plan`` says beside arrays, with what it leaves open."""
-    p = plan.problem
-    positions = p.alignment, p.window, p.softcap
-    return options_of(p.dropout, p.causal, p.scale, None, *positions, p.lse, layout, p.deterministic, seed)
+def _device(device: Device | str | None) -> Device:
+    if device is not None and not isinstance(device, (Device, str)):
+        raise InvalidProblem(f"device={device!r}: expected a Device or text such as cpu, cuda:0 or h200")
+    return device if isinstance(device, Device) else Device.parse(device or "cpu")
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_plan(plan: Plan, layout: str) -> Options:
-    """The same for a plan that is called again and again."""
-    return _of_plan_with(plan, layout, None)
+def _made(problem: Problem, device: Device, backend: str | None, policy: Policy) -> Plan:
+    """The plan; under MEASURE, after what it lacks was measured."""
+    if policy is Policy.MEASURE:
+        measure(problem, device, backend)
+    return planner.make_plan(problem, device, backend, policy, run_plan)
 
 
-def _run(call: Call, plan: Plan) -> tuple[Array, Array | None]:
-    """Output and lse in the caller's library and layout, differentiable where torch asks for it."""
-    backend, kernel = planner.compiled(plan)
-    if call.problem.dropout and call.inputs.seed is None and backend.wants_seed:
-        call = calls.with_drawn_seed(call)
-    library = backend.native(call.library)
-    if call.problem.grads and not backend.autograd:
-        from attnswitch.call import torch_op
+def backends() -> dict[str, str | None]:
+    """Every backend by name, in order of preference, with why it cannot run on this machine (None if it can)."""
+    return {name: _absence(registry.load(name)) for name in registry.names()}
 
-        out, lse = torch_op.differentiable(call, kernel, library)
-        return (calls.swap_heads(out) if call.layout == "BLHD" else out), lse
-    out, lse = kernel.forward(call.to_backend(library))
-    return call.to_caller(out, library), call.to_caller(lse, library, heads=False)
+
+def _absence(backend: Any) -> str | None:
+    if isinstance(backend, Missing):
+        return backend.reason
+    try:
+        absence: str | None = backend.unavailable()
+    except Exception as error:  # a plug-in may fail in any way; that is a fact about it
+        return f"{type(error).__name__}: {error}"
+    return absence

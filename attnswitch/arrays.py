@@ -5,7 +5,6 @@ No array library is imported here: an array of a library can only exist once tha
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,43 +12,42 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import Memory
+from attnswitch.problem import CONTIGUOUS, Memory
 
-__all__ = ["Array", "Facts", "facts", "lengths_as_array", "library_of", "passage", "take"]
+__all__ = ["Array", "Facts", "address", "facts", "lengths_as_array", "library_of", "passage", "take"]
 
 #: An array of some library. Only this module and the backends look inside.
 Array = Any
 
 
 class Facts(NamedTuple):
-    """What is known of an array without reading its elements. ``strides`` are bytes."""
+    """What is known of an array without reading its elements. Equal facts make equal problems.
+
+    ``strides`` are bytes, ``offset`` is the address modulo 16, ``grad`` whether torch is asked for its gradient.
+    """
 
     library: str
     device: tuple[str, int]
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    address: int
+    offset: int
+    grad: bool = False
 
     @property
     def memory(self) -> Memory:
         """How it lies in memory, with what has no effect (strides of axes of length 1) left out."""
-        return _memory(self.shape, self.strides, self.dtype, self.address % 16)
-
-
-@functools.lru_cache(maxsize=4096)
-def _memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, address: int) -> Memory:
-    live = [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
-    unit = bool(shape) and shape[-1] > 1 and strides[-1] == _ITEMSIZE.get(dtype)
-    bits = address
-    for stride in live[:-1] if unit else live:
-        bits |= abs(stride)
-    return Memory(
-        align=min(16, bits & -bits) if bits else 16,
-        strided=bool(shape) and shape[-1] > 1 and not unit,
-        expanded=0 in live,
-        negative=any(stride < 0 for stride in live),
-    )
+        shape, strides = self.shape, self.strides
+        live = [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+        wide = bool(shape) and shape[-1] > 1
+        unit = wide and strides[-1] == _ITEMSIZE.get(self.dtype)
+        bits = self.offset
+        for stride in live[:-1] if unit else live:
+            bits |= abs(stride)
+        expanded, negative = 0 in live, bool(live) and min(live) < 0
+        if unit and not bits & 15 and not expanded and not negative:
+            return CONTIGUOUS
+        return Memory(min(16, bits & -bits) if bits else 16, wide and not unit, expanded, negative)
 
 
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -92,12 +90,20 @@ def facts(array: Array, role: str) -> Facts:
     if library == "numpy":
         return _numpy_facts(array, role)
     if library == "cupy":
-        where, memory = ("cuda", array.device.id), array.data.ptr
-        return Facts(library, where, array.dtype.name, array.shape, array.strides, memory)
+        where = "cuda", array.device.id
+        return Facts(library, where, array.dtype.name, array.shape, array.strides, array.data.ptr % 16)
     raise InvalidProblem(
         f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with"
         " DLPack, holding numbers (a list becomes one by numpy.asarray; a tracer of jax.jit or jax.grad never does)"
     )
+
+
+def address(array: Array) -> int:
+    """Where the first element of an array of NumPy, CuPy or torch is."""
+    library = library_of(array)
+    if library == "torch":
+        return int(array.data_ptr())
+    return int(array.data.ptr if library == "cupy" else array.__array_interface__["data"][0])
 
 
 #: Tensors of torch whose meaning is not in their elements.
@@ -109,27 +115,43 @@ _UNLIKE = {
 
 def _torch_facts(tensor: Array, role: str) -> Facts:
     torch: Any = _loaded("torch")
-    if (name := type(tensor).__name__) in _UNLIKE and type(tensor).__module__.startswith("torch."):
-        raise InvalidProblem(f"{role} is a {name}, {_UNLIKE[name]}")
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        _check_subclass(tensor, role)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise InvalidProblem(f"{role} is inside torch.func (vmap, grad, jvp), which cannot see through the dispatcher")
-    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise InvalidProblem(f"{role} carries a forward-mode tangent, which would be lost: use reverse mode")
-    itemsize = tensor.element_size()
-    device = tensor.device
+    item, device = tensor.element_size(), tensor.device
+    kind = device.type
     return Facts(
         "torch",
-        (device.type, device.index or 0),
-        str(tensor.dtype).removeprefix("torch."),
+        (kind, device.index or 0),
+        _DTYPES.get(tensor.dtype) or _dtype(tensor.dtype),
         tuple(tensor.shape),
-        tuple(stride * itemsize for stride in tensor.stride()),
-        # A fake or meta tensor has no address; 0 says nothing against any alignment.
-        0 if device.type == "meta" else tensor.data_ptr(),
+        tuple([stride * item for stride in tensor.stride()]),
+        # A meta tensor has no address; 0 says nothing against any alignment.
+        0 if kind == "meta" else tensor.data_ptr() & 15,
+        tensor.requires_grad and torch.is_grad_enabled(),
     )
+
+
+#: Names of torch's dtypes.
+_DTYPES: dict[Any, str] = {}
+
+
+def _dtype(dtype: Any) -> str:
+    return _DTYPES.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+def _check_subclass(tensor: Array, role: str) -> None:
+    name = type(tensor).__name__
+    if name in _UNLIKE and type(tensor).__module__.startswith("torch."):
+        raise InvalidProblem(f"{role} is a {name}, {_UNLIKE[name]}")
 
 
 def _numpy_facts(array: Array, role: str) -> Facts:
@@ -142,7 +164,7 @@ def _numpy_facts(array: Array, role: str) -> Facts:
             f" {role}.astype({role}.dtype.newbyteorder('='))"
         )
     return Facts(
-        "numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0]
+        "numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0] % 16
     )
 
 

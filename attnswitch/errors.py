@@ -12,10 +12,7 @@ Every message says, in this order: what was asked, the facts, the cause, the rem
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from attnswitch.planning.planner import Plan
+from typing import Any
 
 __all__ = [
     "AttnswitchError",
@@ -41,13 +38,20 @@ class Unsupported(AttnswitchError, NotImplementedError):
     ``plan`` holds every candidate with its reasons.
     """
 
-    def __init__(self, message: str, plan: Plan | None = None) -> None:
+    def __init__(self, message: str, plan: Any = None) -> None:
         super().__init__(message)
         self.plan = plan
 
 
 class BackendUnavailable(AttnswitchError, ImportError):
-    """A backend that was named explicitly cannot run on this machine."""
+    """A backend that was named explicitly cannot run on this machine.
+
+    ``plan`` holds it, with the other candidates.
+    """
+
+    def __init__(self, message: str, plan: Any = None) -> None:
+        super().__init__(message)
+        self.plan = plan
 
 
 class CompileError(AttnswitchError, RuntimeError):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnswitch.planning import planner
+from attnswitch.planning.plan import Plan as Planned
 from attnswitch.verify.report import facts
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Found, Report, Tally
@@ -95,7 +95,7 @@ def whole(rows: Table) -> None:
     _Console(highlight=False, width=max(needed, console.width)).print(rows)
 
 
-def plan(plan: planner.Plan) -> None:
+def plan(plan: Planned) -> None:
     """A plan: the problem, the choice, and every candidate with its reasons."""
     console.print(f"[bold]problem[/]  {escape(str(plan.problem))}", soft_wrap=True)
     console.print(f"[bold]device[/]   {escape(str(plan.device))}", soft_wrap=True)
@@ -118,7 +118,7 @@ def plan(plan: planner.Plan) -> None:
     console.print(rows)
 
 
-def plan_json(plan: planner.Plan) -> dict[str, Any]:
+def plan_json(plan: Planned) -> dict[str, Any]:
     """A plan as data."""
     return {
         "problem": str(plan.problem),

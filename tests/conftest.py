@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnswitch.call import call as calls
+from attnswitch.call import attend
+from attnswitch.call.launch import Request
 from attnswitch.machine import registry
 from attnswitch.planning import planner
 from attnswitch.wisdom import view
@@ -20,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
 
 def forget_plans() -> None:
     """Drop everything remembered about backends."""
-    for remembered in (registry.table, registry.load, planner.kernel):
-        remembered.cache_clear()
+    registry.forget()
     planner.forget()
 
 
@@ -52,23 +52,22 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], N
 @pytest.fixture
 def nothing_before() -> Iterator[None]:
     """No call is like one before."""
-    forget: Callable[[], None] = importlib.import_module("attnswitch.call.hot").forget
-    forget()
+    attend.forget()
     yield
-    forget()
+    attend.forget()
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one for each call that goes through every step."""
+def built(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one for each launch that is built."""
     seen: list[object] = []
-    read = calls.read
+    build = Request.build
 
     def counted(*arguments: Any, **named: Any) -> Any:
         seen.append(arguments)
-        return read(*arguments, **named)
+        return build(*arguments, **named)
 
-    monkeypatch.setattr(calls, "read", counted)
+    monkeypatch.setattr(Request, "build", counted)
     return seen
 
 

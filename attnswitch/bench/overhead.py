@@ -29,7 +29,7 @@ from attnswitch.bench.workload import Workload
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.measure import current, wait
-from attnswitch.planning.planner import Plan
+from attnswitch.planning.plan import Plan
 from attnswitch.problem import Problem
 
 __all__ = ["AUTO", "PLAN", "TORCH", "Cost", "costs", "problems", "to_json"]

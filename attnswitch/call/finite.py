@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -15,9 +14,10 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Shows
 from attnswitch.problem import Problem
 
-__all__ = ["checking", "chosen", "finite", "look", "looked_for", "shows", "when"]
+__all__ = ["Look", "checking", "finite", "look", "look_of", "looked_for", "of_context", "shown", "shows", "when"]
 
 #: Whether query, key and value hold nothing that a kernel could lose or let leak.
 Look = Callable[[Any, Any, Any], bool]
@@ -30,7 +30,7 @@ _LARGEST = 2.0**128 - 2.0**104
 _FEW = 48
 _chosen: ContextVar[str | None] = ContextVar("attnswitch_finite", default=None)
 #: What the context says of it, if anything.
-chosen = _chosen.get
+of_context = _chosen.get
 
 
 @contextlib.contextmanager
@@ -45,11 +45,11 @@ def checking(when: str) -> Iterator[None]:
 
 def when() -> str:
     """When they are looked for here and now. Raises ``InvalidProblem`` for an ATTNSWITCH_CHECK_FINITE that is none."""
-    return _chosen.get() or environment()
+    return _chosen.get() or of_process()
 
 
 @functools.cache
-def environment() -> str:
+def of_process() -> str:
     """What ATTNSWITCH_CHECK_FINITE said when it was first asked: on the CPU, unless it says always or never."""
     said = os.environ.get("ATTNSWITCH_CHECK_FINITE", "cpu")
     if said not in _WHEN:
@@ -97,9 +97,31 @@ def look(problem: Problem, kind: str) -> Look:
     return _beside_autograd(found) if p.grads else found
 
 
+def look_of(problem: Problem, kind: str, library: str) -> Look:
+    """``look`` for arrays of ``library``."""
+    if library == "torch":
+        return look(problem, kind)
+    return lambda *operands: finite(problem, kind, operands)
+
+
+def shown(problem: Problem, where: Shows) -> Callable[[Any, Any], bool]:
+    """Whether output or lse of a forward on the CPU show that the operands have to be looked at."""
+    if where is Shows.OUTPUT:
+        return _nan_in_output
+    in_lse = shows(problem)
+    return lambda _, lse: lse is None or in_lse(lse)
+
+
+def _nan_in_output(out: Any, _: Any) -> bool:
+    """A sum that is a number proves that every term is."""
+    return not math.isfinite(out.sum().item())
+
+
 def shows(problem: Problem) -> Callable[[Any], bool]:
     """Whether 0, NaN or inf is in an lse (B, Hq, Lq) of ``problem``, a dense tensor on the CPU."""
     rows = problem.batch * problem.heads_q * problem.seq_q
+    import ctypes  # slow to import
+
     number = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
     return _shown_by_few((number * rows).from_address) if rows <= _FEW else _shown_by_many()
 

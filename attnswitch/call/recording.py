@@ -14,7 +14,7 @@ from pathlib import Path
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
-__all__ = ["Recording", "chosen", "environment", "note", "paused", "record"]
+__all__ = ["Recording", "note", "of_context", "paused", "record", "whole_process"]
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Recording:
 
 _current: ContextVar[Recording | None] = ContextVar("attnswitch_recording", default=None)
 #: The recording of the context, if there is one.
-chosen = _current.get
+of_context = _current.get
 #: Stands for none, even where the process has one.
 _NONE = Recording()
 
@@ -71,13 +71,13 @@ def paused() -> Iterator[None]:
 
 def note(problem: Problem) -> None:
     """Note one call, where that is asked for."""
-    recording = _current.get() or environment()
+    recording = _current.get() or whole_process()
     if recording is not None and recording is not _NONE:
         recording.add(problem)
 
 
 @functools.cache
-def environment() -> Recording | None:
+def whole_process() -> Recording | None:
     """What this process was started to record to. Raises ``InvalidProblem`` for an ATTNSWITCH_RECORD that cannot be."""
     path = os.environ.get("ATTNSWITCH_RECORD")
     try:

@@ -7,7 +7,9 @@ is reached by that target itself: ``backend="package.module:Class"``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from typing import NamedTuple
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend
 
-__all__ = ["ENTRY_POINTS", "Missing", "Row", "load", "loaded", "names", "table"]
+__all__ = ["ENTRY_POINTS", "Missing", "Row", "forget", "load", "loaded", "names", "standing_in", "table"]
 
 ENTRY_POINTS = "attnswitch.backends"
 
@@ -69,12 +71,36 @@ def names() -> tuple[str, ...]:
     return tuple(row.name for row in table())
 
 
-@functools.cache
 def load(name: str) -> Backend | Missing:
     """The backend called ``name``, or at the target ``name``, or why it could not be loaded.
 
     Raises ``InvalidProblem`` for a name that is neither in the table nor a target.
     """
+    return _standing_in.get(name) or _load(name)
+
+
+#: Backends that stand in for those of their names.
+_standing_in: dict[str, Backend] = {}
+
+
+@contextlib.contextmanager
+def standing_in(name: str, backend: Backend) -> Iterator[None]:
+    """Within the context, ``backend`` is the one called ``name``; plans made before are the caller's to drop."""
+    _standing_in[name] = backend
+    try:
+        yield
+    finally:
+        del _standing_in[name]
+
+
+def forget() -> None:
+    """Read the table, and load every backend, anew."""
+    table.cache_clear()
+    _load.cache_clear()
+
+
+@functools.cache
+def _load(name: str) -> Backend | Missing:
     row = next((row for row in table() if row.name == name), None)
     if row is None and ":" in name:
         row = Row(name, name, "its name")

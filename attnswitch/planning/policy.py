@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["Policy", "chosen", "effective", "using"]
+__all__ = ["Policy", "effective", "of_context", "using"]
 
 
 class Policy(enum.StrEnum):
@@ -29,7 +29,7 @@ class Policy(enum.StrEnum):
 
 _chosen: ContextVar[Policy | None] = ContextVar("attnswitch_policy", default=None)
 #: The policy of the context, if it has one.
-chosen = _chosen.get
+of_context = _chosen.get
 
 
 @contextlib.contextmanager
@@ -52,11 +52,11 @@ def effective(policy: Policy | str | None) -> Policy:
     """
     if policy is not None:
         return _read(policy, "policy")
-    return _chosen.get() or environment()
+    return _chosen.get() or of_process()
 
 
 @functools.cache
-def environment() -> Policy:
+def of_process() -> Policy:
     """The policy that this process was started with."""
     return _read(os.environ.get("ATTNSWITCH_POLICY") or Policy.ESTIMATE, "ATTNSWITCH_POLICY")
 

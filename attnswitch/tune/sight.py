@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from attnswitch.machine.measure import Budget
-from attnswitch.planning.planner import Plan
+from attnswitch.planning.plan import Plan
 from attnswitch.problem import Problem
 from attnswitch.tune import trial
 from attnswitch.tune.trial import Effort

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attnswitch import choice
+from attnswitch import api
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
@@ -27,7 +27,8 @@ from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.measure import Budget, Timing, current, measure, wait
 from attnswitch.planning import planner
-from attnswitch.planning.planner import Candidate, Plan
+from attnswitch.planning.candidate import Candidate
+from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import CONTIGUOUS, Problem
 from attnswitch.tune import cases
@@ -191,7 +192,7 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
 
 def _lying(work: Workload) -> Plan:
     """The plan for the tensors as they lie: rows of a contiguous one need not be multiples of 16 bytes."""
-    return choice.explain(work.query, work.key, work.value, policy=Policy.ESTIMATE, **work.keywords())
+    return api.explain(work.query, work.key, work.value, policy=Policy.ESTIMATE, **work.keywords())
 
 
 def _taken(candidate: Candidate, plan: Plan, trial: Trial) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.registry import Missing
-from attnswitch.verify.launch.unguarded import forget
+from attnswitch.planning import planner
 
 __all__ = ["begin", "fact", "text", "variables"]
 
@@ -52,7 +52,7 @@ def begin(wanted: Mapping[str, str]) -> None:
         )
     if new:
         os.environ.update(new)
-        forget()
+        planner.forget()
 
 
 def fact(wanted: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
-from attnswitch.planning.planner import FAILED, Plan, make_plan
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.planner import make_plan
 from attnswitch.verify.checks import ALWAYS, Check, named
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import Returned, call, expected, finite_check, malformed, place_operands
@@ -105,7 +106,7 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
         except Unsupported as refusal:
             return Outcome(case, backend, device, "refused", reasons=_reasons(refusal, forced))
         except BackendUnavailable as absence:
-            if FAILED in str(absence):
+            if any(c.broken for c in absence.plan.candidates if c.backend == backend):  # it raised, and is here
                 return Outcome(case, backend, device, "mismatch", failure=Failure("crash", str(absence)))
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
@@ -122,12 +123,12 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
 def _not_run(plan: Plan, case: Case, backend: str, device: str) -> Outcome:
     """Why nothing was launched: the plan chose nothing."""
     forced = None if backend == AUTO else backend
-    absent = next((c.unavailable for c in plan.candidates if c.backend == forced and not c.reasons), None)
-    if absent is None:
+    named = next((c for c in plan.candidates if c.backend == forced and not c.reasons), None)
+    if named is None or named.unavailable is None:
         return Outcome(case, backend, device, "refused", reasons=_refusals(plan, forced))
-    if absent.startswith(FAILED):  # it is there, and raised where it should have answered
-        return Outcome(case, backend, device, "mismatch", failure=Failure("crash", absent))
-    return Outcome(case, backend, device, "unavailable", reasons=(absent,))
+    if named.broken:  # it is there, and raised where it should have answered
+        return Outcome(case, backend, device, "mismatch", failure=Failure("crash", named.unavailable))
+    return Outcome(case, backend, device, "unavailable", reasons=(named.unavailable,))
 
 
 def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None:

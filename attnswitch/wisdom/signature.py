@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import os
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +86,8 @@ def sign(name: str, device: Device) -> Signature | Missing:
 
 @functools.cache
 def _version(package: str) -> str | None:
+    from importlib import metadata  # slow to import
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -119,6 +119,8 @@ def _shared() -> tuple[Path, ...]:
 @functools.cache
 def _hash(*places: Path) -> str:
     """Twelve digits of the SHA-256 of files, and of every source under a folder with its name."""
+    import hashlib  # slow to import
+
     digest = hashlib.sha256()
     try:
         for place in places:

@@ -1,7 +1,7 @@
 """``Wisdom``: the records that hold on this machine now, indexed for the planner; read once a process, then kept.
 
 What this process remembers is in it at once; what others remember, after ``reload``. Either begins another
-``planner.generation``, so that nothing which was planned before is looked up again.
+``generation``, so that nothing which was planned before is looked up again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
-from attnswitch.planning import planner
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
 from attnswitch.wisdom.classes import HOPELESS, NEAR, NEIGHBOURS, covers, doublings, speed_class, weight
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
-__all__ = ["Near", "Wisdom", "current", "indexed", "now", "reload", "remember"]
+__all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now", "reload", "remember"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +130,21 @@ def _near(seen: Sequence[tuple[Time | Untimed, float, float]]) -> Near:
 
 
 _lock = threading.RLock()
+#: Counts the changes of what plans rest on.
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes with whatever plans rest on: what is kept of a plan holds for one."""
+    return _generation
+
+
+def changed() -> None:
+    """Whatever was planned before has to be planned anew: the wisdom has changed, or what backends there are."""
+    global _generation
+    _generation += 1
+
+
 _wisdom: Wisdom | None = None
 
 
@@ -160,7 +174,7 @@ def remember(records: Iterable[Record]) -> None:
         view = current()
         for record in kept:
             view.add(record)
-        planner.forget()
+        changed()
     store.here().append(kept)
 
 
@@ -169,7 +183,7 @@ def reload() -> None:
     global _wisdom
     with _lock:
         _wisdom = None
-        planner.forget()
+        changed()
 
 
 def now() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import weakref
 from itertools import combinations
@@ -14,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch's users know it b
 
 import attnswitch
 from attnswitch import InvalidProblem, Unsupported
-from attnswitch.call import torch_op
+from attnswitch.machine.backend import Inputs
 
 CPU = ("sdpa-flash", "sdpa-math", "tiled", "reference")
 every_backend = pytest.mark.parametrize("backend", CPU)
@@ -342,13 +343,18 @@ def test_a_trace_is_refused_for_what_it_is(known: bool) -> None:
 def test_operands_that_hooks_lay_otherwise_lie_as_before(expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is built for rows that are padded to whole steps of 16 bytes: copied, they are not."""
     seen: list[Any] = []
-    inputs = torch_op._Work.inputs
+    kernel: Any = importlib.import_module("attnswitch.backends.tiled").TiledKernel
 
-    def noted(work: Any, *tensors: Any) -> Any:
-        seen.append([(t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
-        return inputs(work, *tensors)
+    def noting(run: Any) -> Any:
+        def noted(self: Any, inputs: Inputs, *rest: Any) -> Any:
+            arrays = [array for array in inputs[:4] if array is not None]
+            seen.append([(tuple(s // x.itemsize for s in x.strides), x.ctypes.data % 16) for x in arrays])
+            return run(self, inputs, *rest)
 
-    monkeypatch.setattr(torch_op._Work, "inputs", noted)
+        return noted
+
+    for way in ("forward", "backward"):
+        monkeypatch.setattr(kernel, way, noting(getattr(kernel, way)))
     q, k, v = leaves(torch.float32, (2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))
     mask = torch.randn(5, 32)[:, :7].expand(2, 2, 5, 7) if expanded else torch.randn(2, 2, 5, 32)[..., :7]
     call: dict[str, Any] = {"attn_mask": mask, "backend": "tiled", "key_lengths": torch.tensor([7, 5])}

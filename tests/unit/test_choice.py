@@ -335,16 +335,16 @@ def test_a_context_holds_within_and_for_its_thread(name: Any) -> None:
 
 def test_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSWITCH_POLICY", "wisdom-only")
-    policy.environment.cache_clear()
+    policy.of_process.cache_clear()
     try:
         with pytest.raises(Unsupported, match="wisdom-only"):
             attnswitch.plan(TEXT)
         monkeypatch.setenv("ATTNSWITCH_POLICY", "fast")
-        policy.environment.cache_clear()
+        policy.of_process.cache_clear()
         with pytest.raises(InvalidProblem, match="ATTNSWITCH_POLICY='fast': expected one of estimate, measure"):
             attnswitch.plan(TEXT)
     finally:
-        policy.environment.cache_clear()
+        policy.of_process.cache_clear()
 
 
 def test_what_is_no_policy() -> None:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from attnswitch import choice
+from attnswitch import api
 from attnswitch.call import finite, recording
 from attnswitch.machine import registry
 from attnswitch.planning import policy
@@ -103,7 +103,7 @@ def test_verify_prints_what_it_verified(cli: Cli) -> None:
 
 def test_verify_without_a_backend_takes_all_that_can_run(cli: Cli) -> None:
     ran = cli("verify", "--quick", "--no-isolate", "--examples", "3", "--json", "-")
-    able = {name for name, why in choice.backends().items() if why is None}
+    able = {name for name, why in api.backends().items() if why is None}
     assert {row["backend"] for row in json.loads(ran.out)["results"]} == {"auto", *able}
 
 

@@ -19,10 +19,10 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import finite, hot
+from attnswitch.call import attend, finite
 from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 from attnswitch.problem import Mask, Memory
-from attnswitch.verify.launch import unguarded
 from attnswitch.verify.launch.layouts import place
 
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
@@ -40,8 +40,8 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
 
 def forget() -> None:
     """Drop what was planned, compiled and prepared."""
-    unguarded.forget()
-    hot.forget()
+    planner.forget()
+    attend.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import hot
+from attnswitch.call import attend
 from attnswitch.machine.device import Device
-from attnswitch.verify.launch import unguarded
+from attnswitch.planning import planner
 
 arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
 config = importlib.import_module("attnswitch.backends.cuda.config")
@@ -102,11 +102,11 @@ def test_the_stream_of_each_thread_is_one_by_thread(runtime: Runtime) -> None:
 def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(emulator.VARIABLE, "1")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    unguarded.forget()
-    hot.forget()
+    planner.forget()
+    attend.forget()
     yield
-    unguarded.forget()
-    hot.forget()
+    planner.forget()
+    attend.forget()
 
 
 @compiled

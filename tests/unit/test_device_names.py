@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Device, choice
+from attnswitch import Device, api
 from attnswitch.machine import device
 from attnswitch.planning import planner
 from attnswitch.tune import sight
@@ -29,7 +29,7 @@ def test_a_gpu_keeps_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("named", "where"), [(SECOND, "cuda:1"), (Device.cpu(), "cpu"), ("CPU", "cpu"), (None, "cpu")])
 def test_first_sight_is_on_the_device_named(named: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[str] = []
-    monkeypatch.setattr(planner, "make_plan", lambda *_: SimpleNamespace(open=True))
+    monkeypatch.setattr(planner, "make_plan", lambda *_: SimpleNamespace(open=True, basis=None))
 
     def measure(plan: Any, place: str) -> bool:
         places.append(place)
@@ -38,4 +38,4 @@ def test_first_sight_is_on_the_device_named(named: Any, where: str, monkeypatch:
     monkeypatch.setattr(sight, "measure", measure)
     attnswitch.explain("b1.h1.s16.d8.fp32", device=named, policy="measure")
     assert places == [where]
-    assert choice._device(named)[1] == where
+    assert api._device(named).where == where

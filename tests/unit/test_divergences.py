@@ -17,6 +17,8 @@ from attnswitch.machine import divergences, registry
 from attnswitch.machine.backend import Backend
 from attnswitch.machine.divergences import Condition, Divergence
 from attnswitch.planning import planner
+from attnswitch.planning.candidate import Candidate
+from attnswitch.planning.field import Field
 from attnswitch.verify.launch.unguarded import unguarded
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -287,11 +289,14 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Toy, "divergences", f"{package.name}:known.toml")
+    monkeypatch.setattr(registry, "names", lambda: ("toy",))
     monkeypatch.setattr(registry, "load", lambda name: Toy())
 
-    def planned(text: str) -> planner.Candidate:
+    def planned(text: str) -> Candidate:
         (package / "known.toml").write_text(text)
-        return planner._candidate("toy", PLAIN.replace(causal=True, scale=3.0), Device.cpu())
+        planner.forget()
+        field = Field(PLAIN.replace(causal=True, scale=3.0), Device.cpu(), "toy")
+        return field.candidate(field.row("toy"))
 
     return planned
 

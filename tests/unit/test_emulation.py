@@ -51,10 +51,10 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without the variable, and leaves none."""
     monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.delenv(VARIABLE)
-    planner.remembered.cache_clear()
+    planner.forget()
     yield
     monkeypatch.undo()
-    planner.remembered.cache_clear()
+    planner.forget()
 
 
 # -- the target --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnswitch
 from attnswitch import Problem, Unsupported
-from attnswitch.call import finite, hot
+from attnswitch.call import attend, finite
+from attnswitch.call.launch import Launch
 from attnswitch.machine import divergences
 from attnswitch.machine.backend import Inputs, Shows
 from attnswitch.machine.device import Device
@@ -83,14 +84,14 @@ def test_nan_is_seen_whether_lse_shows_it_or_not(keys: int) -> None:
     assert attnswitch.attention(query, key, value).isnan().all()
 
 
-def test_an_lse_of_zero_is_looked_into(steps: list[object]) -> None:
+def test_an_lse_of_zero_is_looked_into(built: list[object]) -> None:
     """One key, and a score of 0."""
     query, key, value = (torch.zeros(1, 1, 1, 16), *torch.randn(2, 1, 1, 1, 16).unbind())
     attnswitch.attention(query, key, value, backend="sdpa-flash")
-    steps.clear()
+    built.clear()
     with attnswitch.record() as recorded:
         assert torch.equal(attnswitch.attention(query, key, value, backend="sdpa-flash"), value)
-    assert not steps
+    assert not built
     assert list(recorded.problems.values()) == [1]
 
 
@@ -258,23 +259,28 @@ def test_an_lse_without_memory_is_not_read(length: int) -> None:
         attnswitch.attention(query, key, value)
 
 
+def launches() -> list[Launch]:
+    """Those that calls came to since they were forgotten."""
+    return [launch for asked in attend._requests.values() for launch in asked.launches.values()]
+
+
 def test_nothing_is_looked_for_that_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     poisoned = q.clone().fill_(torch.nan)
     monkeypatch.setattr(divergences, "refusals", lambda backend, *_: ("no",) if backend.name != "sdpa-math" else ())
     planner.forget()
     for backend in ("sdpa-math", None):
-        hot.forget()
+        attend.forget()
         for _ in range(2):
             attnswitch.attention(q, k, v, backend=backend)
-        (found,) = hot._latest.values()
+        (found,) = launches()
         assert found.look is None
         assert not found.problem.nonfinite
         assert attnswitch.attention(poisoned, k, v, backend=backend).isnan().all()
     monkeypatch.undo()
     planner.forget()
-    hot.forget()
+    attend.forget()
     for _ in range(2):
         attnswitch.attention(q, k, v)
-    (found,) = hot._latest.values()
+    (found,) = launches()
     assert found.look is not None

@@ -41,8 +41,8 @@ def measured(told: list[tuple[int, int, str]]) -> Iterator[Matrix]:
         for cases in ("probes", "long", "extremes"):  # a survivor meets all of them, which takes a while
             patch.setattr(lattice, cases, lambda *space: iter(()))
         yield measure(names=(*NAMES, NOTHING.name), workers=1, examples=50, progress=lambda *what: told.append(what))
-    for remembered in (registry.load, planner.remembered, planner.kernel):
-        remembered.cache_clear()
+    registry.forget()
+    planner.forget()
 
 
 def row(measured: Matrix, name: str) -> Row:

@@ -366,7 +366,7 @@ def test_what_was_measured_to_be_the_fastest_goes_first(installed: Callable[...,
 def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -> None:
     installed(plugin=f"{__name__}:Plugin")
     assert registry.names() == (*BUILT_IN, "plugin")
-    from attnswitch.choice import backends
+    from attnswitch.api import backends
 
     assert backends()["plugin"] is None
 

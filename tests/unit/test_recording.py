@@ -117,7 +117,7 @@ def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
     environment = {**os.environ, "ATTNSWITCH_RECORD": path, "ATTNSWITCH_POLICY": "measure"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     assert [str(problem) for problem in problems.recorded(tmp_path / "calls.txt")] == ["b1.h2.s5.d8.fp32.causal"]
-    assert recording.environment() is None
+    assert recording.whole_process() is None
 
 
 def test_a_recording_that_is_no_text(tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ class Neighbours:
             if size:
                 before, middle, after = (_block(library, device, size) for _ in range(3))
                 self._kept[name] = (before, after)
-                self._freed[_address(middle)] = name
+                self._freed[arrays.address(middle)] = name
                 middles.append(middle)
         del middles
 
     def look(self, results: dict[str, Any]) -> str:
         """The result beside which something was written; empty if there is none."""
-        addresses = {arrays.facts(result, name).address for name, result in results.items()}
+        addresses = {arrays.address(result) for result in results.values()}
         self.hits = len(addresses & self._freed.keys())
         for name, blocks in self._kept.items():
             if not all(_intact(block) for block in blocks):
@@ -63,7 +63,3 @@ def _block(library: str, device: str, size: int) -> Any:
 
 def _intact(block: Any) -> bool:
     return bool((block == 255).all())
-
-
-def _address(block: Any) -> int:
-    return arrays.facts(block, "block").address

@@ -7,27 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnswitch.machine import registry
-from attnswitch.machine.device import Device
+from attnswitch.machine.backend import Backend
 from attnswitch.planning import planner
-from attnswitch.problem import Problem
 
-__all__ = ["forget", "unguarded"]
-
-
-class _Unguarded:
-    """A backend that takes every problem and has no known divergences; everything else is the backend's own."""
-
-    divergences = None
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
-        """Everything."""
-        return ()
+__all__ = ["unguarded"]
 
 
 @contextlib.contextmanager
@@ -36,22 +19,22 @@ def unguarded(name: str) -> Iterator[None]:
 
     A backend may crash the process on what it refuses. Raises ``InvalidProblem`` for an unknown name.
     """
-    load = registry.load
-    backend = load(name)
-
-    def patched(asked: str) -> Any:
-        return _Unguarded(backend) if asked == name and not isinstance(backend, str) else load(asked)
-
-    registry.load = patched  # type: ignore[assignment]
-    forget()
-    try:
+    backend = registry.load(name)
+    if not isinstance(backend, Backend):
         yield
-    finally:
-        registry.load = load
-        forget()
+        return
+    with registry.standing_in(name, _refusing_nothing(backend)):
+        planner.forget()
+        try:
+            yield
+        finally:
+            planner.forget()
 
 
-def forget() -> None:
-    """Drop what was planned and compiled: what a backend takes has changed."""
-    planner.forget()
-    planner.kernel.cache_clear()
+def _refusing_nothing(backend: Backend) -> Backend:
+    """The same backend, which takes every problem and has no known divergences."""
+    kind: Any = type(backend)
+    members = {"reasons": lambda *_: iter(()), "divergences": ""}
+    made: Backend = object.__new__(type(kind.__name__, (kind,), members))
+    made.__dict__.update(vars(backend))
+    return made

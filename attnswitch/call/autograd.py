@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from attnswitch import arrays
-from attnswitch.call.call import Call
 from attnswitch.errors import Unsupported
-from attnswitch.machine.backend import Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
 from attnswitch.problem import Problem
 
 __all__ = ["differentiable", "prepared"]
@@ -20,25 +19,49 @@ __all__ = ["differentiable", "prepared"]
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
-def differentiable(call: Call, kernel: Kernel, library: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and lse (None unless asked for) of a torch call, with gradients computed by ``kernel.backward``."""
-    *operands, key_lengths, seed = call.inputs
-    found = _Attention.apply(*operands, _Work(call.problem, kernel, library, key_lengths, seed))
-    return found if call.problem.lse else (found, None)
+def differentiable(
+    problem: Problem, kernel: Kernel, inputs: Inputs, library: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and lse (None unless asked for) of torch tensors, with gradients computed by ``kernel.backward``.
+
+    The kernel takes arrays of ``library``.
+    """
+    *operands, key_lengths, seed = inputs
+
+    def forward(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        again = Inputs(query, key, value, attn_mask, key_lengths, seed)
+        out, lse = kernel.forward(again.map(_passage("torch", library)))
+        back = _passage(library, "torch")
+        return back(out), None if lse is None else back(lse)
+
+    def backward(again: Inputs, *results: Any) -> Gradients:
+        there, back = _passage("torch", library), _passage(library, "torch")
+        given = (None if result is None else there(result) for result in results)
+        grads = kernel.backward(again.map(there), *given)
+        return Gradients(*(None if grad is None else back(grad) for grad in grads))
+
+    same = library == "torch"
+    work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed)
+    result = _Attention.apply(*operands, work)
+    return result if problem.lse else (result, None)
+
+
+def _passage(source: str, target: str) -> Callable[[Any], Any]:
+    return lambda array: arrays.passage(array, source, target)
 
 
 def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     """``differentiable`` of calls without key lengths or a seed to a kernel that takes torch's tensors.
 
-    ``forward`` is the kernel's own, for tensors that lie as theirs do. No function transform is active.
+    ``forward`` is the kernel's own, for tensors that lie alike. No function transform is active.
     """
-    work = _Work(problem, kernel, "torch", prepared=forward)
+    work = _Work(problem, forward, _OnFirst(kernel))
     # What torch has before it looks for function transforms, which takes as long as the rest.
     apply = super(torch.autograd.Function, _Attention).apply
 
     def with_lse(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = apply(query, key, value, attn_mask, work)
-        return found
+        both: tuple[Any, Any] = apply(query, key, value, attn_mask, work)
+        return both
 
     def without(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
         return apply(query, key, value, attn_mask, work), None
@@ -46,38 +69,30 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     return with_lse if problem.lse else without
 
 
+class _OnFirst:
+    """The prepared backward of a kernel, prepared when it is first called: many a forward never has one."""
+
+    __slots__ = ("_backward", "_kernel")
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._backward: Backward | None = None
+
+    def __call__(self, inputs: Inputs, *results: Any) -> Gradients:
+        if self._backward is None:
+            self._backward = self._kernel.prepared_backward(inputs)
+        return self._backward(inputs, *results)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """All of a call but query, key, value and mask, which the graph keeps as saved tensors alone.
-
-    ``prepared`` is its forward, if there is one.
-    """
+    """All of a call but query, key, value and mask, which the graph keeps as saved tensors alone."""
 
     problem: Problem
-    kernel: Kernel
-    library: str
+    forward: Forward
+    backward: Backward
     key_lengths: Any = None
     seed: int | None = None
-    prepared: Forward | None = None
-
-    def forward(self, query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[Any, Any]:
-        """Output and lse as torch's."""
-        if self.prepared is not None:
-            return self.prepared(query, key, value, *(() if attn_mask is None else (attn_mask,)))
-        out, lse = self.kernel.forward(self.inputs(query, key, value, attn_mask, self.key_lengths))
-        return self.to_torch(out), self.to_torch(lse)
-
-    def inputs(self, query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any) -> Inputs:
-        """The backend's."""
-        return Inputs(query, key, value, attn_mask, key_lengths, self.seed).map(self.to_backend)
-
-    def to_torch(self, array: Any) -> Any:
-        """An array of the backend's, over the same memory."""
-        return None if array is None else arrays.passage(array, self.library, "torch")
-
-    def to_backend(self, tensor: Any) -> Any:
-        """The reverse."""
-        return None if tensor is None else arrays.passage(tensor, "torch", self.library)
 
 
 class _Attention(torch.autograd.Function):
@@ -86,7 +101,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, work: _Work) -> Any:
         ctx.work = work
-        out, lse = work.forward(query, key, value, attn_mask)
+        out, lse = work.forward(query, key, value, *(() if attn_mask is None else (attn_mask,)))
         ctx.steps = [_steps(operand) for operand in (query, key, value, attn_mask)] if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse)
@@ -102,9 +117,7 @@ class _Attention(torch.autograd.Function):
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = work.inputs(query, key, value, attn_mask, lengths)
-        results = (work.to_backend(tensor) for tensor in (out, lse, grad_out, grad_lse))
-        back = Gradients(*map(work.to_torch, work.kernel.backward(inputs, *results)))
+        back = work.backward(Inputs(query, key, value, attn_mask, lengths, work.seed), out, lse, grad_out, grad_lse)
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))

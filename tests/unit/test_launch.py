@@ -1,4 +1,4 @@
-"""Calls like one before: what is looked up is what every step would find, and whatever differs is told apart."""
+"""One path: what was prepared for a call does what an unprepared one does, and whatever differs is told apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 
 import attnswitch
 from attnswitch import InvalidProblem, Unsupported
-from attnswitch.call import finite, hot
+from attnswitch.call import attend, finite
+from attnswitch.call.launch import Request
 from attnswitch.planning.policy import Policy
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
@@ -29,10 +30,15 @@ def tensors(length: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32)
 
 
 def slowly(*operands: Any, **options: Any) -> list[torch.Tensor]:
-    """Output, lse and gradients through every step."""
+    """Output, lse and gradients by a launch that is built for this call, and prepared for nothing."""
+    requests = dict(attend._requests)
+    attend.forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hot, "attend", lambda *_: None)
-        return quickly(*operands, **options)
+        patch.setattr(Request, "_arm", lambda *_: None)
+        results = quickly(*operands, **options)
+    attend._requests.clear()
+    attend._requests.update(requests)
+    return results
 
 
 def quickly(*operands: Any, **options: Any) -> list[torch.Tensor]:
@@ -65,24 +71,23 @@ SAME: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", SAME.values(), ids=SAME)
 @pytest.mark.parametrize("layout", ["BHLD", "BLHD"])
 @pytest.mark.parametrize("grads", [False, True])
-def test_it_is_as_through_every_step(options: dict[str, Any], layout: str, grads: bool, steps: list[object]) -> None:
+def test_it_is_as_unprepared(options: dict[str, Any], layout: str, grads: bool, built: list[object]) -> None:
     operands = [tensor.requires_grad_(grads) for tensor in tensors(8, 8)]
     expected = slowly(*operands, layout=layout, **options)
-    assert len(steps) == 1
-    for _ in range(2):
+    assert len(built) == 1
+    for _ in range(3):
         agree(quickly(*operands, layout=layout, **options), expected)
-    takes = attnswitch.explain(*operands, layout=layout, **{n: o for n, o in options.items() if n != "policy"}).backend
-    assert len(steps) == 2 + (0 if str(takes).startswith("sdpa") else 2)  # explain reads too; NumPy is not for here
+    assert len(built) == 2
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_of_every_rank(rank: int, dtype: torch.dtype, steps: list[object]) -> None:
+def test_masks_of_every_rank(rank: int, dtype: torch.dtype, built: list[object]) -> None:
     operands = tensors()
-    for _ in range(2):
+    for _ in range(3):
         mask = (torch.rand((1, 2, 8, 8)[4 - rank :]) > 0.3).to(dtype)
         agree(quickly(*operands, attn_mask=mask), slowly(*operands, attn_mask=mask))
-    assert len(steps) == 2
+    assert len(built) == 1 + 3
 
 
 def variants() -> list[tuple[Any, dict[str, Any]]]:
@@ -112,13 +117,12 @@ def variants() -> list[tuple[Any, dict[str, Any]]]:
     ]
 
 
-def test_every_fact_counts(steps: list[object]) -> None:
+def test_every_fact_counts(built: list[object]) -> None:
     made = variants()
-    for _ in range(2):  # in one order, and with every other one known
+    for _ in range(3):  # in one order, and with every other one known
         for operands, options in made:
             agree(quickly(*operands, **options), slowly(*operands, **options))
-    assert hot.ready.cache_info().misses == len(made)  # and none was made again
-    assert len(steps) == 2 * len(made)
+    assert len(built) == len(made) + 3 * len(made)  # and none was built again
 
 
 def test_what_is_wrong_is_refused_after_a_right_call_too() -> None:
@@ -158,15 +162,15 @@ def test_a_scale_that_is_changed_in_place_is_read_again() -> None:
 
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one for each call that is not like the one before."""
+    """Grows by one for each call whose facts are read."""
     seen: list[object] = []
-    look_up = hot._looked_up
+    find = Request.find
 
     def counted(*arguments: Any) -> Any:
         seen.append(arguments)
-        return look_up(*arguments)
+        return find(*arguments)
 
-    monkeypatch.setattr(hot, "_looked_up", counted)
+    monkeypatch.setattr(Request, "find", counted)
     return seen
 
 
@@ -181,24 +185,27 @@ def test_a_call_like_the_one_before_looks_nothing_up(mode: Callable[[], Any], lo
                 operands = (q.clone(), k.clone(), v.clone())
                 assert torch.equal(attnswitch.attention(*operands), expected)
             assert len(looked_up) <= 2
-    assert len(looked_up) <= 1  # where a mode comes and goes
+    assert len(looked_up) == 0
 
 
 def test_what_lies_otherwise_is_looked_up(looked_up: list[object]) -> None:
     q, k, v = tensors()
     aside = torch.randn(2 * 8 * 16 + 1)[1:].view(1, 2, 8, 16)
-    for query, times in ((q, 1), (aside, 3), (q, 0), (q.mT.contiguous().mT, 1)):
+    for query, times in ((q, 2), (aside, 3), (q, 0), (q.mT.contiguous().mT, 2)):
+        expected = slowly(query, k, v)
         looked_up.clear()
         for _ in range(3):
-            agree(quickly(query, k, v), slowly(query, k, v))
+            agree(quickly(query, k, v), expected)
         assert len(looked_up) == times
 
 
 def test_a_torch_without_guards_is_served_too(monkeypatch: pytest.MonkeyPatch, looked_up: list[object]) -> None:
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     q, k, v = tensors()
+    expected = slowly(q, k, v)
+    looked_up.clear()
     for _ in range(3):
-        agree(quickly(q, k, v), slowly(q, k, v))
+        agree(quickly(q, k, v), expected)
     assert len(looked_up) == 3
 
 
@@ -302,16 +309,17 @@ def test_torch_compile_breaks_its_graph_at_a_plan_as_it_does_there(known: bool, 
     assert len(graphs) == 2  # what is before the call, and what is after it
 
 
-def test_subclasses_and_other_libraries_go_through_every_step(steps: list[object]) -> None:
+def test_subclasses_and_other_libraries_go_the_same_way(built: list[object]) -> None:
     class Named(torch.Tensor):
         pass
 
     q, k, v = tensors()
-    attnswitch.attention(q.as_subclass(Named), k, v)
-    attnswitch.attention(*(tensor.numpy() for tensor in (q, k, v)))
-    attnswitch.attention(q, k, v, key_lengths=[8])
-    attnswitch.attention(q, k, v, dropout_p=0.5, seed=1)
-    assert len(steps) == 4
+    for _ in range(3):
+        attnswitch.attention(q.as_subclass(Named), k, v)
+        attnswitch.attention(*(tensor.numpy() for tensor in (q, k, v)))
+        attnswitch.attention(q, k, v, key_lengths=[8])
+        attnswitch.attention(q, k, v, dropout_p=0.5, seed=1)
+    assert len(built) == 4
     assert isinstance(attnswitch.attention(torch.nn.Parameter(q), k, v), torch.Tensor)
 
 
@@ -334,13 +342,12 @@ def test_backends_that_change_are_noticed(register: Register) -> None:
     assert not torch.equal(quickly(q, k, v)[0], right[0])
 
 
-def test_a_plan_is_called_so_too(steps: list[object]) -> None:
+def test_a_plan_is_called_so_too(built: list[object]) -> None:
     q, k, v = tensors()
     plan = attnswitch.plan(q, k, v, is_causal=True)
-    assert len(steps) == 1
     assert torch.equal(plan(q, k, v), attnswitch.attention(q, k, v, is_causal=True))
     assert torch.equal(plan(q, k, v), plan(q, k, v))
-    assert len(steps) == 1
+    assert len(built) == 2  # that of the plan, and that of the call
     with pytest.raises(InvalidProblem, match="the plan is for"):
         plan(*tensors(9))
     with pytest.raises(InvalidProblem, match="the plan is for"):
@@ -386,26 +393,20 @@ def test_a_call_like_one_before_is_short() -> None:
             entered.append(frame.f_code.co_name)
 
     with finite.checking("never"):
-        attnswitch.attention(q, k, v, backend="sdpa-flash")
+        for _ in range(3):
+            attnswitch.attention(q, k, v, backend="sdpa-flash")
         sys.setprofile(note)
         try:
             attnswitch.attention(q, k, v, backend="sdpa-flash")
         finally:
             sys.setprofile(None)
-    assert "ready" not in entered
-    assert entered == ["attention", "attend", "generation"]
+    assert entered == ["attention", "_traced", "_attend", "of_call", "attend", "request", "modes", "generation"]
 
 
-def test_a_call_that_is_not_for_here_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = torch.randn(3, 1, 2, 6, 8)
+def test_nan_is_seen_by_the_look_and_runs_once(built: list[object]) -> None:
+    query, key, value = torch.randn(3, 1, 2, 6, 8).unbind()
     attnswitch.attention(query, key, value)
-    attend, tried = hot.attend, list[Any]()
-
-    def counted(*asked: Any) -> Any:
-        tried.append(attend(*asked))
-        return tried[-1]
-
-    monkeypatch.setattr(hot, "attend", counted)
     query[0, 0, 0, 0] = torch.nan
-    assert attnswitch.attention(query, key, value)[0, 0, 0].isnan().all()
-    assert tried == [None]
+    for _ in range(3):
+        assert attnswitch.attention(query, key, value)[0, 0, 0].isnan().all()
+    assert len(built) == 2  # and the one for operands that hold NaN

@@ -1,0 +1,197 @@
+"""Every call comes by here: its facts find a launch, or build one, and that is run. There is no second way."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array
+from attnswitch.call import finite, recording
+from attnswitch.call.describe import describe, lengths_beside
+from attnswitch.call.launch import ROLES, Launch, Request
+from attnswitch.call.options import Options, of_problem, seed_of
+from attnswitch.call.run import run
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine.device import Device
+from attnswitch.planning import policy as policies
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Problem
+from attnswitch.wisdom import view
+
+__all__ = ["attend", "forget", "problem_of", "request", "run_plan"]
+
+#: Requests that are remembered; beyond, all are forgotten.
+_MOST = 1024
+_policy_of_context, _look_of_context, _recording = policies.of_context, finite.of_context, recording.of_context
+_requests: dict[tuple[Any, ...], Request] = {}
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None,
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    plan: Plan | None = None,
+) -> tuple[Array, Array | None]:
+    """Output and lse in the caller's library and layout; with ``plan``, by what that chose.
+
+    Raises what ``attention`` raises.
+    """
+    asked = request(query, options, seed is not None, attn_mask is None, key_lengths is None, backend, policy, plan)
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    launch = asked.latest
+    if launch is not None:
+        try:
+            # Guards end the process where an operand has no sizes, so that those come last.
+            if (
+                (
+                    query.data_ptr()
+                    | key.data_ptr()
+                    | value.data_ptr()
+                    | (0 if attn_mask is None else attn_mask.data_ptr())
+                )
+                & 15
+                or (query.is_nested or key.is_nested or value.is_nested)
+                or (attn_mask is not None and attn_mask.is_nested)
+                or not launch.alike(*operands)  # type: ignore[misc]
+            ):
+                launch = None
+        except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
+            launch = None
+    given: Sequence[Array] = operands
+    if launch is None:
+        launch, given = asked.find(operands, key_lengths)
+    if launch.look is not None and launch.shown is None and not launch.look(*given[:3]):
+        return _poisoned(asked, launch, operands, given, key_lengths, seed)
+    if launch.run is not None:
+        result = launch.run(*given)
+        if launch.shown is not None and launch.shown(*result) and not launch.look(*given[:3]):  # type: ignore[misc]
+            return _poisoned(asked, launch, operands, given, key_lengths, seed)
+    else:
+        result = run(asked, launch, operands, given, key_lengths, seed)
+    if recording.whole_process() is not None or _recording() is not None:
+        recording.note(launch.problem)
+    return result
+
+
+def request(
+    query: Array,
+    options: Options,
+    seeded: bool,
+    maskless: bool,
+    lengthless: bool,
+    backend: str | None,
+    policy: Policy | str | None,
+    plan: Plan | None = None,
+    grads: str | None = None,
+) -> Request:
+    """The request that a call is, the same for equal calls in equal contexts. Raises ``InvalidProblem``."""
+    modes = (_MODES.get(type(query)) or _modes_of(query))()
+    rest = seeded, maskless, lengthless, backend, policy, plan, grads
+    context = modes, _policy_of_context(), _look_of_context(), view.generation()
+    try:
+        asked = _requests.get((options, rest, context))
+    except TypeError:  # what is not hashable is no name
+        policies.effective(policy)
+        raise InvalidProblem(f"backend={backend!r}: expected the name of a backend, or None to choose") from None
+    if asked is None:
+        settled = policies.effective(policy)
+        asked = Request(options, seeded, not lengthless, backend, settled, plan, grads, modes not in (None, _DUAL))
+        if len(_requests) >= _MOST:
+            _requests.clear()
+        _requests[options, rest, context] = asked
+    return asked
+
+
+def forget() -> None:
+    """Drop every launch."""
+    _requests.clear()
+
+
+def problem_of(
+    query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, options: Options, seed: int | None
+) -> tuple[Problem, Device]:
+    """The problem that a call is, its operands looked at where that is done, and its device."""
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    taken = [arrays.take(array, role) for array, role in zip(operands, ROLES, strict=False)]
+    facts = [fact for _, fact in taken]
+    whole = facts if len(facts) == 4 else [*facts, None]
+    problem = describe(whole, options, lengths=key_lengths is not None, seeded=seed is not None)
+    if key_lengths is not None:
+        lengths_beside(key_lengths, facts[0], problem.seq_k)
+    kind = facts[0].device[0]
+    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, tuple(x for x, _ in taken[:3])):
+        problem = problem.replace(nonfinite=True)
+    return problem, Device.of(*facts[0].device)
+
+
+def run_plan(
+    plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: int | None, layout: str
+) -> Any:
+    """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
+    if sys.modules.get("torch._dynamo") and _torch().traced():
+        return _torch().untraced(run_plan)(plan, query, key, value, attn_mask, key_lengths, seed, layout)
+    seed = None if seed is None else seed_of(seed)
+    options = _options_of(plan.problem, layout)
+    out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, None, Policy.ESTIMATE, plan)
+    return (out, lse) if plan.problem.lse else out
+
+
+def _options_of(problem: Problem, layout: Any) -> Options:
+    try:
+        return _known_options(problem, layout)
+    except TypeError:  # no text, and nothing that can be looked up
+        return of_problem(problem, layout)
+
+
+_known_options = functools.lru_cache(maxsize=1024)(of_problem)
+
+
+def _poisoned(
+    asked: Request,
+    launch: Launch,
+    operands: Sequence[Array],
+    given: Sequence[Array],
+    key_lengths: Any,
+    seed: int | None,
+) -> tuple[Array, Array | None]:
+    """The same where NaN, inf, or what overflows was seen: another problem, and maybe another backend."""
+    if launch.poisoned is None:
+        launch.poisoned = asked.build(launch.facts, nonfinite=True)
+    result = run(asked, launch.poisoned, operands, given, key_lengths, seed)
+    recording.note(launch.poisoned.problem)
+    return result
+
+
+# -- what torch is asked, once there are tensors -----------------------------------------------------------------------
+
+#: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
+_DUAL = -1
+#: What of its library's modes a call depends on, by the type of query.
+_MODES: dict[type, Callable[[], Hashable]] = {}
+
+
+def _modes_of(query: Array) -> Callable[[], Hashable]:
+    library = arrays.library_of(query)
+    modes = _torch().modes if library == "torch" else _modeless
+    if library:
+        _MODES[type(query)] = modes
+    return modes
+
+
+def _modeless() -> None:
+    """Arrays of other libraries have none."""
+
+
+def _torch() -> Any:
+    return import_module("attnswitch.call.torch_modes")

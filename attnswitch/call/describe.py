@@ -1,0 +1,196 @@
+"""What a call asks: the problem, from the facts of its arrays and its options. Whatever makes no sense is told here."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts
+from attnswitch.call.options import Options
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import DTYPES, GRAD_OPERANDS, Mask, Memory, Problem
+
+__all__ = ["check_beside", "describe", "lengths_beside", "swap_heads", "swapped"]
+
+_HEADS_LAST = (0, 2, 1, 3)
+
+
+def describe(
+    facts: Sequence[Facts | None], options: Options, *, lengths: bool, seeded: bool, grads: str | None = None
+) -> Problem:
+    """The problem of a call, from the facts of query, key, value and attn_mask as the caller passed them.
+
+    ``grads`` None means: what torch's autograd would ask for. Raises ``InvalidProblem`` where they do not go together.
+    """
+    q, k, v, m = facts
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if q.library == "torch":
+        _check_untraced()
+    _check_alike(q, k, v)
+    if options.layout == "BLHD":
+        q, k, v = swapped(q), swapped(k), swapped(v)
+    _check_shapes(q, k, v, options)
+    mask, mask_memory = None, Memory()
+    if m is not None:
+        check_beside(m, "attn_mask", q)
+        mask, mask_memory = _mask(m, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    if grads is None:
+        grads = "".join(letter for letter, f in zip(GRAD_OPERANDS, facts, strict=True) if f is not None and f.grad)
+    (batch, heads_q, seq_q, dim_qk), (_, heads_kv, seq_k, dim_v) = q.shape, v.shape
+    return Problem(
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        dim_qk=dim_qk,
+        dim_v=dim_v,
+        dtype=q.dtype,
+        causal=options.is_causal,
+        alignment=options.causal_alignment,
+        window=options.window,
+        mask=mask,
+        key_lengths=lengths,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout=options.dropout_p,
+        seeded=seeded and options.dropout_p > 0.0,
+        lse=options.return_lse,
+        grads=grads,
+        deterministic=options.deterministic,
+        query=q.memory,
+        key=k.memory,
+        value=v.memory,
+        attn_mask=mask_memory,
+    )
+
+
+def _check_untraced() -> None:
+    """Under a trace sizes are tensors, of which no two are equal."""
+    if sys.modules["torch"].jit.is_tracing():
+        raise InvalidProblem(
+            "torch.jit.trace records what torch is asked to do, which cannot see the choice of a kernel nor kernels"
+            " that are not torch's: use torch.compile, which breaks its graph at the call"
+        )
+
+
+def _check_alike(q: Facts, k: Facts, v: Facts) -> None:
+    """Query, key and value share a library, a device and a dtype."""
+    if q[:3] != k[:3] or q[:3] != v[:3]:
+        places = tuple(f"{kind}:{index}" for kind, index in (q.device, k.device, v.device))
+        for what, values, remedy in (
+            ("library", (q.library, k.library, v.library), "pass arrays of one library"),
+            ("device", places, "move them to one device"),
+            ("dtype", (q.dtype, k.dtype, v.dtype), "cast them to one dtype"),
+        ):
+            if len(set(values)) > 1:
+                raise InvalidProblem(
+                    f"query, key and value differ in {what}: {values[0]}, {values[1]} and {values[2]}; {remedy}"
+                )
+    if q.dtype not in DTYPES:
+        raise InvalidProblem(f"query, key and value have dtype {q.dtype}: expected one of {', '.join(DTYPES)}")
+
+
+def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
+    for role, facts in (("query", q), ("key", k), ("value", v)):
+        if len(facts.shape) != 4:
+            raise InvalidProblem(
+                f"{role} has shape {facts.shape}: expected four axes, {', '.join(options.layout)}"
+                " (add axes of length 1 for a missing batch or head)"
+            )
+    (batch, heads, _, dim), (batch_k, heads_k, length_k, dim_k), (batch_v, heads_v, length_v, _) = (
+        q.shape,
+        k.shape,
+        v.shape,
+    )
+    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}, as (B, H, L, D)"
+    for what, agree, who in (
+        ("batch", batch == batch_k == batch_v, "query, key and value"),
+        ("head count", heads_k == heads_v, "key and value"),
+        ("length", length_k == length_v, "key and value"),
+        ("head dimension", dim == dim_k, "query and key"),
+    ):
+        if not agree:
+            names = "query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)"
+            raise InvalidProblem(f"{shapes}: the {what} of {who} must agree; expected {names}")
+    if options.enable_gqa is False and heads != heads_k:
+        raise InvalidProblem(
+            f"{shapes}: the head counts differ and enable_gqa=False forbids it; leave enable_gqa out or pass True"
+        )
+
+
+def check_beside(facts: Facts, role: str, query: Facts) -> None:
+    """``role`` lives in the library and on the device of query. Raises ``InvalidProblem``."""
+    if facts[:2] != query[:2]:
+        raise InvalidProblem(
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {query.library} array"
+            f" on {query.device[0]}:{query.device[1]}: pass both in one library, on one device"
+        )
+
+
+def swap_heads(array: Array) -> Array:
+    """(B, L, H, D) as (B, H, L, D) or back: a view."""
+    return array.swapaxes(1, 2)
+
+
+def swapped(facts: Facts) -> Facts:
+    """Facts after ``swap_heads``; left alone where the rank is wrong, which is reported later."""
+    if len(facts.shape) != 4:
+        return facts
+    return facts._replace(
+        shape=tuple(facts.shape[axis] for axis in _HEADS_LAST), strides=tuple(facts.strides[a] for a in _HEADS_LAST)
+    )
+
+
+def _mask(m: Facts, scores: tuple[int, int, int, int]) -> tuple[Mask, Memory]:
+    """The mask's description, and how it lies as four axes."""
+    rank = len(m.shape)
+    full = (1,) * (4 - rank) + m.shape
+    if not 1 <= rank <= 4 or any(size not in (1, wanted) for size, wanted in zip(full, scores, strict=True)):
+        raise InvalidProblem(
+            f"attn_mask has shape {m.shape}: it does not broadcast to (B, Hq, Lq, Lk) = {scores};"
+            " axes are matched from the right and have the full length or 1"
+        )
+    if m.dtype != "bool" and m.dtype not in DTYPES:
+        raise InvalidProblem(
+            f"attn_mask has dtype {m.dtype}: expected bool (True = attend) or a float dtype (added to the scores)"
+        )
+    axes = "".join(axis for axis, size, wanted in zip("bhqk", full, scores, strict=True) if size == wanted)
+    return Mask(m.dtype, axes), m._replace(shape=full, strides=(0,) * (4 - rank) + m.strides).memory
+
+
+def lengths_beside(lengths: Any, query: Facts, seq_k: int) -> Array:
+    """``key_lengths`` as an integer array (B,) beside query; host values are checked against 0..Lk."""
+    batch = query.shape[0]
+    library = query.library if query.library in ("numpy", "cupy") else "torch"
+    if not arrays.library_of(lengths):
+        if not isinstance(lengths, Sequence) or not all(
+            isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in lengths
+        ):
+            raise InvalidProblem(f"key_lengths={lengths!r}: expected {batch} integers, one for each batch entry")
+        _check_lengths([int(n) for n in lengths], seq_k)
+        lengths = arrays.lengths_as_array([int(n) for n in lengths], library, query.device)
+        facts = arrays.facts(lengths, "key_lengths")
+    else:
+        lengths, facts = arrays.take(lengths, "key_lengths")
+        check_beside(facts, "key_lengths", query)
+    if facts.shape != (batch,):
+        raise InvalidProblem(
+            f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
+        )
+    if batch and not facts.dtype.startswith(("int", "uint")):
+        raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers")
+    if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation
+        _check_lengths(lengths.tolist(), seq_k)
+    return lengths.copy() if facts.memory.negative else lengths  # a handful of integers
+
+
+def _check_lengths(lengths: list[int], seq_k: int) -> None:
+    for length in lengths:
+        if not 0 <= length <= seq_k:
+            raise InvalidProblem(f"key_lengths holds {length}: expected 0 to Lk = {seq_k}")

@@ -1,0 +1,214 @@
+"""``Launch``: what calls with equal facts come to; and ``Request``, in which it is found, or built.
+
+facts (arrays.Facts) -> Problem (describe) -> Choice (planning) -> Kernel (the backend) -> Launch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts
+from attnswitch.call import finite
+from attnswitch.call.describe import describe, lengths_beside, swap_heads
+from attnswitch.call.options import Options
+from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.machine.backend import Backend, Forward, Inputs, Kernel, Shows
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Problem
+
+__all__ = ["Launch", "Request", "measure"]
+
+ROLES = ("query", "key", "value", "attn_mask")
+#: What measures at first sight, reached as a backend is: nothing here imports the tools.
+_SIGHT = "attnswitch.tune.sight"
+#: Launches that a request remembers; beyond, it forgets them all.
+_MOST = 1024
+
+
+class Launch:
+    """What calls with equal facts come to."""
+
+    __slots__ = (
+        "alike",
+        "backend",
+        "draws",
+        "facts",
+        "kernel",
+        "look",
+        "poisoned",
+        "problem",
+        "run",
+        "settled",
+        "shown",
+    )
+
+    def __init__(self, problem: Problem, facts: tuple[Facts | None, ...], backend: Backend, kernel: Kernel) -> None:
+        self.problem, self.facts, self.backend, self.kernel = problem, facts, backend, kernel
+        #: Output and lse of operands as the caller lays them out, of calls without lengths and seed.
+        self.run: Forward | None = None
+        #: Whether other operands lie like those before, asked of torch in less time than their facts take to read.
+        self.alike: Callable[..., bool] | None = None
+        #: Whether the operands are free of NaN and what overflows; None where nobody looks.
+        self.look: finite.Look | None = None
+        #: Whether output and lse show that there is need to look; None where the operands are looked at first.
+        self.shown: Callable[[Any, Any], bool] | None = None
+        #: The launch for such operands.
+        self.poisoned: Launch | None = None
+        self.settled = False
+        #: Whether each call is given a seed of its own.
+        self.draws = problem.dropout > 0.0 and not problem.seeded and backend.wants_seed
+
+
+class Request:
+    """All that a call says beside its arrays, with what its context says: its launches, by the facts of the arrays."""
+
+    __slots__ = ("backend", "grads", "latest", "launches", "lengths", "options", "plan", "policy", "quick", "seeded")
+
+    def __init__(
+        self,
+        options: Options,
+        seeded: bool,
+        lengths: bool,
+        backend: str | None,
+        policy: Policy,
+        plan: Plan | None = None,
+        grads: str | None = None,
+        quick: bool = False,
+    ) -> None:
+        self.options, self.seeded, self.lengths = options, seeded, lengths
+        self.backend, self.policy, self.plan, self.grads = backend, policy, plan, grads
+        self.launches: dict[tuple[Facts | None, ...], Launch] = {}
+        #: Whether torch's guards may be asked, and the launch that they know.
+        self.quick = quick
+        self.latest: Launch | None = None
+
+    def find(self, operands: Sequence[Array], key_lengths: Any = None) -> tuple[Launch, list[Array]]:
+        """The launch for ``operands``, and these as arrays of NumPy, CuPy or torch. Raises what ``build`` raises."""
+        taken = [arrays.take(array, role) for array, role in zip(operands, ROLES, strict=False)]
+        known = [array for array, _ in taken]
+        facts = tuple([fact for _, fact in taken])
+        launch = self.launches.get(facts)
+        if launch is None:
+            launch = self.build(facts, key_lengths)
+            self._arm(launch, known)
+        elif not launch.settled:
+            self._settle(launch, known)
+        elif launch.alike is not None:
+            self.latest = launch
+        return launch, known
+
+    def build(self, facts: tuple[Facts | None, ...], key_lengths: Any = None, *, nonfinite: bool = False) -> Launch:
+        """The launch for operands with ``facts``.
+
+        Raises ``InvalidProblem``, ``Unsupported``, ``BackendUnavailable`` and ``CompileError``; nothing has run.
+        """
+        whole = facts if len(facts) == 4 else (*facts, None)
+        problem = describe(whole, self.options, lengths=self.lengths, seeded=self.seeded, grads=self.grads)
+        query = facts[0]
+        assert query is not None
+        if key_lengths is not None:  # wrong ones are told of before anything is compiled
+            lengths_beside(key_lengths, query, problem.seq_k)
+        if nonfinite:
+            problem = problem.replace(nonfinite=True)
+        where = query.device
+        device = Device.of(*where)
+        lasting = True
+        if self.plan is not None:
+            backend, kernel = _planned(self.plan, problem)
+        else:
+            if self.policy is Policy.MEASURE:
+                lasting = measure(problem, device, self.backend)
+            choice = planner.choose(problem, device, self.backend, self.policy)
+            if choice.backend is None:
+                planner.require(planner.make_plan(problem, device, self.backend, self.policy))
+            backend, kernel = planner.kernel(str(choice.backend), problem, device, choice.config)
+        launch = Launch(problem, facts, backend, kernel)
+        if not nonfinite and finite.looked_for(finite.when(), where[0]):
+            launch.look = finite.look_of(problem, where[0], query.library)
+        if lasting and not nonfinite:
+            if len(self.launches) >= _MOST:
+                self.launches.clear()
+            self.launches[facts] = launch
+        return launch
+
+    def _arm(self, launch: Launch, operands: Sequence[Array]) -> None:
+        """Have the kernel prepare itself for operands that lie like these, where that is all there is to a call."""
+        first = launch.facts[0]
+        assert first is not None
+        if self.lengths or self.seeded or launch.draws or first.library != "torch" or self.grads is not None:
+            return
+        if launch.backend.native("torch") != "torch":
+            return
+        launch.run = _prepared(launch, operands, self.options.layout == "BLHD")
+        shows = launch.kernel.shows
+        if launch.look is not None and shows is not Shows.NOWHERE and not launch.problem.grads:
+            launch.shown = finite.shown(launch.problem, shows)
+
+    def _settle(self, launch: Launch, operands: Sequence[Array]) -> None:
+        """What is worth its time for facts that come again."""
+        launch.settled = True
+        if launch.look is not None and self.plan is None:
+            problem = launch.problem.replace(nonfinite=True)
+            device = Device.of(*launch.facts[0].device)  # type: ignore[union-attr]
+            if planner.choose(problem, device, self.backend, self.policy).backend == launch.backend.name:
+                launch.look = None  # the choice is the same, whatever a look would see
+        if self.quick and launch.run is not None and not any(fact is not None and fact.offset for fact in launch.facts):
+            launch.alike = import_module("attnswitch.call.torch_modes").guards(operands)
+            if launch.alike is not None:
+                self.latest = launch
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def _planned(plan: Plan, problem: Problem) -> tuple[Backend, Kernel]:
+    """What ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
+    if plan.chosen is None:
+        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
+    if plan.problem == problem:
+        return planner.compiled(plan)
+    if problem == plan.problem.replace(nonfinite=True):
+        raise InvalidProblem(
+            f"query, key or value holds NaN or inf, and the plan chose {plan.backend} for operands without:"
+            " attention chooses for such a call, or make a plan for it"
+        )
+    raise InvalidProblem(f"the plan is for {plan.problem}, and the call is {problem}: make a plan for it")
+
+
+def measure(problem: Problem, device: Device, backend: str | None) -> bool:
+    """Measure what a choice for ``problem`` lacks; whether nothing is left to be measured."""
+    plan = planner.make_plan(problem, device, backend, Policy.MEASURE)
+    if not plan.open:
+        return True
+    if not import_module(_SIGHT).measure(plan, device.where):
+        return False
+    return not planner.make_plan(problem, device, backend, Policy.MEASURE).open
+
+
+def _prepared(launch: Launch, operands: Sequence[Array], turned: bool) -> Forward:
+    """The way from torch tensors that lie like ``operands`` to the results, in the caller's layout."""
+    missing = 4 - operands[3].dim() if len(operands) > 3 else 0
+
+    def straight(query: Any, key: Any, value: Any, mask: Any = None) -> Inputs:
+        if turned:
+            query, key, value = (swap_heads(tensor) for tensor in (query, key, value))
+        return Inputs(query, key, value, mask[(None,) * missing] if missing else mask)
+
+    inputs = straight(*operands)
+    forward = launch.kernel.prepared(inputs)
+    if launch.problem.grads and not launch.backend.autograd:
+        forward = import_module("attnswitch.call.autograd").prepared(launch.problem, launch.kernel, forward)
+    if not turned and not missing:
+        return forward
+
+    def run(*operands: Any) -> tuple[Any, Any]:
+        out, lse = forward(*straight(*operands)[: len(operands)])
+        return (swap_heads(out) if turned else out), lse
+
+    return run

@@ -1,0 +1,170 @@
+"""``Options``: everything about a call that is not an array. The one list of what a call can say.
+
+``attention`` has these names as keywords; ``plan``, ``explain`` and ``attention_backward`` take them as they are
+declared here, and what describes calls by problems (plans, benchmarks, the verifier) gets them from ``of_problem``.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from attnswitch import arrays
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Alignment, Problem, Window
+
+__all__ = ["Options", "of_call", "of_keywords", "of_problem", "seed_of"]
+
+_LAYOUTS = ("BHLD", "BLHD")
+#: Types whose value is all there is to them.
+_PLAIN = frozenset((float, int, bool, str, type(None)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """Everything about a call that is not an array, checked; equal calls have the very same object."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool | None = None
+    causal_alignment: Alignment = "top_left"
+    window: Window | None = None
+    softcap: float = 0.0
+    return_lse: bool = False
+    layout: str = "BHLD"
+    deterministic: bool = False
+
+    def keywords(self) -> dict[str, Any]:
+        """What it says beside the defaults, as keywords of ``attention``."""
+        said = {name: getattr(self, name) for name in _NAMES}
+        return {name: value for name, value in said.items() if value != getattr(_DEFAULT, name)}
+
+
+def of_call(*given: Any) -> Options:
+    """The options of a call, in the order of ``Options``. Raises ``InvalidProblem`` for what makes no sense."""
+    if given[_WINDOW] is None:
+        try:
+            return _shared(*given)
+        except TypeError:  # what is not hashable, or can change, is read every time
+            pass
+    return _shared(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
+
+
+def of_keywords(keywords: dict[str, Any], caller: str) -> Options:
+    """The options that ``keywords`` say; ``caller`` begins what is said of a wrong one. Raises ``InvalidProblem`` for one that is none."""
+    for name in keywords:
+        if name not in _NAMES:
+            raise InvalidProblem(f"{caller} an unexpected keyword {name!r}; the keywords are those of attention")
+    return of_call(*(keywords.get(name, getattr(_DEFAULT, name)) for name in _NAMES))
+
+
+def of_problem(p: Problem, layout: str = "BHLD") -> Options:
+    """The options of a call that is ``p``, for arrays in ``layout``."""
+    return of_call(p.dropout, p.causal, p.scale, None, p.alignment, p.window, p.softcap, p.lse, layout, p.deterministic)
+
+
+def seed_of(value: Any) -> int:
+    """``seed`` as an integer from 0 to 2**64 - 1. Raises ``InvalidProblem`` for what is none."""
+    try:
+        seed = _index(value)
+    except TypeError:
+        raise InvalidProblem(f"seed={value!r}: expected an integer") from None
+    if not 0 <= seed < 2**64:
+        raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
+    return seed
+
+
+#: By type as well: 1 is no flag, and True no number. A window's sides are plain integers by the time they are here.
+@functools.lru_cache(maxsize=1024, typed=True)
+def _shared(*given: Any) -> Options:
+    """The options that all calls with these arguments have. Raises ``TypeError`` where more than values counts."""
+    if not {type(value) for value in given if type(value) is not tuple} <= _PLAIN:
+        raise TypeError("something here can change")
+    return Options(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
+
+
+# -- checks: each returns the value as it is meant, or raises InvalidProblem ------------------------------------------
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidProblem(f"{name}={value!r}: expected True or False")
+    return value
+
+
+def _maybe_flag(name: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidProblem(f"{name}={value!r}: expected True, False or None")
+    return value
+
+
+def _one_of(*known: str) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in known:
+            raise InvalidProblem(f"{name}={value!r}: expected one of {', '.join(known)}")
+        return str(value)
+
+    return check
+
+
+def _window(name: str, value: Any) -> Window | None:
+    if value is None:
+        return None
+    try:
+        left, right = (None if side is None else _index(side) for side in value)
+    except (TypeError, ValueError):
+        raise InvalidProblem(f"{name}={value!r}: expected (left, right), each a number of keys or None") from None
+    return left, right
+
+
+def _index(value: Any) -> int:
+    """``value`` as an integer. Raises ``TypeError`` for what is none, bools included."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is not a count")
+    return operator.index(value)
+
+
+def _real(name: str, value: Any) -> float:
+    """``value`` as a float; 0-d arrays and NumPy scalars count as numbers, bools and strings do not."""
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise InvalidProblem(f"{name}={value}: expected a number that a float can hold") from None
+    kind = getattr(getattr(value, "dtype", None), "name", str(getattr(value, "dtype", "")))
+    if getattr(value, "requires_grad", False):
+        raise InvalidProblem(f"{name}={value!r} requires_grad, and its gradient would be lost: multiply query by it")
+    if arrays.library_of(value) == "torch":
+        arrays.facts(value, name)  # refuses what forward mode and function transforms follow
+    if getattr(value, "shape", None) == () and kind.removeprefix("torch.").startswith(("float", "bfloat", "int")):
+        return float(value)
+    raise InvalidProblem(f"{name}={value!r}: expected a number")
+
+
+def _maybe_real(name: str, value: Any) -> float | None:
+    return None if value is None else _real(name, value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "dropout_p": _real,
+    "is_causal": _flag,
+    "scale": _maybe_real,
+    "enable_gqa": _maybe_flag,
+    "causal_alignment": _one_of(*get_args(Alignment)),
+    "window": _window,
+    "softcap": _real,
+    "return_lse": _flag,
+    "layout": _one_of(*_LAYOUTS),
+    "deterministic": _flag,
+}
+_NAMES = tuple(field.name for field in fields(Options))
+_WINDOW = _NAMES.index("window")
+_DEFAULT = Options()
+assert tuple(_CHECKS) == _NAMES

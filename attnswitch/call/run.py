@@ -1,0 +1,88 @@
+"""From arrays of any library to results by a launch: the way of calls that nothing was prepared for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array
+from attnswitch.call.describe import lengths_beside, swap_heads
+from attnswitch.call.launch import Launch, Request
+from attnswitch.machine.backend import Inputs
+
+__all__ = ["caller_of", "inputs_of", "run", "to_caller", "to_native"]
+
+
+def run(
+    asked: Request,
+    launch: Launch,
+    operands: Sequence[Array],
+    given: Sequence[Array],
+    key_lengths: Any,
+    seed: int | None,
+) -> tuple[Array, Array | None]:
+    """Output and lse of any call; ``given`` are its ``operands`` as arrays of NumPy, CuPy or torch."""
+    backend, kernel, problem = launch.backend, launch.kernel, launch.problem
+    library = arrays.library_of(given[0])
+    if launch.draws:
+        seed = _drawn_seed()
+    inputs = inputs_of(asked, launch, given, key_lengths, seed)
+    native = backend.native(library)
+    if problem.grads and not backend.autograd:
+        out, lse = import_module("attnswitch.call.autograd").differentiable(problem, kernel, inputs, native)
+        native = "torch"
+    else:
+        out, lse = kernel.forward(to_native(inputs, library, native))
+    caller = caller_of(launch, operands)
+    turned = asked.options.layout == "BLHD"
+    return to_caller(out, native, library, caller, turned), to_caller(lse, native, library, caller, False)
+
+
+def caller_of(launch: Launch, operands: Sequence[Array]) -> Array | None:
+    """An array of the caller's library, where that is known by DLPack alone."""
+    assert launch.facts[0] is not None
+    return None if launch.facts[0].library in ("numpy", "cupy", "torch") else operands[0]
+
+
+def inputs_of(asked: Request, launch: Launch, given: Sequence[Array], key_lengths: Any, seed: int | None) -> Inputs:
+    """Operands in (B, H, L, D) order, the mask with four axes, and the lengths beside them."""
+    query, key, value, mask = given if len(given) > 3 else (*given, None)
+    if asked.options.layout == "BLHD":
+        query, key, value = (swap_heads(array) for array in (query, key, value))
+    if mask is not None and (missing := 4 - len(mask.shape)):
+        mask = mask[(None,) * missing]
+    lengths = None
+    if key_lengths is not None:
+        first = launch.facts[0]
+        assert first is not None
+        lengths = lengths_beside(key_lengths, first, launch.problem.seq_k)
+    return Inputs(query, key, value, mask, lengths, seed)
+
+
+def to_native(inputs: Inputs, library: str, native: str) -> Inputs:
+    """Inputs as arrays of the backend's library ``native``, over the same memory."""
+    return inputs if native == library else inputs.map(lambda array: arrays.passage(array, library, native))
+
+
+def to_caller(array: Array, native: str, library: str, caller: Array | None, turned: bool) -> Array:
+    """A result as an array of the caller's library: that of ``caller``, where it is known by DLPack alone."""
+    if array is None:
+        return None
+    array = arrays.passage(array, native, library)
+    array = swap_heads(array) if turned else array
+    return array if caller is None else arrays.passage(array, "torch", "dlpack", caller)
+
+
+def _drawn_seed() -> int:
+    """A dropout seed for one call, for backends whose mask is a function of one.
+
+    torch's CPU generator draws it, so that ``torch.manual_seed`` repeats it; NumPy's global one where torch is not
+    loaded. A captured CUDA graph replays the seed that it was captured with.
+    """
+    if torch := sys.modules.get("torch"):
+        return int(torch.randint(2**63 - 1, ()).item())
+    numpy: Any = sys.modules["numpy"]
+    return int(numpy.random.randint(2**63 - 1))

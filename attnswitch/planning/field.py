@@ -1,0 +1,152 @@
+"""The backends of a device, each asked about one problem, and only when the choice wants to know."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from attnswitch.machine import divergences, registry
+from attnswitch.machine.backend import Backend
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.planning.candidate import Candidate
+from attnswitch.problem import Problem, cost
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Time
+
+__all__ = ["Field", "Row", "order"]
+
+#: Bytes beside the operands that never speak against a backend: so many, so many times the operands and results, and
+#: this share of the device's memory.
+_LIGHT, _TIMES, _SHARE = 512 * 2**20, 4, 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A backend and what holds of it for every problem on a device."""
+
+    name: str
+    backend: Backend | Missing
+    #: Why this machine cannot run it, or None; not asked of absent hardware.
+    unavailable: str | None
+    #: Whether it raised when it was asked.
+    broken: bool
+    #: Whether it says of a problem that it goes before the others.
+    ranks: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(device: Device, generation: int) -> tuple[Row, ...]:
+    return tuple(_row(name, device) for name in registry.names())
+
+
+def _row(name: str, device: Device) -> Row:
+    backend = registry.load(name)
+    if isinstance(backend, Missing):
+        return Row(name, backend, backend.reason, False, False)
+    ranks = type(backend).goes_first is not Backend.goes_first
+    try:
+        return Row(name, backend, backend.unavailable() if device.present else None, False, ranks)
+    except Exception as error:  # a broken plug-in is a reason, not a crash
+        return Row(name, backend, _raised(error), True, ranks)
+
+
+def _raised(error: Exception) -> str:
+    return f"it failed while planning: {type(error).__name__}: {error}"
+
+
+def order(problem: Problem, device: Device) -> tuple[Row, ...]:
+    """All backends in the order that stands for ``problem`` where nothing was measured."""
+    rows = _rows(device, view.generation())
+    first = [row for row in rows if row.ranks and _goes_first(row, problem, device)]
+    return (*first, *(row for row in rows if row not in first)) if first else rows
+
+
+def _goes_first(row: Row, problem: Problem, device: Device) -> bool:
+    try:
+        return not isinstance(row.backend, Missing) and bool(row.backend.goes_first(problem, device))
+    except Exception:  # a broken plug-in stands where its row does
+        return False
+
+
+class Field:
+    """Every backend for one problem on one device, in order. What was asked of one is remembered."""
+
+    def __init__(self, problem: Problem, device: Device, named: str | None = None) -> None:
+        self.problem, self.device = problem, device
+        self.rows = order(problem, device)
+        if named is not None and all(row.name != named for row in self.rows):  # a target, which is in no table
+            self.rows = (*self.rows, _row(named, device))
+        self._takes: dict[str, bool] = {}
+
+    def row(self, name: str) -> Row:
+        """The row of the backend called ``name``, which is one of them."""
+        return next(row for row in self.rows if row.name == name)
+
+    def takes(self, row: Row) -> bool:
+        """Whether it can run here and takes the problem."""
+        known = self._takes.get(row.name)
+        if known is None:
+            known = self._takes[row.name] = row.unavailable is None and self._asked(row)
+        return known
+
+    def _asked(self, row: Row) -> bool:
+        backend, problem, device = row.backend, self.problem, self.device
+        if isinstance(backend, Missing):
+            return False
+        try:
+            for _ in backend.reasons(problem, device):
+                return False
+            for _ in divergences.refusals(backend, problem, device):
+                return False
+            next(iter(backend.configs(problem, device)))
+        except Exception:  # ``candidate`` tells what it was
+            return False
+        return True
+
+    def trusted(self) -> Iterator[Row]:
+        """Those that can be chosen, in order: they take the problem and were not wrong on it here."""
+        wisdom = view.current()
+        for row in self.rows:
+            if self.takes(row) and not wisdom.fault(row.name, self.problem, self.device):
+                yield row
+
+    def heavy(self, row: Row) -> int:
+        """Bytes that it holds beside operands and results, where they are many beside these; else 0."""
+        if isinstance(row.backend, Missing):
+            return 0
+        extra = row.backend.extra_bytes(self.problem, self.device)
+        if extra <= max(_LIGHT, self.device.memory // _SHARE):
+            return 0
+        return extra if extra > _TIMES * cost.least_bytes(self.problem) else 0
+
+    def candidate(self, row: Row) -> Candidate:
+        """All that speaks against it, or all that is known of its speed."""
+        backend, problem, device = row.backend, self.problem, self.device
+        if isinstance(backend, Missing):
+            return Candidate(row.name, unavailable=row.unavailable)
+        if row.broken:
+            return Candidate(row.name, unavailable=row.unavailable, broken=True)
+        try:
+            reasons = (*_sentences(backend.reasons(problem, device)), *divergences.refusals(backend, problem, device))
+            if not reasons:
+                next(iter(backend.configs(problem, device)))
+        except Exception as error:  # a broken plug-in is a reason, not a crash
+            return Candidate(row.name, unavailable=_raised(error), broken=True)
+        if reasons or row.unavailable is not None:
+            return Candidate(row.name, reasons, row.unavailable)
+        return replace(self._known(row.name), heavy=self.heavy(row))
+
+    def _known(self, name: str) -> Candidate:
+        """A backend that takes the problem, with what this machine knows of it."""
+        wisdom = view.current()
+        measured = wisdom.time(name, self.problem, self.device)
+        fault = wisdom.fault(name, self.problem, self.device)
+        if isinstance(measured, Time):
+            return Candidate(name, time=measured, fault=fault, config=measured.config)
+        return Candidate(name, untimed=measured, fault=fault)
+
+
+def _sentences(reasons: Sequence[str] | Iterator[str]) -> tuple[str, ...]:
+    return (reasons,) if isinstance(reasons, str) else tuple(map(str, reasons))
