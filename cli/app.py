@@ -56,8 +56,8 @@ def root(
 ) -> None:
     """Exact attention over every kernel this machine has: chosen with reasons, verified here."""
     # A variable that says nothing is no fault of a kernel: it is told before anything runs.
-    for module in (policy, finite, recording):
-        module.environment()
+    for read in (policy.of_process, finite.of_process, recording.whole_process):
+        read()
 
 
 def main() -> None:

@@ -309,7 +309,7 @@ def test_a_variable_that_says_nothing_is_no_fault_of_a_kernel(
 ) -> None:
     value, message = VARIABLES[name]
     monkeypatch.setenv(name, value)
-    readers = [module.environment for module in (policy, finite, recording)]
+    readers = [policy.of_process, finite.of_process, recording.whole_process]
     for reader in readers:
         reader.cache_clear()
     try:
