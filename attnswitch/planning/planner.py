@@ -19,6 +19,8 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
+from attnswitch.wisdom import view
+from attnswitch.wisdom.view import generation
 
 if TYPE_CHECKING:
     from attnswitch.wisdom.record import Time, Untimed, Verdict
@@ -177,8 +179,7 @@ def _candidate(name: str, problem: Problem, device: Device) -> Candidate:
 
 def _known(name: str, problem: Problem, device: Device) -> Candidate:
     """A backend that takes the problem, with what this machine knows of it."""
-    from attnswitch.wisdom import view  # slow to import, and first needed here
-    from attnswitch.wisdom.record import Time
+    from attnswitch.wisdom.record import Time  # slow to import, and first needed here
 
     wisdom = view.current()
     found, fault = wisdom.time(name, problem, device), wisdom.fault(name, problem, device)
@@ -194,7 +195,7 @@ def make_plan(problem: Problem, device: Device, backend: str | None = None, poli
     """
     if backend is not None and not isinstance(backend, str):
         raise InvalidProblem(f"backend={backend!r}: expected a name, one of {', '.join(registry.names())}")
-    return remembered(problem, device, backend, policy, _generation)
+    return remembered(problem, device, backend, policy, generation())
 
 
 def _slower(candidate: Candidate, chosen: Candidate | None) -> str:
@@ -228,15 +229,6 @@ def _goes_first(name: str, problem: Problem, device: Device) -> bool:
         return False
 
 
-def generation() -> int:
-    """A number that changes with whatever plans rest on: what is kept of a plan holds for one."""
-    return _generation
-
-
-#: Counts the changes of what plans rest on, so that one that is being made meanwhile is not kept.
-_generation = 0
-
-
 @functools.lru_cache(maxsize=4096)
 def remembered(problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int) -> Plan:
     """The plan, made once for the same facts and ``generation``."""
@@ -260,8 +252,6 @@ def remembered(problem: Problem, device: Device, backend: str | None, policy: Po
 
 def _with_nearest(candidates: tuple[Candidate, ...], problem: Problem, device: Device) -> tuple[Candidate, ...]:
     """``candidates`` with what was measured nearest to ``problem``, if its class was not."""
-    from attnswitch.wisdom import view  # slow to import, and first needed here
-
     trusted = [candidate for candidate in candidates if candidate.trusted]
     if len(trusted) < 2 or _compared(trusted):
         return candidates
@@ -322,8 +312,7 @@ def _told(times: Sequence[tuple[Time, Candidate]]) -> str:
 
 def forget() -> None:
     """Drop every plan: the wisdom has changed, or what backends there are. Kernels are kept."""
-    global _generation
-    _generation += 1
+    view.changed()
     remembered.cache_clear()
 
 
