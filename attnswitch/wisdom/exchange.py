@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from attnswitch import files as durable
+from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -30,7 +30,7 @@ _HEAD = b'{"wisdom":'
 
 def write(records: Iterable[Record], path: Path) -> None:
     """Write a file for others. Raises ``OSError``, and has then left what was there."""
-    durable.replace(path, content(records))
+    files.replace(path, content(records))
 
 
 def content(records: Iterable[Record]) -> bytes:

@@ -6,6 +6,7 @@ What this process remembers is in it at once; what others remember, after ``relo
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import threading
@@ -206,7 +207,9 @@ def current() -> Wisdom:
     global _wisdom
     with _lock:
         if _wisdom is None:
-            _wisdom = indexed(store.here().read().records)
+            _wisdom = Wisdom()
+            with contextlib.suppress(OSError):  # this machine has no folder for it
+                _wisdom = indexed(store.here().read().records)
         return _wisdom
 
 
