@@ -5,7 +5,8 @@
 Importing this package imports no array library: arrays are recognised by the libraries that are already loaded.
 """
 
-import attnswitch.backends  # type: ignore[import-not-found]  # noqa: F401 - now, so that no later import puts the package in the place of the function
+from importlib import import_module as _import_module
+
 from attnswitch.api import (
     attention,
     attention_backward,
@@ -29,6 +30,11 @@ from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
+
+# The folder of backends is empty but for its backends. Imported now, it does not take the function's place later.
+_backends = backends
+_import_module("attnswitch.backends")
+backends = _backends
 
 __all__ = [
     "AttnswitchError",

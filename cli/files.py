@@ -62,5 +62,6 @@ def _try(path: Path, *, whole: bool) -> None:
     if path.exists():
         path.open("a").close()
     if whole or not path.exists():
-        durable.beside(path).touch()
-        durable.beside(path).unlink()
+        new = durable.beside(path)
+        new.touch()
+        new.unlink()

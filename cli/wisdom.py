@@ -13,7 +13,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import exchange, store, view
-from attnswitch.wisdom.classes import covers, speed_class
+from attnswitch.wisdom.classes import covers, representative, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.store import Contents
 
@@ -175,11 +175,11 @@ def _print_times(held: list[Record]) -> None:
         return not any(covers(verdict.problem, time.problem) for verdict in same)
 
     rows = render.table("device", "problem", "backend", "ms", "±", "measured", right=("ms", "±"))
-    groups: dict[tuple[str, Problem], list[Time]] = {}
+    groups: dict[tuple[str, str], list[Time]] = {}
     for time in times:
-        groups.setdefault((time.signature.device, speed_class(time.problem)), []).append(time)
+        groups.setdefault((time.signature.device, str(representative(time.problem))), []).append(time)
     before: tuple[str, Problem] | None = None
-    for (where, _), group in sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+    for (where, _), group in sorted(groups.items()):
         group.sort(key=lambda time: time.pace)
         chosen = next(filter(trusted, group), None)
         for time in group:

@@ -56,7 +56,7 @@ def of_call(*given: Any) -> Options:
 
 
 def of_keywords(keywords: dict[str, Any], caller: str) -> Options:
-    """The options that ``keywords`` say. Raises ``InvalidProblem``, which begins with ``caller``, for an unknown one."""
+    """The options that ``keywords`` say. Raises ``InvalidProblem``, beginning with ``caller``, for an unknown one."""
     for name in keywords:
         if name not in _NAMES:
             raise InvalidProblem(f"{caller} an unexpected keyword {name!r}; the keywords are those of attention")

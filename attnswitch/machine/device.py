@@ -34,6 +34,9 @@ class Device:
     #: Which of this machine's; what is known of one holds for all that are alike.
     index: int = field(default=0, compare=False)
 
+    def __hash__(self) -> int:
+        return hash((self.kind, self.name))  # hashing the versions as well would slow down every look-up
+
     @property
     def where(self) -> str:
         """How torch spells a device of this machine: ``"cpu"`` or ``"cuda:1"``; what is neither is its kind."""
@@ -79,13 +82,13 @@ class Device:
     @staticmethod
     def all() -> list[Device]:
         """The processor and every GPU of this machine, in the order of their indices."""
-        found = [Device.cpu()]
+        devices = [Device.cpu()]
         for index in range(64):
             try:
-                found.append(Device.of("cuda", index))
+                devices.append(Device.of("cuda", index))
             except InvalidProblem:
                 break
-        return found
+        return devices
 
     @staticmethod
     def of(kind: str, index: int = 0) -> Device:
@@ -133,16 +136,16 @@ def _installed_versions() -> tuple[tuple[str, str], ...]:
     """Versions read from package metadata: importing nothing, and so free of what a broken install would do."""
     from importlib import metadata  # slow to import
 
-    found = {}
+    versions = {}
     for software, packages in (("torch", ("torch",)), ("cudnn", ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"))):
         for package in packages:
             try:
                 # A hypothetical GPU machine would have a GPU build, so the local part (+cpu) is left out.
-                found[software] = metadata.version(package).split("+")[0]
+                versions[software] = metadata.version(package).split("+")[0]
                 break
             except metadata.PackageNotFoundError:
                 continue
-    return tuple(found.items())
+    return tuple(versions.items())
 
 
 @functools.cache
@@ -169,10 +172,10 @@ def _driver() -> dict[str, str]:
     """The version of NVIDIA's driver where Linux says it, as a pair for ``Device.versions``."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8", errors="replace") as lines:
-            found = re.search(r"\s(\d+(?:\.\d+)+)\s", lines.readline())
+            version = re.search(r"\s(\d+(?:\.\d+)+)\s", lines.readline())
     except OSError:
-        found = None
-    return {"driver": found[1]} if found else {}
+        version = None
+    return {"driver": version[1]} if version else {}
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def _free(field: Field, policy: Policy) -> Choice:
     trusted = [row for row in trusted if not field.heavy(row)] or trusted
     if not trusted:
         return _nothing(field)
-    known = {row.name: wisdom.time(row.name, field.problem, field.device) for row in trusted}
+    known = wisdom.tried([row.name for row in trusted], field.problem, field.device)
     times = [time for time in known.values() if isinstance(time, Time)]
     if times and (policy is Policy.WISDOM_ONLY or compared(trusted, known)):
         fastest = min(times, key=lambda time: time.pace)

@@ -12,7 +12,7 @@ from typing import Any
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.tune.trial import plainly
-from attnswitch.wisdom.classes import TILE, speed_class
+from attnswitch.wisdom.classes import TILE, SpeedClass, speed_class
 
 __all__ = ["catalogue", "distinct", "models", "of_model", "recorded"]
 
@@ -102,7 +102,7 @@ def recorded(path: Path) -> list[Problem]:
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
     """One problem of each class: the first; empty ones, which take no time, are left out."""
-    classes: dict[Problem, Problem] = {}
+    classes: dict[SpeedClass, Problem] = {}
     for problem in problems:
         if not problem.is_empty:
             classes.setdefault(speed_class(problem), plainly(problem))

@@ -1,38 +1,88 @@
-"""Which problems a record holds for: the one place where that is decided, for times and for faults."""
+"""Which problems a record holds for. It is decided here alone, for times and for faults."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from attnswitch.problem import CONTIGUOUS, DTYPES, Problem
+from attnswitch.problem import CONTIGUOUS, DTYPES, Problem, Window
 from attnswitch.problem.cost import kv_bytes
 
-__all__ = ["HOPELESS", "NEAR", "NEIGHBOURS", "TIE", "TILE", "covers", "doublings", "speed_class", "weight"]
+__all__ = [
+    "HOPELESS",
+    "NEAR",
+    "NEIGHBOURS",
+    "TIE",
+    "TILE",
+    "SpeedClass",
+    "Traits",
+    "covers",
+    "doublings",
+    "representative",
+    "speed_class",
+    "traits",
+    "weight",
+]
 
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
 NEAR = 12.0
 #: How many of the nearest classes are asked: kernels have steps in size, and one class alone may lie on either side.
 NEIGHBOURS = 3
-#: Keys of a tile: where they are no whole number of these, kernels mask the last tile or take one more. Among doublings
-#: a problem of such keys is so far from one of whole tiles.
+#: Keys of a tile. Where the number of keys is no multiple of it, kernels mask the last tile or take one more. Two
+#: problems of which one is so and the other is not are as far apart as by this many doublings.
 TILE, _RAGGED = 128, 2.0
 #: A candidate that is so many times slower than the fastest when it is tried out is not timed again.
 HOPELESS = 4.0
-#: How many times as long a backend may take there and still be no slower on that problem, as far as can be told.
+#: How many times as long as the fastest a backend may take on another class and still count as equally fast.
 TIE = 1.02
 
+#: A class of problems as a key: two problems are of one class where these are equal.
+SpeedClass = tuple[object, ...]
 
-def speed_class(problem: Problem) -> Problem:
-    """The problem that stands for all that a time holds for.
 
-    Batch, lengths and window are rounded to powers of two, so that what is measured there serves every length from
-    0.7 to 1.4 times it: which of two kernels is the faster turns on whether the device is full, on the share of the
-    tiles that a mask leaves, and on what fits a cache, and each of these moves with the logarithm of a size. Lengths 0
-    and 1 stay apart: one query is another kernel. So do whole tiles: 1,023 stands for lengths near 1,024 that are none,
-    on which cuDNN takes a tenth longer on an H200. Head counts, head dimensions and dtype choose the kernel, so they
-    stay, and so does everything that is there or not. What is only a number in the kernel (scale, softcap, dropout) is
-    dropped, and so is how the operands lie in memory, which every candidate pays for alike.
+def speed_class(problem: Problem) -> SpeedClass:
+    """The class of ``problem``: a time that was measured on one problem of a class holds for all of it.
+
+    Batch, lengths and window are rounded to powers of two, so a time serves lengths from 0.7 to 1.4 times its own.
+    Which of two kernels is faster depends on whether the device is full, on the share of tiles that a mask leaves, and
+    on what fits a cache; all of these move with the logarithm of a size. Lengths 0 and 1 are classes of their own: a
+    single query takes another kernel. Lengths divisible by 128 form their own class; single-query calls ignore this.
+    (On an H200 cuDNN takes a tenth longer where they are not.) Head counts, head dimensions, dtype, and whether each
+    option is used choose the kernel, so they stay. The values of scale, softcap and dropout, and how the operands lie
+    in memory, do not count.
     """
+    p, mask, window, alignment = problem, problem.mask, problem.window, problem.alignment
+    seq_q = _length(p.seq_q)
+    seq_k = _rounded(p.seq_k) if p.seq_q == 1 else _length(p.seq_k)
+    if window is not None:  # a window that holds all the rounded keys is none
+        window = _rounded_window(window, seq_q + seq_k)
+        if window is None and not p.causal:
+            alignment = "top_left"
+    return (
+        _rounded(p.batch),
+        p.heads_q,
+        p.heads_kv,
+        seq_q,
+        seq_k,
+        p.dim_qk,
+        p.dim_v,
+        p.dtype,
+        p.causal,
+        alignment,
+        window,
+        None if mask is None else (mask.dtype, mask.axes),
+        p.key_lengths,
+        p.softcap > 0,
+        p.dropout > 0,
+        p.seeded,
+        p.lse,
+        p.grads,
+        p.deterministic,
+    )
+
+
+def representative(problem: Problem) -> Problem:
+    """A problem of the same class, equal for all problems of the class. It is slower to make than the class itself."""
     window = problem.window
     return problem.replace(
         batch=_rounded(problem.batch),
@@ -52,32 +102,67 @@ def speed_class(problem: Problem) -> Problem:
 
 def _rounded(size: int) -> int:
     """The power of two that is nearest by ratio; 0 and 1 are themselves."""
-    return size if size < 2 else 2 ** round(math.log2(size))
+    if size < 2:
+        return size
+    exponent = size.bit_length() - 1
+    return 2 << exponent if size * size >> (2 * exponent + 1) else 1 << exponent
 
 
 def _length(size: int) -> int:
-    """``_rounded``, less one where it is whole tiles and ``size`` is not."""
+    """``_rounded``, less one where that is a multiple of the tile and ``size`` is not."""
     near = _rounded(size)
     return near - 1 if size % TILE and near >= TILE else near
 
 
-def doublings(seen: Problem, problem: Problem) -> float:
-    """How far apart two problems are, where none of the class of ``problem`` was measured: inf for another kind.
+def _rounded_window(window: Window, reach: int) -> Window | None:
+    """``window`` rounded. A side of ``reach`` keys or more, which is all of them, is unlimited."""
+    left, right = (None if side is None or (near := _rounded(side)) >= reach else near for side in window)
+    return None if left is None and right is None else (left, right)
 
-    By how many doublings their sizes differ, added up; those of heads, of which most devices have enough, count half. A
-    position that only one of them hides counts as one, and keys that fill their last tile in one of them as two. One
-    query is bound by reading keys and values, whichever of their sizes makes them so many: those bytes are its size.
-    Problems of unlike kind say nothing of each other: other kernels run, or the same with much more to do.
+
+class Traits(NamedTuple):
+    """What two problems are compared by: ``doublings`` says how far apart they are."""
+
+    #: Problems of unlike kind say nothing of each other: other kernels run, or the same ones do much more.
+    kind: tuple[object, ...]
+    #: Most devices have enough of these.
+    heads: tuple[int, ...]
+    sizes: tuple[int, ...]
+    #: Which ways to hide positions are used.
+    hidden: tuple[bool, ...]
+    #: Whether the number of keys is no multiple of a tile, where that matters.
+    ragged: bool
+
+
+def traits(problem: Problem) -> Traits:
+    """The traits of ``problem``. A single query is bound by reading keys and values: these bytes are its size."""
+    p, decode = problem, problem.seq_q == 1
+    mask = None if p.mask is None else p.mask.is_bool
+    features = mask, p.irregular, bool(p.grads), bool(p.dropout), bool(p.softcap)
+    return Traits(
+        kind=(DTYPES[p.dtype], *features, decode, p.is_empty),
+        heads=(p.group,) if decode else (p.batch * p.heads_q, p.group),
+        sizes=(kv_bytes(p),) if decode else (p.seq_q, p.seq_k, p.dim_qk, p.dim_v),
+        hidden=(p.causal, p.window is not None, p.key_lengths),
+        ragged=p.seq_q > 1 and p.seq_k % TILE != 0,
+    )
+
+
+def doublings(seen: Traits, asked: Traits) -> float:
+    """How far apart two problems are: by how many doublings their sizes differ, added up; inf for unlike kinds.
+
+    Doublings of heads count half. A way to hide positions that only one of them uses counts as one doubling, and a last
+    tile that only one of them fills as two.
     """
-    if _kind(seen) != _kind(problem):
+    if seen.kind != asked.kind:
         return math.inf
-    heads, sizes = (_added_up(of(seen), of(problem)) for of in (_heads, _sizes))
-    hidden = sum(a != b for a, b in zip(_hidden(seen), _hidden(problem), strict=True))
-    return 0.5 * heads + sizes + hidden + _RAGGED * (_ragged(seen) != _ragged(problem))
+    heads, sizes = _added_up(seen.heads, asked.heads), _added_up(seen.sizes, asked.sizes)
+    hidden = sum(a != b for a, b in zip(seen.hidden, asked.hidden, strict=True))
+    return 0.5 * heads + sizes + hidden + _RAGGED * (seen.ragged != asked.ragged)
 
 
 def weight(away: float) -> float:
-    """What a class counts that is ``away`` doublings from a problem, beside others."""
+    """How much a class counts that is ``away`` doublings from a problem."""
     return 1 / (0.25 + away) ** 2
 
 
@@ -85,34 +170,12 @@ def _added_up(some: tuple[int, ...], others: tuple[int, ...]) -> float:
     return sum(abs(math.log2(max(1, a) / max(1, b))) for a, b in zip(some, others, strict=True))
 
 
-def _kind(p: Problem) -> tuple[object, ...]:
-    mask = None if p.mask is None else p.mask.is_bool
-    features = mask, p.irregular, bool(p.grads), bool(p.dropout), bool(p.softcap)
-    return DTYPES[p.dtype], *features, p.seq_q == 1, p.is_empty
-
-
-def _heads(p: Problem) -> tuple[int, ...]:
-    return (p.group,) if p.seq_q == 1 else (p.batch * p.heads_q, p.group)
-
-
-def _sizes(p: Problem) -> tuple[int, ...]:
-    return (kv_bytes(p),) if p.seq_q == 1 else (p.seq_q, p.seq_k, p.dim_qk, p.dim_v)
-
-
-def _ragged(p: Problem) -> bool:
-    return p.seq_q > 1 and p.seq_k % TILE != 0
-
-
-def _hidden(p: Problem) -> tuple[bool, ...]:
-    return p.causal, p.window is not None, p.key_lengths
-
-
 def covers(seen: Problem, problem: Problem) -> bool:
     """Whether a fault that was seen on ``seen`` has to be expected on ``problem``.
 
-    A case is made small before it is remembered: what it still has is what the fault needs. So the fault is expected
-    wherever all of that is there and no size is smaller. What is empty, and a scale of 0 or less, are faults of their
-    own kind, and another dtype is another kernel.
+    A case is reduced before it is remembered, so the fault needs all that is left in it. It is expected wherever all of
+    that is there and no size is smaller. An empty problem, and a scale of 0 or less, fail in ways of their own. Another
+    dtype is another kernel.
     """
     empty, same = (seen.is_empty or not seen.seq_k), seen.dtype == problem.dtype
     if not same or empty != (problem.is_empty or not problem.seq_k):

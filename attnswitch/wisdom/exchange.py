@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from attnswitch import files as durable
+from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -30,7 +30,7 @@ _HEAD = b'{"wisdom":'
 
 def write(records: Iterable[Record], path: Path) -> None:
     """Write a file for others. Raises ``OSError``, and has then left what was there."""
-    durable.replace(path, content(records))
+    files.replace(path, content(records))
 
 
 def content(records: Iterable[Record]) -> bytes:
@@ -77,17 +77,18 @@ def read(path: Path) -> list[Record]:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """One record for each thing that is said: of several that say it under the same signature, the newest.
+    """The newest of all records that say the same, in the order of their dates.
 
-    A time says something of its class.
+    Two times say the same if backend, signature and class of problems are the same; two verdicts, if backend,
+    signature, case, problem and verdict are.
     """
-    found: dict[tuple[object, ...], Record] = {}
+    latest: dict[tuple[object, ...], Record] = {}
     for record in sorted(records, key=lambda record: record.date):
-        seen = (record.case, record.right, record.problem) if isinstance(record, Verdict) else None
-        key = (record.backend, record.signature, seen or speed_class(record.problem))
-        found.pop(key, None)  # the newest stands where it was made
-        found[key] = record
-    return list(found.values())
+        said = (record.case, record.right, record.problem) if isinstance(record, Verdict) else None
+        key = (record.backend, record.signature, said or speed_class(record.problem))
+        latest.pop(key, None)  # so that it stands at its own date
+        latest[key] = record
+    return list(latest.values())
 
 
 def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 
@@ -42,6 +43,9 @@ class Signature:
     versions: tuple[tuple[str, str], ...]
     source: str
 
+    def __hash__(self) -> int:
+        return hash((self.device, self.source))  # hashing the versions as well would slow down every look-up
+
     def differs(self, here: Signature) -> str | None:
         """Why what was signed so says nothing under ``here``, in half a sentence; None if nothing differs."""
         if self.device != here.device:
@@ -67,17 +71,31 @@ def machine(device: Device) -> str:
 def sign(name: str, device: Device) -> Signature | Missing:
     """The signature of backend ``name`` on ``device`` as both are here; else why there is none.
 
+    Worked out once for each backend and device, and again when the registry loads another backend under that name.
     Never raises for a backend that is broken or unknown.
     """
     try:
         backend = registry.load(name)
     except InvalidProblem:
         return Missing(f"backend {name!r} is not known here")
+    known = _signed.get((name, device))
+    if known is not None and known[0] is backend:
+        return known[1]
+    signature = _sign(name, backend, device)
+    _signed[name, device] = backend, signature
+    return signature
+
+
+#: What ``sign`` answered by name and device, and of which backend.
+_signed: dict[tuple[str, Device], tuple[Backend | Missing, Signature | Missing]] = {}
+
+
+def _sign(name: str, backend: Backend | Missing, device: Device) -> Signature | Missing:
     if isinstance(backend, Missing):
         return Missing(f"backend {name!r} cannot be loaded here: {backend}")
     libraries = dict.fromkeys((backend.library, *backend.libraries))
     packages = [package for library in libraries for package in _PACKAGES.get(library, ())]
-    versions = {package: found for package in packages if (found := _version(package)) is not None}
+    versions = {package: version for package in packages if (version := _version(package)) is not None}
     versions |= dict(device.versions) if set(libraries) != {"numpy"} else {}
     if device.kind == "cpu":
         versions = {name: version for name, version in versions.items() if name not in _OF_GPUS}

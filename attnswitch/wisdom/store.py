@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attnswitch import files as durable
+from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 
-__all__ = ["NAME", "Contents", "Damage", "Store", "folder", "here"]
+__all__ = ["NAME", "Contents", "Damage", "Store", "here"]
 
 NAME = "wisdom.jsonl"
 #: Seconds to wait for other writers, each of which needs milliseconds.
@@ -75,7 +75,7 @@ class Store:
             end = _whole(handle)
             os.ftruncate(handle, end)
             try:
-                durable.write(handle, end, lines)
+                files.write(handle, end, lines)
                 os.fsync(handle)
             except BaseException:  # a full disk, or Ctrl-C
                 os.ftruncate(handle, end)
@@ -105,7 +105,7 @@ class Store:
             after = [to_line(record) for record in decide(before.records)]
             whole = [damage.other for damage in before.damaged if damage.other]
             lines = [*whole, *after] if others else after
-            durable.replace(self.path, b"".join(lines))
+            files.replace(self.path, b"".join(lines))
             return len(before.records) + len(whole) - len(lines)
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ class Store:
             os.close(handle)
         if new:
             for folder in (self.path.parent, self.path.parent.parent):
-                durable.sync(folder)
+                files.sync(folder)
 
 
 def _all(*paths: Path) -> Contents:
@@ -164,17 +164,8 @@ def _whole(handle: int) -> int:
     return 0
 
 
-def folder() -> Path:
-    """Where this user's wisdom is: ATTNSWITCH_CACHE_DIR, else the user's cache folder."""
-    if named := os.environ.get("ATTNSWITCH_CACHE_DIR"):
-        return Path(named)
-    from platformdirs import user_cache_path
-
-    return user_cache_path("attnswitch")
-
-
 def here() -> Store:
     """The user's store, above the one that the machine's administrator may have left for all."""
     from platformdirs import site_data_path
 
-    return Store(folder() / NAME, (site_data_path("attnswitch") / NAME,))
+    return Store(files.cache_folder() / NAME, (site_data_path("attnswitch") / NAME,))

@@ -6,6 +6,7 @@ What this process remembers is in it at once; what others remember, after ``relo
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import threading
@@ -16,7 +17,19 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 from attnswitch.wisdom import store
-from attnswitch.wisdom.classes import HOPELESS, NEAR, NEIGHBOURS, covers, doublings, speed_class, weight
+from attnswitch.wisdom.classes import (
+    HOPELESS,
+    NEAR,
+    NEIGHBOURS,
+    SpeedClass,
+    Traits,
+    covers,
+    doublings,
+    representative,
+    speed_class,
+    traits,
+    weight,
+)
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
@@ -25,33 +38,41 @@ __all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How a backend did in the classes nearest to a problem: on these problems, the nearest first.
+    """How a backend did in the classes nearest to that of a problem: on these problems, the nearest first.
 
-    ``slower`` is how many times as long as the fastest of all it took there: a geometric mean by how near they are, in
-    which what could not be timed is hopeless.
+    ``slower`` is how many times as long as the fastest of all it took there: a geometric mean, in which nearer classes
+    count more, and what could not be timed counts as hopeless.
     """
 
     problems: tuple[Problem, ...]
     slower: float
 
 
-@dataclass(slots=True)
+#: What was measured of one backend under one signature, by class.
+_Table = dict[SpeedClass, Time | Untimed]
+
+
+@dataclass(slots=True, eq=False)
 class Wisdom:
     """Records by what they are about."""
 
-    times: dict[tuple[str, Signature, Problem], Time | Untimed] = field(default_factory=dict)
+    times: dict[tuple[str, Signature], _Table] = field(default_factory=dict)
     #: Mismatches by backend and machine, and the verdicts that the same cases were right later.
     faults: dict[tuple[str, str], list[Verdict]] = field(default_factory=dict)
     mended: dict[tuple[str, str, str], list[Verdict]] = field(default_factory=dict)
     #: Classes that this process has measured, or tried to, at first sight.
-    sighted: set[tuple[Problem, Device]] = field(default_factory=set)
+    sighted: set[tuple[SpeedClass, Device]] = field(default_factory=set)
+    #: What ``nearest`` answered, by class, device, backends and generation; and the traits of classes.
+    _nearest: dict[tuple[SpeedClass, Device, tuple[str, ...], int], dict[str, Near]] = field(default_factory=dict)
+    _traits: dict[SpeedClass, Traits] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
         """Index one record; a newer one takes the place of what it repeats."""
         if isinstance(record, Time | Untimed):
-            key = record.backend, record.signature, speed_class(record.problem)
-            if key not in self.times or self.times[key].date <= record.date:
-                self.times[key] = record
+            table, of = self.times.setdefault((record.backend, record.signature), {}), speed_class(record.problem)
+            if of not in table or table[of].date <= record.date:
+                table[of] = record
+            self._nearest.clear()
         elif record.right:
             self.mended.setdefault((record.backend, record.signature.device, record.case), []).append(record)
         else:
@@ -62,32 +83,58 @@ class Wisdom:
 
         None where nobody tried.
         """
+        return self.tried((backend,), problem, device)[backend]
+
+    def tried(self, backends: Iterable[str], problem: Problem, device: Device) -> dict[str, Time | Untimed | None]:
+        """``time`` of each of ``backends``, for the price of one look at the problem."""
         if not self.times:
-            return None
+            return dict.fromkeys(backends)
+        of = speed_class(problem)
+        return {name: None if (table := self._table(name, device)) is None else table.get(of) for name in backends}
+
+    def _table(self, backend: str, device: Device) -> _Table | None:
         signature = sign(backend, device)
-        if isinstance(signature, Missing):
-            return None
-        return self.times.get((backend, signature, speed_class(problem)))
+        return None if isinstance(signature, Missing) else self.times.get((backend, signature))
 
     def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
-        """How ``backends`` did in the classes nearest to that of ``problem``; empty where none is near.
+        """How ``backends`` did in the classes nearest to the class of ``problem``; empty where none is near.
 
-        A class where the first of them was not tried says nothing against it, and is passed over.
+        Distances are measured from the class's ``representative``, so the answer is the same for all problems of a
+        class, and is worked out once for all. A class where the first of ``backends`` was not tried does not count.
         """
-        here = {name: signature for name in backends if isinstance(signature := sign(name, device), Signature)}
-        classes: dict[Problem, list[Time | Untimed]] = {}
-        for (name, signature, of), record in self.times.items():
-            if here.get(name) == signature:
+        if not self.times:
+            return {}
+        key = speed_class(problem), device, tuple(backends), _generation
+        near = self._nearest.get(key)
+        if near is None:
+            near = self._nearest[key] = self._look_near(problem, device, backends)
+        return near
+
+    def _look_near(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
+        classes: dict[SpeedClass, list[Time | Untimed]] = {}
+        for name in backends:
+            for of, record in (self._table(name, device) or {}).items():
                 classes.setdefault(of, []).append(record)
-        away = {of: doublings(of, problem) for of, tried in classes.items() if _compares(tried, backends[0])}
-        seen: dict[str, list[tuple[Time | Untimed, float, float]]] = {}
+        asked = traits(representative(problem))
+        away = {
+            of: doublings(self._traits_of(of, tried), asked)
+            for of, tried in classes.items()
+            if _compares(tried, backends[0])
+        }
+        results: dict[str, list[tuple[Time | Untimed, float, float]]] = {}
         for of in sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]:
             fastest = min(record.pace for record in classes[of] if isinstance(record, Time))
             for record in classes[of]:
                 slower = record.pace / fastest if isinstance(record, Time) else HOPELESS
-                seen.setdefault(record.backend, []).append((record, weight(away[of]), math.log(slower)))
-        timed = [name for name, each in seen.items() if any(isinstance(record, Time) for record, _, _ in each)]
-        return {name: _near(seen[name]) for name in timed}
+                results.setdefault(record.backend, []).append((record, weight(away[of]), math.log(slower)))
+        timed = [name for name, each in results.items() if any(isinstance(record, Time) for record, _, _ in each)]
+        return {name: _near(results[name]) for name in timed}
+
+    def _traits_of(self, of: SpeedClass, records: Sequence[Time | Untimed]) -> Traits:
+        known = self._traits.get(of)
+        if known is None:
+            known = self._traits[of] = traits(representative(records[0].problem))
+        return known
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
         """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.
@@ -130,6 +177,7 @@ def _near(seen: Sequence[tuple[Time | Untimed, float, float]]) -> Near:
 
 
 _lock = threading.RLock()
+_wisdom: Wisdom | None = None
 #: Counts the changes of what plans rest on.
 _generation = 0
 
@@ -142,10 +190,8 @@ def generation() -> int:
 def changed() -> None:
     """Whatever was planned before has to be planned anew: the wisdom has changed, or what backends there are."""
     global _generation
-    _generation += 1
-
-
-_wisdom: Wisdom | None = None
+    with _lock:
+        _generation += 1
 
 
 def indexed(records: Iterable[Record]) -> Wisdom:
@@ -161,7 +207,9 @@ def current() -> Wisdom:
     global _wisdom
     with _lock:
         if _wisdom is None:
-            _wisdom = indexed(store.here().read().records)
+            _wisdom = Wisdom()
+            with contextlib.suppress(OSError):  # this machine has no folder for it
+                _wisdom = indexed(store.here().read().records)
         return _wisdom
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 
 from attnswitch import InvalidProblem
+from attnswitch import files as library
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.session import journal
+from attnswitch.wisdom import store, view
 
 files: Any = importlib.import_module("attnswitch.cli.files")
 
@@ -104,3 +111,94 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     for path in (Path("/dev/null/x"), tmp_path / "loop" / "x", tmp_path / "folder"):
         with pytest.raises(InvalidProblem, match="cannot be written"):
             files.check([path])
+
+
+# -- one writer, one folder --------------------------------------------------------------------------------------------
+
+
+def test_threads_that_replace_one_file_leave_one_of_their_contents(tmp_path: Path) -> None:
+    contents = [bytes([letter]) * 100_000 for letter in b"abcd"]
+
+    def write(content: bytes) -> None:
+        for _ in range(20):
+            library.replace(tmp_path / "file", content, durable=False)
+
+    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if (tmp_path / "file").exists():
+            assert (tmp_path / "file").read_bytes() in contents
+    assert ((tmp_path / "file").read_bytes() in contents, os.listdir(tmp_path)) == (True, ["file"])
+
+
+def test_only_what_is_durable_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    library.replace(tmp_path / "file", b"1", durable=False)
+    assert synced == []
+    library.replace(tmp_path / "file", b"2")
+    assert len(synced) == 2  # the file, and its folder's entry
+    journal.write(tmp_path / "journal.json", journal.Entry(1, "tiled", Case()))
+    assert len(synced) == 2
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of a user whom the system does not know."""
+
+    def unknown(*_: object, **__: object) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.delenv("ATTNSWITCH_CACHE_DIR")
+    monkeypatch.setattr(platformdirs, "user_cache_path", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library._homeless.cache_clear()
+    yield tmp_path
+    library._homeless.cache_clear()
+
+
+def test_the_cache_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.cache_folder() == Path(os.environ["ATTNSWITCH_CACHE_DIR"]) == store.here().path.parent
+    monkeypatch.delenv("ATTNSWITCH_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert library.cache_folder() == Path("/caches/attnswitch") == store.here().path.parent
+
+
+def test_a_user_without_a_home_has_a_folder_that_no_other_can_write(homeless: Path) -> None:
+    folder = library.cache_folder()
+    assert folder == homeless / f"attnswitch-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    library._homeless.cache_clear()
+    assert library.cache_folder() == folder  # as another process does
+
+
+@pytest.mark.parametrize("kind", ["link", "open", "file"])
+def test_a_folder_that_another_user_may_have_made_is_not_used(kind: str, homeless: Path) -> None:
+    taken = homeless / f"attnswitch-{os.getuid()}"
+    if kind == "link":
+        (homeless / "elsewhere").mkdir()
+        taken.symlink_to("elsewhere")
+    elif kind == "open":
+        taken.mkdir()
+        taken.chmod(0o777)
+    else:
+        taken.touch()
+    folder = library.cache_folder()
+    assert folder != taken
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (homeless, 0o700)
+    assert library.cache_folder() == folder
+
+
+def test_an_unexpanded_home_is_none(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: Path("~/.cache/attnswitch"))
+    assert library.cache_folder().parent == homeless
+
+
+def test_wisdom_is_empty_where_no_folder_can_be_had(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    view.reload()
+    assert not view.current().times

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnswitch import Device, InvalidProblem, Problem
+from attnswitch.machine import registry
+from attnswitch.machine.registry import Missing
+from attnswitch.problem import Mask, Memory
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom import signature as signatures
-from attnswitch.wisdom.classes import covers, speed_class
+from attnswitch.wisdom.classes import covers, doublings, representative, speed_class, traits
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import Signature, machine, sign
 from attnswitch.wisdom.store import Store
@@ -119,9 +126,52 @@ def test_a_length_near_a_measured_one_is_of_its_class() -> None:
         "b3.h6/2.s5x1000.d8/16.fp16.window=100,*.mask=bool:bqk.lengths.softcap=3.0.dropout=0.1.grad=q",
     ],
 )
-def test_a_class_is_a_problem_of_its_own_class(text: str) -> None:
-    found = speed_class(Problem.parse(text))
-    assert speed_class(found) == found
+def test_a_class_has_a_problem_of_its_own(text: str) -> None:
+    problem = Problem.parse(text)
+    of = representative(problem)
+    assert speed_class(of) == speed_class(problem)
+    assert representative(of) == of
+
+
+HEADS = st.sampled_from([(1, 1), (4, 2), (4, 4)])
+SIZES = st.integers(0, 5) | st.sampled_from([90, 91, 127, 128, 129, 180, 181, 182, 1023, 1024, 1025])
+SIDES = st.none() | SIZES
+CHANGES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {},
+    optional={
+        "causal": st.booleans(),
+        "alignment": st.sampled_from(["top_left", "bottom_right"]),
+        "window": st.none() | st.tuples(SIDES, SIDES),
+        "mask": st.none() | st.builds(Mask, st.sampled_from(["bool", "float32"]), st.sampled_from(["k", "bk", "qk"])),
+        "key_lengths": st.booleans(),
+        "scale": st.none() | st.sampled_from([-1.0, 0.5]),
+        "softcap": st.sampled_from([0.0, 1.0, 30.0]),
+        "dropout": st.sampled_from([0.0, 0.1, 0.5]),
+        "seeded": st.booleans(),
+        "lse": st.booleans(),
+        "grads": st.sampled_from(["", "q", "qkv"]),
+        "deterministic": st.booleans(),
+        "query": st.sampled_from([Memory(), Memory(align=2)]),
+        "nonfinite": st.booleans(),
+    },
+)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Problem:
+    heads_q, heads_kv = draw(HEADS)
+    dtype = draw(st.sampled_from(["float16", "float32"]))
+    sizes = draw(SIZES), heads_q, heads_kv, draw(SIZES), draw(SIZES), draw(st.sampled_from([8, 9])), 8
+    return Problem(*sizes, dtype, **draw(CHANGES))
+
+
+@given(drawn(), CHANGES, SIZES)
+def test_two_problems_are_of_one_class_where_one_problem_stands_for_both(
+    problem: Problem, changes: dict[str, Any], seq_k: int
+) -> None:
+    other = problem.replace(seq_k=seq_k, **changes)
+    assert (speed_class(problem) == speed_class(other)) is (representative(problem) == representative(other))
+    assert speed_class(representative(other)) == speed_class(other)
 
 
 SEEN = "b1.h2.s5x9.d8.fp32.causal.grad"
@@ -216,9 +266,9 @@ def test_a_damaged_line_is_named_and_the_others_hold(tmp_path: Path) -> None:
     kept.append([time(1.0), time(2.0), time(3.0)])
     lines = kept.path.read_bytes().splitlines(keepends=True)
     kept.path.write_bytes(lines[0] + lines[1].replace(b"2.0", b"0.1") + lines[2])
-    found = kept.read()
-    assert found.records == [time(1.0), time(3.0)]
-    assert [str(damage) for damage in found.damaged] == [
+    contents = kept.read()
+    assert contents.records == [time(1.0), time(3.0)]
+    assert [str(damage) for damage in contents.damaged] == [
         f"{kept.path}, line 2: its checksum is not that of its content: it was changed by hand, or damaged"
     ]
 
@@ -280,6 +330,58 @@ def test_times_hold_for_their_class_and_signature() -> None:
     assert view.current().time("tiled", PROBLEM, CPU) == held
     assert view.current().time("reference", PROBLEM, CPU) is None
     assert view.current().time("tiled", PROBLEM, replace(CPU, name="another")) is None
+
+
+def test_whatever_plans_rest_on_begins_another_generation() -> None:
+    changes: list[Callable[[], None]] = [lambda: view.remember([time()]), view.reload, view.changed]
+    for change in changes:
+        before = view.generation()
+        change()
+        assert view.generation() > before
+    before = view.generation()
+    view.remember([])
+    view.current()
+    assert view.generation() == before
+
+
+def test_one_look_tells_what_was_tried_of_several_backends() -> None:
+    view.remember([time(1.0), replace(UNTIMED, backend="reference", signature=signature("reference"))])
+    tried = view.current().tried(("sdpa-math", "tiled", "reference", "bygone"), PROBLEM, CPU)
+    assert {name: type(record).__name__ for name, record in tried.items()} == {
+        "sdpa-math": "NoneType",
+        "tiled": "Time",
+        "reference": "Untimed",
+        "bygone": "NoneType",
+    }
+
+
+def test_the_nearest_are_the_same_for_a_class_until_more_is_known() -> None:
+    near = PROBLEM.replace(batch=4)
+    names = ("tiled", "reference")
+    assert view.current().nearest(PROBLEM, CPU, names) == {}
+    view.remember([time(1.0, near), time(2.0, near, "reference")])
+    first = view.current().nearest(PROBLEM, CPU, names)
+    assert {name: round(each.slower, 6) for name, each in first.items()} == {"tiled": 1.0, "reference": 2.0}
+    assert view.current().nearest(PROBLEM.replace(seq_k=60), CPU, names) is first
+    assert view.current().nearest(PROBLEM, CPU, names[:1]).keys() == {"tiled"}
+    view.remember([time(3.0, near, date="2026-11-02")])
+    again = view.current().nearest(PROBLEM, CPU, names)
+    assert {name: round(each.slower, 6) for name, each in again.items()} == {"tiled": 1.5, "reference": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("b2.h4.s64.d32.fp32", 0.0),
+        ("b8.h4.s64.d32.fp32", 1.0),
+        ("b2.h4.s128.d32.fp32", 4.0),  # both lengths, and it fills its last tile
+        ("b2.h4.s64.d32.fp32.causal", 1.0),
+        ("b2.h4.s64.d32.fp32.mask=bool", math.inf),
+        ("b2.h4.s1x64.d32.fp32", math.inf),
+    ],
+)
+def test_distances_are_in_doublings(text: str, expected: float) -> None:
+    assert doublings(traits(PROBLEM), traits(Problem.parse(text))) == expected
 
 
 @pytest.mark.parametrize(
@@ -434,7 +536,8 @@ def test_what_backends_share_counts_as_their_source(tmp_path: Path, monkeypatch:
     before = signature("triton").source, signature("tiled").source
     changed = tmp_path / "arithmetic.py"
     changed.write_text("LOG2E = 1.4426950408889634\n")
-    monkeypatch.setattr(signatures, "_SHARED", (changed,))
+    monkeypatch.setattr(signatures, "_shared", lambda: (changed,))
+    monkeypatch.setattr(signatures, "_signed", {})
     assert all(old != signature(name).source for old, name in zip(before, ("triton", "tiled"), strict=True))
 
 
@@ -443,5 +546,15 @@ def test_machines_are_told_apart() -> None:
     assert "cores" in machine(CPU)
     assert signature("sdpa-math").versions != signature("tiled").versions
     assert signature("sdpa-math").source != signature("tiled").source
-    assert isinstance(sign("no_such_module:Class", CPU), str)
-    assert isinstance(sign("bygone", CPU), str)
+    assert isinstance(sign("no_such_module:Class", CPU), Missing)
+    assert isinstance(sign("bygone", CPU), Missing)
+
+
+def test_a_backend_is_signed_once_and_again_when_another_takes_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = signature("tiled"), replace(CPU, name="another")
+    assert sign("tiled", CPU) is first
+    assert sign("tiled", replace(CPU)) is first  # an equal device
+    assert sign("tiled", other) == replace(first, device=machine(other))
+    of_reference = registry.load("reference")
+    monkeypatch.setattr(registry, "load", lambda name: of_reference)
+    assert sign("tiled", CPU) == sign("reference", CPU) != first

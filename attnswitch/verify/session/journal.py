@@ -1,4 +1,4 @@
-"""The case that is about to run, on disk before it does: what is known of a process that died or does not answer."""
+"""The case that is about to run, written to a file first: it tells which case a process died of or hangs in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnswitch import files
 from attnswitch.verify.drawing.case import Case
 
 __all__ = ["Entry", "read", "write"]
@@ -13,7 +14,7 @@ __all__ = ["Entry", "read", "write"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A backend, the case that it was given, and a count that tells this launch from the one before."""
+    """A backend, its case, and the number of this launch."""
 
     count: int
     backend: str
@@ -21,10 +22,9 @@ class Entry:
 
 
 def write(path: Path, entry: Entry) -> None:
-    """Replace what stands in ``path``; a reader sees the old entry or the new one."""
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps({"count": entry.count, "backend": entry.backend, "case": entry.case.to_json()}))
-    beside.replace(path)
+    """Replace the entry in ``path``; a reader sees the old one or the new one."""
+    record = {"count": entry.count, "backend": entry.backend, "case": entry.case.to_json()}
+    files.replace(path, json.dumps(record).encode(), durable=False)  # it only has to outlive the process
 
 
 def read(path: Path) -> Entry | None:
