@@ -454,7 +454,7 @@ def test_backends_names_the_remedies(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     [
         ("absent_plugin:Backend", "ModuleNotFoundError: No module named 'absent_plugin'"),
         ("saboteurs:Nothing", "AttributeError: module 'saboteurs' has no attribute 'Nothing'"),
-        ("json:JSONDecoder", "json:JSONDecoder from the tests is not a backend"),
+        ("json:JSONDecoder", "json:JSONDecoder from the tests is not a Backend"),
     ],
 )
 def test_a_broken_plug_in_is_a_line_and_no_more(target: str, message: str, cli: Cli, register: Register) -> None:
