@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.measure import Budget
 from attnswitch.problem import Problem
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 
@@ -74,14 +74,14 @@ def tune(
     where = present(device)
     output = _Output(where, json)
     files.check([json])
-    found = _problems(where, problem, model, context, batch, dtype, train, recorded)
-    if not found:
+    asked = _problems(where, problem, model, context, batch, dtype, train, recorded)
+    if not asked:
         render.error("nothing to measure: what was named holds no problem, or only such whose output is empty")
     from attnswitch.tune.trial import Effort  # torch is slow to import
 
     if search is None:
         search = Effort().search if problem or model or recorded else 0.0
-    output.measure(found, Effort(Budget(budget / 4, budget), search), timeout, again)
+    output.measure(asked, Effort(Budget(budget / 4, budget), search), timeout, again)
     output.show()
     raise typer.Exit(output.exit_code)
 
@@ -103,14 +103,14 @@ def _problems(
     idle = [option for option, value in given.items() if value is not None and not models]
     if idle:
         raise InvalidProblem(f"{', '.join(idle)}: of a model's calls; name one with --model")
-    found = [Problem.parse(text) for text in problems or ()]
+    asked = [Problem.parse(text) for text in problems or ()]
     for model in models or ():
-        found += named.of_model(model, context, batch=batch or 1, dtype=dtype or "bf16", train=train)
+        asked += named.of_model(model, context, batch=batch or 1, dtype=dtype or "bf16", train=train)
     for path in recorded or ():
-        found += named.recorded(path)
+        asked += named.recorded(path)
     if not (problems or models or recorded):
-        found = named.catalogue(where.partition(":")[0])
-    return named.distinct(found)
+        asked = named.catalogue(where.partition(":")[0])
+    return named.distinct(asked)
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class _Output:
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "command": render.command(self.json),
             "device": self.where,
-            "environment": environment(),
+            "environment": provenance(),
             "seconds": round(time.monotonic() - self.start, 3),
             "stopped": self.stopped,
             "known_before": self.left_out,

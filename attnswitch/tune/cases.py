@@ -22,18 +22,18 @@ def of(problem: Problem, kind: str) -> Case:
     The call is made again and again on it (the check "repeat"); but where the backend draws the dropout mask, once and
     with few keys. What many heads do beside each other is seen where the whole problem is tried out.
     """
-    found = Case.of(problem)
-    found = _showing(found) if found.unseeded else found.replace(check="repeat")
-    fewest = min(_FEW, found.heads_kv)
+    case = Case.of(problem)
+    case = _showing(case) if case.unseeded else case.replace(check="repeat")
+    fewest = min(_FEW, case.heads_kv)
     if kind == "cpu":
-        found, fewest = found.replace(batch=min(found.batch, _ON_CPU), heads_kv=min(found.heads_kv, _ON_CPU)), 1
-    while _much(found) and found.batch > 1:
-        found = found.replace(batch=-(-found.batch // 2))
-    while _much(found) and found.heads_kv > fewest:
-        found = found.replace(heads_kv=max(fewest, found.heads_kv // 2))
-    while found.work > _TOO_MUCH and found.heads_kv > 1:
-        found = found.replace(heads_kv=found.heads_kv // 2)
-    return found if found.lengths is None else found.replace(lengths=_hiding(found.lengths, found.batch))
+        case, fewest = case.replace(batch=min(case.batch, _ON_CPU), heads_kv=min(case.heads_kv, _ON_CPU)), 1
+    while _much(case) and case.batch > 1:
+        case = case.replace(batch=-(-case.batch // 2))
+    while _much(case) and case.heads_kv > fewest:
+        case = case.replace(heads_kv=max(fewest, case.heads_kv // 2))
+    while case.work > _TOO_MUCH and case.heads_kv > 1:
+        case = case.replace(heads_kv=case.heads_kv // 2)
+    return case if case.lengths is None else case.replace(lengths=_hiding(case.lengths, case.batch))
 
 
 def _much(case: Case) -> bool:

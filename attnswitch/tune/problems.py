@@ -56,18 +56,18 @@ def of_model(
     tail = f"d{model['dim']} {dtype}" + (f" softcap={model['softcap']}" if "softcap" in model else "")
     if model.get("padded"):
         tail += " mask=bool:bk"
-    found = []
+    calls = []
     prompts = model["causal"] and not train
     for length in model.get("tokens") or map(str, _lengths(context)):
         ragged = [str(int(length) - _LESS)] if prompts and int(length) % TILE == 0 else []
         for size in (*ragged, length):
             whole = f"{head} s{size} {tail}" + (" causal" if model["causal"] else "")
-            found.append(whole + (" grad" if train else ""))
+            calls.append(whole + (" grad" if train else ""))
             if "window" in model and int(size) > model["window"]:
-                found.append(f"{found[-1]} window={model['window'] - 1},0")
+                calls.append(f"{calls[-1]} window={model['window'] - 1},0")
         if prompts:
-            found.append(f"{head} s1x{length} {tail}")
-    return [Problem.parse(text) for text in found]
+            calls.append(f"{head} s1x{length} {tail}")
+    return [Problem.parse(text) for text in calls]
 
 
 def _lengths(context: int) -> Iterator[int]:
@@ -90,14 +90,14 @@ def recorded(path: Path) -> list[Problem]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InvalidProblem(f"{path} is no recording: it is no text in UTF-8 ({error.reason})") from None
-    found = []
+    problems = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                found.append(Problem.parse(line))
+                problems.append(Problem.parse(line))
             except InvalidProblem as error:
                 raise InvalidProblem(f"{path}, line {number}: {error}") from None
-    return found
+    return problems
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:

@@ -67,9 +67,9 @@ def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float)
             part = problems[start : start + many]
             for problem, outcomes in zip(part, verifiers.verified(part, device), strict=True):
                 before = planner.make_plan(problem, device).backend
-                found = trial.run(problem, where, effort, functools.partial(_known_by_now, outcomes))
-                view.remember(found.records)
-                yield Tuned(problem, before, planner.make_plan(problem, device).backend, found)
+                tried = trial.run(problem, where, effort, functools.partial(_known_by_now, outcomes))
+                view.remember(tried.records)
+                yield Tuned(problem, before, planner.make_plan(problem, device).backend, tried)
 
 
 def _known_by_now(outcomes: Future[list[Outcome]], *_: object) -> list[Outcome]:
@@ -101,16 +101,16 @@ class _Verifiers:
 
     def verified(self, problems: Sequence[Problem], device: Device) -> list[Future[list[Outcome]]]:
         """What the verifier says of every backend that takes each of ``problems``; all of it is there."""
-        found = dict[Future[list[Outcome]], Problem]()
+        verifying = dict[Future[list[Outcome]], Problem]()
         # Neighbours share kernels, which the first of them compiles for the others.
         for problem in itertools.chain.from_iterable(problems[first::_AHEAD] for first in range(_AHEAD)):
             plain = trial.plainly(problem)
             fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
-            found[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
-        for future in as_completed(found):
+            verifying[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
+        for future in as_completed(verifying):
             if future.exception() is None:
-                trial.build(found[future], self._where, future.result())
-        by_problem = {problem: future for future, problem in found.items()}
+                trial.build(verifying[future], self._where, future.result())
+        by_problem = {problem: future for future, problem in verifying.items()}
         return [by_problem[problem] for problem in problems]
 
     def _examine(self, case: Case, backends: list[str]) -> list[Outcome]:

@@ -32,19 +32,19 @@ def measure(plan: Plan, where: str) -> bool:
     if where.startswith("cuda") and torch.cuda.is_current_stream_capturing():
         return False
     with _lock:
-        seen, sighted = (speed_class(plan.problem), plan.device), view.current().sighted
-        if seen in sighted:
+        key, sighted = (speed_class(plan.problem), plan.device), view.current().sighted
+        if key in sighted:
             return False
-        sighted.add(seen)
+        sighted.add(key)
         with _aside(where):
             return _measured(plan.problem, where)
 
 
 def _measured(problem: Problem, where: str) -> bool:
-    found = trial.run(problem, where, _EFFORT, examine)
+    tried = trial.run(problem, where, _EFFORT, examine)
     with contextlib.suppress(OSError):  # it holds in this process all the same
-        view.remember(found.records)
-    return bool(found.records)
+        view.remember(tried.records)
+    return bool(tried.records)
 
 
 @contextlib.contextmanager

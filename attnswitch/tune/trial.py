@@ -213,9 +213,9 @@ def _tried(
         entry = _Entry(backend, config, functools.partial(_whole, replace(plan, chosen=chosen), work))
         try:
             for _ in range(2):
-                found = reference.deviation(entry.call())
-                if not least <= found <= most:  # NaN is not
-                    _wrong(entry, trial, work.device, found, most)
+                measured = reference.deviation(entry.call())
+                if not least <= measured <= most:  # NaN is not
+                    _wrong(entry, trial, work.device, measured, most)
                     break
             else:
                 entry.tried = _least(entry.call, work.device)
@@ -260,10 +260,10 @@ def _searched(
     others = [str(config) for config in itertools.islice(loaded.configs(plan.problem, plan.device), 1, None)]
     random.Random(str(trial.problem)).shuffle(others)
     end = time.monotonic() + effort.search
-    found = list(
+    right = list(
         _tried(backend, itertools.takewhile(lambda _: time.monotonic() < end, others), plan, work, reference, trial)
     )
-    return sorted(found, key=lambda entry: entry.tried)[:_FINALISTS]
+    return sorted(right, key=lambda entry: entry.tried)[:_FINALISTS]
 
 
 def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effort: Effort) -> None:
@@ -292,9 +292,10 @@ def _record(entry: _Entry, problem: Problem, device: Device, t: Timing) -> Itera
         yield Time(problem, entry.backend, entry.config, *figures, signature, view.now())
 
 
-def _wrong(entry: _Entry, trial: Trial, where: str, found: float, most: float) -> None:
+def _wrong(entry: _Entry, trial: Trial, where: str, measured: float, most: float) -> None:
     """A mismatch of the heuristic's config is one of the backend; another config is left out, and told."""
-    why = f"its deviation from {deviation.where(trial.problem)} is {found:.2g}, and a right result's at most {most:.2g}"
+    against = deviation.where(trial.problem)
+    why = f"its deviation from {against} is {measured:.2g}, and a right result's at most {most:.2g}"
     trial.failed[entry.name] = f"mismatch: {why}"
     signature = sign(entry.backend, Device.parse(where))
     if isinstance(signature, Signature) and not entry.config:

@@ -131,24 +131,24 @@ class Store:
 
 
 def _all(*paths: Path) -> Contents:
-    found = Contents()
+    contents = Contents()
     for path in paths:
         with contextlib.suppress(OSError):
-            _read(path, path.read_bytes(), found)
-    return found
+            _read(path, path.read_bytes(), contents)
+    return contents
 
 
-def _read(path: Path, content: bytes, found: Contents) -> None:
+def _read(path: Path, content: bytes, into: Contents) -> None:
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1], 1):  # after the last newline: nothing, or a line that is being written
         if not line or line.startswith(b'{"wisdom":'):  # the head of a file that was exported
             continue
         try:
-            found.records.append(from_line(line))
+            into.records.append(from_line(line))
         except OtherSchema as other:
-            found.damaged.append(Damage(path, number, str(other), line + b"\n"))
+            into.damaged.append(Damage(path, number, str(other), line + b"\n"))
         except InvalidProblem as problem:
-            found.damaged.append(Damage(path, number, str(problem)))
+            into.damaged.append(Damage(path, number, str(problem)))
 
 
 def _whole(handle: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.verify import emulation
@@ -17,14 +17,13 @@ from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
 from attnswitch.verify.session import corpus, known
-from attnswitch.verify.session.environment import environment
-from attnswitch.verify.session.events import Event, Examined, Found, Lost, Smaller
+from attnswitch.verify.session.events import Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.explore import Drawn, Given, Job
 from attnswitch.verify.session.plan import Plan, Target
 from attnswitch.verify.session.pool import Here, Isolated, Pool
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.reduce import reduced
-from attnswitch.verify.session.tally import INTERRUPTED, Report
-from attnswitch.verify.session.tally import Found as Recorded
+from attnswitch.verify.session.tally import INTERRUPTED, Found, Report
 from attnswitch.verify.session.verdicts import of_outcome
 from attnswitch.wisdom import view
 
@@ -48,13 +47,26 @@ _TRY_TIMEOUT = 15.0
 Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
 
 
+class _Source(enum.Enum):
+    """Where the cases of a phase come from, which decides what becomes of their outcomes."""
+
+    #: Drawn by the workers, which shrink what fails.
+    DRAWN = enum.auto()
+    #: The lattice, where a case comes once for each backend.
+    FIXED = enum.auto()
+    #: The corpus.
+    SAVED = enum.auto()
+    #: The corpus too: cases that backends refuse because they get them wrong.
+    DIVERGENCE = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class _Phase:
     """Jobs of all devices that run side by side, with what to call them, and where their cases come from."""
 
     doing: str
     jobs: dict[str, Iterator[Job]]
-    source: Literal["drawn", "fixed", "saved", "divergence"] = "drawn"
+    source: _Source = _Source.DRAWN
 
 
 def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -> Report:
@@ -108,7 +120,7 @@ class _Run:
             self.report.stopped, self.report.broke = str(error), True  # what was found until then is not lost
         for outcome in list(self.smallest.values()):
             self._record(outcome)
-        self.report.environment = self.report.environment or environment()
+        self.report.environment = self.report.environment or provenance()
         for emulated in self.report.emulated.values():
             self.report.environment = {**self.report.environment, **emulation.fact(emulated)}
         if self.plan.keep_worst and self.plan.corpus is not None:
@@ -122,14 +134,14 @@ class _Run:
         targets = self.plan.targets
         if self.plan.corpus is not None and self.plan.corpus.is_dir():
             saved = [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
-            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, "saved")
+            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, _Source.SAVED)
             if self.plan.isolate:  # what they do to a process is not for this one
                 jobs = {t.device: self._divergences(t, saved) for t in targets}
-                yield _Phase("known divergences", jobs, "divergence")
+                yield _Phase("known divergences", jobs, _Source.DIVERGENCE)
         chunks = {t.device: self._chunks(t) for t in targets}
         if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
             yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
-            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, "fixed")
+            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, _Source.FIXED)
         yield _Phase("fuzzing", chunks)
         limited = [t for t in targets if self.plan.drawn(t) is not None]
         if self.plan.targeted and limited:
@@ -190,7 +202,7 @@ class _Run:
         began = self.began or time.monotonic()
         if self.plan.seconds is not None and time.monotonic() - began > self.plan.seconds:
             self.report.stopped = f"time limit of {self.plan.seconds:g} s"
-        elif len({found.outcome.kind for found in self.report.failures}) >= self.plan.max_failures:
+        elif len({failure.outcome.kind for failure in self.report.failures}) >= self.plan.max_failures:
             self.report.stopped = f"{self.plan.max_failures} distinct failures"
         return bool(self.report.stopped)
 
@@ -203,42 +215,55 @@ class _Run:
         self.progress(self.report, f"{phase.doing} on {device}", new)
 
     def _count(self, pool: Pool, phase: _Phase, event: Event) -> None:
-        if phase.source == "divergence":
-            if isinstance(event, Examined | Lost):
-                for outcome in event.outcomes if isinstance(event, Examined) else (event.outcome,):
-                    name, shows = self.divergences[outcome.backend, outcome.case], outcome.verdict == "mismatch"
-                    self.report.divergences.append((outcome.device, outcome.backend, name, shows))
+        if phase.source is _Source.DIVERGENCE:
+            if isinstance(event, Examined):
+                self._diverged(*event.outcomes)
+            elif isinstance(event, Lost):
+                self._diverged(event.outcome)
         elif isinstance(event, Examined):
             for outcome in event.outcomes:
                 self.report.add(outcome)
-            if event.outcomes and phase.source == "saved":
-                self.report.replayed += 1
-            elif event.outcomes:
-                self._drew(phase, event.outcomes[0].case)
-            for outcome in event.outcomes if phase.source != "drawn" else ():
-                if outcome.verdict == "verified" and phase.source == "saved":
-                    self._remember(outcome, self.paths[outcome.case].name)
-                if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
-                    self._record(outcome if phase.source == "saved" else self._smaller(pool, outcome, ""))
+            if event.outcomes:
+                self._examined(pool, phase.source, event.outcomes)
         elif isinstance(event, Smaller):
             self._see(event.outcome)
-        elif isinstance(event, Found):
+        elif isinstance(event, Shrunk):
             self._record(event.outcome)
         elif isinstance(event, Lost):
             self._lost(pool, phase, event.outcome)
 
-    def _drew(self, phase: _Phase, case: Case) -> None:
-        """Count a case; one of the lattice comes once for each backend."""
-        if phase.source == "drawn" or case not in self.fixed:
+    def _diverged(self, *outcomes: Outcome) -> None:
+        """Count whether known divergences still show."""
+        for outcome in outcomes:
+            name, shows = self.divergences[outcome.backend, outcome.case], outcome.verdict == "mismatch"
+            self.report.divergences.append((outcome.device, outcome.backend, name, shows))
+
+    def _examined(self, pool: Pool, source: _Source, outcomes: tuple[Outcome, ...]) -> None:
+        """Count one case, and record what failed of a case that was not drawn: no worker shrinks that."""
+        if source is _Source.SAVED:
+            self.report.replayed += 1
+        else:
+            self._drew(source, outcomes[0].case)
+        if source is _Source.DRAWN:
+            return
+        for outcome in outcomes:
+            if source is _Source.SAVED and outcome.verdict == "verified":
+                self._remember(outcome, self.paths[outcome.case].name)
+            if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
+                self._record(outcome if source is _Source.SAVED else self._smaller(pool, outcome, ""))
+
+    def _drew(self, source: _Source, case: Case) -> None:
+        """Count a case; one of the lattice once for all backends."""
+        if source is _Source.DRAWN or case not in self.fixed:
             self.report.drew(case)
-        if phase.source == "fixed":
+        if source is _Source.FIXED:
             self.fixed.add(case)
 
     def _lost(self, pool: Pool, phase: _Phase, outcome: Outcome) -> None:
         """A failure that took its process with it."""
         assert outcome.failure is not None
-        if phase.source != "saved":
-            self._drew(phase, outcome.case)
+        if phase.source is not _Source.SAVED:
+            self._drew(phase.source, outcome.case)
         self.report.add(outcome)
         if outcome.kind in self.kinds:
             return
@@ -295,4 +320,4 @@ class _Run:
                 path = None  # a finding is worth more than its file
         self._remember(outcome, path.name if path is not None else corpus.digest(outcome.case))
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
-        self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, cases))
+        self.report.failures.append(Found(outcome, path, from_corpus, seconds, cases))

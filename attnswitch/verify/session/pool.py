@@ -254,18 +254,18 @@ class Isolated:
         unguarded: bool = False,
     ) -> Outcome:
         """See ``Pool``. ``unguarded`` runs the backend on what it refuses."""
-        found = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout)
-        return found if isinstance(found, Outcome) else _only(found, case, backend, device)
+        ran = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout)
+        return ran if isinstance(ran, Outcome) else _only(ran, case, backend, device)
 
     def examine(self, case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
         """One case on several backends, which share the reference.
 
         If one of them takes the process with it, each is tried alone, so that the others are judged all the same.
         """
-        found = self._launch(Given(device, ((case, tuple(backends)),)), None)
-        if isinstance(found, Outcome):
+        ran = self._launch(Given(device, ((case, tuple(backends)),)), None)
+        if isinstance(ran, Outcome):
             return [self.attempt(case, backend, device) for backend in backends]
-        return list(found)
+        return list(ran)
 
     def _launch(self, job: Given, timeout: float | None) -> tuple[Outcome, ...] | Outcome:
         """The outcomes of a job of one case, or the one of the backend that ended the process."""
