@@ -1,4 +1,4 @@
-"""A whole run: saved cases first, then the lattice, drawn cases, and the search for the worst; failures are saved."""
+"""A whole run: saved cases, the lattice, drawn cases, then the search for the worst case. Failures are saved."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from attnswitch.wisdom import view
 
 __all__ = ["CHUNK", "Progress", "run"]
 
-#: Cases of one job: between two, the clock is read and what the others found is passed on.
+#: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others.
 CHUNK = 50
-#: And where kernels are emulated, of which each takes a second or more; tries to make a failure smaller, there.
+#: The same where kernels are emulated and a case takes a second or more; and tries to shrink a failure there.
 _SLOW_CHUNK, _SLOW_TRIES = 10, 100
 #: Jobs of drawn cases before the lattice.
 _FIRST_CHUNKS = 8
-#: One in so many examples is added for the search for each backend's worst case.
+#: The search for the worst case runs one case for every so many examples.
 _CLIMB = 20
-#: Tries to make a case smaller that was given, that ends its process, and that does not end.
+#: Tries to shrink a case: one that was given (""), one that ends its process, one that does not end.
 _TRIES = {"": 200, "crash": 30, "hang": 12}
 
-#: Seconds that a case may take that is tried to make another smaller; most take a hundredth of it.
+#: Seconds for one try while a case is shrunk. Most need a hundredth of it.
 _TRY_TIMEOUT = 15.0
 
-#: Called with the report so far, a word on what is being done, and the outcomes that are new.
+#: Called with the report so far, what is being done in words, and the new outcomes.
 Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
 
 
@@ -62,7 +62,7 @@ class _Source(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Jobs of all devices that run side by side, with what to call them, and where their cases come from."""
+    """Jobs of all devices that run side by side: what they do in words, and where their cases come from."""
 
     doing: str
     jobs: dict[str, Iterator[Job]]
@@ -91,7 +91,7 @@ class _Run:
     progress: Progress
     report: Report
     started: float = field(default_factory=time.monotonic)
-    #: When the first worker was there: a time limit is for the work.
+    #: When the first event came: a time limit does not count the start of workers.
     began: float | None = None
     kinds: set[Kind] = field(default_factory=set)
     #: Failures that are being shrunk, in the smallest form so far.
@@ -103,7 +103,7 @@ class _Run:
     divergences: dict[tuple[str, Case], str] = field(default_factory=dict)
 
     def __call__(self) -> Report:
-        """Carry the plan out. Ctrl-C ends it with what was found."""
+        """Carry the plan out. Ctrl-C ends it, and the report has what was done until then."""
         try:
             with Isolated(self.plan) if self.plan.isolate else Here(self.plan) as pool:
                 self.report.workers = pool.size
@@ -111,13 +111,13 @@ class _Run:
                     if self._enough():
                         break
                     pool.carry_out(phase.jobs, self._enough, partial(self._take, pool, phase))
-                    self.report.environment = pool.environment
+                    self.report.environment = pool.provenance
         except KeyboardInterrupt:
             self.report.stopped = INTERRUPTED
         except VerificationError as error:
             if not self.report.cases:
                 raise
-            self.report.stopped, self.report.broke = str(error), True  # what was found until then is not lost
+            self.report.stopped, self.report.broke = str(error), True  # the report keeps what was done until then
         for outcome in list(self.smallest.values()):
             self._record(outcome)
         self.report.environment = self.report.environment or provenance()
@@ -148,7 +148,7 @@ class _Run:
             yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in limited})
 
     def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
-        """Saved cases of the target's backends; those of the dispatcher's choice are for all, and it for all cases."""
+        """Saved cases of the target's backends. All run cases of the dispatcher's choice, and that runs all cases."""
         for number, saved in enumerate(every):
             backends = tuple(name for name in target.backends if AUTO in (name, saved.backend) or name == saved.backend)
             if target.device.split(":")[0] == saved.device.split(":")[0] and backends:
@@ -156,13 +156,13 @@ class _Run:
                 yield Given(target.device, ((saved.case, backends),), number)
 
     def _divergences(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
-        """The cases that show what backends are known to get wrong, run on them all the same."""
+        """Cases of known divergences, run on the backends that refuse them."""
         for backend, entry, saved in known.cases(target, every):
             self.divergences[backend, saved.case] = entry.id
             yield Given(target.device, ((saved.case, (backend,)),), unguarded=True)
 
     def _lattice(self, target: Target) -> Iterator[Job]:
-        """The probes, then the long cases; the dispatcher's own choice is one of the others."""
+        """The probes, then the long cases, on every backend; not on the dispatcher's choice, which is one of them."""
         backends = tuple(name for name in target.backends if name != AUTO) or target.backends
         if target.emulation:
             probes, laws = [(case, True) for case in lattice.short(target.space)], []
@@ -195,7 +195,7 @@ class _Run:
         return Drawn(target, self.plan.seed, first, count, known, tries, climb)
 
     def _tries(self, device: str) -> int:
-        """Cases that may be tried to shrink one failure."""
+        """How many cases may be tried to shrink one failure."""
         return min(self.plan.shrink_tries, _SLOW_TRIES if device in self.report.emulated else 2**31)
 
     def _enough(self) -> bool:
@@ -260,7 +260,7 @@ class _Run:
             self.fixed.add(case)
 
     def _lost(self, pool: Pool, phase: _Phase, outcome: Outcome) -> None:
-        """A failure that took its process with it."""
+        """A failure that ended its process."""
         assert outcome.failure is not None
         if phase.source is not _Source.SAVED:
             self._drew(phase.source, outcome.case)
@@ -274,7 +274,7 @@ class _Run:
         self._record(outcome)
 
     def _smaller(self, pool: Pool, outcome: Outcome, ending: str) -> Outcome:
-        """The outcome of a smaller case that fails alike."""
+        """The outcome of the smallest case that fails in the same way."""
         best, failure = outcome, outcome.failure
         assert failure is not None
         slow = outcome.device in self.report.emulated
@@ -295,14 +295,14 @@ class _Run:
         return best
 
     def _see(self, outcome: Outcome) -> None:
-        """A failure that may yet get smaller."""
+        """Note a failure that is still being shrunk."""
         self.smallest[outcome.kind] = outcome
         self.seen.setdefault(outcome.kind, (time.monotonic() - self.started, self.report.cases))
 
     def _remember(self, outcome: Outcome, case: str) -> None:
-        """In this machine's wisdom. What an interpreter gets wrong says nothing about a machine."""
+        """Put the outcome in this machine's wisdom, unless it ran under an emulation."""
         if self.plan.remember and outcome.device not in self.report.emulated:
-            with contextlib.suppress(OSError):  # a finding is worth more than its file
+            with contextlib.suppress(OSError):  # the failure is reported even if it cannot be saved
                 view.remember(of_outcome(outcome, case))
 
     def _record(self, outcome: Outcome) -> None:
@@ -317,7 +317,7 @@ class _Run:
                 facts = emulation.fact(self.report.emulated.get(outcome.device, {}))
                 path = corpus.save(outcome, self.plan.corpus, facts)
             except OSError:
-                path = None  # a finding is worth more than its file
+                path = None  # the failure is reported even if it cannot be saved
         self._remember(outcome, path.name if path is not None else corpus.digest(outcome.case))
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
         self.report.failures.append(Found(outcome, path, from_corpus, seconds, cases))
