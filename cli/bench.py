@@ -17,7 +17,7 @@ from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.bench.table import to_csv
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.measure import Budget, Limits, limits
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 
 from . import files, render, timings
 from .named import named, present
@@ -160,7 +160,7 @@ class _Output:
             device=self.device,
             limits=self.limits,
             budget=self.budget,
-            environment=environment(),
+            environment=provenance(),
             command=render.command(self.json),
             seconds=time.monotonic() - self.start,
             stopped=self.stopped,

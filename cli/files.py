@@ -1,4 +1,4 @@
-"""Where results are written: found out before a long run, and put there whole."""
+"""Files of results: checked before a long run, and written as a whole after it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["at_the_end", "check", "is_standard", "write"]
 
 
 def is_standard(target: Path | None) -> bool:
-    """Whether ``target`` is ``-``, standard output, which is then for that document alone."""
+    """Whether ``target`` is ``-``: standard output, which then takes this document alone."""
     return str(target) == "-"
 
 
 def at_the_end(target: Path) -> bool:
-    """Whether ``target`` takes a document once, when it is whole: standard output, a pipe or a device."""
+    """Whether ``target`` takes a document only once, at the end: standard output, a pipe or a device."""
     return is_standard(target) or durable.is_stream(target)
 
 
 def check(targets: Iterable[Path | None], appended: Iterable[Path | None] = ()) -> None:
-    """Find out before a long run, not after it, that a result could not be written, or would be lost to another.
+    """Raise ``InvalidProblem`` if a result cannot be written or two have the same file: for use before a long run.
 
-    What goes to the files ``appended`` is added to what they hold. Raises ``InvalidProblem``.
+    Results for the files ``appended`` are added to what they hold.
     """
     seen = set[Path]()
     for path, whole in (*((path, True) for path in targets), *((path, False) for path in appended)):
@@ -46,9 +46,9 @@ def check(targets: Iterable[Path | None], appended: Iterable[Path | None] = ()) 
 
 
 def write(text: str, target: Path | None) -> None:
-    """Put ``text`` in the place of ``target``, whole or not at all; None or ``-`` is standard output.
+    """Replace what ``target`` holds by ``text``; None or ``-`` is standard output.
 
-    Raises ``OSError``; what was there before is then left as it was.
+    After an ``OSError`` the file is as it was.
     """
     if target is None or is_standard(target):
         print(text, end="")
@@ -57,7 +57,7 @@ def write(text: str, target: Path | None) -> None:
 
 
 def _try(path: Path, *, whole: bool) -> None:
-    """Leave nothing behind."""
+    """Raise ``OSError`` if ``path`` cannot be written. Nothing is left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.open("a").close()

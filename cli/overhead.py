@@ -11,7 +11,7 @@ import typer
 from rich.progress import track
 
 from attnswitch.problem import Problem
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 
 from . import files, render
 from .named import named, present
@@ -54,7 +54,7 @@ def overhead(
             found,
             device=where,
             rounds=rounds,
-            environment=environment(),
+            environment=provenance(),
             command=render.command(json),
             seconds=time.monotonic() - start,
         )

@@ -18,8 +18,8 @@ from attnswitch.verify.report import to_pytest
 from attnswitch.verify.report.facts import element
 from attnswitch.verify.session import apart
 from attnswitch.verify.session.corpus import Saved, load
-from attnswitch.verify.session.environment import environment
 from attnswitch.verify.session.pool import Isolated
+from attnswitch.verify.session.provenance import provenance
 
 from . import render
 from .named import named, present, reach
@@ -167,5 +167,5 @@ def _write_test(path: Path, saved: Saved, outcome: Outcome) -> None:
     failure = outcome.failure or Failure(saved.check or "reference", "it failed when it was saved")
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = emulation.fact(emulation.variables((outcome.backend,), outcome.device))
-    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, {**environment(), **facts})
+    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, {**provenance(), **facts})
     path.write_text(test, encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""``attnswitch tune``: every backend verified and timed on the problems that matter, and remembered."""
+"""``attnswitch tune``: verify and time every backend on the problems that matter, and remember the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.measure import Budget
 from attnswitch.problem import Problem
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 
@@ -38,28 +38,33 @@ def tune(
     ] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a model's longest call.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a model's call. Default: 1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of a model's calls: bf16 (the default), fp16 or fp32.")] = None,
-    train: Annotated[bool, typer.Option(help="A model's calls with gradients.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of a model's calls: bf16 (the default), fp16 or fp32.")
+    ] = None,
+    train: Annotated[bool, typer.Option(help="Measure a model's calls with gradients.")] = False,
     recorded: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure what attnswitch.record or ATTNSWITCH_RECORD wrote to this file.", exists=True),
+        typer.Option(
+            help="Measure the problems that attnswitch.record or ATTNSWITCH_RECORD wrote to this file.", exists=True
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ... Default: the first GPU, else the CPU.")] = None,
     budget: Annotated[
-        float, typer.Option(min=1, metavar="MS", help="Milliseconds that each candidate is measured in.")
+        float, typer.Option(min=1, metavar="MS", help="Milliseconds to measure each candidate for.")
     ] = Budget().run / 2,
     search: Annotated[
         float | None,
         typer.Option(
             min=0,
             metavar="S",
-            help="Seconds to search the configs of a backend in, for each problem. Default: 2 for problems that are"
-            " named, 0 for the catalogue.",
+            help="Seconds to search the configs of each backend, for each problem. Default: 2 if problems are named, 0"
+            " for the catalogue.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option(help="Measure what is known already as well.")] = False,
+    again: Annotated[bool, typer.Option(help="Measure again what is known already.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that one launch may take while it is verified; longer has failed.")
+        float,
+        typer.Option(min=1, help="Seconds that one launch may take while it is verified. A longer one has failed."),
     ] = 120.0,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the results to FILE as JSON; - for standard output.")
@@ -67,21 +72,21 @@ def tune(
 ) -> None:
     """Find the fastest backend for each class of problems on this machine, and remember it for every later process.
 
-    Without --problem, --model or --recorded it measures a catalogue of usual sizes. What is known already is left out,
-    so a run that was interrupted goes on where it was. Exit code 0: good. 1: a backend was wrong, and is left out from
-    now on. 2: the tool could not do its work. 3: nothing could be measured.
+    Without --problem, --model or --recorded it measures a catalogue of usual sizes. It skips what is known already, so
+    the same command continues an interrupted run. Exit code 0: good. 1: a backend was wrong, and is not chosen from now
+    on. 2: the tool could not do its work. 3: nothing could be measured.
     """
     where = present(device)
     output = _Output(where, json)
     files.check([json])
-    found = _problems(where, problem, model, context, batch, dtype, train, recorded)
-    if not found:
+    asked = _problems(where, problem, model, context, batch, dtype, train, recorded)
+    if not asked:
         render.error("nothing to measure: what was named holds no problem, or only such whose output is empty")
     from attnswitch.tune.trial import Effort  # torch is slow to import
 
     if search is None:
         search = Effort().search if problem or model or recorded else 0.0
-    output.measure(found, Effort(Budget(budget / 4, budget), search), timeout, again)
+    output.measure(asked, Effort(Budget(budget / 4, budget), search), timeout, again)
     output.show()
     raise typer.Exit(output.exit_code)
 
@@ -96,26 +101,26 @@ def _problems(
     train: bool,
     recorded: list[Path] | None,
 ) -> list[Problem]:
-    """One of each class of what was named; of the catalogue where nothing was. Raises ``InvalidProblem``."""
+    """The problems that were named, or the catalogue; one of each class. Raises ``InvalidProblem``."""
     from attnswitch.tune import problems as named  # torch is slow to import
 
     given = {"--context": context, "--batch": batch, "--dtype": dtype, "--train": train or None}
     idle = [option for option, value in given.items() if value is not None and not models]
     if idle:
         raise InvalidProblem(f"{', '.join(idle)}: of a model's calls; name one with --model")
-    found = [Problem.parse(text) for text in problems or ()]
+    asked = [Problem.parse(text) for text in problems or ()]
     for model in models or ():
-        found += named.of_model(model, context, batch=batch or 1, dtype=dtype or "bf16", train=train)
+        asked += named.of_model(model, context, batch=batch or 1, dtype=dtype or "bf16", train=train)
     for path in recorded or ():
-        found += named.recorded(path)
+        asked += named.recorded(path)
     if not (problems or models or recorded):
-        found = named.catalogue(where.partition(":")[0])
-    return named.distinct(found)
+        asked = named.catalogue(where.partition(":")[0])
+    return named.distinct(asked)
 
 
 @dataclass(slots=True)
 class _Output:
-    """A run, and where it is written."""
+    """A run and its output."""
 
     where: str
     json: Path | None
@@ -126,7 +131,7 @@ class _Output:
 
     @property
     def quiet(self) -> bool:
-        """Whether standard output is for the JSON document alone."""
+        """Whether standard output takes the JSON document alone."""
         return files.is_standard(self.json)
 
     @property
@@ -139,7 +144,7 @@ class _Output:
         return 0 if self.left_out or any(tuned.trial.times for tuned in self.tuned) else 3
 
     def measure(self, problems: list[Problem], effort: Effort, timeout: float, again: bool) -> None:
-        """Measure with a bar and the time left; what an interrupted run has measured is kept."""
+        """Measure under a progress bar. The results of an interrupted run are kept."""
         from attnswitch.tune import session
 
         todo = [problem for problem in problems if again or not session.known(problem, self.where)]
@@ -159,7 +164,7 @@ class _Output:
             self.write(last=True)
 
     def write(self, *, last: bool) -> None:
-        """Write the document: to a file after every problem, so that a run that is killed leaves what it had."""
+        """Write the JSON document. A file is written after every problem, so that a killed run leaves its results."""
         if self.json is None or (files.at_the_end(self.json) and not last):
             return
         document = {
@@ -167,7 +172,7 @@ class _Output:
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "command": render.command(self.json),
             "device": self.where,
-            "environment": environment(),
+            "environment": provenance(),
             "seconds": round(time.monotonic() - self.start, 3),
             "stopped": self.stopped,
             "known_before": self.left_out,
@@ -176,7 +181,7 @@ class _Output:
         render.write_json(document, self.json)
 
     def show(self) -> None:
-        """Each problem with its candidates, fastest first, and what was wrong or failed."""
+        """Print each problem with its candidates, the fastest first, and what was wrong or failed."""
         if self.quiet:
             return
         rows = render.table("problem", "backend", "ms", "±", "config", "before", right=("ms", "±"))

@@ -1,4 +1,4 @@
-"""``attnswitch wisdom``: what was measured and found wrong on this machine; shown, carried elsewhere, forgotten."""
+"""``attnswitch wisdom``: show, carry elsewhere and forget the times and mismatches of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import files, render
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Show, export, import, merge or forget what was measured and found wrong on this machine.",
+    help="Show, export, import, merge or forget the times and mismatches of this machine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -33,7 +33,7 @@ _NOTHING = "nothing was measured yet: `attnswitch tune` does"
 
 @app.command("show")
 def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show the times and the mismatches that hold here, and why the other lines do not."""
+    """Show the times and mismatches that hold here, and why the other lines do not hold."""
     source, contents = _read()
     held, unused = exchange.held(contents.records, Device.all())
     if json:
@@ -67,10 +67,10 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
 def export(
     file: Annotated[
         Path,
-        typer.Argument(help="Written, with a head that says how much it holds; - for standard output.", dir_okay=False),
+        typer.Argument(help="The file to write; - for standard output.", dir_okay=False),
     ],
 ) -> None:
-    """Write what holds on this machine to FILE, for `import` on one like it."""
+    """Write what holds on this machine to FILE, for `import` on a machine like it."""
     _, contents = _read()
     records, unused = exchange.held(contents.records, Device.all())
     told = _written(records, file)
@@ -83,17 +83,17 @@ def export(
 def import_(
     file: Annotated[Path, typer.Argument(help="A file of `export` or `merge`.", exists=True, dir_okay=False)],
 ) -> None:
-    """Add FILE to the store: all of it, or nothing if a line is damaged or was not measured on a machine like this."""
+    """Add FILE to the store. Nothing is added if a line is damaged or was measured on another kind of machine."""
     count = exchange.adopt(file, Device.all())
     render.console.print(f"{render.counted(count, 'line')} taken", soft_wrap=True)
 
 
 @app.command("merge")
 def merge(
-    into: Annotated[Path, typer.Argument(help="Written; - for standard output.", dir_okay=False)],
+    into: Annotated[Path, typer.Argument(help="The file to write; - for standard output.", dir_okay=False)],
     files: Annotated[list[Path], typer.Argument(help="Files of `export` or `merge`.", exists=True, dir_okay=False)],
 ) -> None:
-    """Write INTO from several FILES, of any machines; of what is in more than one, the newest."""
+    """Write the lines of several FILES, of any machines, to INTO. Of lines that say the same, the newest is kept."""
     records = exchange.newest([record for file in files for record in exchange.read(file)])
     _written(records, into)
 
@@ -101,17 +101,15 @@ def merge(
 @app.command("forget")
 def forget(
     everything: Annotated[bool, typer.Option("--all", help="Forget everything.")] = False,
-    stale: Annotated[
-        bool, typer.Option(help="Forget what does not hold here, or is repeated by a newer line.")
-    ] = False,
-    backend: Annotated[list[str] | None, typer.Option(help="Forget what is of this backend (repeatable).")] = None,
+    stale: Annotated[bool, typer.Option(help="Forget what does not hold here, and what a newer line repeats.")] = False,
+    backend: Annotated[list[str] | None, typer.Option(help="Forget all lines of this backend (repeatable).")] = None,
     problem: Annotated[
         list[str] | None, typer.Option(help="Forget the times of this problem's class (repeatable).")
     ] = None,
 ) -> None:
-    """Take lines out of the store; of a mismatch too, after which its backend may be chosen again.
+    """Remove lines from the store. A backend whose mismatch is forgotten may be chosen again.
 
-    Exit code 2 if lines of what was named hold all the same: those of the administrator's file, which is left as it is.
+    The administrator's file is never changed. Exit code 2 if it holds lines of what was named.
     """
     if not (everything or stale or backend or problem):
         raise InvalidProblem("say what to forget: --all, --stale, --backend NAME or --problem TEXT")
@@ -148,7 +146,7 @@ def _read() -> tuple[store.Store, Contents]:
 
 
 def _written(records: list[Record], file: Path) -> Console:
-    """Write ``records`` to ``file``, or to standard output; where there is to be told of it."""
+    """Write ``records`` to ``file`` or standard output; return the console for messages, which is then another."""
     if files.is_standard(file):
         typer.echo(exchange.content(records), nl=False)
         return Console(stderr=True, highlight=False)
@@ -165,7 +163,7 @@ def _print_counted(what: str, reasons: Counter[str], console: Console = render.c
 
 
 def _print_times(held: list[Record]) -> None:
-    """The times by class, each with its problem and as the planner ranks them; the fastest that is right is marked."""
+    """The times of each class, ranked as the planner does. The fastest backend that is right is marked."""
     times = [record for record in held if isinstance(record, Time)]
     wrong = [record for record in held if isinstance(record, Verdict) and not record.right]
 

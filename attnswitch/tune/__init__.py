@@ -1,7 +1,8 @@
-"""Measuring which backend is the fastest for a problem, once a machine.
+"""Measuring which backend is the fastest for a problem, once on each machine.
 
-trial     one problem: every candidate verified, tried out, its configs searched, then timed in turn
+trial     one problem: every candidate is verified and tried out, its configs are searched, the best are timed
 sight     a trial within an application, at the first call of a class (policy MEASURE)
-problems  what there is to measure: the catalogue, a model's shapes, what an application recorded
-session   one problem after the other, the verifier's part in a process of its own
+problems  what to measure: the catalogue, the shapes of a model, or what an application recorded
+session   many problems, one after the other; other processes verify
+cases     the case that the verifier gets for a problem
 """

@@ -1,4 +1,4 @@
-"""What the verifier is given of a problem before it is timed: the same, with fewer of its sequences and heads."""
+"""The case that is verified before a problem is timed: the same problem with fewer sequences and heads."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from attnswitch.verify.drawing.case import Case
 
 __all__ = ["of"]
 
-#: ``Case.work`` of a case, and the numbers drawn for it, from which on it has fewer sequences, then fewer key heads.
+#: Above this ``Case.work``, or this many numbers to draw, a case gets fewer sequences, then fewer key heads.
 _WORK, _NUMBERS = 2**28, 2**23
-#: Those that it keeps then on a GPU, and the work from which on it does not: of fewer a backend splits the keys, or
-#: takes other tiles, and what is verified would not be what is timed.
+#: Key heads that it keeps on a GPU, unless the work is above the second number. With fewer heads a backend may split
+#: the keys or take other tiles, and the kernel that is timed would not be the one that was verified.
 _FEW, _TOO_MUCH = 4, 2**33
-#: Sequences and key heads of a case on the CPU, where no kernel depends on them, at most.
+#: The most sequences and key heads of a case on the CPU, where no kernel depends on them.
 _ON_CPU = 2
 
 
 def of(problem: Problem, kind: str) -> Case:
-    """The case of ``problem`` on a device of ``kind``, which takes the verifier seconds, unless one head is much.
+    """The case of ``problem`` on a device of ``kind``. Verifying it takes seconds, unless one head alone takes longer.
 
-    The call is made again and again on it (the check "repeat"); but where the backend draws the dropout mask, once and
-    with few keys. What many heads do beside each other is seen where the whole problem is tried out.
+    The call is repeated (the check "repeat"). If the backend draws its own dropout mask, it is made once, with few
+    keys. Errors that need many heads show when the whole problem is tried out.
     """
-    found = Case.of(problem)
-    found = _showing(found) if found.unseeded else found.replace(check="repeat")
-    fewest = min(_FEW, found.heads_kv)
+    case = Case.of(problem)
+    case = _showing(case) if case.unseeded else case.replace(check="repeat")
+    fewest = min(_FEW, case.heads_kv)
     if kind == "cpu":
-        found, fewest = found.replace(batch=min(found.batch, _ON_CPU), heads_kv=min(found.heads_kv, _ON_CPU)), 1
-    while _much(found) and found.batch > 1:
-        found = found.replace(batch=-(-found.batch // 2))
-    while _much(found) and found.heads_kv > fewest:
-        found = found.replace(heads_kv=max(fewest, found.heads_kv // 2))
-    while found.work > _TOO_MUCH and found.heads_kv > 1:
-        found = found.replace(heads_kv=found.heads_kv // 2)
-    return found if found.lengths is None else found.replace(lengths=_hiding(found.lengths, found.batch))
+        case, fewest = case.replace(batch=min(case.batch, _ON_CPU), heads_kv=min(case.heads_kv, _ON_CPU)), 1
+    while _much(case) and case.batch > 1:
+        case = case.replace(batch=-(-case.batch // 2))
+    while _much(case) and case.heads_kv > fewest:
+        case = case.replace(heads_kv=max(fewest, case.heads_kv // 2))
+    while case.work > _TOO_MUCH and case.heads_kv > 1:
+        case = case.replace(heads_kv=case.heads_kv // 2)
+    return case if case.lengths is None else case.replace(lengths=_hiding(case.lengths, case.batch))
 
 
 def _much(case: Case) -> bool:
@@ -42,12 +42,12 @@ def _much(case: Case) -> bool:
 
 
 def _hiding(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The first of ``lengths``; for one alone half of the first, which is whole and hides nothing."""
+    """The first ``count`` of ``lengths``. For one sequence half of its length, as the whole would hide nothing."""
     return lengths[:count] if count > 1 else (-(-lengths[0] // 2),)
 
 
 def _showing(case: Case) -> Case:
-    """``case`` with so few keys that its output shows which of them a backend dropped."""
+    """``case`` with so few keys that the output shows which of them a backend dropped."""
     keys = min(case.seq_k, case.dim_v)
     lengths = None if case.lengths is None else tuple(min(length, keys) for length in case.lengths)
     return case.replace(seq_k=keys, lengths=lengths)

@@ -1,4 +1,4 @@
-"""What there is to measure: the catalogue, the shapes of a public model, or what an application recorded."""
+"""What to measure: the catalogue, the shapes of a public model, or what an application recorded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from attnswitch.wisdom.classes import TILE, SpeedClass, speed_class
 
 __all__ = ["catalogue", "distinct", "models", "of_model", "recorded"]
 
-#: The shortest prompt of a model that is worth a class of its own; and how many tokens less a prompt beside it has,
-#: which is no whole tiles.
+#: The shortest prompt of a model that is measured. Beside each prompt that is a multiple of the tile one is measured
+#: that has so many tokens less.
 _SHORTEST, _LESS = 128, 24
 
 
@@ -27,7 +27,7 @@ def catalogue(kind: str) -> list[Problem]:
 
 
 def models() -> dict[str, dict[str, Any]]:
-    """Every model of the table by name, with the keys that ``models.toml`` has."""
+    """The table of models, by name; ``models.toml`` explains the keys."""
     return _data("models.toml")
 
 
@@ -36,8 +36,9 @@ def of_model(
 ) -> list[Problem]:
     """The calls that a model makes with up to ``context`` tokens, by default as many as it was trained for.
 
-    Causal models: prompts of 128 tokens to ``context``, and of a few less, as most are no whole tiles; and one token
-    after as many. Others: whole inputs. With ``train``, whole inputs alone and with gradients.
+    A causal model has prompts of 128 tokens to ``context``, prompts that are slightly shorter (most are no multiple of
+    a tile), and single tokens that follow prompts of these lengths. Other models have whole inputs. With ``train``
+    there are only whole inputs, with gradients.
 
     Raises ``InvalidProblem`` for a model that is not in the table, or a context that makes no sense or no difference.
     """
@@ -56,18 +57,18 @@ def of_model(
     tail = f"d{model['dim']} {dtype}" + (f" softcap={model['softcap']}" if "softcap" in model else "")
     if model.get("padded"):
         tail += " mask=bool:bk"
-    found = []
+    calls = []
     prompts = model["causal"] and not train
     for length in model.get("tokens") or map(str, _lengths(context)):
         ragged = [str(int(length) - _LESS)] if prompts and int(length) % TILE == 0 else []
         for size in (*ragged, length):
             whole = f"{head} s{size} {tail}" + (" causal" if model["causal"] else "")
-            found.append(whole + (" grad" if train else ""))
+            calls.append(whole + (" grad" if train else ""))
             if "window" in model and int(size) > model["window"]:
-                found.append(f"{found[-1]} window={model['window'] - 1},0")
+                calls.append(f"{calls[-1]} window={model['window'] - 1},0")
         if prompts:
-            found.append(f"{head} s1x{length} {tail}")
-    return [Problem.parse(text) for text in found]
+            calls.append(f"{head} s1x{length} {tail}")
+    return [Problem.parse(text) for text in calls]
 
 
 def _lengths(context: int) -> Iterator[int]:
@@ -90,18 +91,18 @@ def recorded(path: Path) -> list[Problem]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InvalidProblem(f"{path} is no recording: it is no text in UTF-8 ({error.reason})") from None
-    found = []
+    problems = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                found.append(Problem.parse(line))
+                problems.append(Problem.parse(line))
             except InvalidProblem as error:
                 raise InvalidProblem(f"{path}, line {number}: {error}") from None
-    return found
+    return problems
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """One problem of each class: the first; empty ones, which take no time, are left out."""
+    """The first problem of each class. Empty problems, which take no time, are left out."""
     classes: dict[SpeedClass, Problem] = {}
     for problem in problems:
         if not problem.is_empty:

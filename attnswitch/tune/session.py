@@ -1,8 +1,8 @@
-"""Problems measured one after the other; what each brings is remembered at once, so that a run can be taken up again.
+"""Problems measured one after the other. Results are remembered at once, so that an interrupted run can go on.
 
-The verifier's part comes first, some problems at a time, in processes side by side: a kernel that crashes there, or
-does not come back, is a finding. What was verified is built meanwhile, as compilers take longer than the clock. Nothing
-else runs while candidates are timed.
+Some problems at a time are verified first, in processes side by side, so that a kernel which crashes or hangs is only
+a failure. Meanwhile the kernels that were verified are compiled, which takes longer than timing them. Nothing else runs
+while candidates are timed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from attnswitch.wisdom import store, view
 
 __all__ = ["Tuned", "known", "run"]
 
-#: Processes of the verifier, at most, and bytes of a GPU's free memory that there have to be for each.
+#: The most processes of the verifier, and the free bytes of GPU memory that each needs.
 _MOST, _EACH = 16, 2 * 2**30
-#: Problems for each process that are verified before the first of them is timed: what an interruption costs.
+#: Problems that each process verifies before the first of them is timed. An interruption loses so much work.
 _AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What came of one problem: the backend chosen before and since, and the trial between."""
+    """The result of one problem: the backend chosen before, the trial, and the backend chosen since."""
 
     problem: Problem
     before: str | None
@@ -46,16 +46,17 @@ class Tuned:
 
 
 def known(problem: Problem, where: str) -> bool:
-    """Whether measuring was tried of all that may be chosen for the class of ``problem``, with what is here now."""
+    """Whether every backend that may be chosen for the class of ``problem`` was measured, or measuring was tried."""
     plan = planner.make_plan(problem, Device.parse(where))
     return plan.chosen is not None and not any(candidate.open for candidate in plan.candidates)
 
 
 def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float) -> Iterator[Tuned]:
-    """Measure ``problems`` on the device that torch calls ``where``; ``timeout`` seconds are for one verified case.
+    """Measure ``problems`` on the device that torch calls ``where``. Verifying one case may take ``timeout`` seconds.
 
-    Raises ``InvalidProblem`` if what is measured could not be remembered, before anything is, and ``OSError`` if that
-    turns out later.
+    Raises:
+        InvalidProblem: the store cannot be written; nothing was measured.
+        OSError: the store could not be written later.
     """
     if not problems:
         return
@@ -67,18 +68,18 @@ def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float)
             part = problems[start : start + many]
             for problem, outcomes in zip(part, verifiers.verified(part, device), strict=True):
                 before = planner.make_plan(problem, device).backend
-                found = trial.run(problem, where, effort, functools.partial(_known_by_now, outcomes))
-                view.remember(found.records)
-                yield Tuned(problem, before, planner.make_plan(problem, device).backend, found)
+                tried = trial.run(problem, where, effort, functools.partial(_known_by_now, outcomes))
+                view.remember(tried.records)
+                yield Tuned(problem, before, planner.make_plan(problem, device).backend, tried)
 
 
 def _known_by_now(outcomes: Future[list[Outcome]], *_: object) -> list[Outcome]:
-    """``Examine`` of a case that was examined before. Raises what that raised."""
+    """An ``Examine`` that returns what another thread examined, or raises what that raised."""
     return outcomes.result()
 
 
 def _processes(where: str) -> int:
-    """One for each core, as far as a GPU's memory holds what each of them takes there."""
+    """The number of processes: one for each core, and no more than the memory of a GPU holds."""
     cores = min(_MOST, os.cpu_count() or 1)
     if where == "cpu":
         return cores
@@ -89,7 +90,7 @@ def _processes(where: str) -> int:
 
 
 class _Verifiers:
-    """Threads with a process of the verifier each, which starts with its first case."""
+    """Threads with one process of the verifier each, which starts with the first case."""
 
     def __init__(self, count: int, where: str, timeout: float) -> None:
         self.count, self._where = count, where
@@ -100,17 +101,17 @@ class _Verifiers:
         self._threads = ThreadPoolExecutor(count)
 
     def verified(self, problems: Sequence[Problem], device: Device) -> list[Future[list[Outcome]]]:
-        """What the verifier says of every backend that takes each of ``problems``; all of it is there."""
-        found = dict[Future[list[Outcome]], Problem]()
+        """For each of ``problems``, the outcomes of all backends that take it. All futures are done."""
+        verifying = dict[Future[list[Outcome]], Problem]()
         # Neighbours share kernels, which the first of them compiles for the others.
         for problem in itertools.chain.from_iterable(problems[first::_AHEAD] for first in range(_AHEAD)):
             plain = trial.plainly(problem)
             fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
-            found[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
-        for future in as_completed(found):
+            verifying[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
+        for future in as_completed(verifying):
             if future.exception() is None:
-                trial.build(found[future], self._where, future.result())
-        by_problem = {problem: future for future, problem in found.items()}
+                trial.build(verifying[future], self._where, future.result())
+        by_problem = {problem: future for future, problem in verifying.items()}
         return [by_problem[problem] for problem in problems]
 
     def _examine(self, case: Case, backends: list[str]) -> list[Outcome]:
@@ -124,6 +125,6 @@ class _Verifiers:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for pool in self._pools:  # a thread that is at a case ends with its process
+        for pool in self._pools:  # a thread that runs a case ends with its process
             pool.__exit__()
         self._threads.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Measuring at first sight, within an application's call: once a process for each class, then remembered."""
+"""Measuring within an application, at its first call of each class of problems."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from attnswitch.wisdom.classes import speed_class
 __all__ = ["measure"]
 
 _EFFORT = Effort(Budget(5.0, 20.0), search=0.0)
-#: What two threads measure at once, each measures of the other.
+#: One thread measures at a time: two would slow each other down.
 _lock = threading.Lock()
 
 
 def measure(plan: Plan, where: str) -> bool:
-    """Measure the class of ``plan``'s problem on the device that torch calls ``where``; whether more is known now.
+    """Measure the problem of ``plan`` on the device that torch calls ``where``; return whether anything was measured.
 
-    Not while a CUDA graph is captured, whose launches would be recorded; and once only, whatever came of it.
+    Each class is measured once, whatever comes of it. Nothing is measured while a CUDA graph is captured, which would
+    record the launches.
     """
     if where.startswith("cuda") and torch.cuda.is_current_stream_capturing():
         return False
     with _lock:
-        seen, sighted = (speed_class(plan.problem), plan.device), view.current().sighted
-        if seen in sighted:
+        key, sighted = (speed_class(plan.problem), plan.device), view.current().sighted
+        if key in sighted:
             return False
-        sighted.add(seen)
+        sighted.add(key)
         with _aside(where):
             return _measured(plan.problem, where)
 
 
 def _measured(problem: Problem, where: str) -> bool:
-    found = trial.run(problem, where, _EFFORT, examine)
-    with contextlib.suppress(OSError):  # it holds in this process all the same
-        view.remember(found.records)
-    return bool(found.records)
+    tried = trial.run(problem, where, _EFFORT, examine)
+    with contextlib.suppress(OSError):  # it counts in this process all the same
+        view.remember(tried.records)
+    return bool(tried.records)
 
 
 @contextlib.contextmanager
 def _aside(where: str) -> Iterator[None]:
-    """Apart from what surrounds the call: its autograd mode, autocast, the current state of the random generators."""
+    """Shield the application from the trial, and the other way round: autograd mode, autocast, random generators."""
     kind, _, index = where.partition(":")
     devices = [int(index or 0)] if kind == "cuda" else []
     with (

@@ -1,7 +1,7 @@
-"""One problem measured: each candidate is verified on it first, then tried out, and the good ones timed in turn.
+"""One problem measured: each candidate is verified and tried out, then the good ones are timed in turn.
 
-A time is that of a whole call as an application makes it: the forward, and the backward as well where the problem has
-gradients. What is found wrong on the way is remembered as well, and its times are not.
+A time is that of a whole call as an application makes it: the forward, and the backward too if the problem has
+gradients. A backend that turns out wrong gets a verdict in place of a time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from attnswitch.wisdom.signature import Signature, sign
 
 __all__ = ["Effort", "Examine", "Trial", "build", "plainly", "run"]
 
-#: Tries a case on some backends of a device, in this process or in another: the verdicts, in their order.
+#: Runs a case on some backends of a device, in this process or another; the outcomes are in their order.
 Examine = Callable[[Case, Sequence[str], str], list[Outcome]]
-#: Runs of a candidate that is tried out, and milliseconds after which there is no other.
+#: The most runs when a candidate is tried out, and the milliseconds after which no other run begins.
 _TRIES, _TRYING = 5, 100.0
-#: Configs of a backend, beside the heuristic's, that are timed with the other candidates.
+#: How many configs of a backend are timed beside the heuristic's.
 _FINALISTS = 2
 
 
@@ -60,12 +60,12 @@ class Effort:
 
 @dataclass(slots=True)
 class Trial:
-    """What came of one problem. ``failed`` says why a candidate has no time, where it was not found wrong."""
+    """The result of one problem. ``failed`` says why a candidate has no time."""
 
     problem: Problem
     records: list[Record] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    #: How many times as long as the fastest a backend took when it was tried out, where that was too much to time it.
+    #: Backends that were too slow to be timed: how many times as long as the fastest they took when tried out.
     hopeless: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -86,7 +86,7 @@ class _Entry:
     backend: str
     config: str
     call: Callable[[], Any]
-    #: Milliseconds of its fastest run while it was tried out.
+    #: Milliseconds of its fastest run when it was tried out.
     tried: float = 0.0
 
     @property
@@ -95,7 +95,7 @@ class _Entry:
 
 
 def plainly(problem: Problem) -> Problem:
-    """``problem`` with operands that are contiguous and finite, which is how it is measured."""
+    """``problem`` as it is measured: with contiguous and finite operands."""
     return problem.replace(query=CONTIGUOUS, key=CONTIGUOUS, value=CONTIGUOUS, attn_mask=CONTIGUOUS, nonfinite=False)
 
 
@@ -117,9 +117,9 @@ def run(problem: Problem, where: str, effort: Effort, examine: Examine) -> Trial
 
 @recording.paused()
 def build(problem: Problem, where: str, outcomes: Iterable[Outcome]) -> None:
-    """Call what was verified and builds something for each shape, so that ``run`` finds it built.
+    """Call the verified backends that build something for each shape, so that it is built before ``run``.
 
-    What fails here fails again there, and is told there.
+    Failures are ignored: they occur again in ``run``, which reports them.
     """
     problem = plainly(problem)
     right = {outcome.backend for outcome in outcomes if outcome.verdict == "verified"}
@@ -175,7 +175,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
 
 
 def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
-    """Whether the verifier found the backend right on the problem; what it found wrong, or right again, is recorded."""
+    """Whether the verifier got the right answer from the backend. What is wrong, or right again, is recorded."""
     verdicts = list(of_outcome(outcome, f"tune {trial.problem}"))
     trial.records += verdicts
     if outcome.verdict != "verified":
@@ -191,12 +191,12 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
 
 
 def _lying(work: Workload) -> Plan:
-    """The plan for the tensors as they lie: rows of a contiguous one need not be multiples of 16 bytes."""
+    """The plan for the tensors as they lie in memory: rows of contiguous ones need not be multiples of 16 bytes."""
     return api.explain(work.query, work.key, work.value, policy=Policy.ESTIMATE, **work.keywords())
 
 
 def _taken(candidate: Candidate, plan: Plan, trial: Trial) -> bool:
-    """Whether the backend takes the tensors as they lie; else the reasons are recorded."""
+    """Whether the backend takes the tensors as they lie in memory; if not, the reasons are recorded."""
     here = next(other for other in plan.candidates if other.backend == candidate.backend)
     if not here.fits:
         trial.failed[candidate.backend] = "; ".join(plan.why_not(here))
@@ -214,19 +214,19 @@ def _tried(
         entry = _Entry(backend, config, functools.partial(_whole, replace(plan, chosen=chosen), work))
         try:
             for _ in range(2):
-                found = reference.deviation(entry.call())
-                if not least <= found <= most:  # NaN is not
-                    _wrong(entry, trial, work.device, found, most)
+                measured = reference.deviation(entry.call())
+                if not least <= measured <= most:  # NaN is not
+                    _wrong(entry, trial, work.device, measured, most)
                     break
             else:
                 entry.tried = _least(entry.call, work.device)
                 yield entry
-        except Exception as error:  # a kernel may fail in any way
+        except Exception as error:  # kernels fail in many ways
             trial.failed[entry.name] = _first_line(error)
 
 
 def _least(call: Callable[[], Any], device: str) -> float:
-    """Milliseconds of the fastest of a few runs: a neighbour on the machine must not make a candidate hopeless."""
+    """Milliseconds of the fastest of a few runs, as other work on the machine may slow down some of them."""
     times: list[float] = []
     while len(times) < _TRIES and sum(times) < _TRYING:
         start = time.perf_counter()
@@ -237,7 +237,7 @@ def _least(call: Callable[[], Any], device: str) -> float:
 
 
 def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
-    """One call as an application makes it, with the backward where the problem has gradients."""
+    """One call as an application makes it, with the backward if the problem has gradients."""
     p = work.problem
     result = plan(
         work.query,
@@ -256,19 +256,19 @@ def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
 def _searched(
     backend: str, plan: Plan, work: Workload, reference: deviation.Reference, trial: Trial, effort: Effort
 ) -> list[_Entry]:
-    """The best configs of a backend beside the heuristic's, of those that a random search meets in its time."""
+    """The best configs of a backend, beside the heuristic's, that a random search tries in its time."""
     loaded: Any = registry.load(backend)
     others = [str(config) for config in itertools.islice(loaded.configs(plan.problem, plan.device), 1, None)]
     random.Random(str(trial.problem)).shuffle(others)
     end = time.monotonic() + effort.search
-    found = list(
+    right = list(
         _tried(backend, itertools.takewhile(lambda _: time.monotonic() < end, others), plan, work, reference, trial)
     )
-    return sorted(found, key=lambda entry: entry.tried)[:_FINALISTS]
+    return sorted(right, key=lambda entry: entry.tried)[:_FINALISTS]
 
 
 def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effort: Effort) -> None:
-    """Time the candidates that are worth it in turn, and record the best config of each backend."""
+    """Time the candidates that are not hopeless in turn, and record the best config of each backend."""
     best = min((entry.tried for entry in entries), default=0.0)
     worth = {entry.name: entry for entry in entries if entry.tried <= HOPELESS * best}
 
@@ -282,7 +282,9 @@ def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effor
         name = next((name for name in ranked if worth[name].backend == backend), None)
         if name is not None:
             trial.records += _record(worth[name], trial.problem, device, times[name])
-        elif not any(entry.name in worth for entry in mine):  # one that failed when it was timed has failed
+        elif not any(
+            entry.name in worth for entry in mine
+        ):  # those that failed while they were timed are in ``failed``
             trial.hopeless[backend] = min(entry.tried for entry in mine) / best
 
 
@@ -293,9 +295,10 @@ def _record(entry: _Entry, problem: Problem, device: Device, t: Timing) -> Itera
         yield Time(problem, entry.backend, entry.config, *figures, signature, view.now())
 
 
-def _wrong(entry: _Entry, trial: Trial, where: str, found: float, most: float) -> None:
-    """A mismatch of the heuristic's config is one of the backend; another config is left out, and told."""
-    why = f"its deviation from {deviation.where(trial.problem)} is {found:.2g}, and a right result's at most {most:.2g}"
+def _wrong(entry: _Entry, trial: Trial, where: str, measured: float, most: float) -> None:
+    """Record a wrong result: for the backend if the config is the heuristic's, else only as a failure of the config."""
+    against = deviation.where(trial.problem)
+    why = f"its deviation from {against} is {measured:.2g}, and a right result's at most {most:.2g}"
     trial.failed[entry.name] = f"mismatch: {why}"
     signature = sign(entry.backend, Device.parse(where))
     if isinstance(signature, Signature) and not entry.config:

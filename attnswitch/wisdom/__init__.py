@@ -1,12 +1,12 @@
 """What was measured and verified on this machine, remembered from one process to the next.
 
-    signature  who says so: the device, the software, and a hash of the backend's source
-    record     a time or a verdict, and the line of JSON that it is on disk
-    classes    which problems a time, and a fault, holds for
-    store      the file: many processes append to it at once
-    exchange   files that are carried from machine to machine: whole, or refused
+    signature  what a record depends on: the device, the software, and a hash of the backend's source
+    record     a time or a verdict, and the line of JSON that holds it on disk
+    classes    which problems a time or a fault holds for
+    store      the file, to which many processes append at once
+    exchange   files to carry from machine to machine, taken as a whole or refused
     view       the records that hold here, indexed for the planner
 
-Wisdom chooses among backends that take a problem, and can take one away that was found wrong. Where it is wrong
-itself it costs time, and never an answer.
+Wisdom chooses among the backends that take a problem, and excludes those that were wrong on it. Wrong wisdom makes a
+call slower; it never changes the answer.
 """

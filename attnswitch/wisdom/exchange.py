@@ -1,7 +1,7 @@
-"""Wisdom as a file that is carried from machine to machine: whole and unchanged, or refused.
+"""Wisdom as a file to carry from machine to machine. It is taken whole and unchanged, or refused.
 
-The first line is a head with the number of lines below it and their SHA-256, so that a file that was cut off, even
-between two lines, is known for what it is.
+The first line holds the number of the lines below it and their SHA-256, which reveals a file that was cut off, even
+between two lines.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _HEAD = b'{"wisdom":'
 
 
 def write(records: Iterable[Record], path: Path) -> None:
-    """Write a file for others. Raises ``OSError``, and has then left what was there."""
+    """Write ``records`` as such a file. After an ``OSError`` the file is as it was."""
     files.replace(path, content(records))
 
 
 def content(records: Iterable[Record]) -> bytes:
-    """What such a file holds."""
+    """The bytes of such a file."""
     lines = [to_line(record) for record in records]
     body = b"".join(lines)
     head = {"wisdom": VERSION, "lines": len(lines), "sha256": hashlib.sha256(body).hexdigest()}
@@ -45,7 +45,7 @@ def read(path: Path) -> list[Record]:
     """The records of a file that ``write`` wrote.
 
     Raises:
-        InvalidProblem: it is not such a file, or not all of it, or a line was changed; nothing of it may be used.
+        InvalidProblem: it is no such file, or was cut off or changed; nothing of it may be used.
         OSError: it cannot be read.
     """
     head, _, body = path.read_bytes().partition(b"\n")
@@ -92,9 +92,9 @@ def newest(records: Sequence[Record]) -> list[Record]:
 
 
 def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | None:
-    """Why ``record`` does not hold here, with these devices and their software, in half a sentence; None if it does.
+    """Why ``record`` does not hold with these devices and the software here, as half a sentence; None if it does.
 
-    A mismatch that other versions brought holds until one of ``among`` got its case right.
+    A mismatch of other versions holds until ``among`` has a later verdict that its case is right.
     """
     device = next((device for device in devices if machine(device) == record.signature.device), None)
     if device is None:
@@ -106,7 +106,7 @@ def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | N
 
 
 def held(records: Sequence[Record], devices: Sequence[Device]) -> tuple[list[Record], Counter[str]]:
-    """The newest of ``records`` that hold here, and why the others do not: a sentence, and for how many of them."""
+    """The newest of ``records`` that hold here, and why the others do not: each reason with how many it applies to."""
     holding: list[Record] = []
     unused: Counter[str] = Counter()
     among = view.indexed(records)
@@ -119,11 +119,11 @@ def held(records: Sequence[Record], devices: Sequence[Device]) -> tuple[list[Rec
 
 
 def adopt(path: Path, devices: Sequence[Device]) -> int:
-    """Add every record of an exported file to the user's store, or none; how many there are.
+    """Add all records of an exported file to the user's store, or none, and return how many there are.
 
     Raises:
-        InvalidProblem: the file is damaged, or a line of it does not hold here; the text says which and why.
-        OSError: it cannot be read, or the store cannot be written.
+        InvalidProblem: the file is damaged, or a line does not hold here; the text says which line and why.
+        OSError: the file cannot be read, or the store cannot be written.
     """
     records = read(path)
     among = view.indexed(records)

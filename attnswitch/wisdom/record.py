@@ -1,7 +1,7 @@
-"""``Time``, ``Untimed`` and ``Verdict``: what is remembered, and the line of JSON that each is on disk.
+"""``Time``, ``Untimed`` and ``Verdict``: the records of wisdom, and the line of JSON that holds each on disk.
 
-A line is one JSON object that ends in a newline. Its ``sum`` is a checksum of the others, so that a line that was
-edited, cut off or overwritten is known for what it is.
+A line is one JSON object and a newline. Its field ``sum`` is a checksum of the other fields: it reveals a line that was
+edited, cut off or overwritten.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """What a backend needs for a problem, forward, and backward as well where the problem has gradients.
+    """How long a backend takes for a problem: the forward, and the backward too if the problem has gradients.
 
     ``ms``, ``low`` and ``high`` are milliseconds: the median, the 20th and the 80th percentile of ``runs`` runs.
-    ``config`` is the text of the config that they were measured with. ``threads`` are torch's, on the CPU.
+    ``config`` is the text of the config that was measured. ``threads`` is torch's number of CPU threads.
     """
 
     problem: Problem
@@ -46,13 +46,13 @@ class Time:
 
     @property
     def pace(self) -> float:
-        """Milliseconds an operation: two times of a class may be of problems of unlike size."""
+        """Milliseconds per operation, which compares times of one class whose problems differ in size."""
         return self.ms / max(cost.flops(self.problem), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a backend gets a case right. ``case`` names the saved case; ``why`` says what was wrong."""
+    """Whether a backend gets a case right. ``case`` names the saved case, and ``why`` says what was wrong."""
 
     problem: Problem
     backend: str
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Untimed:
-    """Why a backend has no time for a problem that it takes: measuring was tried, and it is not tried again."""
+    """Why a backend that takes a problem has no time for it. Measuring was tried, and is not tried again."""
 
     problem: Problem
     backend: str
@@ -85,7 +85,7 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 
 class OtherSchema(InvalidProblem):
-    """A line that another version wrote, and may read."""
+    """A line that another version of this package wrote, and can read."""
 
 
 def to_line(record: Record) -> bytes:
@@ -108,7 +108,9 @@ def to_line(record: Record) -> bytes:
 def from_line(line: bytes) -> Record:
     """The record that ``to_line`` wrote.
 
-    Raises ``InvalidProblem``, whose text says what is wrong with the line: ``OtherSchema`` where that may be nothing.
+    Raises:
+        OtherSchema: another version wrote the line.
+        InvalidProblem: the line is damaged; the text says how.
     """
     try:
         fields = json.loads(line)

@@ -1,4 +1,4 @@
-"""``Signature``: everything that a time or a verdict stands and falls with."""
+"""``Signature``: what a record was made with. It holds as long as this is the same here."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["Signature", "machine", "sign"]
 
 #: What a kernel is written in.
 _SOURCES = frozenset((".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".c"))
-#: Packages whose version counts, by the libraries that a backend is native to. A Device knows its own of the others.
+#: Packages whose versions count, by the library that a backend is native to. A Device knows the other versions.
 _PACKAGES = {
     "numpy": ("numpy",),
     "torch": ("torch", "triton"),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
 }
-#: What a Device knows and the processor does not run.
+#: Software in a Device's versions that a CPU does not run.
 _OF_GPUS = ("cuda", "cudnn", "driver", "cupy", "triton")
-#: Home of the built-in backends: a file in it is a backend by itself.
+#: Package of the built-in backends. Each file directly in it is a backend by itself.
 _HOME = "attnswitch.backends"
-#: What its kernels compute with outside their folders.
+#: Sources that their kernels use outside their own folders.
 _SHARED = (Path(registry.__file__).parents[1] / "problem/philox.py",)
 _OWN = "attnswitch.backends.own"
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """``device`` as ``machine`` writes it; names and versions of software; a hash of the backend's source."""
+    """``device`` as ``machine`` names it, names and versions of software, and a hash of the backend's source."""
 
     device: str
     versions: tuple[tuple[str, str], ...]
@@ -47,7 +47,7 @@ class Signature:
         return hash((self.device, self.source))  # hashing the versions as well would slow down every look-up
 
     def differs(self, here: Signature) -> str | None:
-        """Why what was signed so says nothing under ``here``, in half a sentence; None if nothing differs."""
+        """Why a record with this signature does not hold under ``here``, as half a sentence; None if they are equal."""
         if self.device != here.device:
             return f"it was measured on {self.device}, and this is {here.device}"
         then, now = dict(self.versions), dict(here.versions)
@@ -62,7 +62,7 @@ class Signature:
 
 
 def machine(device: Device) -> str:
-    """A device as a signature names it: what it is called and how much of it there is."""
+    """A device as a signature names it: its name, and its number of cores or SMs."""
     if device.kind == "cpu":
         return f"{device}, {os.cpu_count()} cores"
     return f"{device}, {device.sms} SMs"
@@ -113,9 +113,9 @@ def _version(package: str) -> str | None:
 
 
 def _source(backend: Any) -> str:
-    """A hash of the folder that the backend's class is in, or of its file where it shares the folder with others.
+    """A hash of the folder of the backend's class, or of its file if other backends share the folder.
 
-    With the built-in ones goes what they share.
+    The hash of a built-in backend covers what the built-in backends share as well.
     """
     module = type(backend).__module__
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -136,7 +136,7 @@ def _shared() -> tuple[Path, ...]:
 
 @functools.cache
 def _hash(*places: Path) -> str:
-    """Twelve digits of the SHA-256 of files, and of every source under a folder with its name."""
+    """Twelve digits of the SHA-256 of files; of a folder, the names and contents of all its sources count."""
     import hashlib  # slow to import
 
     digest = hashlib.sha256()
@@ -146,6 +146,6 @@ def _hash(*places: Path) -> str:
             for path in files:
                 digest.update(f"{path.relative_to(place).as_posix()}\0".encode())
                 digest.update(path.read_bytes())
-    except OSError:  # in an archive; a change to it goes unnoticed
+    except OSError:  # a package in an archive; changes to it go unnoticed
         return "unread"
     return digest.hexdigest()[:12]

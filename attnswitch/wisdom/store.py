@@ -1,10 +1,9 @@
 """``Store``: the file of a machine's wisdom, to which any number of processes append at once.
 
-Records are lines that are only ever appended, by one writer at a time (a lock beside the file, which the system lets
-go of when its holder dies) and each on the disk before ``append`` returns. So a process that is killed, or a machine
-that loses power, can leave at most one thing behind: the beginning of a line at the end, which nobody was told is
-there. Readers do not take the lock and leave such a tail out; the next writer cuts it off, so that it never grows into
-the line after it. What has to change more than the end is written as a new file and put in its place.
+Writers take turns by a lock beside the file; the system releases it when its holder dies. A record is a line that is on
+the disk before ``append`` returns. So a process that is killed, or a machine that loses power, can leave at most an
+unfinished last line, which nobody was told is there. Readers take no lock and ignore such a line; the next writer cuts
+it off. A change to anything but the end is written as a new file that replaces the old one.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 __all__ = ["NAME", "Contents", "Damage", "Store", "here"]
 
 NAME = "wisdom.jsonl"
-#: Seconds to wait for other writers, each of which needs milliseconds.
+#: Seconds to wait for other writers. Each needs milliseconds.
 _PATIENCE = 60.0
 _POLL = 0.005
-#: Bytes looked through at a time for where the last whole line ends.
+#: Bytes that are read at a time to find the end of the last whole line.
 _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A line that is no record: where it is, and why."""
+    """A line that is no record: where it is, and what is wrong with it."""
 
     path: Path
     line: int
     why: str
-    #: The line itself, where it is whole: one of another schema.
+    #: The line itself if another version can read it, else empty.
     other: bytes = b""
 
     def __str__(self) -> str:
@@ -45,7 +44,7 @@ class Damage:
 
 @dataclass(slots=True)
 class Contents:
-    """What a store holds: its records, those of the files beneath first, and its damaged lines."""
+    """The records of a store, those of the files beneath first, and its damaged lines."""
 
     records: list[Record] = field(default_factory=list)
     damaged: list[Damage] = field(default_factory=list)
@@ -53,21 +52,21 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One file that is written, and files beneath it that are read as well."""
+    """One file that is read and written, and files beneath it that are only read."""
 
     path: Path
     beneath: tuple[Path, ...] = ()
 
     def read(self) -> Contents:
-        """Every record, oldest first. A file that is not there, or cannot be read, holds none."""
+        """Every record, in the order of the lines. A file that is missing or cannot be read holds none."""
         return _all(*self.beneath, self.path)
 
     def lower(self) -> Contents:
-        """The same of the files beneath alone."""
+        """The contents of the files beneath alone."""
         return _all(*self.beneath)
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add ``records``, which are on the disk when this returns. Raises ``OSError``, and has then added none."""
+        """Add ``records``; they are on the disk when this returns. After an ``OSError`` none of them was added."""
         lines = b"".join(map(to_line, records))
         if not lines:
             return
@@ -82,7 +81,7 @@ class Store:
                 raise
 
     def check(self) -> None:
-        """Find out before a long run, not after it, that nothing could be appended. Raises ``InvalidProblem``."""
+        """Raise ``InvalidProblem`` if nothing can be appended: for use before a long run."""
         try:
             with self._locked(), self._opened():
                 pass
@@ -93,10 +92,10 @@ class Store:
             ) from None
 
     def change(self, decide: Callable[[list[Record]], Iterable[Record]], *, others: bool = True) -> int:
-        """Put what ``decide`` makes of the records in their place, all or nothing; by how many lines they are fewer.
+        """Replace the records by what ``decide`` makes of them, and return by how many lines the file is shorter.
 
-        Damaged lines go, and lines of another schema stay, if ``others`` are to. What lies beneath stays as it is.
-        Raises ``OSError``.
+        Damaged lines are dropped. Lines that another version wrote are kept if ``others``. The files beneath do not
+        change. After an ``OSError`` nothing has changed.
         """
         with self._locked():
             before = Contents()
@@ -118,7 +117,7 @@ class Store:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """The file to read and write, which is there from now on."""
+        """The file, open to read and write; it is made if it is missing."""
         new = not self.path.exists()
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         try:
@@ -131,28 +130,28 @@ class Store:
 
 
 def _all(*paths: Path) -> Contents:
-    found = Contents()
+    contents = Contents()
     for path in paths:
         with contextlib.suppress(OSError):
-            _read(path, path.read_bytes(), found)
-    return found
+            _read(path, path.read_bytes(), contents)
+    return contents
 
 
-def _read(path: Path, content: bytes, found: Contents) -> None:
+def _read(path: Path, content: bytes, into: Contents) -> None:
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1], 1):  # after the last newline: nothing, or a line that is being written
         if not line or line.startswith(b'{"wisdom":'):  # the head of a file that was exported
             continue
         try:
-            found.records.append(from_line(line))
+            into.records.append(from_line(line))
         except OtherSchema as other:
-            found.damaged.append(Damage(path, number, str(other), line + b"\n"))
+            into.damaged.append(Damage(path, number, str(other), line + b"\n"))
         except InvalidProblem as problem:
-            found.damaged.append(Damage(path, number, str(problem)))
+            into.damaged.append(Damage(path, number, str(problem)))
 
 
 def _whole(handle: int) -> int:
-    """Where the last line that was written whole ends."""
+    """The offset at which the last whole line ends."""
     end = os.lseek(handle, 0, os.SEEK_END)
     while end:
         start = max(0, end - _BLOCK)
@@ -165,7 +164,7 @@ def _whole(handle: int) -> int:
 
 
 def here() -> Store:
-    """The user's store, above the one that the machine's administrator may have left for all."""
+    """The user's store, above the file that an administrator may have put there for all users."""
     from platformdirs import site_data_path
 
     return Store(files.cache_folder() / NAME, (site_data_path("attnswitch") / NAME,))

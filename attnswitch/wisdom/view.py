@@ -1,7 +1,7 @@
-"""``Wisdom``: the records that hold on this machine now, indexed for the planner; read once a process, then kept.
+"""``Wisdom``: the records that hold on this machine now, indexed for the planner. They are read once a process.
 
-What this process remembers is in it at once; what others remember, after ``reload``. Either begins another
-``generation``, so that nothing which was planned before is looked up again.
+Records that this process adds count at once, and those of other processes after ``reload``. Both begin a new
+``generation``: plans of an earlier one are not used again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How a backend did in the classes nearest to that of a problem: on these problems, the nearest first.
+    """How fast a backend was in the classes nearest to that of a problem. ``problems`` has the nearest first.
 
-    ``slower`` is how many times as long as the fastest of all it took there: a geometric mean, in which nearer classes
-    count more, and what could not be timed counts as hopeless.
+    ``slower`` is its time over that of the fastest backend: a geometric mean over these classes, in which nearer ones
+    count more. A class in which the backend could not be timed counts as ``HOPELESS``.
     """
 
     problems: tuple[Problem, ...]
@@ -54,20 +54,20 @@ _Table = dict[SpeedClass, Time | Untimed]
 
 @dataclass(slots=True, eq=False)
 class Wisdom:
-    """Records by what they are about."""
+    """Records, indexed by what is looked up."""
 
     times: dict[tuple[str, Signature], _Table] = field(default_factory=dict)
-    #: Mismatches by backend and machine, and the verdicts that the same cases were right later.
+    #: Mismatches by backend and machine; verdicts "right" by backend, machine and case.
     faults: dict[tuple[str, str], list[Verdict]] = field(default_factory=dict)
     mended: dict[tuple[str, str, str], list[Verdict]] = field(default_factory=dict)
-    #: Classes that this process has measured, or tried to, at first sight.
+    #: Classes that this process has measured, or tried to measure, when it first met them.
     sighted: set[tuple[SpeedClass, Device]] = field(default_factory=set)
     #: What ``nearest`` answered, by class, device, backends and generation; and the traits of classes.
     _nearest: dict[tuple[SpeedClass, Device, tuple[str, ...], int], dict[str, Near]] = field(default_factory=dict)
     _traits: dict[SpeedClass, Traits] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """Index one record; a newer one takes the place of what it repeats."""
+        """Index one record. A newer time replaces an older one of the same class."""
         if isinstance(record, Time | Untimed):
             table, of = self.times.setdefault((record.backend, record.signature), {}), speed_class(record.problem)
             if of not in table or table[of].date <= record.date:
@@ -79,14 +79,14 @@ class Wisdom:
             self.faults.setdefault((record.backend, record.signature.device), []).append(record)
 
     def time(self, backend: str, problem: Problem, device: Device) -> Time | Untimed | None:
-        """What was measured of ``backend`` on the class of ``problem``, with the software that is here now.
+        """The time of ``backend`` on the class of ``problem`` with the software that is here now, or why it has none.
 
-        None where nobody tried.
+        None if nobody tried to measure it.
         """
         return self.tried((backend,), problem, device)[backend]
 
     def tried(self, backends: Iterable[str], problem: Problem, device: Device) -> dict[str, Time | Untimed | None]:
-        """``time`` of each of ``backends``, for the price of one look at the problem."""
+        """``time`` of each of ``backends``. The class of the problem is worked out once."""
         if not self.times:
             return dict.fromkeys(backends)
         of = speed_class(problem)
@@ -97,10 +97,10 @@ class Wisdom:
         return None if isinstance(signature, Missing) else self.times.get((backend, signature))
 
     def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
-        """How ``backends`` did in the classes nearest to the class of ``problem``; empty where none is near.
+        """How fast ``backends`` were in the classes nearest to the class of ``problem``; empty if none is near.
 
-        Distances are measured from the class's ``representative``, so the answer is the same for all problems of a
-        class, and is worked out once for all. A class where the first of ``backends`` was not tried does not count.
+        Distances are measured from the representative of the class, so that the answer is worked out once for all its
+        problems. Classes on which the first of ``backends`` was not tried are ignored.
         """
         if not self.times:
             return {}
@@ -137,9 +137,9 @@ class Wisdom:
         return known
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
-        """The newest mismatch that ``problem`` has to expect of ``backend`` on ``device``.
+        """The newest mismatch of ``backend`` on ``device`` that ``problem`` may meet too, or None.
 
-        It holds until other versions, of the software or of the backend, get its case right.
+        A mismatch holds until another version of the software or of the backend gets its case right.
         """
         if not self.faults:
             return None
@@ -152,7 +152,7 @@ class Wisdom:
         return None
 
     def standing(self, backend: str, device: Device) -> list[Verdict]:
-        """The mismatches of ``backend`` on ``device`` that no newer version has got right."""
+        """The mismatches of ``backend`` on ``device`` that hold: no other version got their cases right since."""
         signature = sign(backend, device)
         if isinstance(signature, Missing):
             return []
@@ -166,36 +166,36 @@ class Wisdom:
 
 
 def _compares(tried: Sequence[Time | Untimed], first: str) -> bool:
-    """Whether what was tried of a class, and timed in part, tells of the backend ``first``."""
+    """Whether ``first`` was tried on a class, and at least one backend was timed on it."""
     return any(record.backend == first for record in tried) and any(isinstance(record, Time) for record in tried)
 
 
 def _near(seen: Sequence[tuple[Time | Untimed, float, float]]) -> Near:
-    """Put together records, what each counts, and the logarithm of how many times as long as the fastest it took."""
+    """The mean over records of one backend, each with its weight and the logarithm of its time over the fastest's."""
     mean = sum(counts * slower for _, counts, slower in seen) / sum(counts for _, counts, _ in seen)
     return Near(tuple(record.problem for record, _, _ in seen), math.exp(mean))
 
 
 _lock = threading.RLock()
 _wisdom: Wisdom | None = None
-#: Counts the changes of what plans rest on.
+#: Counts the changes of what plans depend on.
 _generation = 0
 
 
 def generation() -> int:
-    """A number that changes with whatever plans rest on: what is kept of a plan holds for one."""
+    """A number that grows whenever anything that plans depend on changes. A plan holds for one generation."""
     return _generation
 
 
 def changed() -> None:
-    """Whatever was planned before has to be planned anew: the wisdom has changed, or what backends there are."""
+    """Begin a new generation: the wisdom has changed, or which backends there are."""
     global _generation
     with _lock:
         _generation += 1
 
 
 def indexed(records: Iterable[Record]) -> Wisdom:
-    """The wisdom of ``records`` alone."""
+    """A ``Wisdom`` of ``records`` alone."""
     made = Wisdom()
     for record in records:
         made.add(record)
@@ -203,7 +203,7 @@ def indexed(records: Iterable[Record]) -> Wisdom:
 
 
 def current() -> Wisdom:
-    """The wisdom of this process, read at the first call. Never raises for what is damaged or not there."""
+    """The wisdom of this process, read at the first call. Missing or damaged files are no error."""
     global _wisdom
     with _lock:
         if _wisdom is None:
@@ -214,7 +214,10 @@ def current() -> Wisdom:
 
 
 def remember(records: Iterable[Record]) -> None:
-    """Write ``records`` to the user's store, and plan by them from now on. Raises ``OSError`` if it cannot write."""
+    """Plan by ``records`` from now on, and write them to the user's store.
+
+    Raises ``OSError`` if they cannot be written; they count in this process all the same.
+    """
     kept = list(records)
     if not kept:
         return
@@ -227,7 +230,7 @@ def remember(records: Iterable[Record]) -> None:
 
 
 def reload() -> None:
-    """Forget what was read: the next plan reads the store again."""
+    """Forget what was read; the next plan reads the store again."""
     global _wisdom
     with _lock:
         _wisdom = None
@@ -235,5 +238,5 @@ def reload() -> None:
 
 
 def now() -> str:
-    """The time as records have it, in UTC."""
+    """The current time in UTC, as records write it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

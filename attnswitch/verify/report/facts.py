@@ -10,7 +10,7 @@ from attnswitch.verify import emulation
 from attnswitch.verify.checks import CHECKS, Check
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.session.coverage import TRIGGERS
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import LOWEST, TILE, Found, Report, Tally
 
 __all__ = [
@@ -82,7 +82,7 @@ def when(found: Found) -> str:
 
 def environment_of(report: Report) -> dict[str, str]:
     """As the processes that ran the kernels saw it; this process's where a run ended before they could say."""
-    return report.environment or environment()
+    return report.environment or provenance()
 
 
 def totals(tallies: Iterable[Tally]) -> Tally:

@@ -13,8 +13,8 @@ from typing import Any
 
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.report import facts
-from attnswitch.verify.session.environment import environment
 from attnswitch.verify.session.plan import Plan
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import Report
 
 __all__ = ["SCHEMA", "EventLog"]
@@ -53,7 +53,7 @@ class EventLog:
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             plan={"targets": targets, **options},
             # Not the remembered one: libraries that are loaded later must not be missing from it ever after.
-            environment=environment.__wrapped__(),
+            environment=provenance.__wrapped__(),
         )
 
     def progress(self, report: Report, doing: str, outcomes: tuple[Outcome, ...]) -> None:

@@ -1,10 +1,10 @@
 """A whole run, from the plan to the report; kernels run in other processes, so that a crash or a hang is a finding.
 
-plan        what to do                      conduct     the phases of a run, and what is found
+plan        what to do                      conduct     the phases of a run, and what fails in them
 pool        jobs, here or in workers        process     a worker as its parent sees it
 worker      the process kernels run in      journal     the case about to run, on disk
 explore     one job: Hypothesis draws       reduce      smaller cases, where Hypothesis cannot shrink
 events      what workers tell               tally       what is counted; coverage: situations met
-corpus      saved cases                     environment versions and devices of a result
+corpus      saved cases                     provenance  versions and devices of a result
 apart       a single case in a worker
 """

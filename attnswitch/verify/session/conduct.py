@@ -1,15 +1,15 @@
-"""A whole run: saved cases first, then the lattice, drawn cases, and the search for the worst; failures are saved."""
+"""A whole run: saved cases, the lattice, drawn cases, then the search for the worst case. Failures are saved."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.verify import emulation
@@ -17,44 +17,56 @@ from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
 from attnswitch.verify.session import corpus, known
-from attnswitch.verify.session.environment import environment
-from attnswitch.verify.session.events import Event, Examined, Found, Lost, Smaller
+from attnswitch.verify.session.events import Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.explore import Drawn, Given, Job
 from attnswitch.verify.session.plan import Plan, Target
 from attnswitch.verify.session.pool import Here, Isolated, Pool
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.reduce import reduced
-from attnswitch.verify.session.tally import INTERRUPTED, Report
-from attnswitch.verify.session.tally import Found as Recorded
+from attnswitch.verify.session.tally import INTERRUPTED, Found, Report
 from attnswitch.verify.session.verdicts import of_outcome
 from attnswitch.wisdom import view
 
 __all__ = ["CHUNK", "Progress", "run"]
 
-#: Cases of one job: between two, the clock is read and what the others found is passed on.
+#: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others.
 CHUNK = 50
-#: And where kernels are emulated, of which each takes a second or more; tries to make a failure smaller, there.
+#: The same where kernels are emulated and a case takes a second or more; and tries to shrink a failure there.
 _SLOW_CHUNK, _SLOW_TRIES = 10, 100
 #: Jobs of drawn cases before the lattice.
 _FIRST_CHUNKS = 8
-#: One in so many examples is added for the search for each backend's worst case.
+#: The search for the worst case runs one case for every so many examples.
 _CLIMB = 20
-#: Tries to make a case smaller that was given, that ends its process, and that does not end.
+#: Tries to shrink a case: one that was given (""), one that ends its process, one that does not end.
 _TRIES = {"": 200, "crash": 30, "hang": 12}
 
-#: Seconds that a case may take that is tried to make another smaller; most take a hundredth of it.
+#: Seconds for one try while a case is shrunk. Most need a hundredth of it.
 _TRY_TIMEOUT = 15.0
 
-#: Called with the report so far, a word on what is being done, and the outcomes that are new.
+#: Called with the report so far, what is being done in words, and the new outcomes.
 Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
+
+
+class _Source(enum.Enum):
+    """Where the cases of a phase come from, which decides what becomes of their outcomes."""
+
+    #: Drawn by the workers, which shrink what fails.
+    DRAWN = enum.auto()
+    #: The lattice, where a case comes once for each backend.
+    FIXED = enum.auto()
+    #: The corpus.
+    SAVED = enum.auto()
+    #: The corpus too: cases that backends refuse because they get them wrong.
+    DIVERGENCE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Jobs of all devices that run side by side, with what to call them, and where their cases come from."""
+    """Jobs of all devices that run side by side: what they do in words, and where their cases come from."""
 
     doing: str
     jobs: dict[str, Iterator[Job]]
-    source: Literal["drawn", "fixed", "saved", "divergence"] = "drawn"
+    source: _Source = _Source.DRAWN
 
 
 def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -> Report:
@@ -79,7 +91,7 @@ class _Run:
     progress: Progress
     report: Report
     started: float = field(default_factory=time.monotonic)
-    #: When the first worker was there: a time limit is for the work.
+    #: When the first event came: a time limit does not count the start of workers.
     began: float | None = None
     kinds: set[Kind] = field(default_factory=set)
     #: Failures that are being shrunk, in the smallest form so far.
@@ -91,7 +103,7 @@ class _Run:
     divergences: dict[tuple[str, Case], str] = field(default_factory=dict)
 
     def __call__(self) -> Report:
-        """Carry the plan out. Ctrl-C ends it with what was found."""
+        """Carry the plan out. Ctrl-C ends it, and the report has what was done until then."""
         try:
             with Isolated(self.plan) if self.plan.isolate else Here(self.plan) as pool:
                 self.report.workers = pool.size
@@ -99,16 +111,16 @@ class _Run:
                     if self._enough():
                         break
                     pool.carry_out(phase.jobs, self._enough, partial(self._take, pool, phase))
-                    self.report.environment = pool.environment
+                    self.report.environment = pool.provenance
         except KeyboardInterrupt:
             self.report.stopped = INTERRUPTED
         except VerificationError as error:
             if not self.report.cases:
                 raise
-            self.report.stopped, self.report.broke = str(error), True  # what was found until then is not lost
+            self.report.stopped, self.report.broke = str(error), True  # the report keeps what was done until then
         for outcome in list(self.smallest.values()):
             self._record(outcome)
-        self.report.environment = self.report.environment or environment()
+        self.report.environment = self.report.environment or provenance()
         for emulated in self.report.emulated.values():
             self.report.environment = {**self.report.environment, **emulation.fact(emulated)}
         if self.plan.keep_worst and self.plan.corpus is not None:
@@ -122,21 +134,21 @@ class _Run:
         targets = self.plan.targets
         if self.plan.corpus is not None and self.plan.corpus.is_dir():
             saved = [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
-            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, "saved")
+            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, _Source.SAVED)
             if self.plan.isolate:  # what they do to a process is not for this one
                 jobs = {t.device: self._divergences(t, saved) for t in targets}
-                yield _Phase("known divergences", jobs, "divergence")
+                yield _Phase("known divergences", jobs, _Source.DIVERGENCE)
         chunks = {t.device: self._chunks(t) for t in targets}
         if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
             yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
-            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, "fixed")
+            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, _Source.FIXED)
         yield _Phase("fuzzing", chunks)
         limited = [t for t in targets if self.plan.drawn(t) is not None]
         if self.plan.targeted and limited:
             yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in limited})
 
     def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
-        """Saved cases of the target's backends; those of the dispatcher's choice are for all, and it for all cases."""
+        """Saved cases of the target's backends. All run cases of the dispatcher's choice, and that runs all cases."""
         for number, saved in enumerate(every):
             backends = tuple(name for name in target.backends if AUTO in (name, saved.backend) or name == saved.backend)
             if target.device.split(":")[0] == saved.device.split(":")[0] and backends:
@@ -144,13 +156,13 @@ class _Run:
                 yield Given(target.device, ((saved.case, backends),), number)
 
     def _divergences(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
-        """The cases that show what backends are known to get wrong, run on them all the same."""
+        """Cases of known divergences, run on the backends that refuse them."""
         for backend, entry, saved in known.cases(target, every):
             self.divergences[backend, saved.case] = entry.id
             yield Given(target.device, ((saved.case, (backend,)),), unguarded=True)
 
     def _lattice(self, target: Target) -> Iterator[Job]:
-        """The probes, then the long cases; the dispatcher's own choice is one of the others."""
+        """The probes, then the long cases, on every backend; not on the dispatcher's choice, which is one of them."""
         backends = tuple(name for name in target.backends if name != AUTO) or target.backends
         if target.emulation:
             probes, laws = [(case, True) for case in lattice.short(target.space)], []
@@ -183,14 +195,14 @@ class _Run:
         return Drawn(target, self.plan.seed, first, count, known, tries, climb)
 
     def _tries(self, device: str) -> int:
-        """Cases that may be tried to shrink one failure."""
+        """How many cases may be tried to shrink one failure."""
         return min(self.plan.shrink_tries, _SLOW_TRIES if device in self.report.emulated else 2**31)
 
     def _enough(self) -> bool:
         began = self.began or time.monotonic()
         if self.plan.seconds is not None and time.monotonic() - began > self.plan.seconds:
             self.report.stopped = f"time limit of {self.plan.seconds:g} s"
-        elif len({found.outcome.kind for found in self.report.failures}) >= self.plan.max_failures:
+        elif len({failure.outcome.kind for failure in self.report.failures}) >= self.plan.max_failures:
             self.report.stopped = f"{self.plan.max_failures} distinct failures"
         return bool(self.report.stopped)
 
@@ -203,42 +215,55 @@ class _Run:
         self.progress(self.report, f"{phase.doing} on {device}", new)
 
     def _count(self, pool: Pool, phase: _Phase, event: Event) -> None:
-        if phase.source == "divergence":
-            if isinstance(event, Examined | Lost):
-                for outcome in event.outcomes if isinstance(event, Examined) else (event.outcome,):
-                    name, shows = self.divergences[outcome.backend, outcome.case], outcome.verdict == "mismatch"
-                    self.report.divergences.append((outcome.device, outcome.backend, name, shows))
+        if phase.source is _Source.DIVERGENCE:
+            if isinstance(event, Examined):
+                self._diverged(*event.outcomes)
+            elif isinstance(event, Lost):
+                self._diverged(event.outcome)
         elif isinstance(event, Examined):
             for outcome in event.outcomes:
                 self.report.add(outcome)
-            if event.outcomes and phase.source == "saved":
-                self.report.replayed += 1
-            elif event.outcomes:
-                self._drew(phase, event.outcomes[0].case)
-            for outcome in event.outcomes if phase.source != "drawn" else ():
-                if outcome.verdict == "verified" and phase.source == "saved":
-                    self._remember(outcome, self.paths[outcome.case].name)
-                if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
-                    self._record(outcome if phase.source == "saved" else self._smaller(pool, outcome, ""))
+            if event.outcomes:
+                self._examined(pool, phase.source, event.outcomes)
         elif isinstance(event, Smaller):
             self._see(event.outcome)
-        elif isinstance(event, Found):
+        elif isinstance(event, Shrunk):
             self._record(event.outcome)
         elif isinstance(event, Lost):
             self._lost(pool, phase, event.outcome)
 
-    def _drew(self, phase: _Phase, case: Case) -> None:
-        """Count a case; one of the lattice comes once for each backend."""
-        if phase.source == "drawn" or case not in self.fixed:
+    def _diverged(self, *outcomes: Outcome) -> None:
+        """Count whether known divergences still show."""
+        for outcome in outcomes:
+            name, shows = self.divergences[outcome.backend, outcome.case], outcome.verdict == "mismatch"
+            self.report.divergences.append((outcome.device, outcome.backend, name, shows))
+
+    def _examined(self, pool: Pool, source: _Source, outcomes: tuple[Outcome, ...]) -> None:
+        """Count one case, and record what failed of a case that was not drawn: no worker shrinks that."""
+        if source is _Source.SAVED:
+            self.report.replayed += 1
+        else:
+            self._drew(source, outcomes[0].case)
+        if source is _Source.DRAWN:
+            return
+        for outcome in outcomes:
+            if source is _Source.SAVED and outcome.verdict == "verified":
+                self._remember(outcome, self.paths[outcome.case].name)
+            if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
+                self._record(outcome if source is _Source.SAVED else self._smaller(pool, outcome, ""))
+
+    def _drew(self, source: _Source, case: Case) -> None:
+        """Count a case; one of the lattice once for all backends."""
+        if source is _Source.DRAWN or case not in self.fixed:
             self.report.drew(case)
-        if phase.source == "fixed":
+        if source is _Source.FIXED:
             self.fixed.add(case)
 
     def _lost(self, pool: Pool, phase: _Phase, outcome: Outcome) -> None:
-        """A failure that took its process with it."""
+        """A failure that ended its process."""
         assert outcome.failure is not None
-        if phase.source != "saved":
-            self._drew(phase, outcome.case)
+        if phase.source is not _Source.SAVED:
+            self._drew(phase.source, outcome.case)
         self.report.add(outcome)
         if outcome.kind in self.kinds:
             return
@@ -249,7 +274,7 @@ class _Run:
         self._record(outcome)
 
     def _smaller(self, pool: Pool, outcome: Outcome, ending: str) -> Outcome:
-        """The outcome of a smaller case that fails alike."""
+        """The outcome of the smallest case that fails in the same way."""
         best, failure = outcome, outcome.failure
         assert failure is not None
         slow = outcome.device in self.report.emulated
@@ -270,14 +295,14 @@ class _Run:
         return best
 
     def _see(self, outcome: Outcome) -> None:
-        """A failure that may yet get smaller."""
+        """Note a failure that is still being shrunk."""
         self.smallest[outcome.kind] = outcome
         self.seen.setdefault(outcome.kind, (time.monotonic() - self.started, self.report.cases))
 
     def _remember(self, outcome: Outcome, case: str) -> None:
-        """In this machine's wisdom. What an interpreter gets wrong says nothing about a machine."""
+        """Put the outcome in this machine's wisdom, unless it ran under an emulation."""
         if self.plan.remember and outcome.device not in self.report.emulated:
-            with contextlib.suppress(OSError):  # a finding is worth more than its file
+            with contextlib.suppress(OSError):  # the failure is reported even if it cannot be saved
                 view.remember(of_outcome(outcome, case))
 
     def _record(self, outcome: Outcome) -> None:
@@ -292,7 +317,7 @@ class _Run:
                 facts = emulation.fact(self.report.emulated.get(outcome.device, {}))
                 path = corpus.save(outcome, self.plan.corpus, facts)
             except OSError:
-                path = None  # a finding is worth more than its file
+                path = None  # the failure is reported even if it cannot be saved
         self._remember(outcome, path.name if path is not None else corpus.digest(outcome.case))
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
-        self.report.failures.append(Recorded(outcome, path, from_corpus, seconds, cases))
+        self.report.failures.append(Found(outcome, path, from_corpus, seconds, cases))

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import DISTRIBUTIONS, MASK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
 from attnswitch.verify.outcome import Outcome
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import Report
 
 __all__ = ["WORST", "Saved", "default_folder", "digest", "load", "read_all", "save", "save_worst"]
@@ -63,15 +64,14 @@ def save(outcome: Outcome, folder: Path, facts: Mapping[str, str] = MappingProxy
         "case": outcome.case.to_json(),
         "failure": asdict(outcome.failure),
         "chosen": outcome.chosen,
-        "environment": {**environment(), **facts},
+        "environment": {**provenance(), **facts},
         "note": "",
     }
     words = (outcome.backend.rpartition(":")[2], outcome.device.replace(":", ""), outcome.failure.title)
     plain = "-".join("".join(letter if letter.isalnum() or letter == "-" else " " for letter in word) for word in words)
     stem = f"{'-'.join(plain.split())}-{digest(outcome.case)}"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.json"
-    path.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    files.replace(path, f"{json.dumps(record, indent=2, default=str)}\n".encode())
     return path
 
 
@@ -100,8 +100,7 @@ def save_worst(report: Report, folder: Path) -> list[Path]:
             "environment": report.environment,
             "note": "the largest error in units of its bound that was met; right up to 1",
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=2) + "\n")
+        files.replace(path, f"{json.dumps(record, indent=2)}\n".encode())
         written.append(path)
     return written
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attnswitch.verify.outcome import Outcome
 
-__all__ = ["Done", "Event", "Examined", "Found", "Lost", "Smaller"]
+__all__ = ["Done", "Event", "Examined", "Lost", "Shrunk", "Smaller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Smaller:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Shrunk:
     """A distinct failure in its smallest form; ``number`` is the case it was first seen in."""
 
     outcome: Outcome
@@ -49,4 +49,4 @@ class Done:
     """A job is finished."""
 
 
-Event = Examined | Smaller | Found | Lost | Done
+Event = Examined | Smaller | Shrunk | Lost | Done

@@ -17,7 +17,7 @@ from attnswitch.verify.drawing.strategies import Space, cases, recipe
 from attnswitch.verify.launch.unguarded import unguarded
 from attnswitch.verify.outcome import Failure, Kind, Outcome
 from attnswitch.verify.session.coverage import triggers
-from attnswitch.verify.session.events import Done, Event, Examined, Found, Lost, Smaller
+from attnswitch.verify.session.events import Done, Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.plan import Target
 
 __all__ = ["Drawn", "Examine", "Given", "Job", "carry_out", "draw"]
@@ -179,10 +179,10 @@ class _Exploration:
         body = given(cases(self.job.target.space))(self._execute)
         try:
             seed(self.job.seed)(profile(body))()
-        except _Mismatch as found:
-            self._found(found.outcome)
+        except _Mismatch as mismatch:
+            self._shrunk(mismatch.outcome)
         except errors.Flaky as flaky:
-            self._found(self._flaky(flaky))
+            self._shrunk(self._flaky(flaky))
 
     def _execute(self, case: Case) -> None:
         if self.focus is None:
@@ -242,19 +242,19 @@ class _Exploration:
 
     def _flaky(self, flaky: errors.Flaky) -> Outcome:
         """A failure that did not come again when its case was run again: the kernel does not repeat itself."""
-        found = next((error for error in _leaves(flaky) if isinstance(error, _Mismatch)), None)
-        assert found is not None, flaky
-        old = found.outcome.failure
+        mismatch = next((error for error in _leaves(flaky) if isinstance(error, _Mismatch)), None)
+        assert mismatch is not None, flaky
+        old = mismatch.outcome.failure
         assert old is not None
         message = f"{old.message}; it did not fail again when run again"
         failure = Failure(old.check, message, old.result, old.index, old.got, old.expected, old.bound)
         return Outcome(
-            found.outcome.case, found.outcome.backend, self.job.target.device, "mismatch", None, failure=failure
+            mismatch.outcome.case, mismatch.outcome.backend, self.job.target.device, "mismatch", None, failure=failure
         )
 
-    def _found(self, outcome: Outcome) -> None:
+    def _shrunk(self, outcome: Outcome) -> None:
         self.known.add(outcome.kind)
-        self.tell(Found(outcome, self.seen_at))
+        self.tell(Shrunk(outcome, self.seen_at))
 
 
 def _aim(outcomes: Sequence[Outcome]) -> None:

@@ -88,7 +88,7 @@ def targets(
     ``longest`` bounds the sequences that are drawn, and the work with them; ``recipes`` is for each problem. If one of
     the backends has an emulation, the CPU runs all of them under it, on smaller cases, unless ``emulate`` is False.
     """
-    found = []
+    made = []
     for device in devices:
         emulated: dict[str, str] = {}
         if device == "cpu":
@@ -103,8 +103,8 @@ def targets(
         if longest is not None:
             space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8))
         usual = RECIPES if device != "cpu" and _builds(backends) else 1
-        found.append(Target(device, tuple(backends), space, recipes or usual, emulated))
-    return tuple(found)
+        made.append(Target(device, tuple(backends), space, recipes or usual, emulated))
+    return tuple(made)
 
 
 def _builds(backends: Sequence[str]) -> bool:

@@ -22,41 +22,41 @@ from attnswitch.verify.session.worker import recording
 
 __all__ = ["Here", "Isolated", "Pool"]
 
-#: Seconds between two looks at workers that say nothing.
+#: Seconds between two looks at workers that send nothing.
 _GLANCE = 0.5
-#: By device, the jobs to carry out there.
+#: Jobs by the device to carry them out on.
 Jobs = dict[str, Iterator[Job]]
 Stop = Callable[[], bool]
 Take = Callable[[str, Event], None]
 
 
 class Pool(Protocol):
-    """Carries out jobs, and tries single cases."""
+    """Carries out jobs, and runs single cases."""
 
     #: Worker processes of all devices together; 1 for this process.
     size: int
 
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
-        """Give each event with its device to ``take``; once ``stop`` says so, what runs is dropped."""
+        """Carry out ``jobs``; give each event with its device to ``take``. Once ``stop()`` is true, drop what runs."""
 
     def attempt(
         self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
     ) -> Outcome:
-        """One case on one backend, whatever it does to the process that it runs in."""
+        """The outcome of one case on one backend, also if it crashes or hangs the process that it runs in."""
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Versions and devices as the processes that ran kernels saw them; empty for this one."""
+    def provenance(self) -> dict[str, str]:
+        """Versions and devices as the worker processes saw them; empty if kernels ran in this process."""
 
     def __enter__(self) -> Pool:
-        """Take what is needed."""
+        """Begin."""
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        """Give it back."""
+        """End all processes."""
 
 
 class Here:
-    """Jobs in this process, one after the other: what a test or a debugger wants."""
+    """Jobs in this process, one after the other: for tests and debuggers."""
 
     size = 1
 
@@ -80,12 +80,12 @@ class Here:
     def attempt(
         self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
     ) -> Outcome:
-        """See ``Pool``. What crashes the process is not survived."""
+        """See ``Pool``. A case that crashes the process ends the run."""
         return _only(recording(None)(case, (backend,), device, only), case, backend, device)
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Empty: what is here is known here."""
+    def provenance(self) -> dict[str, str]:
+        """Empty: there is no worker process."""
         return {}
 
     def __enter__(self) -> Here:
@@ -115,14 +115,14 @@ def _give(stop: Stop, take: Take, device: str, event: Event) -> None:
 
 @dataclass(slots=True)
 class _Seat:
-    """A worker's place: its device, its process while it lives, and the job that it is at."""
+    """A place for one worker: its device, its process while that lives, and its current job."""
 
     device: str
     number: int
     #: Started with the first job.
     process: Process | None = None
     job: Job | None = None
-    #: The next case of the job; while an earlier one is made smaller, it has not begun.
+    #: The number of the next case of the job. It has not begun while an earlier failure is shrunk.
     at: int = 0
     shrinking: bool = False
 
@@ -140,7 +140,7 @@ class _Seat:
 
 
 class Isolated:
-    """Jobs in worker processes; one that dies is a finding, is replaced, and goes on with the case after."""
+    """Jobs in worker processes. A process that dies is a failure of its case; a new one goes on with the next case."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -150,7 +150,7 @@ class Isolated:
         for target in plan.targets:
             self._seats += [_Seat(target.device, n) for n in range(_workers(plan, target.device))]
         self.size = len(self._seats)
-        self._environment: dict[str, str] = {}
+        self._provenance: dict[str, str] = {}
         self._closed = False
 
     def __enter__(self) -> Isolated:
@@ -164,19 +164,19 @@ class Isolated:
             process.end()
 
     def _process(self, device: str, number: int = 1) -> Process:
-        """One thread each, so that they do not wait for each other; the first has two, whose faults need two."""
+        """A new process. On the CPU each has one thread; the first has two, as some faults need two threads to show."""
         self._go_on()
         return Process(device, (2 if number == 0 else 1) if device == "cpu" else None, self._emulation[device])
 
     def _go_on(self) -> None:
-        """Raise if it was ended while a thread was at a case."""
+        """Raise ``VerificationError`` if the pool was closed while another thread ran a case."""
         if self._closed:
             raise VerificationError("the verifier was ended")
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Of the worker that knows most: one that has a GPU, if there is any."""
-        return self._environment
+    def provenance(self) -> dict[str, str]:
+        """That of the worker that reports most: one with a GPU, if there is any."""
+        return self._provenance
 
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
         """See ``Pool``."""
@@ -187,7 +187,7 @@ class Isolated:
             ready = wait(list(busy), timeout=_GLANCE)
             for connection, seat in busy.items():
                 try:
-                    # One that was not ready may be by now: what another said may have taken long to deal with.
+                    # It may have become ready since, as the event of another worker can take long to handle.
                     if connection in ready or connection.poll(0):
                         self._hear(seat, queues, take)
                     else:
@@ -209,7 +209,7 @@ class Isolated:
 
     def _hear(self, seat: _Seat, queues: Jobs, take: Take) -> None:
         event = seat.running.receive()
-        self._environment = max(self._environment, seat.running.environment, key=len)
+        self._provenance = max(self._provenance, seat.running.provenance, key=len)
         if isinstance(event, Examined):
             seat.at = max(seat.at, event.number + (not event.more))
         seat.shrinking = isinstance(event, Smaller)
@@ -222,7 +222,7 @@ class Isolated:
             take(seat.device, event)
 
     def _buried(self, seat: _Seat, death: Died) -> Lost:
-        """The finding that a death is; the seat gets a new process, and goes on."""
+        """The failure that a death is. The seat gets a new process and goes on."""
         if death.entry is None:
             raise VerificationError(f"a worker process was lost before it ran anything: {death.how}")
         number = seat.at
@@ -233,12 +233,12 @@ class Isolated:
         return Lost(Outcome(death.entry.case, death.entry.backend, seat.device, "mismatch", failure=failure), number)
 
     def _replace(self, seat: _Seat) -> None:
-        """A new process, with what is left of the job."""
+        """Start a new process with the rest of the job."""
         seat.end()
         self._begin(seat, None if seat.job is None else _rest(seat.job, seat.at))
 
     def _drop(self) -> None:
-        """End what is running."""
+        """End all processes that have a job."""
         for seat in self._seats:
             if seat.job is not None:
                 seat.end()
@@ -254,21 +254,21 @@ class Isolated:
         unguarded: bool = False,
     ) -> Outcome:
         """See ``Pool``. ``unguarded`` runs the backend on what it refuses."""
-        found = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout)
-        return found if isinstance(found, Outcome) else _only(found, case, backend, device)
+        ran = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout)
+        return ran if isinstance(ran, Outcome) else _only(ran, case, backend, device)
 
     def examine(self, case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
-        """One case on several backends, which share the reference.
+        """The outcomes of one case on several backends, which share the reference.
 
-        If one of them takes the process with it, each is tried alone, so that the others are judged all the same.
+        If one of them ends the process, each backend is run again alone, so that every one has an outcome.
         """
-        found = self._launch(Given(device, ((case, tuple(backends)),)), None)
-        if isinstance(found, Outcome):
+        ran = self._launch(Given(device, ((case, tuple(backends)),)), None)
+        if isinstance(ran, Outcome):
             return [self.attempt(case, backend, device) for backend in backends]
-        return list(found)
+        return list(ran)
 
     def _launch(self, job: Given, timeout: float | None) -> tuple[Outcome, ...] | Outcome:
-        """The outcomes of a job of one case, or the one of the backend that ended the process."""
+        """The outcomes of a job of one case, or the single outcome of a backend that ended the process."""
         device, ((case, backends),) = job.device, job.cases
         process = self._spare.pop(device, None) or self._process(device)
         timeout = timeout or self._plan.timeout
@@ -297,14 +297,14 @@ class Isolated:
 
 
 def _only(outcomes: Sequence[Outcome], case: Case, backend: str, device: str) -> Outcome:
-    """The outcome of a case; there is none where its check says nothing about it, and was to be looked at alone."""
+    """The outcome of a case. It is "refused" if only its own check was run and that does not apply to it."""
     if outcomes:
         return outcomes[0]
     return Outcome(case, backend, device, "refused", reasons=(f"{case.check} says nothing about it",))
 
 
 def _rest(job: Job, at: int) -> Job | None:
-    """What is left of a job from case ``at`` on."""
+    """The rest of a job from case ``at`` on, or None."""
     if isinstance(job, Given):
         cases = job.cases[at - job.first :]
         return replace(job, cases=cases, first=at) if cases else None
@@ -313,7 +313,7 @@ def _rest(job: Job, at: int) -> Job | None:
 
 
 def _workers(plan: Plan, device: str) -> int:
-    """As many as were asked for; else one for each GPU, and one for each core of the CPU, up to eight."""
+    """The number of workers of a device: as asked for, else one for a GPU and one for each CPU core, up to eight."""
     if plan.workers is not None:
         return plan.workers
     return 1 if device != "cpu" else min(8, os.cpu_count() or 1)

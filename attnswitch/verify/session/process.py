@@ -73,7 +73,7 @@ class Process:
         read_jobs.close()
         write_events.close()
         self._moved, self._count = time.monotonic(), -1
-        self.environment: dict[str, str] = {}
+        self.provenance: dict[str, str] = {}
         self.ready = False
 
     def send(self, job: Job) -> None:
@@ -97,7 +97,7 @@ class Process:
             raise self._dead() from None
         self._moved = time.monotonic()
         if isinstance(message, dict):
-            self.environment, self.ready = message, True
+            self.provenance, self.ready = message, True
             return None
         if isinstance(message, Exception):
             raise message

@@ -1,4 +1,4 @@
-"""Verdicts of the verifier as records: what it found wrong on this machine, and what it found right again."""
+"""Outcomes of the verifier as records of wisdom: what is wrong on this machine, and what is right again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from attnswitch.wisdom.signature import sign
 
 __all__ = ["of_outcome"]
 
-#: Characters of what was wrong.
+#: Characters that are kept of what was wrong.
 _LONGEST = 300
 
 
 def of_outcome(outcome: Outcome, case: str) -> Iterator[Verdict]:
-    """The record that ``outcome`` of the case called ``case`` is worth.
+    """The record to keep of ``outcome``, if any; ``case`` is the name of its case.
 
-    A mismatch is one of the backend that ran, which is what the dispatcher chose where it was asked. That a case is
-    right is worth a line only where it was wrong before, with other versions.
+    A mismatch is recorded for the backend that ran, also where the dispatcher chose it. A right outcome is recorded
+    only if other versions got the case wrong before.
     """
     backend = outcome.chosen or outcome.backend
     device = Device.parse(outcome.device)

@@ -23,10 +23,10 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import examine
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session import journal
-from attnswitch.verify.session.environment import environment
 from attnswitch.verify.session.events import Event, Lost
 from attnswitch.verify.session.explore import Examine, Job, carry_out
 from attnswitch.verify.session.process import PATHS
+from attnswitch.verify.session.provenance import provenance
 
 __all__ = ["main", "recording"]
 
@@ -68,7 +68,7 @@ def main() -> None:
     import torch  # now and not in the first case; with a GPU it takes a while to start
 
     torch.zeros(1, device=device)
-    events.send(environment())
+    events.send(provenance())
     while not lost:
         try:
             job: Job = jobs.recv()
