@@ -205,10 +205,7 @@ class Divergence:
 
     def covers(self, problem: Problem) -> bool:
         """Whether ``problem`` meets the fault, on a device that has it."""
-        for condition in self.when:  # a plain loop: every plan asks every entry
-            if not condition.read(problem):
-                return False
-        return True
+        return all(condition.read(problem) for condition in self.when)
 
     def why(self, problem: Problem) -> str:
         """The reason to refuse ``problem``, and where to read more."""
