@@ -3,13 +3,14 @@
 S = scale * Q K^T;  S = c tanh(S / c) if a softcap c is given;  S = S + float mask
 P = softmax(S) over the visible keys;  O = (P * Z) V,  Z = keep / (1 - p) for dropout
 dV = (P * Z)^T dO;  dP = Z * (dO V^T);  dS = P * (dP - rowsum(P * dP) + dlse)
+   where lse counts keys that are not here: P = exp(S - lse), and rowsum(dO * O) in place of rowsum(P * dP)
 d mask = dS;  dS = dS * (1 - tanh^2);  dQ = scale * dS K;  dK = scale * dS^T Q
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,7 +80,12 @@ class ReferenceKernel(Kernel):
             return out.astype(inputs.query.dtype), lse.astype(np.float64 if p.dtype == "float64" else np.float32)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        """Gradients from the formula; ``out`` and ``lse`` are computed again and not read."""
+        """Gradients from the formula.
+
+        ``lse`` and ``out`` are computed again, without their rounding, and those given are used in the rows whose lse
+        is not the inputs' own to the rounding of float32: there they are of more keys. Far from 0 (-1e9 throughout a
+        row) that rounding hides other keys, and a row of a part may be taken for a whole.
+        """
         p = self.problem
         dq, dk, dv = (np.zeros(array.shape) for array in inputs[:3])
         dmask = np.zeros(p.mask_shape) if "m" in p.grads and p.mask_shape else None
@@ -89,6 +95,9 @@ class ReferenceKernel(Kernel):
                 do, visible = grad_out[b, h].astype(np.float64), head.visible
                 dp = np.where(visible, head.z * (do @ head.v.T), 0.0)
                 centre = np.sum(np.where(visible, head.p * dp, 0.0), axis=-1, keepdims=True)
+                if out is not None and lse is not None:
+                    head, part = _of_more(head, lse[b, h].astype(np.float64))
+                    centre = np.where(part, np.sum(do * out[b, h].astype(np.float64), axis=-1, keepdims=True), centre)
                 if grad_lse is not None:
                     centre -= grad_lse[b, h].astype(np.float64)[:, None]
                 ds = np.where(visible, head.p * (dp - centre), 0.0)
@@ -150,6 +159,19 @@ class ReferenceKernel(Kernel):
         if right is not None:
             visible = visible & (j <= centre + right)
         return visible
+
+
+def _of_more(head: _Head, lse: Float) -> tuple[_Head, Bool]:
+    """``head`` with the weights that ``lse`` gives in rows where it is of more keys; and which rows these are, (Lq, 1).
+
+    A row that sees none of the keys here has no weights, whatever its lse.
+    """
+    apart = np.abs(lse - head.lse) > 4 * np.finfo(np.float32).eps * np.maximum(1.0, np.abs(lse))
+    part = (apart & np.isfinite(lse) & np.isfinite(head.lse))[:, None]
+    if not part.any():
+        return head, part
+    p = np.where(part, head.p * np.exp(head.lse - lse)[:, None], head.p)
+    return replace(head, p=np.where(head.visible, p, 0.0), lse=lse), part
 
 
 def _broadcast(mask: Any, b: int, h: int, shape: tuple[int, ...]) -> Any:

@@ -24,6 +24,8 @@ Bool = Any
 
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
 _NO_CAP = 1e30
+#: From this lse on, what it leaves of log(sum) is renewed in the backward.
+_SATURATED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +190,21 @@ class TiledKernel(Kernel):
         """What to subtract from the scores of a query tile, in two parts, so that exp gives P.
 
         lse alone does, while it is small. A mask of -1e9 throughout a row leaves no digits in lse = max + log(sum) for
-        the sum: then the maximum and the sum are found again.
+        the sum: then the maximum and the sum are computed again, and stand in for an lse that is theirs to rounding.
+        One that is not, because it counts keys that are not here, is taken as it is.
         """
         # Rows that see nothing have lse = -inf; 0 keeps their weights at exp(-inf) = 0.
         base = np.where(lse == -np.inf, 0, lse)
-        lost = np.abs(base) > 1024
+        lost = np.abs(base) > _SATURATED
         if not lost.any():
             return base, np.zeros_like(base)
         m, total, _, _ = self._online(inputs, q, rows, None)
         log_total = np.log(np.where(total == 0, 1, total))
+        top = np.where(m == -np.inf, 0, m)
+        apart = np.abs(base - (top + log_total)) > 4 * np.finfo(np.float32).eps * np.abs(base)
+        own = lost & ~apart  # and so it is of NaN, which then stays
         # Row by row: the bits of one must not depend on whether another, of another batch entry, needs it.
-        return np.where(lost, np.where(m == -np.inf, 0, m), base), np.where(lost, log_total, 0)
+        return np.where(own, top, base), np.where(own, log_total, 0)
 
     # -- what a tile is made of ----------------------------------------------------------------------------------------
 

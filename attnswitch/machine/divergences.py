@@ -32,7 +32,7 @@ import ast
 import functools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -44,7 +44,7 @@ from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-__all__ = ["Condition", "Divergence", "load", "matching", "refusals"]
+__all__ = ["Condition", "Divergence", "load", "matching", "refusals", "refused"]
 
 # -- conditions --------------------------------------------------------------------------------------------------------
 
@@ -65,6 +65,8 @@ SAMPLES = (
     Problem(1, 1, 1, 2, 2, 8, 8, "float32"),
 )
 Read = Callable[[Problem], Any]
+#: How two facts are compared by an operator of Python's.
+Compare = Callable[[Callable[[Any, Any], bool], Any, Any], bool]
 ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -93,19 +95,20 @@ class Condition:
     def parse(text: str) -> Condition:
         """Read a condition. Raises ``ValueError`` that says what is wrong with it."""
         try:
-            condition = Condition(text, _read(ast.parse(text.strip(), mode="eval").body))
+            node = ast.parse(text.strip(), mode="eval").body
+            strict = _read(node, _compare_alike)
             for sample in SAMPLES:
-                condition.holds(sample)
+                strict(sample)
         except (SyntaxError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(str(error)) from error
-        return condition
+        return Condition(text, _read(node, _compare))  # a fact has one type, which has now been tried
 
     def holds(self, problem: Problem) -> bool:
         """Whether it is true of ``problem``."""
         return bool(self.read(problem))
 
 
-def _read(node: ast.expr) -> Read:
+def _read(node: ast.expr, compare: Compare) -> Read:
     """How to read ``node`` off a problem. Raises ``ValueError`` for what is not in the language."""
     match node:
         case ast.Constant(value=number) if type(number) in (int, float):
@@ -113,26 +116,26 @@ def _read(node: ast.expr) -> Read:
         case ast.Name() | ast.Attribute():
             return _fact(ast.unparse(node))
         case ast.UnaryOp(op=ast.Not(), operand=part):
-            whole = _read(part)
+            whole = _read(part, compare)
             return lambda problem: not whole(problem)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as part):
-            whole = _read(part)
+            whole = _read(part, compare)
             return lambda problem: -whole(problem)
         case ast.BoolOp(op=op, values=parts):
-            reads, joined = [_read(part) for part in parts], all if isinstance(op, ast.And) else any
+            reads, joined = [_read(part, compare) for part in parts], all if isinstance(op, ast.And) else any
             # Lists: every part is looked at, so that loading meets every mistake.
             return lambda problem: joined([read(problem) for read in reads])
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
             if isinstance(op, ast.Mod | ast.Pow) and not _small(right, 64 if isinstance(op, ast.Pow) else 2**31):
                 raise ValueError(f"{ast.unparse(node)!r}: % takes a number on its right, and ** one up to 64")
-            one, two, computed = _read(left), _read(right), ARITHMETIC[type(op)]
+            one, two, computed = _read(left, compare), _read(right, compare), ARITHMETIC[type(op)]
             return lambda problem: computed(one(problem), two(problem))
         case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Tuple(elts=parts)]):
-            one, several = _read(left), [_read(part) for part in parts]
-            return lambda problem: any(_compare(operator.eq, one(problem), item(problem)) for item in several)
+            one, several = _read(left, compare), [_read(part, compare) for part in parts]
+            return lambda problem: any(compare(operator.eq, one(problem), item(problem)) for item in several)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
-            one, two, compared = _read(left), _read(right), COMPARISONS[type(op)]
-            return lambda problem: _compare(compared, one(problem), two(problem))
+            one, two, compared = _read(left, compare), _read(right, compare), COMPARISONS[type(op)]
+            return lambda problem: compare(compared, one(problem), two(problem))
     raise ValueError(f"{ast.unparse(node)!r} is not part of the language of conditions")
 
 
@@ -142,6 +145,11 @@ def _small(node: ast.expr, most: int) -> bool:
 
 
 def _compare(compared: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
+    return left is not None and right is not None and compared(left, right)
+
+
+def _compare_alike(compared: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
+    """The same; raises ``TypeError`` for facts of which one is a number and the other is none."""
     if left is None or right is None:
         return False
     if not any(isinstance(left, kind) and isinstance(right, kind) for kind in (str, int | float)):
@@ -197,7 +205,7 @@ class Divergence:
 
     def covers(self, problem: Problem) -> bool:
         """Whether ``problem`` meets the fault, on a device that has it."""
-        return all(condition.holds(problem) for condition in self.when)
+        return all(condition.read(problem) for condition in self.when)
 
     def why(self, problem: Problem) -> str:
         """The reason to refuse ``problem``, and where to read more."""
@@ -299,10 +307,20 @@ def _condition(text: str) -> Condition:
 # -- looking up --------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
+#: Entries of a file that hold for a backend on a device, by the device's id: to hash one takes as long as the rest.
+_kept: dict[tuple[str | Path, str, int], tuple[Device, tuple[Divergence, ...]]] = {}
+_MOST = 256
+
+
 def _on(source: str | Path, backend: str, device: Device) -> tuple[Divergence, ...]:
     """Remembered apart from the problem: comparing versions costs more than all the rest."""
-    return tuple(entry for entry in load(source) if backend in entry.backend and entry.on(device))
+    known = _kept.get((source, backend, id(device)))
+    if known is None or known[0] is not device:
+        entries = tuple(entry for entry in load(source) if backend in entry.backend and entry.on(device))
+        if len(_kept) >= _MOST:
+            _kept.clear()
+        known = _kept[source, backend, id(device)] = device, entries
+    return known[1]
 
 
 def matching(source: str | Path, backend: str, problem: Problem, device: Device) -> tuple[Divergence, ...]:
@@ -310,10 +328,17 @@ def matching(source: str | Path, backend: str, problem: Problem, device: Device)
     return tuple(entry for entry in _on(source, backend, device) if entry.covers(problem))
 
 
+def refused(backend: Any, problem: Problem, device: Device) -> Iterator[str]:
+    """Why known divergences keep ``backend`` from ``problem`` on ``device``, as far as it is asked.
+
+    Nothing where the backend names no file.
+    """
+    if backend.divergences:
+        for entry in _on(backend.divergences, backend.name, device):
+            if entry.reason is not None and entry.covers(problem):
+                yield entry.why(problem)
+
+
 def refusals(backend: Any, problem: Problem, device: Device) -> tuple[str, ...]:
-    """Why known divergences keep ``backend`` from ``problem`` on ``device``; nothing where it names no file."""
-    source = backend.divergences
-    if not source:
-        return ()
-    entries = (entry for entry in _on(source, backend.name, device) if entry.reason is not None)
-    return tuple(entry.why(problem) for entry in entries if entry.covers(problem))
+    """Every one of ``refused``."""
+    return tuple(refused(backend, problem, device))

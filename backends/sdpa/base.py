@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Backend, Config, Forward, Gradients, Inputs, Kernel, Precision, Shows
 from attnswitch.machine.device import Device
-from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem import Problem
 
 from . import autocast, masks
-from .reasons import no_gpu
+from .backward import Given
+from .reasons import common, no_gpu, usual
 
 __all__ = ["Fit", "Launch", "SdpaBackend", "SdpaKernel"]
 
@@ -40,9 +41,10 @@ class SdpaBackend(Backend):
         return None if self.on_cpu else no_gpu()
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
-        """Those of all four, then the operator's own."""
-        yield from self._common(problem)
+        """The operator's own, of which those of the device come first, then those of all four."""
         yield from self.limits(problem, device)
+        if not usual(problem):
+            yield from common(problem, has_lse=self.has_lse)
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
         """The operator's own reasons not to take ``problem`` on ``device``."""
@@ -55,100 +57,83 @@ class SdpaBackend(Backend):
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
         """The kernel for ``problem``."""
-        raised = torch.float64 if problem.dtype == "float64" else torch.float32
-        mask_dtype = raised if self.raises_mask(device) else None
-        empty = problem.is_empty or problem.seq_k == 0
-        plain = None if problem.needs_mask or empty else masks.compose_plain(problem)
-        launch, fit = self.launcher(problem, device), self.fitting(problem, device)
-        shows = Shows.LSE if plain is not None and self.lse_shows(problem, device) else Shows.NOWHERE
-        return SdpaKernel(problem, launch, fit, mask_dtype, plain, autocast.available(device.kind), shows)
+        return SdpaKernel(self, problem, device)
 
-    def raises_mask(self, device: Device) -> bool:
-        """Whether a float mask is raised to the accumulator's type, rather than given in the operands'."""
-        return False
+    def plain(self, problem: Problem, device: Device) -> masks.Hiding:
+        """What hides in a problem that needs no mask, which is the same in every call."""
+        return masks.compose_plain(problem)
 
-    def lse_shows(self, problem: Problem, device: Device) -> bool:
-        """Whether the operator's lse shows what ``Shows`` says, in a problem that needs no mask."""
-        return False
+    def compose(self, problem: Problem, inputs: Inputs, *, lifted: bool = False) -> masks.Hiding:
+        """What hides in a call that needs a mask; ``lifted`` asks for the lift whether there is an lse or not."""
+        return masks.compose(problem, inputs, lifted=lifted)
+
+    def shown(self, problem: Problem, device: Device) -> Shows:
+        """What the operator's results show of NaN and inf, in a problem without gradients."""
+        return Shows.NOWHERE
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The function that calls the operator, on operands that fit."""
         raise NotImplementedError
 
+    def direct(self, problem: Problem, device: Device) -> Forward | None:
+        """The operator on operands that fit and a mask, where that is all that there is to do; None where it is not."""
+        return None
+
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """The function that makes query, key and value fit the operator."""
         return _as_it_is
 
-    def _common(self, problem: Problem) -> Iterator[str]:
-        if problem.softcap:
-            yield f"softcap={problem.softcap}: torch's attention has none"
-        if problem.dropout and problem.seeded:
-            yield "a dropout seed was given: torch draws from its own generator only; leave seed out"
-        if problem.lse and not self.has_lse:
-            yield "return_lse: this operator returns none"
-        if problem.lse and problem.grads and self.has_lse:
-            yield f"return_lse with gradients (grad={problem.grads}): the operator's lse is not differentiable"
-        for role in ("query", "key", "value", "attn_mask"):
-            memory = getattr(problem, role)
-            if memory.negative:
-                yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
-            elif memory.align < 8 and memory.align < _itemsize(problem, role):
-                yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
+        """Gradients of query, key, value and mask, by the operator's backward or what stands in for it."""
+        raise NotImplementedError
 
 
 def _as_it_is(operand: Any) -> Any:
     return operand
 
 
-def _itemsize(problem: Problem, role: str) -> int:
-    if role == "attn_mask":
-        return 0 if problem.mask is None else DTYPES.get(problem.mask.dtype, 1)
-    return DTYPES[problem.dtype]
-
-
-@dataclass(frozen=True)
 class SdpaKernel(Kernel):
     """Hide, launch, and give rows that see nothing what the contract says."""
 
-    problem: Problem
-    launch: Launch
-    fit: Fit
-    mask_dtype: torch.dtype | None
-    #: What hides where no mask is needed, which is the same in every call; None where one is, or nothing is attended.
-    plain: masks.Hiding | None = None
-    #: Kind of device, where that has autocast regions.
-    autocasts: str | None = None
-    shows: Shows = Shows.NOWHERE
+    def __init__(self, backend: SdpaBackend, problem: Problem, device: Device) -> None:
+        self.backend, self.problem, self.device = backend, problem, device
+        self.launch, self.fit = backend.launcher(problem, device), backend.fitting(problem, device)
+        #: Kind of device, where that has autocast regions.
+        self.autocasts = autocast.available(device.kind)
+        #: Whether nothing is attended from, or to.
+        self.nothing = not (problem.batch and problem.seq_q and problem.seq_k)
+        #: What hides where no mask is needed; None where one is.
+        self.plain = None if self.nothing or problem.needs_mask else backend.plain(problem, device)
+        if not (self.nothing or problem.grads):
+            self.shows = backend.shown(problem, device)
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
-        """Output, differentiable by torch, and lse where the problem asks for it."""
-        kind = self.autocasts
+        """Output, differentiable by torch, and lse where the problem asks for it or it shows something."""
+        p, kind = self.problem, self.autocasts
         if kind is not None and torch.is_autocast_enabled(kind):  # it would cast the operands, and so the result
             return autocast.shielded(kind, self.forward, inputs)
-        p = self.problem
+        if self.nothing:
+            return _empty(p, inputs)
         if self.plain is not None:
             return self._launched(inputs, self.plain)
-        if p.is_empty or p.seq_k == 0:
-            return _empty(p, inputs)
-        if p.key_lengths and inputs.query.device.type != "cpu":
-            inputs = _without_padding(inputs)
-        hiding = masks.compose(p, inputs, self.mask_dtype)
+        inputs = _without_padding(inputs)
+        hiding = self.backend.compose(p, inputs)
         out, lse = self._launched(inputs, hiding)
-        if hiding.alive is not None:
-            out = out.masked_fill(~hiding.alive[..., None], 0.0)
-            if lse is not None:
-                lse = lse if hiding.shift is None else lse + hiding.shift.to(lse.dtype)
-                lse = lse.masked_fill(~hiding.alive, -torch.inf)
+        if hiding.dead is not None:
+            out = out.masked_fill(hiding.dead, 0.0) if p.grads else out.masked_fill_(hiding.dead, 0.0)
+        if hiding.lift is not None and lse is not None:
+            lse = lse + hiding.lift
         return out, lse
 
     def prepared(self, inputs: Inputs) -> Forward:
         """``forward``; the operator alone, where these fit it as they are and there is no autocast now."""
-        plain, kind = self.plain, self.autocasts
-        if plain is None or any(self.fit(operand) is not operand for operand in inputs[:3]):
+        if self.nothing or (self.autocasts is not None and torch.is_autocast_enabled(self.autocasts)):
             return super().prepared(inputs)
-        if kind is not None and torch.is_autocast_enabled(kind):
+        if any(self.fit(operand) is not operand for operand in inputs[:3]):
             return super().prepared(inputs)
-        return self.launch(plain)
+        if self.plain is not None:
+            return self.launch(self.plain)
+        return self.backend.direct(self.problem, self.device) or super().prepared(inputs)
 
     def _launched(self, inputs: Inputs, hiding: masks.Hiding) -> tuple[Any, Any]:
         """The operator's answer, without what makes the operands fit, and without an lse that nobody asked for."""
@@ -157,14 +142,26 @@ class SdpaKernel(Kernel):
         out, lse = self.launch(hiding)(query, key, value)
         if out.shape[-1] != p.dim_v:
             out = out[..., : p.dim_v]
-        return out, lse if p.lse else None
+        return out, lse if p.lse or self.shows is not Shows.NOWHERE else None
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        """Gradients through torch's autograd, for callers without it; the forward runs again."""
+        """Gradients for callers without autograd: by the operator's backward where output and lse are given.
+
+        They may be of more keys than ``inputs`` has. Else the forward runs again, through torch's autograd. A gradient
+        of lse is refused, as no operator takes one.
+        """
+        if grad_lse is not None:
+            raise Unsupported("grad_lse: torch's operators have no gradient of their lse")
         kind = self.autocasts
         if kind is not None and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self.backward(inputs, out, lse, grad_out, grad_lse)
+        if out is None or lse is None or self.nothing:
+            return self._again(inputs, grad_out)
+        with torch.no_grad():
+            return self._from_results(inputs, out, lse, grad_out)
+
+    def _again(self, inputs: Inputs, grad_out: Any) -> Gradients:
         with torch.inference_mode(mode=False), torch.enable_grad():
             operands = {letter: _leaf(x) for letter, x in zip("qkvm", inputs[:4], strict=True)}
             leaves = {letter: operands[letter].requires_grad_() for letter in self.problem.grads}
@@ -172,8 +169,24 @@ class SdpaKernel(Kernel):
             again = Inputs(q, k, v, mask, inputs.key_lengths, inputs.seed)
             result, _ = self.forward(again)
             grads = torch.autograd.grad(result, list(leaves.values()), _leaf(grad_out), materialize_grads=True)
-        found = dict(zip(leaves, grads, strict=True))
-        return Gradients(*(found.get(letter) for letter in "qkvm"))
+        by_letter = dict(zip(leaves, grads, strict=True))
+        return Gradients(*(by_letter.get(letter) for letter in "qkvm"))
+
+    def _from_results(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any) -> Gradients:
+        p = self.problem
+        if p.dropout:
+            raise Unsupported(
+                f"dropout_p={p.dropout}: torch's operators keep the state of their generator to themselves"
+            )
+        inputs = _without_padding(inputs)
+        hiding = self.plain or self.backend.compose(p, inputs, lifted=True)
+        query, key, value = (self.fit(operand) for operand in inputs[:3])
+        out, grad_out = (self.fit(x.to(query.dtype)) for x in (out, grad_out))
+        given = Given(query, key, value, hiding, out, lse, grad_out, self.launch)
+        grads = self.backend.gradients(p, self.device, given)
+        cut = zip(grads[:3], (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
+        shaped = (*(x if x.shape[-1] == width else x[..., :width] for x, width in cut), grads[3])
+        return Gradients(*(x if letter in p.grads else None for letter, x in zip("qkvm", shaped, strict=True)))
 
 
 def _leaf(operand: Any) -> Any:
@@ -196,7 +209,12 @@ def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
 
 
 def _without_padding(inputs: Inputs) -> Inputs:
-    """Keys and values past the lengths zeroed in a copy: what lies there does not exist, NaN included."""
-    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= inputs.key_lengths[:, None]  # type: ignore[index]
+    """Keys and values past the lengths zeroed in a copy: what lies there does not exist, NaN included.
+
+    On the CPU NaN there is seen, and such a call does not come here.
+    """
+    if inputs.key_lengths is None or inputs.query.device.type == "cpu":
+        return inputs
+    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= inputs.key_lengths[:, None]
     past = past[:, None, :, None]
     return inputs._replace(key=inputs.key.masked_fill(past, 0.0), value=inputs.value.masked_fill(past, 0.0))

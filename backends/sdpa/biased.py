@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from attnswitch.machine.backend import Forward
 from attnswitch.problem import Problem
 
 from .arguments import Operator, told
+from .backward import Given, relative
 from .base import Launch
 from .masks import Hiding
 from .operands import bias, with_aligned_gradient
 
-__all__ = ["launcher"]
+__all__ = ["gradients", "launcher"]
 
 
 def launcher(problem: Problem, operator: Operator, *, always_lse: bool = False) -> Launch:
@@ -32,10 +36,28 @@ def launcher(problem: Problem, operator: Operator, *, always_lse: bool = False) 
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
             added = None if mask is None else bias(mask, query, scores)
-            found = call(query, key, value, added, with_lse)
-            lse = found[1].flatten(2)[..., : scores[2]] if asked else None
-            return with_aligned_gradient(found[0]), lse
+            results = call(query, key, value, added, with_lse)
+            lse = results[1].flatten(2)[..., : scores[2]] if asked else None
+            return with_aligned_gradient(results[0]), lse
 
         return launched
 
     return launch
+
+
+def gradients(
+    problem: Problem, given: Given, operator: Operator, backward: Callable[..., tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """Gradients by the ``backward`` of ``operator``, of problem, ``given``, bias, lse and the state of no generator."""
+    mask = given.hiding.mask
+    scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
+    added = None if mask is None else bias(mask, given.query, scores)
+    far = problem.mask is not None and not problem.mask.is_bool
+    if far:
+        given = given._replace(launch=launcher(problem.replace(lse=True), operator))
+    state = torch.empty(2, 0, dtype=torch.int64, device=given.query.device).unbind()
+    grads = backward(problem, given, added, relative(given, renewed=far), state)
+    if "m" not in problem.grads:
+        return grads
+    dmask = grads[3][..., : problem.seq_k].sum_to_size(*problem.mask_shape or ())
+    return *grads[:3], dmask.to(getattr(torch, problem.mask.dtype))  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import biased
+from .backward import Given
 from .base import Fit, Launch, SdpaBackend
 from .operands import copied_if_expanded, padded
 from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, version
@@ -45,6 +46,18 @@ class CudnnBackend(SdpaBackend):
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Multiples of 8, aligned, and nothing expanded."""
         return _fitted
+
+    def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
+        """The operator's backward, whose lse has a last axis of length 1."""
+        return biased.gradients(problem, given, torch._scaled_dot_product_cudnn_attention, _backward)
+
+
+def _backward(problem: Problem, given: Given, added: Any, lse: Any, state: tuple[Any, Any]) -> tuple[Any, ...]:
+    operands = given.grad_out, given.query, given.key, given.value, given.out, lse[..., None]
+    lengths = None, None, problem.seq_q, problem.seq_k
+    back = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    scale = problem.softmax_scale
+    return *back(*operands, *state, added, *lengths, 0.0, given.hiding.causal, scale=scale), None
 
 
 def _size_limits(problem: Problem, device: Device) -> Iterator[str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import biased
+from .backward import Given
 from .base import Fit, Launch, SdpaBackend
 from .operands import padded
 from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
@@ -53,3 +55,16 @@ class EfficientBackend(SdpaBackend):
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""
         return functools.partial(padded, multiple=4 if problem.dtype == "float32" else 8)
+
+    def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
+        """The operator's backward, whose lse has room for whole tiles of 32 queries."""
+        return biased.gradients(problem, given, torch._scaled_dot_product_efficient_attention, _backward)
+
+
+def _backward(problem: Problem, given: Given, added: Any, lse: Any, state: tuple[Any, Any]) -> tuple[Any, ...]:
+    lse = F.pad(lse, (0, -problem.seq_q % 32), value=torch.inf)
+    wanted = [letter in problem.grads for letter in "qkvm"]
+    operands = given.grad_out, given.query, given.key, given.value, added, given.out, lse
+    back = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    found: tuple[Any, ...] = back(*operands, *state, 0.0, wanted, given.hiding.causal, scale=problem.softmax_scale)
+    return found

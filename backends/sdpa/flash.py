@@ -9,20 +9,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.machine.backend import Forward, Precision
+from attnswitch.machine.backend import Forward, Inputs, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .arguments import told
+from .backward import Given, relative
 from .base import Fit, Launch, SdpaBackend
-from .masks import Hiding
-from .operands import additive, dense_rows, padded, with_aligned_gradient
+from .masks import Hiding, added, compose_plain, ends
+from .operands import dense_rows, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half
 
 __all__ = ["FlashBackend"]
 
-#: Keys of a tile of torch's CPU kernel.
-_CPU_TILE = 512
+#: Keys of a tile of torch's CPU kernel, and the most that it takes at once.
+_CPU_TILE, _CPU_VECTOR = 512, 16
+#: Lse and output together, where the dispatcher looks at both.
+_EITHER = Shows.__members__.get("EITHER", Shows.NOWHERE)
 
 
 class FlashBackend(SdpaBackend):
@@ -33,14 +36,13 @@ class FlashBackend(SdpaBackend):
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
         """What FlashAttention-2 in torch, or torch's CPU kernel, does not do."""
+        on_cpu = device.kind == "cpu"
+        if not on_cpu and (elsewhere := needs_cuda(device, (8, 0))):
+            yield elsewhere
+            return
         if problem.dim_qk != problem.dim_v:
             yield f"head dimensions {problem.dim_qk} and {problem.dim_v} differ: the kernel has one for both"
-        if device.kind == "cpu":
-            yield from _cpu_limits(problem)
-        elif elsewhere := needs_cuda(device, (8, 0)):
-            yield elsewhere
-        else:
-            yield from _cuda_limits(problem, device)
+        yield from _cpu_limits(problem) if on_cpu else _cuda_limits(problem, device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """On the CPU, 16-bit types go through a faster exponential."""
@@ -49,13 +51,46 @@ class FlashBackend(SdpaBackend):
             return replace(precision, exp=2.0**-13)  # 1.17e-4 measured with torch 2.11 and 2.15
         return precision
 
-    def raises_mask(self, device: Device) -> bool:
-        """On the CPU it is; torch misreads a float32 mask beside float64 operands."""
-        return device.kind == "cpu"
+    def plain(self, problem: Problem, device: Device) -> Hiding:
+        """With a mask of zeros, one number of memory, where the CPU kernel would pass NaN by without.
 
-    def lse_shows(self, problem: Problem, device: Device) -> bool:
-        """On the CPU it does where keys are one tile and all are seen; of more, tiles of no number may be passed by."""
-        return device.kind == "cpu" and problem.seq_k <= _CPU_TILE and not problem.causal
+        Its maximum over a row is blind to NaN in the last few keys of a tile, fewer than a vector, and a tile whose
+        maximum is -inf is left out. What comes through a mask goes by another maximum, which sees it.
+        """
+        hiding = compose_plain(problem)
+        blind = problem.seq_k % _CPU_VECTOR or hiding.causal
+        if device.kind == "cpu" and problem.seq_k > _CPU_TILE and blind and not problem.grads:
+            zero = ends(_type(problem))[0]
+            return hiding._replace(mask=zero.expand(1, 1, problem.seq_q, problem.seq_k))
+        return hiding
+
+    def compose(self, problem: Problem, inputs: Inputs, *, lifted: bool = False) -> Hiding:
+        """The CPU kernel adds a mask of the operands' type or of float32; beside float64 it misreads that."""
+        return added(problem, _mask_types(problem), inputs, lifted=lifted)
+
+    def shown(self, problem: Problem, device: Device) -> Shows:
+        """On the CPU the lse shows what is lost, and what leaks from a hidden key; the output, from a hidden value."""
+        if device.kind != "cpu":
+            return Shows.NOWHERE
+        return _EITHER if problem.needs_mask or (problem.causal and not problem.sees_all) else Shows.LSE
+
+    def direct(self, problem: Problem, device: Device) -> Forward | None:
+        """A mask of the CPU kernel's, with nothing beside it."""
+        p = problem
+        if device.kind != "cpu" or p.mask is None or p.irregular or p.lse or (p.causal and not p.sees_all):
+            return None
+        call = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, False)
+        if p.mask.is_bool:
+            zero, hidden = ends(_type(problem))
+
+            def launched(query: Any, key: Any, value: Any, attn_mask: Any) -> tuple[Any, Any]:
+                found: tuple[Any, Any] = call(query, key, value, attn_mask=torch.where(attn_mask, zero, hidden))
+                return found
+
+            return launched
+        if p.grads or getattr(torch, p.mask.dtype) not in _mask_types(problem):
+            return None
+        return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=attn_mask)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator of the device."""
@@ -64,6 +99,20 @@ class FlashBackend(SdpaBackend):
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Dense rows on the CPU; multiples of 8, aligned, on CUDA."""
         return dense_rows if device.kind == "cpu" else functools.partial(padded, multiple=8)
+
+    def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
+        """The operator's backward."""
+        query, key, value, hiding, out, _, grad_out, _ = given
+        far = problem.mask is not None and not problem.mask.is_bool
+        operands = grad_out, query, key, value, out, relative(given, renewed=far)
+        scale, aten = problem.softmax_scale, torch.ops.aten
+        if device.kind == "cpu":
+            back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return *back(*operands, 0.0, hiding.causal, attn_mask=hiding.mask, scale=scale), None
+        lengths = None, None, problem.seq_q, problem.seq_k
+        state = torch.empty(2, 0, dtype=torch.int64, device=query.device).unbind()
+        back = aten._scaled_dot_product_flash_attention_backward
+        return *back(*operands, *lengths, 0.0, hiding.causal, *state, scale=scale), None
 
 
 def _cpu_limits(problem: Problem) -> Iterator[str]:
@@ -90,17 +139,18 @@ def _cuda_limits(problem: Problem, device: Device) -> Iterator[str]:
             yield ATOMIC
 
 
+def _type(problem: Problem) -> torch.dtype:
+    return getattr(torch, problem.dtype)  # type: ignore[no-any-return]
+
+
+def _mask_types(problem: Problem) -> tuple[torch.dtype, ...]:
+    return (torch.float64,) if problem.dtype == "float64" else (_type(problem), torch.float32)
+
+
 def _on_cpu(problem: Problem) -> Launch:
     def launch(hiding: Hiding) -> Forward:
         call = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
-        if hiding.mask is None:
-            return call
-
-        def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-            found: tuple[Any, Any] = call(query, key, value, attn_mask=additive(hiding.mask, query.dtype))
-            return found
-
-        return launched
+        return call if hiding.mask is None else functools.partial(call, attn_mask=hiding.mask)
 
     return launch
 
@@ -112,8 +162,8 @@ def _on_cuda(problem: Problem) -> Launch:
             return lambda query, key, value: call(query, key, value)[:2]
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-            found = call(query, key, value)
-            return with_aligned_gradient(found[0]), found[1]
+            results = call(query, key, value)
+            return with_aligned_gradient(results[0]), results[1]
 
         return launched
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
 from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
-__all__ = ["Hiding", "compose", "compose_plain"]
+__all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "positions", "top_of"]
 
 
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
@@ -17,45 +18,23 @@ SATURATED = 1024.0
 
 
 class Hiding(NamedTuple):
-    """What an operator is told about hidden positions.
+    """What an operator is told about hidden positions, and what is to be made of its results.
 
     ``mask`` is bool (True = attend) or float and broadcasts to (B, Hq, Lq, Lk); ``causal`` is torch's top-left flag.
-    ``alive`` is False for rows that see nothing, (B or 1, H or 1, Lq or 1); None says that there are none. Such rows
-    see everything in ``mask``, so that no operator meets a softmax over nothing: the caller overwrites their output.
 
-    ``shift`` was taken out of each row of ``mask``, and belongs on top of the lse. It changes no output; but a row that
-    is -1e9 throughout would leave no digits in lse for log(sum), from which the operators' backward computes P: its
-    gradients would come out Lk times too large.
+    ``dead`` is True for rows that see nothing, (B or 1, H or 1, Lq or 1, 1), where the operator does not give them an
+    output of 0 by itself. Such rows see everything in ``mask``, so that no operator meets a softmax over nothing: their
+    output is overwritten.
+
+    ``lift`` is added to the lse: -inf in rows that see nothing, and elsewhere what was taken out of a row of ``mask``.
+    That changes no output; but a row that is -1e9 throughout would leave no digits in lse for log(sum), from which the
+    operators' backward computes P: its gradients would come out Lk times too large.
     """
 
     mask: torch.Tensor | None = None
     causal: bool = False
-    alive: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-
-
-def compose(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) -> Hiding:
-    """The mask, the causal flag and the dead rows of one call; a float mask in ``dtype``, or as it came."""
-    if not problem.needs_mask:
-        return compose_plain(problem)
-    visible = _positions(problem, inputs)
-    mask = inputs.attn_mask
-    if mask is None:
-        assert visible is not None  # or there would be nothing to compose
-        return _of_visible(visible)
-    if mask.dtype == torch.bool:
-        return _of_visible(mask if visible is None else mask & visible)
-    if dtype is not None and dtype.itemsize > mask.dtype.itemsize:
-        mask = mask.to(dtype)  # first, so that its gradient is summed before it is rounded
-    if visible is not None:
-        mask = mask.masked_fill(~visible, -torch.inf)
-    top = mask.detach().amax(-1)
-    alive = shift = None
-    if not _known(top.abs() <= SATURATED):
-        alive = top != -torch.inf
-        shift = torch.where(alive & (top.abs() > SATURATED), top, 0.0)
-        mask = torch.where(alive[..., None], mask - shift[..., None], 0.0)
-    return Hiding(mask if dtype is None else mask.to(dtype), alive=alive, shift=shift)
+    dead: torch.Tensor | None = None
+    lift: torch.Tensor | None = None
 
 
 def compose_plain(problem: Problem) -> Hiding:
@@ -63,17 +42,94 @@ def compose_plain(problem: Problem) -> Hiding:
     return Hiding(causal=problem.plainly_causal and not problem.sees_all)
 
 
-def _of_visible(visible: torch.Tensor) -> Hiding:
-    alive = visible.any(-1)
-    return Hiding(visible) if _known(alive) else Hiding(visible | ~alive[..., None], alive=alive)
+def compose(problem: Problem, inputs: Inputs, *, lifted: bool = False) -> Hiding:
+    """The mask, the causal flag and the dead rows of one call; ``lift`` where the problem has an lse, or ``lifted``.
+
+    Nothing is asked of a device: what is done about rows is done whether there are such rows or not.
+    """
+    if not problem.needs_mask:
+        return compose_plain(problem)
+    lifted = lifted or problem.lse
+    mask = _together(problem, inputs, None)
+    if mask.dtype == torch.bool:
+        dead = ~mask.any(-1, keepdim=True)
+        return Hiding(mask | dead, dead=dead, lift=_minus_inf(dead) if lifted else None)
+    top, saturated = top_of(mask)
+    dead = top == -torch.inf
+    shift = torch.where(saturated & ~dead, top, 0.0)
+    lift = torch.where(dead, -torch.inf, shift)[..., 0].to(torch.float32) if lifted else None
+    return Hiding(torch.where(dead, 0.0, mask - shift), dead=dead, lift=lift)
 
 
-def _known(rows: torch.Tensor) -> bool:
-    """Whether it is known to be so of every row: asking a GPU would take longer than doing without the answer."""
-    return rows.device.type == "cpu" and bool(rows.all())
+def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, lifted: bool = False) -> Hiding:
+    """The same for an operator that adds a mask of one of ``dtypes`` and gives rows that see nothing output 0 itself.
+
+    Its gradients from such rows are 0 as well. A mask of another type is made one of the last of ``dtypes``.
+    """
+    if not problem.needs_mask:
+        return compose_plain(problem)
+    mask = _together(problem, inputs, dtypes[-1] if problem.grads else None)
+    shift: Any = 0.0
+    if mask.dtype == torch.bool:
+        mask = additive(mask, dtypes[0])
+    else:
+        narrowed = mask.dtype.itemsize > dtypes[-1].itemsize  # in which a number beyond its range would hide
+        # An operator with a gradient of the mask keeps more than the lse.
+        if narrowed or (problem.grads and "m" not in problem.grads):
+            top, saturated = top_of(mask)
+            if mask.device.type != "cpu" or saturated.any():
+                shift = torch.where(saturated & (top != -torch.inf), top, 0.0)
+                mask = mask - shift
+        if mask.dtype not in dtypes:
+            mask = mask.to(dtypes[-1])
+    lift = None
+    if problem.lse or lifted:
+        lift = torch.where(mask.amax(-1, keepdim=True) == -torch.inf, -torch.inf, shift)[..., 0].to(dtypes[-1])
+    return Hiding(mask, lift=lift)
 
 
-def _positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+def top_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest number of each row of a float mask, (..., 1), and whether it is so far from 0 as to be taken out."""
+    top = mask.detach().amax(-1, keepdim=True)
+    return top, top.abs() > SATURATED
+
+
+def additive(mask: Any, dtype: torch.dtype) -> Any:
+    """``mask`` as numbers to add: a float mask itself, 0 and -inf of type ``dtype`` for a bool mask."""
+    if mask.dtype != torch.bool:
+        return mask
+    if mask.device.type == "cpu":
+        return torch.where(mask, *ends(dtype))
+    return torch.log(mask, out=torch.empty(mask.shape, dtype=dtype, device=mask.device))  # of 1 and of 0, in one kernel
+
+
+@functools.cache
+def ends(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and -inf on the CPU."""
+    with torch.inference_mode(mode=False):
+        return torch.zeros((), dtype=dtype, device="cpu"), torch.full((), -torch.inf, dtype=dtype, device="cpu")
+
+
+def _minus_inf(dead: torch.Tensor) -> torch.Tensor:
+    """-inf where a row sees nothing, else 0; (B or 1, H or 1, Lq or 1)."""
+    return additive(~dead[..., 0], torch.float32)  # type: ignore[no-any-return]
+
+
+def _together(problem: Problem, inputs: Inputs, dtype: torch.dtype | None) -> torch.Tensor:
+    """All that hides as one mask, bool or float; a float mask of fewer bytes than ``dtype`` is raised to it."""
+    visible = positions(problem, inputs)
+    mask = inputs.attn_mask
+    if mask is None:
+        assert visible is not None  # or there would be nothing to compose
+        return visible
+    if mask.dtype == torch.bool:
+        return mask if visible is None else mask & visible  # type: ignore[no-any-return]
+    if dtype is not None and dtype.itemsize > mask.dtype.itemsize:
+        mask = mask.to(dtype)  # first, so that its gradient is summed before it is rounded
+    return mask if visible is None else mask.masked_fill(~visible, -torch.inf)  # type: ignore[no-any-return]
+
+
+def positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """Visibility by position and length, (B or 1, 1, Lq or 1, Lk); None where nothing is hidden that way."""
     device = inputs.query.device
     j = torch.arange(problem.seq_k, device=device)

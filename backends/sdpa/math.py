@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.machine.backend import Forward, Precision
+from attnswitch.machine.backend import Forward, Inputs, Precision
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .arguments import Operator, told
+from .backward import Given, composite
 from .base import Launch, SdpaBackend
-from .masks import Hiding
-from .operands import additive
+from .masks import Hiding, added
 
 __all__ = ["MathBackend"]
 
@@ -41,20 +41,31 @@ class MathBackend(SdpaBackend):
         """16-bit operands are raised to float32 first and the result rounded once."""
         return Precision(accumulator="float64" if problem.dtype == "float64" else "float32")
 
-    def raises_mask(self, device: Device) -> bool:
-        """Everything is raised."""
-        return True
+    def compose(self, problem: Problem, inputs: Inputs, *, lifted: bool = False) -> Hiding:
+        """Everything is raised to the accumulator's type. A bool mask as it came the operator would add as 0 and 1."""
+        return added(problem, (_wide(problem),), inputs)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The composite itself, not the front door that may choose another."""
         return _launcher(problem)
 
+    def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
+        """The formula: the composite has no backward of its own."""
+        mask = given.hiding.mask
+        if given.hiding.causal:
+            mask = added(problem.replace(window=(None, 0)), (_wide(problem),), Inputs(*given[:3])).mask
+        return composite(problem, mask, given)
+
+
+def _wide(problem: Problem) -> torch.dtype:
+    return torch.float64 if problem.dtype == "float64" else torch.float32
+
 
 def _launcher(problem: Problem) -> Launch:
-    # A bool mask is made a float mask, as the operator would add it as 0 and 1. The operator raises 16-bit operands to
-    # the accumulator's type, unless a process-wide switch says otherwise; but beside a mask of that type they are given
-    # so, and where scores are many, which it would round once more for a second result.
-    kind = torch.float64 if problem.dtype == "float64" else torch.float32
+    # The operator raises 16-bit operands to the accumulator's type, unless a process-wide switch says otherwise; but
+    # beside a mask of that type they are given so, and where scores are many, which it would round once more for a
+    # second result.
+    kind = _wide(problem)
     narrow = problem.dtype not in ("float32", "float64")
     many = problem.seq_q * problem.seq_k > _FEW
     operator: Operator = torch._scaled_dot_product_attention_math
@@ -62,7 +73,7 @@ def _launcher(problem: Problem) -> Launch:
         operator = functools.partial(operator, enable_gqa=True)
 
     def launch(hiding: Hiding) -> Forward:
-        mask = None if hiding.mask is None else additive(hiding.mask, kind)
+        mask = hiding.mask
         call = told(operator, problem, hiding.causal)
 
         def launched(query: Any, key: Any, value: Any) -> tuple[Any, None]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
-__all__ = ["additive", "aligned", "bias", "copied_if_expanded", "dense_rows", "padded", "with_aligned_gradient"]
+from .masks import additive
+
+__all__ = ["aligned", "bias", "copied_if_expanded", "dense_rows", "padded", "with_aligned_gradient"]
 
 
 def aligned(tensor: Any) -> Any:
@@ -56,13 +58,6 @@ def dense_rows(tensor: Any) -> Any:
     dense = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
     apart = tensor.shape[-2] == 1 or tensor.stride(-2) >= tensor.shape[-1]
     return tensor if dense and apart else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def additive(mask: Any, dtype: torch.dtype) -> Any:
-    """``mask`` as numbers to add: a float mask itself, 0 and -inf of type ``dtype`` for a bool mask."""
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    return mask
 
 
 def bias(mask: Any, like: Any, scores: tuple[int, int, int, int]) -> Any:

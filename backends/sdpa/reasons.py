@@ -11,11 +11,13 @@ from attnswitch.problem import Problem
 
 __all__ = [
     "ATOMIC",
+    "common",
     "fits_grid",
     "mask_loses_bits",
     "needs_cuda",
     "needs_half",
     "no_gpu",
+    "usual",
     "version",
 ]
 
@@ -23,6 +25,32 @@ __all__ = [
 NEWEST = (9999,)
 #: Why a backward with atomic additions is not deterministic.
 ATOMIC = "deterministic=True: the backward adds to dQ atomically, unless torch.use_deterministic_algorithms is on"
+
+
+def usual(problem: Problem) -> bool:
+    """Whether nothing about ``problem`` is such that ``common`` could have a reason."""
+    p = problem
+    if p.softcap or p.seeded or p.lse or p.query.align + p.key.align + p.value.align + p.attn_mask.align < 64:
+        return False
+    return not (p.query.negative or p.key.negative or p.value.negative or p.attn_mask.negative)
+
+
+def common(problem: Problem, *, has_lse: bool) -> Iterator[str]:
+    """Those of all four operators, of which some return no lse."""
+    if problem.softcap:
+        yield f"softcap={problem.softcap}: torch's attention has none"
+    if problem.dropout and problem.seeded:
+        yield "a dropout seed was given: torch draws from its own generator only; leave seed out"
+    if problem.lse and not has_lse:
+        yield "return_lse: this operator returns none"
+    if problem.lse and problem.grads and has_lse:
+        yield f"return_lse with gradients (grad={problem.grads}): the operator's lse is not differentiable"
+    for role in ("query", "key", "value", "attn_mask"):
+        memory = getattr(problem, role)
+        if memory.negative:
+            yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
+        elif memory.align < 8 and memory.align < problem.element(role):
+            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
 
 
 def version(device: Device, software: str) -> tuple[int, ...]:

@@ -21,46 +21,84 @@ def inputs(mask: torch.Tensor | None, lengths: torch.Tensor | None = None) -> In
 
 
 @pytest.mark.parametrize("text", [FLOAT, BOOL])
-def test_a_mask_whose_rows_all_see_something_is_given_as_it_is(text: str) -> None:
+def test_a_mask_whose_rows_all_see_something_stays(text: str) -> None:
     mask = torch.zeros(1, 2, 3, 4)
     mask[..., 1:] = -torch.inf
     given = mask if text == FLOAT else mask == 0
-    hiding = masks.compose(Problem.parse(text), inputs(given), torch.float32)
-    assert hiding.mask is given
-    assert (hiding.causal, hiding.alive, hiding.shift) == (False, None, None)
+    hiding = masks.compose(Problem.parse(text), inputs(given))
+    assert torch.equal(hiding.mask, given)
+    assert not hiding.dead.any()
+    assert (hiding.causal, hiding.lift) == (False, None)
 
 
 @pytest.mark.parametrize("text", [FLOAT, BOOL])
 def test_a_row_that_sees_nothing_sees_everything_and_is_told(text: str) -> None:
     mask = torch.zeros(1, 2, 3, 4)
     mask[0, 1, 2] = -torch.inf
-    hiding = masks.compose(Problem.parse(text), inputs(mask if text == FLOAT else mask == 0), torch.float32)
-    dead = torch.zeros(1, 2, 3, dtype=torch.bool)
+    hiding = masks.compose(Problem.parse(f"{text}.lse"), inputs(mask if text == FLOAT else mask == 0))
+    dead = torch.zeros(1, 2, 3, 1, dtype=torch.bool)
     dead[0, 1, 2] = True
-    assert torch.equal(hiding.alive, ~dead)
+    assert torch.equal(hiding.dead, dead)
+    assert torch.equal(hiding.lift, torch.where(dead, -torch.inf, 0.0)[..., 0])
     assert torch.equal(hiding.mask, torch.zeros(1, 2, 3, 4) if text == FLOAT else torch.ones(1, 2, 3, 4) > 0)
 
 
 def test_a_row_far_below_zero_is_lifted() -> None:
     mask = torch.zeros(1, 2, 3, 4)
     mask[0, 0, 1] = torch.tensor([-1e9, -1e9, -1e9 - 64, -torch.inf])
-    hiding = masks.compose(Problem.parse(FLOAT), inputs(mask), torch.float32)
-    assert hiding.shift[0, 0].tolist() == [0.0, -1e9, 0.0]
+    hiding = masks.compose(Problem.parse(FLOAT), inputs(mask), lifted=True)
+    assert hiding.lift[0, 0].tolist() == [0.0, -1e9, 0.0]
     assert hiding.mask[0, 0, 1].tolist() == [0.0, 0.0, -64.0, -torch.inf]
-    assert hiding.alive.all()
+    assert not hiding.dead.any()
 
 
 def test_nan_in_a_mask_stays_where_it_is() -> None:
     mask = torch.zeros(1, 2, 3, 4)
     mask[0, 0, 1, 2] = torch.nan
-    hiding = masks.compose(Problem.parse(FLOAT), inputs(mask), torch.float32)
+    hiding = masks.compose(Problem.parse(FLOAT), inputs(mask))
     assert torch.equal(hiding.mask.isnan(), mask.isnan())
 
 
 def test_lengths_hide_no_row_but_those_of_length_0() -> None:
     problem = Problem.parse("b1.h2.s3x4.d8.fp32.lengths")
     hiding = masks.compose(problem, inputs(None, torch.tensor([2])))
-    assert hiding.alive is None
+    assert not hiding.dead.any()
     assert hiding.mask.flatten().tolist() == [True, True, False, False]
     none = masks.compose(problem, inputs(None, torch.tensor([0])))
-    assert not none.alive.any()
+    assert none.dead.all()
+
+
+def test_a_mask_that_is_added_is_given_as_it_is() -> None:
+    mask = torch.zeros(1, 2, 3, 4)
+    mask[0, 1, 2] = -torch.inf
+    hiding = masks.added(Problem.parse(FLOAT), (torch.float32,), inputs(mask))
+    assert hiding.mask is mask
+    assert (hiding.dead, hiding.lift) == (None, None)
+    told = masks.added(Problem.parse(f"{BOOL}.lse"), (torch.float32,), inputs(mask == 0))
+    assert torch.equal(told.mask, mask)
+    assert torch.equal(told.lift, mask.amax(-1))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "expected"),
+    [
+        ("fp16.mask=fp32:hqk", torch.float32, torch.float32),
+        ("fp16.mask=bf16:hqk", torch.bfloat16, torch.float32),
+        ("fp16.mask=fp16:hqk", torch.float16, torch.float16),
+        ("fp16.mask=fp16:hqk.grad", torch.float16, torch.float32),
+        ("fp16.mask=fp64:hqk", torch.float64, torch.float32),
+        ("fp16.mask=bool:hqk", torch.bool, torch.float16),
+    ],
+)
+def test_an_added_mask_has_a_type_that_the_operator_takes(text: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    problem = Problem.parse(f"b1.h2.s3x4.d8.{text}")
+    mask = torch.ones(1, 2, 3, 4, dtype=dtype)
+    assert masks.added(problem, (torch.float16, torch.float32), inputs(mask)).mask.dtype is expected
+
+
+def test_with_gradients_an_added_mask_far_below_zero_is_lifted() -> None:
+    mask = torch.full((1, 2, 3, 4), -1e9)
+    hiding = masks.added(Problem.parse(f"{FLOAT}.grad=qkv"), (torch.float32,), inputs(mask), lifted=True)
+    assert not hiding.mask.any()
+    assert torch.equal(hiding.lift, mask[..., 0])
+    assert masks.added(Problem.parse(FLOAT), (torch.float32,), inputs(mask)).mask is mask
