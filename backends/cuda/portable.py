@@ -112,8 +112,8 @@ class Forward:
         """Memory for what splits come to, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
         numerators = self._splits * self._lines * self._problem.dim_v
         parts = memory.empty((numerators + 2 * self._splits * self._lines,), lse)
-        a.parts = memory.address(parts)
-        a.sums = a.parts + numerators * lse.itemsize
+        at = memory.address(parts)
+        a.parts, a.sums = at, at + numerators * lse.itemsize
         return parts
 
 

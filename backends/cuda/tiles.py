@@ -111,8 +111,10 @@ def rows(problem: Problem) -> int:
     return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
-def shared(kernel: str, tile: Tile, problem: Problem) -> int:
+def shared(kernel: str, tile: Tile | HopperTile, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
+    if isinstance(tile, HopperTile):
+        return hopper_shared(tile, hopper_block(problem))
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem) + pad for n in (problem.dim_qk, problem.dim_v))

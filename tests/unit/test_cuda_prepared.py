@@ -304,7 +304,8 @@ def test_a_part_of_the_keys_has_its_part_of_the_gradients(text: str, monkeypatch
     parts = []
     for keys in (slice(0, 12), slice(12, p.seq_k)):
         mask = None if inputs.attn_mask is None else inputs.attn_mask[..., keys].contiguous()
-        shard = Inputs(inputs.query, *(array[:, :, keys].contiguous() for array in inputs[1:3]), mask)
+        key, value = (array[:, :, keys].contiguous() for array in inputs[1:3])
+        shard = Inputs(inputs.query, key, value, mask)
         part = kernel(str(p.replace(seq_k=shard.key.shape[2])), Device.cpu())
         parts.append(part.backward(shard, out, lse, grad_out, grad_lse))
     torch.testing.assert_close(parts[0].query + parts[1].query, whole.query)
