@@ -41,11 +41,11 @@ def estimate(
     peak = None if measured else estimates.published(where, described.dtype)
     if peak is None and (measured or where.present):
         peak = _measured(present(name))
-    found = estimates.estimate(described, where, peak, configs=configs)
+    worked_out = estimates.estimate(described, where, peak, configs=configs)
     if json:
-        render.write_json(found.to_json(), None)
+        render.write_json(worked_out.to_json(), None)
     else:
-        _show(found)
+        _show(worked_out)
 
 
 def _measured(name: str) -> Peak:
@@ -58,48 +58,53 @@ def _measured(name: str) -> Peak:
     return Peak(best.tflops, best.gbps, f"measured here, with a {best.dtype} matrix product and a copy")
 
 
-def _show(found: Estimate) -> None:
-    peak = found.peak
+def _show(estimate: Estimate) -> None:
+    peak = estimate.peak
     known = (
         f"{_rate(peak.tflops)}, {peak.gbps:.4g} GB/s ({peak.source})"
         if peak
         else "not known; --measured, if it is here"
     )
-    for label, text in (("problem", found.problem), ("device", found.device), ("peak", known)):
+    for label, text in (("problem", estimate.problem), ("device", estimate.device), ("peak", known)):
         render.console.print(f"[bold]{label:8}[/] {render.escape(str(text))}", soft_wrap=True)
     rows = render.table(
         "", "operations", "algorithm", "moves", "op/B", "at least", right=("operations", "moves", "op/B")
     )
-    _add(rows, "forward", found.forward)
-    if found.backward is not None:
-        _add(rows, "backward", found.backward)
+    _add(rows, "forward", estimate.forward)
+    if estimate.backward is not None:
+        _add(rows, "backward", estimate.backward)
     render.console.print()
     render.console.print(rows)
-    p = found.problem
-    seen = f"; of the pairs {100 * found.visible:.3g} % are visible" if found.visible < 1 else ""
-    beside = f"standard {_bytes(found.extra_standard)}, tiled {_bytes(found.extra_tiled)}"
-    whose = "" if found.device.shared_memory else ", as every GPU from compute capability 8.6 on has"
+    p = estimate.problem
+    seen = f"; of the pairs {100 * estimate.visible:.3g} % are visible" if estimate.visible < 1 else ""
+    beside = f"standard {_bytes(estimate.extra_standard)}, tiled {_bytes(estimate.extra_tiled)}"
+    whose = "" if estimate.device.shared_memory else ", as every GPU from compute capability 8.6 on has"
     lines = (
-        f"tiled without a cache: {_bytes(found.tiled)} forward, in tiles of {found.queries} queries{seen}",
-        f"bound on any tiling with {_bytes(found.shared)} on the chip{whose}: {_bytes(found.sram)} (N²D²/M)",
+        f"tiled without a cache: {_bytes(estimate.tiled)} forward, in tiles of {estimate.queries} queries{seen}",
+        f"bound on any tiling with {_bytes(estimate.shared)} on the chip{whose}: {_bytes(estimate.sram)} (N²D²/M)",
         f"memory beside operands and results: {beside}" + (" (backward included)" if p.grads else ""),
     )
     for line in lines:
         render.console.print(line, soft_wrap=True)
-    if found.tiles:
+    if estimate.tiles:
         tiles = render.table("backend", "kernel", "tile", "stages", "shared memory", right=("stages", "shared memory"))
-        for tile in found.tiles:
-            fits = "" if tile.shared <= found.shared else " [red]does not fit[/]"
+        for tile in estimate.tiles:
+            fits = "" if tile.shared <= estimate.shared else " [red]does not fit[/]"
             shape = f"{tile.queries} x {tile.keys}"
             tiles.add_row(tile.backend, tile.role, shape, str(tile.stages), f"{_bytes(tile.shared)}{fits}")
         render.console.print()
         render.console.print(tiles)
 
 
-def _add(rows: Table, label: str, found: Direction) -> None:
-    work = f"{found.flops / 1e9:.4g} G"
-    tiled = ("tiled", _bytes(found.least), f"{found.intensity:.4g}", _ms(found.ms))
-    standard = ("standard", _bytes(found.standard), f"{found.intensity_standard:.4g}", _ms(found.ms_standard))
+def _add(rows: Table, label: str, direction: Direction) -> None:
+    work = f"{direction.flops / 1e9:.4g} G"
+    tiled = ("tiled", _bytes(direction.least), f"{direction.intensity:.4g}", _ms(direction.ms))
+    standard = (
+        "standard",
+        _bytes(direction.standard),
+        f"{direction.intensity_standard:.4g}",
+        _ms(direction.ms_standard),
+    )
     rows.add_row(label, work, *tiled)
     rows.add_row("", "", *standard)
 

@@ -6,7 +6,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import islice
 from typing import Any
@@ -20,8 +20,6 @@ __all__ = ["Direction", "Estimate", "Peak", "Tile", "estimate", "published"]
 
 #: Rows of queries in a tile, where no backend says.
 _QUERIES = 128
-#: Bytes on the chip where the device does not say: what a block may have on every GPU since compute capability 8.6.
-_SHARED = 99 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of a backend's config: rows of queries and keys, loads in flight, bytes on the chip."""
+    """What a kernel of a backend keeps on the chip (``machine.backend.Tile``)."""
 
     backend: str
     role: str
@@ -86,15 +84,14 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        found = asdict(self)
-        return found | {"problem": str(self.problem), "device": str(self.device)}
+        return asdict(self) | {"problem": str(self.problem), "device": str(self.device)}
 
 
 def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bool = False) -> Estimate:
     """Work ``problem`` out on ``device``; with the tiles of all ``configs``, or of each backend's first choice."""
     tiles = tuple(dict.fromkeys(_tiles(problem, device, None if configs else 1)))
     queries = next((tile.queries for tile in tiles if tile.role in ("", "forward")), _QUERIES)
-    shared = device.shared_memory or _SHARED
+    shared = device.on_chip
     return Estimate(
         problem,
         device,
@@ -115,8 +112,8 @@ def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bo
 def published(device: Device, dtype: str) -> Peak | None:
     """What the data sheet of ``device`` says for operands of ``dtype``; None where the table has none."""
     name = _plain(device.name)
-    found = ((key, row) for key, row in _table().items() if name in (key, *map(_plain, row.get("names", ()))))
-    key, row = next(found, ("", {}))
+    named = ((key, row) for key, row in _table().items() if name in (key, *map(_plain, row.get("names", ()))))
+    key, row = next(named, ("", {}))
     if device.kind != "cuda" or not key:
         return None
     return Peak(row.get(dtype, row["float32"]), row["gbps"], f"data sheet of the {key.upper()}")
@@ -148,19 +145,5 @@ def _tiles(problem: Problem, device: Device, most: int | None) -> Iterator[Tile]
         backend = registry.load(name)
         if isinstance(backend, Missing) or backend.supports(problem, device):
             continue
-        configs = islice(backend.configs(problem, device), most)
-        for role, tile in (part for config in configs for part in _parts(config)):
-            queries, keys = (getattr(tile, axis) for axis in ("queries", "keys"))
-            stages = max(1, getattr(tile, "stages", 1))
-            shared = cost.tile_bytes(problem, queries, keys, stages)
-            yield Tile(name, role, queries, keys, stages, shared)
-
-
-def _parts(config: Any) -> Iterator[tuple[str, Any]]:
-    """The tiles in a config: it may be one, or have some as its fields."""
-    if hasattr(config, "queries") and hasattr(config, "keys"):
-        yield "", config
-    elif is_dataclass(config):
-        for field in fields(config):
-            for _, tile in _parts(getattr(config, field.name)):
-                yield field.name, tile
+        for config in islice(backend.configs(problem, device), most):
+            yield from (Tile(name, *tile) for tile in backend.tiles(problem, device, config))

@@ -42,6 +42,11 @@ class Device:
         """How torch spells a device of this machine: ``"cpu"`` or ``"cuda:1"``; what is neither is its kind."""
         return f"cuda:{self.index}" if self.kind in ("cuda", "rocm") else self.kind
 
+    @property
+    def on_chip(self) -> int:
+        """``shared_memory``; where it is not known, what a block has on every GPU from compute capability 8.6 on."""
+        return self.shared_memory or 99 * _KIB
+
     def version(self, software: str) -> tuple[int, ...] | None:
         """Version of ``software`` as numbers, e.g. ``(2, 11, 0)``, or None where not known."""
         text = dict(self.versions).get(software)

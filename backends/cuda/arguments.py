@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from typing import Any, ClassVar
 
@@ -12,13 +13,18 @@ from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
 from . import memory
+from .classes import per_class
 
-__all__ = ["Arguments", "Divisor", "Operand", "constants", "of_call", "put"]
+__all__ = ["Arguments", "Divisor", "Operand", "constants", "divide", "of_call", "put", "with_mask"]
 
 #: ``Operand``, written in one go.
 _OPERAND = struct.Struct("=5q")
 #: Query, key and value.
 _OPERANDS = struct.Struct("=15q")
+#: What an int holds.
+_INT = 2**31 - 1
+#: From ``batch`` to ``splits``; ``pack``, ``packs`` and ``tiles``; from ``splits`` on, with all divisors.
+_COUNTS, _PARTS, _SPLIT = (struct.Struct(f"={fields}") for fields in ("16i", "3i", "2i10I"))
 
 
 class Operand(ctypes.Structure):
@@ -41,9 +47,7 @@ class Divisor(ctypes.Structure):
     @classmethod
     def of(cls, number: int) -> Divisor:
         """That of ``number``, or of 1 if it is 0 (Granlund and Montgomery 1994, for 31 bits)."""
-        number = max(1, number)
-        shift = 31 + (number - 1).bit_length()
-        return cls(-(-(1 << shift) // number), shift)
+        return cls(*_divisor(number))
 
 
 class Arguments(ctypes.Structure):
@@ -67,9 +71,22 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def constants(p: Problem) -> Arguments:
-    """What every call of a problem passes."""
+_AT_COUNTS, _AT_PACK, _AT_SPLITS = (getattr(Arguments, name).offset for name in ("batch", "pack", "splits"))
+
+
+def constants(p: Problem, section: int = 0) -> Arguments:
+    """What every call of a problem passes, with ``section`` heads side by side."""
+    a = Arguments.from_buffer_copy(_of_class(p))
     left, right = _sight(p)
+    sizes = p.seq_q, arithmetic.padded(p), p.seq_k, p.dim_qk, p.dim_v
+    heads = p.batch & _INT, p.heads_q & _INT, p.group & _INT  # which are any where nothing is launched
+    _COUNTS.pack_into(a, _AT_COUNTS, *heads, 1, 0, 0, *sizes, left, right, p.bottom_right, section & _INT, 1)
+    return a
+
+
+@per_class
+def _of_class(p: Problem) -> Arguments:
+    """What does not depend on lengths."""
     factor, cap = arithmetic.factors(p)
     in_base_2 = arithmetic.folds(p) and p.dtype != "float64"
     return Arguments(
@@ -78,20 +95,22 @@ def constants(p: Problem) -> Arguments:
         cap=cap,
         keep_scale=arithmetic.keep_scale(p),
         threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
-        batch=p.batch,
-        heads=p.heads_q,
-        group=p.group,
-        pack=1,
-        queries=p.seq_q,
-        padded=arithmetic.padded(p),
-        keys=p.seq_k,
-        dim=p.dim_qk,
-        dim_v=p.dim_v,
-        left=left,
-        right=right,
-        bottom_right=int(p.bottom_right),
-        splits=1,
     )
+
+
+def divide(a: Arguments, p: Problem, pack: int, packs: int, tiles: int, splits: int, chunk: int) -> None:
+    """Have ``a`` tell a block its part: rows are packed, tiled, and their keys split, ``chunk`` to each."""
+    _PARTS.pack_into(a, _AT_PACK, pack, packs & _INT, tiles)
+    divisors = *_divisor(splits), *_divisor(tiles), *_divisor(packs), *_divisor(pack), *_divisor(p.group)
+    _SPLIT.pack_into(a, _AT_SPLITS, splits, chunk, *divisors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _divisor(number: int) -> tuple[int, int]:
+    """The fields of a ``Divisor``."""
+    number = max(1, number)
+    shift = 31 + (number - 1).bit_length()
+    return -(-(1 << shift) // number), shift
 
 
 def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Arguments:
@@ -101,9 +120,7 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
         places = memory.place(inputs.query), memory.place(inputs.key), memory.place(inputs.value)
         _OPERANDS.pack_into(a, Arguments.query.offset, *places[0], *places[1], *places[2])
     if inputs.attn_mask is not None:
-        address, *steps = memory.place(inputs.attn_mask)  # 0 along the axes that it is broadcast over
-        kept = (0 if size == 1 else stride for size, stride in zip(inputs.attn_mask.shape, steps, strict=True))
-        _OPERAND.pack_into(a, Arguments.mask.offset, address, *kept)
+        _put_mask(a, inputs.attn_mask)
     if inputs.key_lengths is not None:
         size = int(inputs.key_lengths.itemsize)
         a.lengths, stride = memory.place(inputs.key_lengths)
@@ -112,6 +129,21 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
     if inputs.seed is not None:
         a.seed_low, a.seed_high = inputs.seed & 0xFFFFFFFF, inputs.seed >> 32
     return a
+
+
+def with_mask(constants: Arguments, mask: Any) -> Arguments:
+    """``constants``, or a copy that has the strides of the calls' mask."""
+    if mask is None:
+        return constants
+    a = Arguments.from_buffer_copy(constants)
+    _put_mask(a, mask)
+    return a
+
+
+def _put_mask(a: Arguments, mask: Any) -> None:
+    address, *steps = memory.place(mask)  # 0 along the axes that it is broadcast over
+    kept = (0 if size == 1 else stride for size, stride in zip(mask.shape, steps, strict=True))
+    _OPERAND.pack_into(a, Arguments.mask.offset, address, *kept)
 
 
 def put(a: Arguments, offset: int, array: Any) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from attnswitch.machine.backend import Backend, Kernel, Precision
+from attnswitch.machine.backend import Backend, Kernel, Precision, Tile
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
@@ -17,7 +17,7 @@ from ..own import requirements
 from . import config, emulator
 from .config import CudaConfig
 from .families import against_hopper
-from .tiles import FEW, HopperTile, on_tensor_cores, rows
+from .tiles import FEW, HopperTile, on_tensor_cores, rows, shared
 
 __all__ = ["CudaBackend"]
 
@@ -62,6 +62,15 @@ class CudaBackend(Backend):
             return problem.dtype == "float32" and plain
         decode = rows(problem) <= FEW and problem.mask is None
         return plain and not problem.grads and (decode or not against_hopper(problem, device))
+
+    def tiles(self, problem: Problem, device: Device, config: CudaConfig) -> tuple[Tile, ...]:
+        """Of the forward, and of those gradients that ``problem`` asks for; "key_gradients" are also of values."""
+        asked = {"key_gradients": "kv", "query_gradient": "q", "mask_gradient": "m"}
+        roles = ["forward", *(role for role, letters in asked.items() if set(letters) & set(problem.grads))]
+        tiles = ((role, getattr(config, role)) for role in roles)
+        return tuple(
+            Tile(role, tile.queries, tile.keys, tile.stages, shared(role, tile, problem)) for role, tile in tiles
+        )
 
     def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
         """Which family's forward it is, and why it is not Hopper's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from attnswitch.machine.backend import Config
 from attnswitch.machine.device import Device
@@ -12,6 +13,7 @@ from attnswitch.problem import DTYPES, Problem
 from attnswitch.problem.cost import kv_bytes
 
 from . import hopper_tiles
+from .classes import per_class
 from .families import against_hopper
 from .splits import how, schedule
 from .tiles import FEW, HopperTile, Tile, fits, on_tensor_cores, packs, rows, shrunk
@@ -54,34 +56,36 @@ def once(problem: Problem) -> bool:
 
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """The heuristic's choice, then every other combination that fits the device."""
-    best = _emulated(problem) if device.kind == "cpu" else _heuristic(problem, device)
-    if not against_hopper(problem, device):
-        yield from (replace(best, forward=tile, splits=1) for tile in hopper_tiles.ranked(problem, device))
-    yield best
     if device.kind == "cpu":
+        yield _emulated(problem)
         return
+    on_chip = device.on_chip
+    if not against_hopper(problem, device):
+        yield from (_with(problem, on_chip, tile, 1) for tile in hopper_tiles.ranked(problem, device))
+    best = _heuristic(problem, device)
+    yield best
     if best.splits > 1:
-        yield replace(best, splits=1)
+        yield _with(problem, on_chip, best.forward, 1)
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
     few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
     for tile in (*searched, *(Tile(FEW, *choice, apart=True) for choice in few)):
-        if tile != best.forward and _suits(tile, "forward", problem, device):
-            yield replace(best, forward=tile, splits=_splits(problem, device, tile))
+        if tile != best.forward and _suits(tile, "forward", problem, on_chip):
+            yield replace(best, forward=tile, splits=schedule(problem, device, tile)[1])
     for tile in searched if problem.grads else ():
-        if tile != best.query_gradient and _suits(tile, "query_gradient", problem, device):
+        if tile != best.query_gradient and _suits(tile, "query_gradient", problem, on_chip):
             yield replace(best, query_gradient=tile)
         turned = replace(tile, queries=tile.keys, keys=tile.queries)
-        if turned != best.key_gradients and _suits(turned, "key_gradients", problem, device):
+        if turned != best.key_gradients and _suits(turned, "key_gradients", problem, on_chip):
             yield replace(best, key_gradients=turned)
 
 
-def _suits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
+def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
     """Whether a warp gets whole rows, and few enough for its registers, and the tile fits shared memory."""
     own = tile.keys if kernel == "key_gradients" else tile.queries
     each, left_over = divmod(own, tile.warps // tile.teams)
     least, most = (16, 32) if on_tensor_cores(problem) else (4, 32)
-    return not left_over and least <= each <= most and each % least == 0 and fits(tile, kernel, problem, device)
+    return not left_over and least <= each <= most and each % least == 0 and fits(tile, kernel, problem, on_chip)
 
 
 def _emulated(problem: Problem) -> CudaConfig:
@@ -102,52 +106,74 @@ def _emulated(problem: Problem) -> CudaConfig:
 
 
 def _heuristic(problem: Problem, device: Device) -> CudaConfig:
+    forwards = _forwards(problem, device.on_chip)
+    _, splits, tile = min([(*schedule(problem, device, tile), tile) for tile in forwards], key=itemgetter(0))
+    return _with(problem, device.on_chip, tile, splits)
+
+
+@per_class
+def _with(problem: Problem, on_chip: int, forward: Tile | HopperTile, splits: int) -> CudaConfig:
+    """The config with that forward, and the tiles of gradients that all of its class have."""
+    return CudaConfig(forward, *_gradients(problem, on_chip), splits, _together(problem))
+
+
+@per_class
+def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
+    """The tiles that the portable forward may have at first."""
     wide = max(problem.dim_qk, problem.dim_v)
-    together = wide <= 128
-    if problem.dtype == "float64":
-        together = wide <= 64
-        forward = Tile(64, 32, 4, 1) if wide <= 128 else Tile(32, 32, 4, 1)
-        query_gradient = Tile(32, 32, 4, 1) if wide <= 128 else Tile(16, 16, 4, 1)
-        key_gradients = replace(query_gradient, queries=query_gradient.keys, keys=query_gradient.queries)
-    elif problem.dtype == "float32":
-        forward = Tile(128, 64, 4, 1, 2) if wide <= 64 else Tile(64, 32, 4, 1, 2)
-        query_gradient = Tile(64, 64, 4, 1, 2) if wide <= 64 else Tile(64, 32, 4, 1, 2)
-        key_gradients = replace(query_gradient, queries=query_gradient.keys, keys=query_gradient.queries)
-    elif wide <= 64:
-        forward, query_gradient, key_gradients = Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2), Tile(32, 128, 4, 2, 2)
-    elif wide <= 128:
-        forward, query_gradient, key_gradients = Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2), Tile(32, 64, 4, 2, 2)
-    else:
-        forward, query_gradient, key_gradients = Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)
     if (few := rows(problem)) <= FEW:
-        forward = _streaming(problem, device)
-    elif few <= 64:
+        return _streaming(problem, on_chip)
+    if few <= 64:
         # Blocks of few warps, several to an SM, with tiles of keys in flight.
         height = 1 << (few - 1).bit_length()
-        forward = Tile(height, 64 if on_tensor_cores(problem) else 32, height // 16, 3)
-    mask_gradient = Tile(64, 32, 4, 1) if on_tensor_cores(problem) or wide <= 64 else Tile(32, 32, 4, 1)
-    forward = shrunk(forward, "forward", problem, device)
-    return CudaConfig(
-        forward,
-        shrunk(key_gradients, "key_gradients", problem, device),
-        shrunk(query_gradient, "query_gradient", problem, device),
-        shrunk(mask_gradient, "mask_gradient", problem, device),
-        splits=_splits(problem, device, forward),
-        key_and_value=together,
+        tile = Tile(height, 64 if on_tensor_cores(problem) else 32, height // 16, 3)
+    elif problem.dtype == "float64":
+        tile = Tile(64, 32, 4, 1) if wide <= 128 else Tile(32, 32, 4, 1)
+    elif problem.dtype == "float32":
+        tile = Tile(128, 64, 4, 1, 2) if wide <= 64 else Tile(64, 32, 4, 1, 2)
+    elif wide <= 128:
+        tile = Tile(128, 64 if wide <= 64 else 32, 4, 2, 2)
+    else:
+        tile = Tile(64, 64, 4, 1, 2)
+    return (shrunk(tile, "forward", problem, on_chip),)
+
+
+@per_class
+def _gradients(problem: Problem, on_chip: int) -> tuple[Tile, Tile, Tile]:
+    """The tiles of the gradients of key and value, of query, and of a mask."""
+    wide = max(problem.dim_qk, problem.dim_v)
+    if problem.dtype == "float64":
+        query = Tile(32, 32, 4, 1) if wide <= 128 else Tile(16, 16, 4, 1)
+    elif problem.dtype == "float32":
+        query = Tile(64, 64, 4, 1, 2) if wide <= 64 else Tile(64, 32, 4, 1, 2)
+    elif wide <= 64:
+        query = Tile(128, 32, 4, 2, 2)
+    elif wide <= 128:
+        query = Tile(64, 64, 4, 2, 2)
+    else:
+        query = Tile(64, 32, 4, 2)
+    keys = replace(query, queries=query.keys, keys=query.queries)
+    if on_tensor_cores(problem) and 64 < wide <= 128:
+        keys = Tile(32, 64, 4, 2, 2)
+    mask = Tile(64, 32, 4, 1) if on_tensor_cores(problem) or wide <= 64 else Tile(32, 32, 4, 1)
+    return (
+        shrunk(keys, "key_gradients", problem, on_chip),
+        shrunk(query, "query_gradient", problem, on_chip),
+        shrunk(mask, "mask_gradient", problem, on_chip),
     )
 
 
-def _streaming(problem: Problem, device: Device) -> Tile:
-    """The tile of a few rows: warps apart, eight of them or four, whichever is sooner done."""
+def _together(problem: Problem) -> bool:
+    """Whether the gradients of key and value are made by one launch."""
+    return max(problem.dim_qk, problem.dim_v) <= (64 if problem.dtype == "float64" else 128)
+
+
+def _streaming(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
+    """The tiles of a few rows: warps apart, eight of them or four."""
     row = (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype]
     keys = 32 if row <= 256 else 16
     for several, stages in itertools.product(((8, 4), (2,)), (3, 2)):
         tiles = [Tile(FEW, keys, warps, stages, apart=True) for warps in several]
-        if fitting := [tile for tile in tiles if fits(tile, "forward", problem, device)]:
-            return min(fitting, key=lambda tile: schedule(problem, device, tile)[0])
-    return Tile(FEW, keys, 1, 3)
-
-
-def _splits(problem: Problem, device: Device, tile: Tile) -> int:
-    """Among how many blocks the keys of one tile of queries are split."""
-    return schedule(problem, device, tile)[1]
+        if fitting := tuple(tile for tile in tiles if fits(tile, "forward", problem, on_chip)):
+            return fitting
+    return (shrunk(Tile(FEW, keys, 1, 3), "forward", problem, on_chip),)

@@ -10,6 +10,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
+from .classes import per_class
 
 __all__ = ["HOPPER_ROWS", "against_hopper"]
 
@@ -30,7 +31,13 @@ def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
     if device.kind != "cuda" or device.capability != (9, 0):
         return (f"{device}: it is written for compute capability 9.0",)
     missing = _missing() if device.present else None
-    return (*((missing,) if missing else ()), *_features(problem), *_sizes(problem, device), *_memory(problem))
+    features, memory = _of_class(problem)
+    return (*((missing,) if missing else ()), *features, *_sizes(problem, device), *memory)
+
+
+@per_class
+def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(_features(p)), tuple(_memory(p))
 
 
 def _features(p: Problem) -> Iterator[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
-from . import arguments, memory, run, tensor_maps
+from . import arguments, memory, run
 from .arguments import Arguments, put
+from .classes import per_class
 from .config import CudaConfig
-from .prepared import Alone
+from .tensor_maps import TensorMap, tensor_map
 from .tiles import HOPPER_SMS, HopperTile, hopper_block, hopper_shared
 from .variant import Variant
 
@@ -36,31 +39,42 @@ class Survey:
 
     def __init__(self, p: Problem, keys: int) -> None:
         self._tiles = arithmetic.tiles(p.seq_k, keys)
-        # One build for every type of query and key, which it does not read.
-        self.variant = Variant(
-            "survey",
-            "bfloat16",
-            _ROWS,
-            keys,
-            warps=_WARPS,
-            resident=_RESIDENT,
-            shared=_WARPS * 4,
-            family="hopper",
-        )
+        self.variant = _survey(p, keys)
 
     def __call__(self, mask: Any, a: Arguments) -> Any:
         """Launch it. Returns the memory that ``a`` then points to, the forward's counter included, which is 0."""
+        looks = self.looks(mask)
+        space = self.space(mask, a, looks)
+        run.start(self.variant, looks.blocks, a, space)
+        return space
+
+    def looks(self, mask: Any) -> _Looks:
+        """What a launch has to do for a mask that lies like this one."""
         _, *steps = memory.place(mask)
         b, h, rows = (n if step else 1 for n, step in zip(mask.shape[:3], steps[:3], strict=True))
-        a.mask_batch, a.mask_heads, a.mask_rows = b, h, rows
         words, groups = arithmetic.tiles(self._tiles, _BITS), arithmetic.tiles(rows, _ROWS)
         sets = arithmetic.tiles(2 * b * h * groups * words, _HEAD) * _HEAD
         bits = 4 * b * h * self._tiles * (1 if rows == 1 else groups * _ROWS)
-        found = memory.empty((_HEAD + sets + bits,), mask, "int32")
-        at = memory.address(found)
-        a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + sets)
-        run.start(self.variant, b * h * groups * words * (_BITS // _TILES), a, found)
-        return found
+        return _Looks(b, h, rows, sets, bits, b * h * groups * words * (_BITS // _TILES))
+
+    def space(self, mask: Any, a: Arguments, looks: _Looks) -> Any:
+        """Memory for it, which ``a`` then points to."""
+        a.mask_batch, a.mask_heads, a.mask_rows = looks[:3]
+        space = memory.empty((_HEAD + looks.sets + looks.bits,), mask, "int32")
+        at = memory.address(space)
+        a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + looks.sets)
+        return space
+
+
+class _Looks(NamedTuple):
+    """A mask's shape without what it is broadcast over, numbers of 4 bytes to either end, and blocks."""
+
+    batch: int
+    heads: int
+    rows: int
+    sets: int
+    bits: int
+    blocks: int
 
 
 class Forward:
@@ -69,56 +83,117 @@ class Forward:
     A bool mask takes a launch before it, and memory meanwhile: see ``Survey``.
     """
 
+    #: Whether an lse is written, be it asked for or not.
+    needs_lse = False
+
     def __init__(self, p: Problem, chosen: CudaConfig, device: Device) -> None:
         tile = chosen.forward
         assert isinstance(tile, HopperTile)
         heads = p.batch * p.heads_q
-        a = arguments.constants(p)
-        a.section = min(arithmetic.heads_a_section(p), max(1, heads))
-        self._constants = a
+        self.constants = arguments.constants(p, min(arithmetic.heads_a_section(p), max(1, heads)))
         keys = p.batch, p.heads_kv, p.seq_k
-        self._maps = (
-            tensor_maps.mapper(p.dtype, (p.batch, p.heads_q, p.seq_q, p.dim_qk), _ROWS),
-            tensor_maps.mapper(p.dtype, (*keys, p.dim_qk), tile.keys),
-            tensor_maps.mapper(p.dtype, (*keys, p.dim_v), tile.keys),
+        #: Shapes of query, key and value, and rows of each that a load brings.
+        self._mapped = (
+            ((p.batch, p.heads_q, p.seq_q, p.dim_qk), _ROWS),
+            ((*keys, p.dim_qk), tile.keys),
+            ((*keys, p.dim_v), tile.keys),
         )
-        tiles = heads * arithmetic.tiles(p.seq_q, tile.queries)
-        self._blocks = min(tiles, device.sms or HOPPER_SMS)
-        self._counts = tiles > self._blocks
-        dim = hopper_block(p)
-        self.variant = Variant(
-            "forward",
-            p.dtype,
-            tile.queries,
-            tile.keys,
-            dim,
-            dim,
-            warps=4 * (1 + tile.queries // _ROWS),
-            stages=tile.stages,
-            shared=hopper_shared(tile, dim),
-            flags=(
-                ("CONTINUED", int(tile.continued)),
-                ("MASKED", int(p.mask is not None)),
-                ("SOFTCAP", int(arithmetic.capped(p))),
-            ),
-            family="hopper",
-        )
-        self.alone = None if self._counts else Alone(self.variant, self._blocks, a, self._maps)
+        self._dtype = p.dtype
+        rows = heads * arithmetic.tiles(p.seq_q, tile.queries)
+        self.blocks = min(rows, device.sms or HOPPER_SMS)
+        self._counts = rows > self.blocks
+        self.variant = _forward(p, tile)
         self._survey = Survey(p, tile.keys) if p.mask is not None else None
+
+    def variants(self) -> tuple[Variant, ...]:
+        """What is launched, in that order."""
+        return (self.variant,) if self._survey is None else (self._survey.variant, self.variant)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
-        a = arguments.of_call(self._constants, inputs, mapped=True)
+        a = arguments.of_call(self.constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
-        maps = tuple(of(memory.place(array)) for of, array in zip(self._maps, inputs[:3], strict=True))
+        maps = self._maps(*(memory.place(array) for array in inputs[:3]))
         # A counter for each launch, zeroed on its stream and so in a captured graph: two streams, or a graph and a
         # stream, may run one kernel at once, and what a launch that failed has left is of no account.
         if self._survey is not None:
-            found = self._survey(inputs.attn_mask, a)
-            run.start(self.variant, self._blocks, a, out, maps, beside=True)
-            del found  # not before: what it points to is the next launch's from here on
+            space = self._survey(inputs.attn_mask, a)
+            run.start(self.variant, self.blocks, a, out, maps, beside=True)
+            del space  # not before: what it points to is the next launch's from here on
             return
         counter = memory.empty((1,), lse, "int32") if self._counts else None
         a.counter = None if counter is None else memory.address(counter)
-        run.start(self.variant, self._blocks, a, out, maps, counter)
+        run.start(self.variant, self.blocks, a, out, maps, counter)
+
+    def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
+        """See ``portable.Forward.bound``."""
+        function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
+        steps = [operand.stride() for operand in inputs[:3]]
+
+        def pointers(a: Arguments, at: tuple[int, ...]) -> tuple[int, ...]:
+            maps = self._maps(*((address, *step) for address, step in zip(at, steps, strict=True)))
+            return *(made.pointer for made in maps), ctypes.addressof(a)
+
+        if self._survey is not None:
+            survey = self._survey
+            looks, looking = survey.looks(inputs.attn_mask), run.loaded(survey.variant, index)
+
+            def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
+                passed = pointers(a, at)
+                space = survey.space(like, a, looks)
+                run.send(looking, survey.variant, looks.blocks, stream, ctypes.addressof(a))
+                run.send(function, variant, blocks, stream, *passed, beside=True)
+                del space
+
+            return masked
+        if self._counts:
+
+            def counted(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
+                passed = pointers(a, at)
+                counter = memory.empty((1,), like, "int32")
+                a.counter = memory.address(counter)
+                run.clear(counter, stream)
+                run.send(function, variant, blocks, stream, *passed)
+                del counter
+
+            return counted
+
+        def alone(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
+            run.send(function, variant, blocks, stream, *pointers(a, at))
+
+        return alone
+
+    def _maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
+        """The tensor maps of query, key and value."""
+        pairs = zip(self._mapped, places, strict=True)
+        return tuple(tensor_map(self._dtype, shape, box, place) for (shape, box), place in pairs)
+
+
+@per_class
+def _forward(p: Problem, tile: HopperTile) -> Variant:
+    dim = hopper_block(p)
+    return Variant(
+        "forward",
+        p.dtype,
+        tile.queries,
+        tile.keys,
+        dim,
+        dim,
+        warps=4 * (1 + tile.queries // _ROWS),
+        stages=tile.stages,
+        shared=hopper_shared(tile, dim),
+        flags=(
+            ("CONTINUED", int(tile.continued)),
+            ("MASKED", int(p.mask is not None)),
+            ("SOFTCAP", int(arithmetic.capped(p))),
+        ),
+        family="hopper",
+    )
+
+
+@per_class
+def _survey(_: Problem, keys: int) -> Variant:
+    """One build for every type of query and key, which it does not read."""
+    shared = _WARPS * 4
+    return Variant("survey", "bfloat16", _ROWS, keys, warps=_WARPS, resident=_RESIDENT, shared=shared, family="hopper")

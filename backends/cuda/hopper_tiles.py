@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
+from .classes import per_class
 from .tiles import HOPPER_SMS, HopperTile, hopper_block
 
 __all__ = ["ranked"]
@@ -32,44 +32,58 @@ _TILES = {
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
 _LAST = 0.5
-#: At most so many tiles of rows are asked what they see by position, evenly spread where there are more.
-_LOOKED_AT = 512
 
 
 def ranked(problem: Problem, device: Device) -> list[HopperTile]:
     """The tiles, the fastest first."""
+    timed = [(*last, _time(problem, device, tile), n) for n, (last, tile) in enumerate(_tiles(problem))]
+    timed.sort()
+    return [_tiles(problem)[n][1] for *_, n in timed]
+
+
+@per_class
+def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
+    """Each tile, after what puts it behind the others however fast it is."""
+    # What is continued pays where tiles of rows take as long as one another.
     uneven = _uneven(problem)
-
-    def order(tile: HopperTile) -> tuple[bool, bool, float]:
-        # What is continued pays where tiles of rows take as long as one another.
-        return _crowded(problem, tile), uneven and tile.continued, _time(problem, device, tile)
-
-    return sorted(_TILES[hopper_block(problem)], key=order)
+    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[hopper_block(problem)]]
 
 
 def _time(problem: Problem, device: Device, tile: HopperTile) -> float:
     """About how many microseconds the SM with most to do takes, beside what any launch does."""
-    tiles = problem.batch * problem.heads_q * arithmetic.tiles(problem.seq_q, tile.queries)
-    share = tiles / (device.sms or HOPPER_SMS)
+    rows = arithmetic.tiles(problem.seq_q, tile.queries)
+    share = problem.batch * problem.heads_q * rows / (device.sms or HOPPER_SMS)
     launch = _CONTINUING if tile.continued else 0.0
     if problem.positional:  # tiles of all sizes, the longest first, which fill gaps
-        steps = list(_steps(problem, tile))
-        mean, most = (tile.begin + tile.step * n for n in (sum(steps) / len(steps), max(steps)))
-        return launch + max(share * mean, most)
+        steps, longest = _steps(problem, tile)
+        return launch + max(share * (tile.begin + tile.step * steps / rows), tile.begin + tile.step * longest)
     one = tile.begin + tile.step * arithmetic.tiles(problem.seq_k, tile.keys)
     return launch + one * (max(1.0, share + _LAST) if _uneven(problem) else math.ceil(share))
 
 
-def _steps(p: Problem, tile: HopperTile) -> Iterator[int]:
-    """How many tiles of keys a tile of rows meets by position, for tiles from the first row to the last."""
+def _steps(p: Problem, tile: HopperTile) -> tuple[int, int]:
+    """How many tiles of keys all tiles of rows meet by position, and about how many the one that meets most does."""
     left, right = p.reach
     offset = p.seq_k - p.seq_q if p.bottom_right else 0
-    rows = range(0, p.seq_q, tile.queries)
-    for first in rows[:: arithmetic.tiles(len(rows), _LOOKED_AT)]:
-        last = min(first + tile.queries, p.seq_q) - 1
-        begin = 0 if left is None else max(0, first + offset - left)
-        end = p.seq_k if right is None else min(p.seq_k, last + offset + right + 1)
-        yield max(0, arithmetic.tiles(end, tile.keys) - begin // tile.keys)
+    rows = arithmetic.tiles(p.seq_q, tile.queries)
+    whole = arithmetic.tiles(p.seq_k, tile.keys)
+    total, longest = rows * whole, whole
+    if right is not None:  # a tile ends after the last key of its last row
+        end = offset + right + tile.queries
+        total = arithmetic.staircase(rows, end + tile.keys - 1, tile.queries, tile.keys, whole)
+        last = min(p.seq_k, offset + right + p.seq_q)
+        longest = max(0, arithmetic.tiles(last, tile.keys))
+        cut = min(p.seq_k, offset + right + rows * tile.queries)  # as if the last tile were full
+        total -= max(0, arithmetic.tiles(cut, tile.keys)) - longest
+    if left is not None:  # and begins at the first of its first
+        total -= arithmetic.staircase(rows, offset - left, tile.queries, tile.keys, whole)
+        if right is None:
+            longest = max(0, whole - max(0, offset - left) // tile.keys)
+        else:  # the window reaches into most tiles where it begins latest in one
+            among = math.gcd(tile.queries, tile.keys)
+            latest = tile.keys - among + (offset - left) % among
+            longest = min(longest, arithmetic.tiles(latest + left + tile.queries + right, tile.keys))
+    return max(0, total), longest
 
 
 def _uneven(problem: Problem) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from attnswitch.machine.backend import Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import hopper, memory, portable, prepared
 from .config import CudaConfig
 from .tiles import HopperTile
+from .variant import Variant
 
 __all__ = ["CudaKernel"]
 
@@ -24,35 +26,57 @@ class CudaKernel(Kernel):
 
     def __init__(self, problem: Problem, config: CudaConfig, device: Device) -> None:
         p = self.problem = problem
-        self._rows = (p.batch, p.heads_q, p.seq_q)
-        self._real = "float64" if p.dtype == "float64" else "float32"
+        self._config = config
         own = isinstance(config.forward, HopperTile)
         self._forward = hopper.Forward(p, config, device) if own else portable.Forward(p, config)
-        self._prepare = portable.Prepare(p)
-        self._query = portable.QueryGradient(p, config) if "q" in p.grads else None
-        self._keys = portable.KeyGradients(p, config) if "k" in p.grads or "v" in p.grads else None
-        self._mask = portable.MaskGradient(p, config) if "m" in p.grads else None
+
+    @functools.cached_property
+    def _backward(self) -> portable.Backward:
+        return portable.Backward(self.problem, self._config)
+
+    def variants(self) -> tuple[Variant, ...]:
+        """The kernels that forward and backward launch, in that order, for aligned gradients of the output."""
+        backward = self._backward.steps(16) if self.problem.grads else ()
+        return (*self._forward.variants(), *(step.variant for step in backward))
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""
         with memory.on(inputs.query):
             out = memory.like(inputs.query, self.problem.dim_v)
-            lse = memory.empty(self._rows, inputs.query, self._real)
+            p = self.problem
+            real = "float64" if p.dtype == "float64" else "float32"
+            lse = memory.empty((p.batch, p.heads_q, p.seq_q), inputs.query, real)
             self._forward(inputs, out, lse)
         return out, lse
 
     def prepared(self, inputs: Inputs) -> Forward:
-        """``forward`` for tensors that lie like these; of calls without a mask that are one launch on a GPU."""
-        alone, general = self._forward.alone, super().prepared(inputs)
-        if alone is None or inputs.attn_mask is not None or memory.on_cpu(inputs.query) or not alone.blocks:
+        """``forward`` for tensors that lie like these, on a GPU."""
+        general = super().prepared(inputs)
+        if self._is_general(inputs) or not self._forward.blocks:
             return general
-        return prepared.forward(self.problem, alone, inputs, general)
+        return prepared.forward(self.problem, self._forward, inputs, general)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
         with memory.on(inputs.query):
-            saved = self._prepare(inputs, out, lse, grad_out, grad_lse)
-            query = self._query(inputs, saved) if self._query else None
-            key, value = self._keys(inputs, saved) if self._keys else (None, None)
-            mask = self._mask(inputs, saved) if self._mask else None
-        return Gradients(query, key, value, mask)
+            return self._backward(inputs, out, lse, grad_out, grad_lse)
+
+    def prepared_backward(self, inputs: Inputs) -> Backward:
+        """``backward`` for tensors that lie like these, on a GPU. What it launches is laid out at the first call."""
+        p = self.problem
+        if self._is_general(inputs) or p.is_empty or not p.seq_k:
+            return self.backward
+        ready: Backward | None = None
+
+        def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+            nonlocal ready
+            if ready is None:
+                ready = prepared.backward(p, self._backward, inputs, self.backward)
+            return ready(inputs, out, lse, grad_out, grad_lse)
+
+        return differentiate
+
+    def _is_general(self, inputs: Inputs) -> bool:
+        """Whether a call has more to it than query, key, value and mask on a GPU."""
+        p = self.problem
+        return p.key_lengths or p.dropout > 0.0 or memory.on_cpu(inputs.query)

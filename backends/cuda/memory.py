@@ -12,7 +12,7 @@ from typing import Any
 
 from attnswitch.arrays import library_of
 
-__all__ = ["address", "dtype_name", "empty", "index", "like", "on", "on_cpu", "place", "stream"]
+__all__ = ["address", "dtype_name", "empty", "index", "like", "on", "on_cpu", "place", "stream", "turned"]
 
 
 _HERE = contextlib.nullcontext()
@@ -59,10 +59,16 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
 def like(query: Any, dim: int) -> Any:
     """An output (batch, heads, L, dim) that lies in memory in the order of ``query``, heads inside L or L inside."""
     b, h, length, _ = query.shape
-    _, _, by_head, by_row, _ = place(query)
-    if h > 1 and length > 1 and abs(by_head) < abs(by_row):
+    if turned(query):
         return empty((b, length, h, dim), query).swapaxes(1, 2)
     return empty((b, h, length, dim), query)
+
+
+def turned(query: Any) -> bool:
+    """Whether heads lie inside L."""
+    _, h, length, _ = query.shape
+    _, _, by_head, by_row, _ = place(query)
+    return h > 1 and length > 1 and abs(by_head) < abs(by_row)
 
 
 def on_cpu(array: Any) -> bool:

@@ -1,36 +1,28 @@
-"""Launches of the portable family: each is prepared once for a problem, and given the arrays of every call."""
+"""Launches of the portable family: laid out once for a problem, and given the arrays of every call."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from attnswitch.machine.backend import Inputs
+from attnswitch.machine.backend import Gradients, Inputs
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from ..own import arithmetic
-from . import arguments, config, memory, run, tiles
-from .arguments import Arguments, Divisor, put
+from . import arguments, config, memory, run, tiles, workspace
+from .arguments import Arguments, put
+from .classes import per_class
 from .config import CudaConfig
-from .prepared import Alone
-from .splits import MERGED, WHOLE
+from .splits import MERGED, PARTS, WHOLE
 from .tiles import ROWS_A_BLOCK, Tile, block
 from .variant import Variant
 
-__all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved"]
+__all__ = ["Backward", "Forward", "Step"]
 
 _MASK_KINDS = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
-
-
-class Saved(NamedTuple):
-    """What the backward works on beside the inputs: dO, and for each row what ``Prepare`` made of lse and dO.
-
-    ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles).
-    """
-
-    grad_out: Any
-    base: Any
-    delta: Any
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -42,153 +34,200 @@ class Forward:
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         tile, splits = chosen.forward, chosen.splits
         assert isinstance(tile, Tile)
-        a = arguments.constants(p)
-        a.pack = p.group if tiles.packs(p) else 1
-        heads = p.heads_q // a.pack
-        a.section = min(arithmetic.heads_a_section(p, packed=a.pack > 1), max(1, p.batch * heads))
-        a.splits, a.chunk = splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys
-        a.packs, a.tiles = heads, arithmetic.tiles(tiles.rows(p), tile.queries)
-        a.by_splits, a.by_tiles, a.by_packs = Divisor.of(splits), Divisor.of(a.tiles), Divisor.of(heads)
-        a.by_pack, a.by_group = Divisor.of(a.pack), Divisor.of(p.group)
-        self._blocks = p.batch * heads * a.tiles * splits
-        self._constants = a
-        own = {"LENGTHS": int(p.key_lengths), "SPLIT": chosen.split, "ONCE": int(config.once(p))}
-        self._variant = _variant("forward", p, tile, {**_flags(p), **own})
-        self._rows = (splits, p.batch, p.heads_q, p.seq_q)
-        self._left = tiles.left(p, tile) * (self._blocks - self._blocks // splits)
-        self._dim = p.dim_v
-        self._split = chosen.split
-        self.alone = Alone(self._variant, self._blocks, a) if self._split == WHOLE else None
-        self._merge = _of_rows("merge", p, {"FOLD": int(arithmetic.folds(p))})._replace(
-            warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p)
-        )
+        packed = tiles.packs(p)
+        pack = p.group if packed else 1
+        heads = p.heads_q // pack
+        rows, chunk = arithmetic.tiles(tiles.rows(p), tile.queries), arithmetic.tiles(p.seq_k, splits * tile.keys)
+        section = min(arithmetic.heads_a_section(p, packed=packed), max(1, p.batch * heads))
+        self.constants = arguments.constants(p, section)
+        arguments.divide(self.constants, p, pack, heads, rows, splits, chunk * tile.keys)
+        self.blocks = p.batch * heads * rows * splits
+        self.variant = _forward(p, tile, chosen.split, config.once(p))
+        #: Whether an lse is written, be it asked for or not.
+        self.needs_lse = chosen.split == PARTS
+        self._problem, self._tile, self._splits, self._split = p, tile, splits, chosen.split
+
+    def variants(self) -> tuple[Variant, ...]:
+        """What is launched, in that order."""
+        return (self.variant, _merge(self._problem)) if self._split == PARTS else (self.variant,)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
-        a = arguments.of_call(self._constants, inputs)
+        a = arguments.of_call(self.constants, inputs)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
         if self._split == WHOLE:
-            run.start(self._variant, self._blocks, a, out)
-            return
+            run.start(self.variant, self.blocks, a, out)
+        elif self._split == MERGED:
+            run.start(self.variant, self.blocks, a, out, left=self._left)
+        else:
+            parts = self._parts(a, lse)
+            run.start(self.variant, self.blocks, a, out)
+            run.start(_merge(self._problem), self._lines, a, out)
+            del parts  # not before: the next launch's is what it points to from here on
+
+    def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
+        """How to launch it on GPU ``index``, the current one, for tensors that lie like ``inputs``.
+
+        That takes arguments which say where all arrays are, tensor maps, output or lse, and the stream.
+        """
+        function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
+        if self._split == WHOLE:
+
+            def whole(a: Arguments, _: Any, like: Any, stream: int) -> None:
+                run.send(function, variant, blocks, stream, ctypes.addressof(a))
+
+            return whole
         if self._split == MERGED:
-            run.start(self._variant, self._blocks, a, out, left=self._left)
-            return
-        parts = memory.empty((*self._rows, self._dim), lse)
-        sums = memory.empty((2, *self._rows), lse)
-        a.parts, a.sums = memory.address(parts), memory.address(sums)
-        run.start(self._variant, self._blocks, a, out)
-        run.start(self._merge, math.prod(self._rows[1:]), a, out)
+            left = self._left
+
+            def merged(a: Arguments, _: Any, like: Any, stream: int) -> None:
+                places = workspace.blank(left, like, stream)
+                a.parts = memory.address(places)
+                run.send(function, variant, blocks, stream, ctypes.addressof(a))
+
+            return merged
+        merge, lines = _merge(self._problem), self._lines
+        merging = run.loaded(merge, index)
+
+        def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:
+            parts = self._parts(a, lse)
+            run.send(function, variant, blocks, stream, ctypes.addressof(a))
+            run.send(merging, merge, lines, stream, ctypes.addressof(a))
+            del parts
+
+        return apart
+
+    @functools.cached_property
+    def _left(self) -> int:
+        """Bytes that blocks leave to those of the last splits."""
+        return tiles.left(self._problem, self._tile) * (self.blocks - self.blocks // self._splits)
+
+    @functools.cached_property
+    def _lines(self) -> int:
+        p = self._problem
+        return p.batch * p.heads_q * p.seq_q
+
+    def _parts(self, a: Arguments, lse: Any) -> Any:
+        """Memory for what splits come to, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
+        numerators = self._splits * self._lines * self._problem.dim_v
+        parts = memory.empty((numerators + 2 * self._splits * self._lines,), lse)
+        at = memory.address(parts)
+        a.parts, a.sums = at, at + numerators * lse.itemsize
+        return parts
 
 
-class Prepare:
-    """D of every row, and its lse as the other kernels want it."""
+class Step(NamedTuple):
+    """One launch of the backward: a kernel, its blocks, and how many heads run side by side."""
 
-    def __init__(self, p: Problem) -> None:
-        self._constants = arguments.constants(p)
-        self._variant = _of_rows("prepare", p, {"FOLD": int(arithmetic.folds(p))})
-        self._shape = (p.batch, p.heads_q, arithmetic.padded(p))
-
-    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
-        """Launch it."""
-        saved = Saved(grad_out, memory.empty(self._shape, lse), memory.empty(self._shape, lse))
-        a = _with(self._constants, inputs, saved)
-        lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
-        put(a, Arguments.out.offset, out)
-        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
-        run.start(self._variant, arithmetic.tiles(math.prod(self._shape), ROWS_A_BLOCK), a, lse)
-        return saved
+    variant: Variant
+    blocks: int
+    section: int
 
 
-class QueryGradient:
-    """Gradient of query, (B, Hq, Lq, D)."""
+class Backward:
+    """Gradients of what the problem asks for: three launches or four, and one more for a mask.
 
-    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        a = arguments.constants(p)
-        heads = p.batch * p.heads_q
-        a.section = min(arithmetic.heads_a_section(p), max(1, heads))
-        self._constants = a
-        self._variant = _variant("query_gradient", p, chosen.query_gradient, _flags(p))
-        self._blocks = heads * arithmetic.tiles(p.seq_q, chosen.query_gradient.queries)
-        self._shape = (p.batch, p.heads_q, p.seq_q, p.dim_qk)
-
-    def __call__(self, inputs: Inputs, saved: Saved) -> Any:
-        """Launch it."""
-        grad = memory.empty(self._shape, inputs.query)
-        a = _with(self._constants, inputs, saved)
-        a.grad_query = memory.address(grad)
-        run.start(_for(self._variant, saved), self._blocks, a, grad)
-        return grad
-
-
-class KeyGradients:
-    """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv), those that are asked for, by one launch or two."""
-
-    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        a = arguments.constants(p)
-        heads = p.batch * p.heads_kv
-        a.section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads))
-        self._constants = a
-        wanted = "".join(letter for letter in "kv" if letter in p.grads)
-        self._variants = [
-            _variant(
-                "key_gradients",
-                p,
-                chosen.key_gradients,
-                {**_flags(p), "WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)},
-            )
-            for letters in ((wanted,) if chosen.key_and_value else wanted)
-        ]
-        self._blocks = heads * arithmetic.tiles(p.seq_k, chosen.key_gradients.keys)
-        rows = (p.batch, p.heads_kv, p.seq_k)
-        self._key = (*rows, p.dim_qk) if "k" in wanted else None
-        self._value = (*rows, p.dim_v) if "v" in wanted else None
-
-    def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
-        """Launch it."""
-        a = _with(self._constants, inputs, saved)
-        key = value = None
-        if self._key is not None:
-            key = memory.empty(self._key, inputs.key)
-            a.grad_key = memory.address(key)
-        if self._value is not None:
-            value = memory.empty(self._value, inputs.key)
-            a.grad_value = memory.address(value)
-        for variant in self._variants:
-            run.start(_for(variant, saved), self._blocks, a, inputs.key)
-        return key, value
-
-
-class MaskGradient:
-    """Gradient of a float mask, in its shape."""
+    The first makes of each row what the others work on beside the inputs: ``base`` of its lse and ``delta`` of output
+    and gradients, both (B, Hq, Lq padded to whole tiles). They may be of more keys than there are here.
+    """
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        assert p.mask_shape is not None
-        tile = chosen.mask_gradient
-        a = arguments.constants(p)
-        b, h, q, k = p.mask_shape
-        a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
-        self._constants = a
-        self._variant = _variant("mask_gradient", p, tile, _flags(p))
-        self._shape = (b, h, q, k)
-        self._blocks = (
-            b
-            * h
-            * (arithmetic.tiles(q, tile.queries) if q != 1 else 1)
-            * (arithmetic.tiles(k, tile.keys) if k != 1 else 1)
+        self.constants = arguments.constants(p)
+        keys = p.batch, p.heads_kv, p.seq_k
+        #: Of the gradients of query, key, value and mask; None where one is not asked for.
+        self.shapes = (
+            (p.batch, p.heads_q, p.seq_q, p.dim_qk) if "q" in p.grads else None,
+            (*keys, p.dim_qk) if "k" in p.grads else None,
+            (*keys, p.dim_v) if "v" in p.grads else None,
+            p.mask_shape if "m" in p.grads else None,
         )
+        #: Numbers of base, and of delta.
+        self.rows = p.batch * p.heads_q * arithmetic.padded(p)
+        self._dtype = p.dtype
+        self._steps: dict[int, list[Step]] = {}
+        self._plain = list(self._launches(p, chosen))
 
-    def __call__(self, inputs: Inputs, saved: Saved) -> Any:
+    def _launches(self, p: Problem, chosen: CudaConfig) -> Iterator[Step]:
+        yield Step(_of_rows(p, "prepare"), arithmetic.tiles(self.rows, ROWS_A_BLOCK), 0)
+        heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
+        if "q" in p.grads:
+            tile = chosen.query_gradient
+            section = min(arithmetic.heads_a_section(p), max(1, heads_q))
+            yield Step(_gradient(p, "query_gradient", tile), heads_q * arithmetic.tiles(p.seq_q, tile.queries), section)
+        tile = chosen.key_gradients
+        section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads_kv))
+        wanted = "".join(letter for letter in "kv" if letter in p.grads)
+        for letters in (wanted,) if wanted and chosen.key_and_value else wanted:
+            blocks = heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
+            yield Step(_gradient(p, "key_gradients", tile, letters), blocks, section)
+        if "m" in p.grads and p.mask_shape is not None:
+            tile = chosen.mask_gradient
+            b, h, q, k = p.mask_shape
+            a = self.constants
+            a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
+            down = arithmetic.tiles(q, tile.queries) if q != 1 else 1
+            across = arithmetic.tiles(k, tile.keys) if k != 1 else 1
+            yield Step(_gradient(p, "mask_gradient", tile), b * h * down * across, 0)
+
+    def copied(self, grad_out: Any) -> int:
+        """Bytes of the gradient of the output that one copy may move, which is no part of the problem."""
+        return _copied(_memory(grad_out), self._dtype)
+
+    def steps(self, copied: int) -> list[Step]:
+        """What is launched where copies move so many bytes of the gradient of the output."""
+        steps = self._steps.get(copied)
+        if steps is None:
+            prepare, *rest = self._plain
+            flag = ("GRAD_OUT_BYTES", copied)
+            with_flag = [s._replace(variant=s.variant._replace(flags=(*s.variant.flags, flag))) for s in rest]
+            steps = self._steps[copied] = [prepare, *with_flag]
+        return steps
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Launch it."""
-        assert inputs.attn_mask is not None
-        grad = memory.empty(self._shape, inputs.attn_mask)
-        a = _with(self._constants, inputs, saved)
-        a.grad_mask = memory.address(grad)
-        run.start(_for(self._variant, saved), self._blocks, a, grad)
-        return grad
+        a = arguments.of_call(self.constants, inputs)
+        put(a, Arguments.out.offset, out)
+        put(a, Arguments.grad_out.offset, grad_out)
+        lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
+        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
+        saved = memory.empty((self.rows,), lse), memory.empty((self.rows,), lse)
+        a.base, a.delta = map(memory.address, saved)
+        operands = inputs.query, inputs.key, inputs.value, inputs.attn_mask
+        grads = Gradients(
+            *(
+                None if shape is None else memory.empty(shape, like)
+                for shape, like in zip(self.shapes, operands, strict=True)
+            )
+        )
+        a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
+            None if grad is None else memory.address(grad) for grad in grads
+        )
+        for step in self.steps(self.copied(grad_out)):
+            a.section = step.section
+            run.start(step.variant, step.blocks, a, lse)
+        return grads
 
 
 # -- what a kernel is compiled for -------------------------------------------------------------------------------------
+
+
+@per_class
+def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
+    own = {"LENGTHS": int(p.key_lengths), "SPLIT": split, "ONCE": int(once)}
+    return _variant("forward", p, tile, {**_flags(p), **own})
+
+
+@per_class
+def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "") -> Variant:
+    """``letters`` are those of ``key_gradients``."""
+    own = {"WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)} if letters else {}
+    return _variant(kernel, p, tile, {**_flags(p), **own})
+
+
+@per_class
+def _merge(p: Problem) -> Variant:
+    return _of_rows(p, "merge")._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p))
 
 
 def _variant(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Variant:
@@ -209,15 +248,10 @@ def _variant(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Vari
     )
 
 
-def _of_rows(kernel: str, p: Problem, flags: dict[str, int]) -> Variant:
+@per_class
+def _of_rows(p: Problem, kernel: str) -> Variant:
     """A kernel that has no tiles."""
-    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=tuple(flags.items()))
-
-
-def _for(variant: Variant, saved: Saved) -> Variant:
-    """The variant for the upstream gradient of one call, which is no part of the problem."""
-    copied = _copied(_memory(saved.grad_out), variant.dtype)
-    return variant._replace(flags=(*variant.flags, ("GRAD_OUT_BYTES", copied)))
+    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("FOLD", int(arithmetic.folds(p))),))
 
 
 def _flags(p: Problem) -> dict[str, int]:
@@ -251,17 +285,6 @@ def _memory(array: Any) -> Memory:
     size = array.itemsize
     strided = array.shape[3] > 1 and steps[3] != 1
     return Memory(align=math.gcd(16, address, *(stride * size for stride in steps[:3])), strided=strided)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _with(constants: Arguments, inputs: Inputs, saved: Saved) -> Arguments:
-    """``constants`` with the arrays of a call of the backward."""
-    a = arguments.of_call(constants, inputs)
-    put(a, Arguments.grad_out.offset, saved.grad_out)
-    a.base, a.delta = memory.address(saved.base), memory.address(saved.delta)
-    return a
 
 
 def _contiguous(array: Any) -> Any:

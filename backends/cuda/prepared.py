@@ -1,90 +1,125 @@
-"""The forward of tensors that lie alike: all that a launch passes is laid out once, and a call adds addresses."""
+"""Calls of tensors that lie alike: all that launches pass is laid out once, and a call adds addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from attnswitch.machine.backend import Forward, Inputs
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs
 from attnswitch.problem import Problem
 
-from . import memory, run
+from . import arguments, hopper, memory, portable, run
 from .arguments import Arguments
-from .tensor_maps import TensorMap
-from .variant import Variant
 
-__all__ = ["Alone", "forward"]
+__all__ = ["backward", "forward"]
 
-#: Query, key, value and output, one after the other: an address and four strides each.
-_OPERANDS = struct.Struct("=20q")
-#: Sets of operands whose maps are known; beyond, all are forgotten.
-_MOST = 256
-
-
-class Alone(NamedTuple):
-    """A forward that is one launch, with what it passes beside arrays."""
-
-    variant: Variant
-    blocks: int
-    constants: Arguments
-    #: What makes tensor maps of query, key and value, where it has any.
-    maps: tuple[Callable[[tuple[int, ...]], TensorMap], ...] = ()
+#: Query, key, value and output, one after the other, an address and four strides each; and the output's gradient.
+_FOUR, _FIVE = struct.Struct("=20q"), struct.Struct("=25q")
+#: From ``lse`` to ``grad_mask``.
+_REST = struct.Struct("=10q")
+_AT_MASK, _AT_REST = Arguments.mask.offset, Arguments.lse.offset
+_ADDRESS = struct.Struct("=q")
 
 
-def forward(problem: Problem, launch: Alone, inputs: Inputs, general: Forward) -> Forward:
+def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs: Inputs, general: Forward) -> Forward:
     """Output, and lse if ``problem`` asks for it or for gradients, of torch tensors on a GPU that lie like ``inputs``.
 
     ``general`` takes the calls that are made while another GPU is the current one. Raises ``CompileError``.
     """
     torch: Any = sys.modules["torch"]
-    variant, blocks, constants, maps = launch
     index = inputs.query.get_device()
     with memory.on(inputs.query):
-        function = run.loaded(variant, index)
-        model = memory.like(inputs.query, problem.dim_v)
-    shape, steps = model.shape, model.stride()
+        send = launch.bound(inputs, index)
+    shape, steps = _result(problem, inputs.query)
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
-    rows = (shape[:3], (shape[1] * shape[2], shape[2], 1)) if problem.lse or problem.grads else None
+    wanted = problem.lse or bool(problem.grads) or launch.needs_lse
+    b, h, length, _ = shape
+    rows = (b, h, length), (h * length, length, 1)
     real = torch.float64 if problem.dtype == "float64" else torch.float32
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-    pointers = _Maps(maps, (by_query, by_key, by_value))
+    constants = arguments.with_mask(launch.constants, inputs.attn_mask)
 
-    def found(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    def attend(query: Any, key: Any, value: Any, mask: Any = None) -> tuple[Any, Any]:
         if current() != index:
-            return general(query, key, value)
+            return general(query, key, value) if mask is None else general(query, key, value, mask)
         out = query.new_empty_strided(shape, steps)
-        lse = None if rows is None else query.new_empty_strided(*rows, dtype=real)
+        lse = query.new_empty_strided(*rows, dtype=real) if wanted else None
         at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         a = Arguments.from_buffer_copy(constants)
-        _OPERANDS.pack_into(a, 0, at[0], *by_query, at[1], *by_key, at[2], *by_value, out.data_ptr(), *steps)
+        _FOUR.pack_into(a, 0, at[0], *by_query, at[1], *by_key, at[2], *by_value, out.data_ptr(), *steps)
+        if mask is not None:
+            _ADDRESS.pack_into(a, _AT_MASK, mask.data_ptr())
         if lse is not None:
             a.lse = lse.data_ptr()
-        run.send(function, variant, blocks, stream(index), *pointers.of(at), ctypes.addressof(a))
+        send(a, at, out if lse is None else lse, stream(index))
         return out, lse
 
-    return found
+    return attend
 
 
-class _Maps:
-    """The tensor maps of operands by their addresses."""
+def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, general: Backward) -> Backward:
+    """Gradients of torch tensors on a GPU that lie like ``inputs``; those that are given may lie in any way.
 
-    def __init__(self, makers: tuple[Callable[[tuple[int, ...]], TensorMap], ...], steps: tuple[Any, ...]) -> None:
-        self._makers, self._steps = makers, steps
-        self._known: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[TensorMap, ...]]] = {}
+    ``general`` takes the calls with key lengths or a seed, and those that are made while another GPU is the current
+    one.
+    """
+    torch: Any = sys.modules["torch"]
+    index = inputs.query.get_device()
+    by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
+    current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    constants = arguments.with_mask(launch.constants, inputs.attn_mask)
+    of_query, of_key, of_value, of_mask = launch.shapes
+    rows = launch.rows
+    bytes_of_rows = rows * (8 if problem.dtype == "float64" else 4)
+    known: dict[tuple[Any, ...], list[tuple[Any, portable.Step]]] = {}
 
-    def of(self, at: tuple[int, ...]) -> tuple[int, ...]:
-        """Where they are, for operands at these addresses. Raises ``RuntimeError`` if one is refused."""
-        if not self._makers:
-            return ()
-        known = self._known.get(at)
-        if known is None:
-            places = ((address, *steps) for address, steps in zip(at, self._steps, strict=True))
-            made = tuple(maker(place) for maker, place in zip(self._makers, places, strict=True))
-            known = tuple(found.pointer for found in made), made  # which the pointers live in
-            if len(self._known) >= _MOST:
-                self._known.clear()
-            self._known[at] = known
-        return known[0]
+    def loaded(grad_out: Any) -> list[tuple[Any, portable.Step]]:
+        """What is launched, as it is loaded on the GPU, for gradients that lie like this one."""
+        return [(run.loaded(step.variant, index), step) for step in launch.steps(launch.copied(grad_out))]
+
+    def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        if current() != index or inputs.key_lengths is not None or inputs.seed is not None:
+            return general(inputs, out, lse, grad_out, grad_lse)
+        query, key, value, mask = inputs[:4]
+        by_grad, at_grad = grad_out.stride(), grad_out.data_ptr()
+        launches = known.get((by_grad, at_grad & 15))
+        if launches is None:
+            launches = known[by_grad, at_grad & 15] = loaded(grad_out)
+        lse = lse.contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        space = lse.new_empty(2 * rows)
+        grad_query = None if of_query is None else query.new_empty(of_query)
+        grad_key = None if of_key is None else query.new_empty(of_key)
+        grad_value = None if of_value is None else query.new_empty(of_value)
+        grad_mask = None if of_mask is None or mask is None else mask.new_empty(of_mask)
+        a = Arguments.from_buffer_copy(constants)
+        operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
+        _FIVE.pack_into(a, 0, *operands, out.data_ptr(), *out.stride(), at_grad, *by_grad)
+        if mask is not None:
+            _ADDRESS.pack_into(a, _AT_MASK, mask.data_ptr())
+        base = space.data_ptr()
+        _REST.pack_into(
+            a,
+            _AT_REST,
+            *(lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), 0, 0, base, base + bytes_of_rows),
+            0 if grad_query is None else grad_query.data_ptr(),
+            0 if grad_key is None else grad_key.data_ptr(),
+            0 if grad_value is None else grad_value.data_ptr(),
+            0 if grad_mask is None else grad_mask.data_ptr(),
+        )
+        at, where = ctypes.addressof(a), stream(index)
+        for function, (variant, blocks, section) in launches:
+            a.section = section
+            run.send(function, variant, blocks, where, at)
+        return Gradients(grad_query, grad_key, grad_value, grad_mask)
+
+    return differentiate
+
+
+def _result(problem: Problem, query: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of an output that lies as ``memory.like`` has it."""
+    b, h, length, dim = problem.batch, problem.heads_q, problem.seq_q, problem.dim_v
+    inner = (dim, h * dim) if memory.turned(query) else (length * dim, dim)
+    return (b, h, length, dim), (h * length * dim, *inner, 1)

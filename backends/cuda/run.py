@@ -14,7 +14,7 @@ from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
 
-__all__ = ["loaded", "send", "start"]
+__all__ = ["clear", "loaded", "send", "start"]
 
 #: Addresses of a kernel's parameters: three tensor maps at most, and the arguments.
 _Parameters = ctypes.c_void_p * 4
@@ -57,22 +57,22 @@ def start(
     function = loaded(variant, memory.index(like))
     stream = memory.stream(like)
     if counter is not None:
-        _clear(counter, stream)
+        clear(counter, stream)
     if left:
         places = workspace.blank(left, like, stream)
         arguments.parts = memory.address(places)
     pointers = (*(tensor_map.pointer for tensor_map in maps), ctypes.addressof(arguments))
-    if beside and _overlaps():
-        _send_beside(function, variant, blocks, stream, *pointers)
-    else:
-        send(function, variant, blocks, stream, *pointers)
+    send(function, variant, blocks, stream, *pointers, beside=beside)
 
 
-def send(function: Any, variant: Variant, blocks: int, stream: int, *pointers: int) -> None:
+def send(function: Any, variant: Variant, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
     """Launch ``function``, with parameters that the driver has copied from ``pointers`` when this returns.
 
-    CuPy's own way to launch takes twice as long.
+    ``beside`` is as for ``start``. CuPy's own way to launch takes twice as long.
     """
+    if beside and _overlaps():
+        _send_beside(function, variant, blocks, stream, *pointers)
+        return
     driver: Any = sys.modules["cupy_backends.cuda.api.driver"]
     if not driver.ctxGetCurrent():  # a thread that has not called CUDA yet
         sys.modules["cupy_backends.cuda.api.runtime"].free(0)
@@ -115,7 +115,7 @@ def _beside(blocks: int, threads: int, shared: int, stream: int) -> Any:
     return config
 
 
-def _clear(array: Any, stream: int) -> None:
+def clear(array: Any, stream: int) -> None:
     """Zero ``array`` on ``stream``; a graph that is captured has a node for it."""
     from cupy.cuda import runtime
 
@@ -133,14 +133,14 @@ def loaded(variant: Variant, index: int) -> Any:
     major, minor = (runtime.deviceGetAttribute(attribute, index) for attribute in (75, 76))  # compute capability
     arch = nvrtc.architecture((major, minor))
     if arch is None:
-        found = ".".join(map(str, nvrtc.version()))
+        version = ".".join(map(str, nvrtc.version()))
         raise CompileError(
-            f"{variant} for compute capability {major}.{minor}: NVRTC {found} compiles for none that it runs; install"
+            f"{variant} for compute capability {major}.{minor}: NVRTC {version} compiles for none that it runs; install"
             " a CuPy for the CUDA of the driver, with its NVRTC"
         )
     module = function.Module()
     module.load(nvrtc.cubin(variant, arch))
-    found = module.get_function(variant.kernel)
+    kernel = module.get_function(variant.kernel)
     if variant.shared > _UNASKED:
-        driver.funcSetAttribute(found.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared)
-    return found
+        driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared)
+    return kernel

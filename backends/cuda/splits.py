@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from .tiles import HopperTile, Tile, on_tensor_cores, packs, room, rows
+from .classes import per_class
+from .tiles import HopperTile, Tile, on_tensor_cores, packs, room
 
 __all__ = ["MERGED", "PARTS", "WHOLE", "how", "schedule"]
 
@@ -35,26 +38,48 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     Blocks run for about as long, in rounds of as many as fit, and a round takes its steps and a few more to begin and
     to end with. So no SM is left without work while others have some, if that can be, and is worth the merging.
     """
-    blocks = problem.batch * problem.heads_q * -(-rows(problem) // tile.queries)
-    blocks //= problem.group if packs(problem) else 1
+    heads, group, at_once, pace = _of_class(problem, tile, device.on_chip)
+    blocks = problem.batch * heads * -(-problem.seq_q * group // tile.queries)
     tiles = -(-problem.seq_k // tile.keys)
     if not blocks or not tiles:
         return 0, 1
     sms = device.sms or 64
-    slots = sms * max(1, min(room(tile, "forward", problem, device), 16 // tile.warps))
-    launch = _LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms
-    merge = {WHOLE: 0, MERGED: _MERGE, PARTS: launch / _pace(problem, tile)}
+    launch = (_LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms) / pace
+    return _soonest(blocks, tiles, sms * at_once, tile.teams, tile.apart, launch)
 
-    def cost(splits: int) -> float:
-        each = -(-tiles // splits)
-        steps = -(-each // tile.teams)
-        return -(-blocks * splits // slots) * (steps + _EXTRA) + merge[how(tile, splits)]
 
-    most = tiles
-    if not tile.apart:  # splits hold two tiles at least, and only fill what is free: their rounds are no shorter
-        most = min(slots // blocks, tiles // 2)
-    best = min(range(1, max(1, min(most, _MOST_SPLITS)) + 1), key=cost)
-    return cost(best), -(-tiles // -(-tiles // best))  # none is launched for nothing
+@functools.lru_cache(maxsize=4096)
+def _soonest(blocks: int, tiles: int, slots: int, teams: int, apart: bool, launch: float) -> tuple[float, int]:
+    """``schedule`` of whole blocks and their tiles of keys, where ``slots`` blocks run at one time.
+
+    ``launch`` is what a launch takes that merges.
+    """
+    # Splits that are not apart hold two tiles at least, and only fill what is free: their rounds are no shorter.
+    most = min(tiles if apart else min(slots // blocks, tiles // 2), _MOST_SPLITS)
+    rounds = -(-blocks // slots)
+    best, least, tried = 1, float(rounds * (-(-tiles // teams) + _EXTRA)), 1
+    # No splits in as many rounds or more cost less than all steps, shared evenly, and what a round takes beside them.
+    while tried < most and tiles * blocks / (slots * teams) + _EXTRA * rounds < least:
+        within = min(most, rounds * slots // blocks)
+        for end in (min(within, _MOST_MERGED if apart else 0), within):
+            if end > tried:  # of those merged alike in as many rounds, the most: they take the fewest steps
+                tried = end
+                steps = -(-tiles // (end * teams))
+                splits = -(-tiles // (steps * teams))  # no more than take as few
+                merge = 0 if splits == 1 else _MERGE if apart and splits <= _MOST_MERGED else launch
+                cost = -(-blocks * splits // slots) * (steps + _EXTRA) + merge
+                if cost < least:
+                    best, least = splits, cost
+        rounds = max(rounds + 1, -(-blocks * (tried + 1) // slots))
+    return least, -(-tiles // -(-tiles // best))  # none is launched for nothing
+
+
+@per_class
+def _of_class(problem: Problem, tile: Tile, on_chip: int) -> tuple[int, int, int, float]:
+    """Heads of the grid, query heads in each, blocks on an SM at one time, and ``_pace``."""
+    at_once = max(1, min(room(tile, "forward", problem, on_chip), 16 // tile.warps))
+    shape = (problem.heads_kv, problem.group) if packs(problem) else (problem.heads_q, 1)
+    return *shape, at_once, _pace(problem, tile)
 
 
 def _pace(problem: Problem, tile: Tile) -> float:

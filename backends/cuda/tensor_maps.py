@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,14 @@ import numpy as np
 
 from attnswitch.problem import DTYPES
 
-__all__ = ["COLUMNS", "TensorMap", "mapper"]
+__all__ = ["COLUMNS", "TensorMap", "tensor_map"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
 #: A CUtensorMap.
 _BY_VALUE = np.dtype("V128")
-#: Maps that an operand of a problem keeps: buffers take turns, and a graph holds its own copies.
-_KEPT = 256
+#: Maps that are kept: buffers take turns, and a graph holds its own copies.
+_KEPT = 768
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,16 @@ class TensorMap:
         return int(self.encoded.ctypes.data)
 
 
-def mapper(dtype: str, shape: tuple[int, int, int, int], box: int) -> Callable[[tuple[int, ...]], TensorMap]:
-    """What gives the tensor map of an operand from its place, the address and the strides in elements.
+@functools.lru_cache(maxsize=_KEPT)
+def tensor_map(dtype: str, shape: tuple[int, int, int, int], box: int, place: tuple[int, ...]) -> TensorMap:
+    """The tensor map of an operand at ``place``: the address and the strides in elements.
 
     What the strides of axes of length 1 are means nothing, and may be no legal one.
     """
     size = DTYPES[dtype]
     line = -(-shape[3] * size // 16) * 16
-
-    @functools.lru_cache(maxsize=_KEPT)
-    def of(place: tuple[int, ...]) -> TensorMap:
-        address, *steps = place
-        by_batch, by_head, by_row = (
-            line if length == 1 else step * size for length, step in zip(shape[:3], steps[:3], strict=True)
-        )
-        return TensorMap(dtype, address, shape, (by_batch, by_head, by_row), box)
-
-    return of
+    address, *steps = place
+    by_batch, by_head, by_row = (
+        line if length == 1 else step * size for length, step in zip(shape[:3], steps[:3], strict=True)
+    )
+    return TensorMap(dtype, address, shape, (by_batch, by_head, by_row), box)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 __all__ = [
@@ -28,8 +27,6 @@ __all__ = [
     "shrunk",
 ]
 
-#: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
-_SHARED = 99 * 1024
 #: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have.
 FEW = 16
 #: Columns of a head at most.
@@ -114,8 +111,10 @@ def rows(problem: Problem) -> int:
     return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
-def shared(kernel: str, tile: Tile, problem: Problem) -> int:
+def shared(kernel: str, tile: Tile | HopperTile, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
+    if isinstance(tile, HopperTile):
+        return hopper_shared(tile, hopper_block(problem))
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem) + pad for n in (problem.dim_qk, problem.dim_v))
@@ -154,23 +153,23 @@ def hopper_shared(tile: HopperTile, dim: int) -> int:
     return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
 
 
-def room(tile: Tile, kernel: str, problem: Problem, device: Device) -> int:
-    """How many blocks of ``kernel`` the shared memory of an SM holds."""
-    return (device.shared_memory or _SHARED) // shared(kernel, tile, problem)
+def room(tile: Tile, kernel: str, problem: Problem, shared_memory: int) -> int:
+    """How many blocks of ``kernel`` an SM holds by its shared memory, in bytes."""
+    return shared_memory // shared(kernel, tile, problem)
 
 
-def fits(tile: Tile, kernel: str, problem: Problem, device: Device) -> bool:
+def fits(tile: Tile, kernel: str, problem: Problem, shared_memory: int) -> bool:
     """Whether it holds one."""
-    return room(tile, kernel, problem, device) > 0
+    return room(tile, kernel, problem, shared_memory) > 0
 
 
-def shrunk(tile: Tile, kernel: str, problem: Problem, device: Device) -> Tile:
+def shrunk(tile: Tile, kernel: str, problem: Problem, shared_memory: int) -> Tile:
     """``tile`` with fewer stages, rows that go by, own rows and warps, in this order, until it fits."""
     turned = kernel == "key_gradients"
     own, by = (tile.keys, tile.queries) if turned else (tile.queries, tile.keys)
     least_by, least_own = (16, 16) if on_tensor_cores(problem) else (8, 4)  # of a warp
     warps, stages = tile.warps, tile.stages
-    while not fits(tile, kernel, problem, device):
+    while not fits(tile, kernel, problem, shared_memory):
         if stages > 1:
             stages -= 1
         elif by > least_by:

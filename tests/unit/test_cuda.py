@@ -306,7 +306,7 @@ def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, mon
     monkeypatch.setattr(run.memory, "stream", lambda _: 17)
     monkeypatch.setattr(run.memory, "index", lambda _: 3)
     monkeypatch.setattr(run, "loaded", lambda what, index: type("Function", (), {"ptr": (what, index)}))
-    monkeypatch.setattr(run, "_clear", lambda *what: cleared.append(what))
+    monkeypatch.setattr(run, "clear", lambda *what: cleared.append(what))
     a = arguments.Arguments(batch=3, scale=0.5)
     run.start(variant, 0, a, None, (), "a counter")
     assert (driver.launched, cleared) == ([], [])

@@ -301,7 +301,7 @@ def test_a_counter_is_cleared_on_the_stream_of_the_launch(monkeypatch: pytest.Mo
     calls: list[Any] = []
     monkeypatch.setattr(runtime, "memsetAsync", lambda *call: calls.append(call))
     counter = torch.zeros(1, dtype=torch.int32)
-    run._clear(counter, 17)
+    run.clear(counter, 17)
     assert calls == [(counter.data_ptr(), 0, 4, 17)]
 
 
@@ -321,7 +321,7 @@ def test_tiles_are_those_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mapped(array: Any, box: int) -> Any:
     dtype = str(array.dtype).removeprefix("torch.")
-    return tensor_maps.mapper(dtype, tuple(array.shape), box)((array.data_ptr(), *array.stride()))
+    return tensor_maps.tensor_map(dtype, tuple(array.shape), box, (array.data_ptr(), *array.stride()))
 
 
 def test_strides_of_single_entries_mean_nothing() -> None:
@@ -367,7 +367,10 @@ def test_the_driver_is_told_dimensions_from_the_last(monkeypatch: pytest.MonkeyP
 
 def test_maps_are_encoded_once_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
-    of = tensor_maps.mapper("float16", (2, 3, 100, 72), 80)
+
+    def of(place: tuple[int, ...]) -> Any:
+        return tensor_maps.tensor_map("float16", (2, 3, 100, 72), 80, place)
+
     here, there, strided = (64, 21600, 7200, 72, 1), (128, 21600, 7200, 72, 1), (64, 43200, 14400, 144, 1)
     again = [of(here).encoded for _ in range(3)]
     assert again[0] is again[2]
@@ -375,7 +378,7 @@ def test_maps_are_encoded_once_for_a_place(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({of(place).encoded.tobytes() for place in (here, there, strided)}) == 3
     for address in range(0, 10**5, 16):
         of((address, 21600, 7200, 72, 1))
-    assert of.cache_info().currsize < 1000
+    assert tensor_maps.tensor_map.cache_info().currsize < 1000
 
 
 def test_what_the_driver_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""The CUDA forward of tensors that lie alike: what it passes is what the general one passes, but for addresses."""
+"""CUDA calls of tensors that lie alike: what they pass is what the general ones pass, but for addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,11 +29,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Launches, as they are sent to a GPU whose tensors are here: number -1, as torch has the CPU."""
     sent: list[Any] = []
 
-    def send(function: Any, variant: Any, blocks: int, stream: int, *pointers: int) -> None:
+    def send(function: Any, variant: Any, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
         passed = arguments.Arguments.from_buffer_copy(
             ctypes.string_at(pointers[-1], ctypes.sizeof(arguments.Arguments))
         )
-        sent.append((function, variant, blocks, stream, pointers[:-1], passed))
+        sent.append(((variant, beside), variant, blocks, stream, pointers[:-1], passed))
 
     monkeypatch.setattr(run, "send", send)
     monkeypatch.setattr(run, "loaded", lambda *which: which)
@@ -48,9 +49,13 @@ def operands(p: Problem, turned: bool = False) -> Inputs:
             return torch.randn(p.batch, length, heads, dim).to(getattr(torch, p.dtype)).swapaxes(1, 2)
         return torch.randn(p.batch, heads, length, dim).to(getattr(torch, p.dtype))
 
-    return Inputs(
-        made(p.heads_q, p.seq_q, p.dim_qk), made(p.heads_kv, p.seq_k, p.dim_qk), made(p.heads_kv, p.seq_k, p.dim_v)
-    )
+    query = made(p.heads_q, p.seq_q, p.dim_qk)
+    key, value = (made(p.heads_kv, p.seq_k, dim) for dim in (p.dim_qk, p.dim_v))
+    mask = None
+    if p.mask is not None and p.mask_shape is not None:
+        mask = torch.randn(p.mask_shape)
+        mask = mask > -0.5 if p.mask.is_bool else mask.to(getattr(torch, p.mask.dtype))
+    return Inputs(query, key, value, mask)
 
 
 def kernel(text: str, device: Device = H200) -> Any:
@@ -90,10 +95,9 @@ def test_it_passes_what_the_general_one_passes(text: str, turned: bool, gpu: lis
 
 def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
-    monkeypatch.setattr(prepared, "_MOST", 2)
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     made, p = kernel("b2.h4.s64.d64.bf16"), Problem.parse("b2.h4.s64.d64.bf16")
-    assert made._forward.alone.variant.family == "hopper"
+    assert made._forward.variant.family == "hopper"
     forward = made.prepared(operands(p))
     for _ in range(3):
         inputs = operands(p)
@@ -102,35 +106,62 @@ def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyP
             assert gpu[-1][4] == tuple(operand.data_ptr() + 1 for operand in inputs[:3])
 
 
+@pytest.mark.parametrize("mask", ["", ".mask=bool:qk", ".mask=bool:bk"])
+def test_hopper_passes_what_the_general_one_passes(mask: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than SMs, which are counted, and a mask that is looked at before."""
+    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
+    cleared: list[Any] = []
+    monkeypatch.setattr(run, "clear", lambda counter, stream: cleared.append((counter.data_ptr(), stream)))
+    p = Problem.parse(f"b2.h40.s200.d64.bf16{mask}")
+    made, inputs = kernel(str(p)), operands(p)
+    out, lse = made.prepared(inputs)(*inputs[: 4 if mask else 3])
+    half = len(gpu)
+    assert half == (2 if mask else 1)
+    made.forward(inputs)
+    for one, other in zip(gpu[:half], gpu[half:], strict=True):
+        assert one[:5] == other[:5]
+        names = ("mask", "mask_batch", "mask_heads", "mask_rows", "section", "keys", "batch", "factor")
+        assert all(bytes_of(one[5], name) == bytes_of(other[5], name) for name in names)
+        gaps = [
+            passed.mask_bits and (passed.mask_sets - passed.counter, passed.mask_bits - passed.counter)
+            for passed in (one[5], other[5])
+        ]
+        assert gaps[0] == gaps[1]
+    passed = gpu[half - 1][5]
+    assert (passed.out.at, passed.lse) == (out.data_ptr(), None)
+    assert lse is None
+    assert [stream for _, stream in cleared] == ([] if mask else [16, 16])
+    assert mask or passed.counter == cleared[0][0]
+
+
+def bytes_of(passed: Any, name: str) -> bytes:
+    field = getattr(arguments.Arguments, name)
+    return bytes(passed)[field.offset : field.offset + field.size]
+
+
 def test_on_another_gpu_the_general_one_takes_over(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     devices = iter((-1, 1))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: next(devices))
     made = kernel("b1.h1.s8.d64.bf16")
-    forward = prepared.forward(made.problem, made._forward.alone, operands(made.problem), lambda *_: "general")
+    forward = prepared.forward(made.problem, made._forward, operands(made.problem), lambda *_: "general")
     assert isinstance(forward(*operands(made.problem)[:3])[0], torch.Tensor)
     assert forward(*operands(made.problem)[:3]) == "general"
     assert len(gpu) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["b1.h1.s0x8.d8.bf16", "b1.h1.s8.d64.bf16.mask=bool:qk", "b1.h8/1.s1x65536.d64.fp32", "b64.h16.s1024.d64.bf16"],
-)
-def test_what_is_more_than_a_launch_is_for_the_general_one(
+@pytest.mark.parametrize("text", ["b1.h1.s0x8.d8.bf16", "b1.h1.s9.d8.bf16.lengths", "b1.h1.s9.d8.bf16.dropout=0.5"])
+def test_nothing_to_launch_lengths_and_dropout_are_for_the_general_one(
     text: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     general = importlib.import_module("attnswitch.backends.cuda.kernel").CudaKernel
     monkeypatch.setattr(general, "forward", lambda _, inputs: inputs)
     made, p = kernel(text), Problem.parse(text)
-    query, key, value = (torch.zeros(()).expand(shape) for shape in shapes(p))
-    inputs = Inputs(query, key, value, torch.zeros(1, 1, 1, 1) if p.mask else None)
-    given = made.prepared(inputs)(*inputs[: 3 if p.mask is None else 4])
-    assert all(one is other for one, other in zip(given, inputs, strict=True))
-
-
-def shapes(p: Problem) -> list[tuple[int, ...]]:
-    keys = p.batch, p.heads_kv, p.seq_k
-    return [(p.batch, p.heads_q, p.seq_q, p.dim_qk), (*keys, p.dim_qk), (*keys, p.dim_v)]
+    inputs = operands(p)
+    given = made.prepared(inputs)(*inputs[:3])
+    assert all(one is other for one, other in zip(given[:3], inputs[:3], strict=True))
+    assert made.prepared_backward(inputs) == made.backward
+    assert not gpu
 
 
 @compiled
@@ -141,10 +172,144 @@ def test_without_an_lse_the_output_is_the_same(text: str, monkeypatch: pytest.Mo
     inputs, p = operands(made.problem), made.problem
     expected, written = made.forward(inputs)
     out = torch.full_like(expected, torch.nan)
-    variant, blocks, constants, _ = made._forward.alone
-    a = arguments.of_call(constants, inputs)
+    a = arguments.of_call(made._forward.constants, inputs)
     arguments.put(a, arguments.Arguments.out.offset, out)
-    emulator.launch(variant, blocks, a)
+    emulator.launch(made._forward.variant, made._forward.blocks, a)
     assert torch.equal(out, expected)
     assert written.shape == (p.batch, p.heads_q, p.seq_q)
     assert written.isfinite().all()
+
+
+# -- run, in the emulator ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has what is sent to a GPU run in the emulator from then on."""
+    monkeypatch.setenv(VARIABLE, "1")
+
+    def send(_: Any, variant: Any, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
+        emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]))
+
+    def start() -> None:
+        monkeypatch.setattr(run, "send", send)
+        monkeypatch.setattr(run, "loaded", lambda *which: which)
+        monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
+        blank = run.workspace.BLANK
+        monkeypatch.setattr(run.workspace, "blank", lambda size, *_: torch.full((size,), blank, dtype=torch.uint8))
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
+
+    return start
+
+
+@compiled
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("b2.h2.s66x53.d24/40.fp16.mask=bool:bk", "WHOLE"),
+        ("b2.h2.s20.d16.fp32.mask=fp32:hqk.causal.lse", "WHOLE"),
+        ("b1.h8/2.s1x90.d64.fp16", "MERGED"),
+        ("b1.h8/2.s2x90.d64.bf16.mask=bf16:bqk.lse", "MERGED"),
+        ("b2.h2.s30x90.d24.fp32", "PARTS"),
+        ("b1.h2.s30x90.d8.fp64.mask=bool:q.lse", "PARTS"),
+    ],
+)
+def test_masks_and_splits_come_to_the_same_bits(
+    text: str, split: str, turned: bool, sending: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = kernel(text, Device.cpu())
+    p = made.problem
+    assert made._config.split == getattr(importlib.import_module("attnswitch.backends.cuda.splits"), split)
+    expected = []
+    calls = [operands(p, turned) for _ in range(2)]
+    monkeypatch.setenv(VARIABLE, "1")
+    for inputs in calls:
+        expected.append(made.forward(inputs))
+    sending()
+    forward = made.prepared(calls[0])
+    monkeypatch.setattr(type(made), "forward", None)
+    for inputs, (out, lse) in zip(calls, expected, strict=True):
+        got, sums = forward(*(array for array in inputs[:4] if array is not None))
+        assert torch.equal(got, out)
+        assert got.stride() == out.stride()
+        if p.lse:
+            assert torch.equal(sums, lse)
+
+
+@compiled
+@pytest.mark.parametrize("lying", ["plain", "turned", "expanded", "offset"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2.h4/2.s37x53.d24/40.fp16.grad",
+        "b1.h2.s20.d16.fp32.causal.lse.grad",
+        "b2.h2.s20x9.d16.bf16.mask=bool:bk.grad",
+        "b2.h2.s9x20.d8.fp32.mask=fp32:hk.grad=qkvm",
+        "b1.h2.s9x20.d72.fp64.mask=fp64.grad=vm",
+        "b1.h2.s9.d80.bf16.grad=q",
+    ],
+)
+def test_gradients_come_to_the_same_bits(
+    text: str, lying: str, sending: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the gradient of the output lies; also of an lse in any memory, and with a gradient of it."""
+    made = kernel(text, Device.cpu())
+    p = made.problem
+    inputs = operands(p, turned=lying == "turned")
+    grad_out = torch.randn(p.batch, p.heads_q, p.seq_q, p.dim_v).to(getattr(torch, p.dtype))
+    if lying == "turned":
+        grad_out = grad_out.mT.contiguous().mT
+    elif lying == "expanded":
+        grad_out = grad_out[:, :, :1, :1].expand(grad_out.shape)
+    elif lying == "offset":
+        room = torch.empty(grad_out.numel() + 1, dtype=grad_out.dtype)
+        grad_out = room[1:].view(grad_out.shape).copy_(grad_out)
+    out, lse = made.forward(inputs)
+    if lying == "turned":
+        lse = lse.swapaxes(1, 2).contiguous().swapaxes(1, 2)
+    grad_lse = torch.randn(lse.shape, dtype=lse.dtype) if p.lse else None
+    expected = made.backward(inputs, out, lse, grad_out, grad_lse)
+    sending()
+    backward = made.prepared_backward(inputs)
+    monkeypatch.setattr(type(made), "backward", None)
+    for _ in range(2):
+        for got, right in zip(backward(inputs, out, lse, grad_out, grad_lse), expected, strict=True):
+            assert (got is None) == (right is None)
+            assert got is None or torch.equal(got, right)
+            assert got is None or got.stride() == right.stride()
+
+
+def test_the_backward_is_laid_out_when_it_first_runs(gpu: list[Any]) -> None:
+    made = kernel("b1.h1.s8.d64.bf16.grad")
+    inputs = operands(made.problem)
+    out, lse = made.prepared(inputs)(*inputs[:3])
+    backward = made.prepared_backward(inputs)
+    assert "_backward" not in vars(made)
+    backward(inputs, out, lse, torch.ones_like(out), None)
+    assert [variant.kernel for _, variant, *_ in gpu] == ["forward", "prepare", "query_gradient", "key_gradients"]
+
+
+@compiled
+@pytest.mark.parametrize("text", ["b2.h4/2.s20x40.d16.fp32.grad", "b1.h2.s9x33.d8.fp64.mask=fp64:qk.grad=qkvm"])
+def test_a_part_of_the_keys_has_its_part_of_the_gradients(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and lse are those that are given, here of all keys: what parts come to adds up to the whole."""
+    monkeypatch.setenv(VARIABLE, "1")
+    made = kernel(text, Device.cpu())
+    p, inputs = made.problem, operands(made.problem)
+    out, lse = made.forward(inputs)
+    grad_out, grad_lse = torch.randn(out.shape, dtype=out.dtype), torch.randn(lse.shape, dtype=lse.dtype)
+    whole = made.backward(inputs, out, lse, grad_out, grad_lse)
+    parts = []
+    for keys in (slice(0, 12), slice(12, p.seq_k)):
+        mask = None if inputs.attn_mask is None else inputs.attn_mask[..., keys].contiguous()
+        key, value = (array[:, :, keys].contiguous() for array in inputs[1:3])
+        shard = Inputs(inputs.query, key, value, mask)
+        part = kernel(str(p.replace(seq_k=shard.key.shape[2])), Device.cpu())
+        parts.append(part.backward(shard, out, lse, grad_out, grad_lse))
+    torch.testing.assert_close(parts[0].query + parts[1].query, whole.query)
+    for name, axis in (("key", 2), ("value", 2), ("attn_mask", 3)):
+        got = [getattr(part, name) for part in parts]
+        if getattr(whole, name) is not None:
+            torch.testing.assert_close(torch.cat(got, axis), getattr(whole, name))

@@ -14,6 +14,8 @@ import pytest
 
 from attnswitch import Device, Problem
 from attnswitch.bench.estimate import Peak, estimate, published
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend
 from attnswitch.machine.device import KNOWN
 from attnswitch.problem import Alignment, cost
 from attnswitch.verify import Case
@@ -146,11 +148,11 @@ def test_a_device_that_is_called_almost_alike_is_another(name: str) -> None:
 def test_tiles_of_backends_fit_what_the_device_has() -> None:
     device = Device.named("h200")
     found = estimate(Problem.parse("b1.h8.s4096.d128.bf16.grad"), device, None)
-    assert {tile.role for tile in found.tiles if tile.backend == "triton"} == {
-        "forward",
-        "key_gradients",
-        "query_gradient",
-    }
+    told = {tile.backend for tile in found.tiles}
+    assert "cuda" in told
+    for name in told & {"cuda", "triton"}:
+        roles = {tile.role for tile in found.tiles if tile.backend == name}
+        assert roles == {"forward", "key_gradients", "query_gradient"}, name
     assert all(0 < tile.shared <= device.shared_memory for tile in found.tiles)
     assert found.backward is not None
     assert found.backward.ms is None
@@ -158,6 +160,22 @@ def test_tiles_of_backends_fit_what_the_device_has() -> None:
     assert set(found.tiles) < set(every)
     assert len(every) == len(set(every)) > 2 * len(found.tiles)
     assert cost.tile_bytes(HEAD, 128, 64, 2) == (128 * 128 + 2 * 64 * 256 + 128 * 64) * 2
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "rtx4090"])
+@pytest.mark.parametrize("more", ["", ".grad", ".mask=bf16:hqk.grad=qkvm"])
+@pytest.mark.parametrize("sizes", ["b1.h8.s4096.d128.bf16", "b2.h8/2.s1x4096.d64.fp16", "b1.h4.s100.d40.fp32"])
+def test_shared_memory_is_what_the_kernels_take(sizes: str, more: str, device: str) -> None:
+    problem, where = Problem.parse(sizes + more), Device.named(device)
+    backend = registry.load("cuda")
+    assert isinstance(backend, Backend)
+    config = next(backend.configs(problem, where))
+    taken: dict[str, set[int]] = {}
+    for variant in backend.compile(problem, where, config).variants():  # type: ignore[attr-defined]
+        taken.setdefault(variant.kernel, set()).add(variant.shared)
+    told = [tile for tile in estimate(problem, where, None).tiles if tile.backend == "cuda"]
+    assert {tile.role for tile in told} == taken.keys() - {"prepare", "merge", "survey"}
+    assert all(taken[tile.role] == {tile.shared} for tile in told)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
