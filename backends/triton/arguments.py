@@ -13,23 +13,27 @@ from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
 from .config import Tile, block
+from .kernels.parameters import Random, Reach, Scores, Sizes, Steps
 from .kernels.variant import Variant
 
 __all__ = [
     "as_bytes",
     "dense",
-    "dropping",
     "early",
     "options",
-    "position",
-    "scaling",
-    "strides",
+    "random",
+    "reach",
+    "scores",
+    "sizes",
+    "steps",
     "unit",
     "unseen",
     "variant",
     "wide",
     "words",
 ]
+
+_NO_STEPS = Steps(0, 0, 0, 0)
 
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
@@ -58,7 +62,7 @@ def unseen(*arrays: Any) -> bool:
 
     It may be told, as ``operands`` has seen to it that they are.
     """
-    return any(n % 16 for x in arrays for n in (*strides(x)[:3], x.shape[3]))
+    return any(n % 16 for x in arrays for n in (*steps(x)[:3], x.shape[3]))
 
 
 def options(tile: Tile) -> dict[str, Any]:
@@ -71,26 +75,31 @@ def early(overlap: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if overlap else {}
 
 
-def position(p: Problem) -> tuple[int, int, int]:
-    """Alignment of the diagonal, and how far to the left and right of it a query sees."""
+def reach(p: Problem) -> Reach:
+    """Which keys a query sees by position."""
     left, right = p.reach
-    return int(p.bottom_right), left or 0, right or 0
+    return Reach(int(p.bottom_right), left or 0, right or 0)
 
 
-def scaling(p: Problem) -> tuple[float, float]:
-    """What the products q . k are multiplied by first, and the cap."""
+def scores(p: Problem) -> Scores:
+    """How products q . k become scores."""
     factor, cap = arithmetic.factors(p)
-    return factor * unit(p), cap
+    return Scores(float(p.softmax_scale), factor * unit(p), cap)
 
 
-def dropping(p: Problem) -> tuple[int, float]:
-    """The dropout's threshold and factor."""
-    return round(p.dropout * 2**BITS), arithmetic.keep_scale(p)
+def random(p: Problem) -> Random:
+    """The dropout, but for its seed."""
+    return Random(0, 0, round(p.dropout * 2**BITS), arithmetic.keep_scale(p))
 
 
-def words(seed: int | None) -> tuple[int, int]:
+def sizes(p: Problem) -> Sizes:
+    """Its lengths and numbers of heads."""
+    return Sizes(p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k)
+
+
+def words(seed: int) -> tuple[int, int]:
     """A seed as two words of 32 bits."""
-    return (0, 0) if seed is None else (_signed(seed & 0xFFFFFFFF), _signed(seed >> 32))
+    return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
 
 
 def unit(p: Problem) -> float:
@@ -108,17 +117,17 @@ def as_bytes(mask: Any) -> Any:
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
 
 
-def strides(array: Any) -> tuple[int, ...]:
+def steps(array: Any) -> Steps:
     """Strides of an array of four axes, 0 for none; 0 along an axis of length 1, whose own may be any number."""
     if array is None:
-        return (0, 0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(array.shape, array.stride(), strict=True))
+        return _NO_STEPS
+    return Steps(*(0 if size == 1 else stride for size, stride in zip(array.shape, array.stride(), strict=True)))
 
 
 def wide(tile: Tile, *arrays: Any) -> bool:
     """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys)
-    return any(rows * row + 256 * step >= 2**31 for _, _, row, step in map(strides, arrays))
+    return any(rows * row + 256 * step >= 2**31 for _, _, row, step in map(steps, arrays))
 
 
 def _signed(word: int) -> int:

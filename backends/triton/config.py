@@ -13,10 +13,16 @@ from attnswitch.machine.backend import Config
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["Tile", "TritonConfig", "block", "configs", "packs", "splits"]
+from ..own import packing
+
+__all__ = ["Tile", "TritonConfig", "block", "configs", "packs", "rows", "small", "splits"]
 
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
+#: Scores of a problem whose kernels take a GPU no longer than its host needs for one launch more, or two descriptors.
+_FEW_SCORES = 2**23
+#: Rows of a tile that query heads may share.
+_PACKED = 128
 #: Most programs that the keys of one tile of queries are split among.
 MOST_SPLITS = 128
 
@@ -58,13 +64,19 @@ def block(dim: int) -> int:
 
 
 def packs(problem: Problem) -> bool:
-    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
-    return problem.group > 1 and problem.seq_q * problem.group <= 128
+    """Whether the query heads that share a key head lie in one tile."""
+    return packing.packs(problem, _PACKED)
 
 
 def rows(problem: Problem) -> int:
     """Rows of queries for each program head."""
-    return problem.seq_q * (problem.group if packs(problem) else 1)
+    return packing.rows(problem, _PACKED)
+
+
+def small(problem: Problem, device: Device) -> bool:
+    """Whether launches cost more than what they could save. The interpreter makes them all, to check them."""
+    p = problem
+    return device.kind != "cpu" and p.batch * p.heads_q * p.seq_q * p.seq_k < _FEW_SCORES
 
 
 def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:

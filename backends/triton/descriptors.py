@@ -8,12 +8,9 @@ from typing import Any
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from .config import block
+from .config import block, small
 
 __all__ = ["describer", "suits"]
-
-#: Scores of a problem that is too small for tensor descriptors to pay.
-_FEW_SCORES = 2**20
 
 
 def suits(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool:
@@ -23,7 +20,7 @@ def suits(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool
     stride in steps of 16 bytes, and to be ``dealt`` (see ``describer``) a length in steps of 4; axes of stride 0 are
     left to pointers.
     """
-    if (device.capability or (0, 0)) < (9, 0) or p.batch * p.heads_q * p.seq_q * p.seq_k < _FEW_SCORES:
+    if (device.capability or (0, 0)) < (9, 0) or small(p, device):
         return False
     return all(_describable(array) and (not dealt or array.shape[2] % 4 == 0) for array in arrays)
 

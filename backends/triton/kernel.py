@@ -1,76 +1,168 @@
-"""One problem's kernels: what is launched, in which order, and the arrays between the launches."""
+"""One problem's kernels: what is launched, in which order, for arrays that lie in one way or another."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from attnswitch.machine import backend
 from attnswitch.machine.backend import Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.order import Backward
 from . import launch
-from .arguments import dense
-from .config import TritonConfig
-from .operands import copied, in_steps, mask_in_steps, uneven
+from .config import TritonConfig, small
+from .operands import copied, mask_even, mask_in_steps, uneven
+from .run import Launch
+from .tiles import Make
 
 __all__ = ["TritonKernel"]
 
+_HERE = contextlib.nullcontext()
+#: Ways to lie that one kernel remembers; beyond, it forgets them all.
+_MOST = 256
+
 
 class TritonKernel(Kernel):
-    """Forward in one launch, or two where the keys are split; backward in three, and one for a mask's gradient."""
+    """Forward in one launch, or two where the keys are split; backward in three, and one for a mask's gradient.
 
-    def __init__(self, problem: Problem, device: Device, config: TritonConfig) -> None:
-        p = self.problem = problem
-        self._rows, self._by_heads = dense(p.batch, p.heads_q, p.seq_q), dense(p.batch, p.heads_q, p.seq_q, p.dim_v)
-        _, (by_b, by_l, by_h, by_d) = dense(p.batch, p.seq_q, p.heads_q, p.dim_v)
-        self._by_rows = self._by_heads[0], (by_b, by_h, by_l, by_d)
-        self._several = p.heads_q > 1 and p.seq_q > 1
-        self._sees_nothing = p.is_empty or p.seq_k == 0
-        self._uneven = uneven(p)
-        self._forward = launch.Forward(p, device, config)
-        self._prepare = launch.Prepare(p)
-        self._query = launch.QueryGradient(p, device, config) if "q" in p.grads else None
-        self._keys = launch.KeyGradients(p, device, config) if "k" in p.grads or "v" in p.grads else None
-        self._mask = launch.MaskGradient(p, config) if "m" in p.grads else None
+    What a launch passes, and is compiled for, is worked out at the first call with arrays that lie so, and for the
+    backward no sooner than at the first backward. ``make`` makes the launches.
+    """
+
+    def __init__(self, problem: Problem, device: Device, config: TritonConfig, make: Make = Launch) -> None:
+        self.problem, self._device, self._config, self._make = problem, device, config, make
+        self._sees_nothing = problem.is_empty or problem.seq_k == 0
+        self._uneven = uneven(problem)
+        self._copies_mask = problem.mask is not None and not small(problem, device)
+        self._forwards: dict[Any, launch.Forward] = {}
+        self._backwards: dict[Any, Backward] = {}
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""
-        query = inputs.query
-        turned = self._several and query.stride(1) < query.stride(2)
-        out = query.new_empty_strided(*(self._by_rows if turned else self._by_heads))
-        lse = query.new_empty_strided(*self._rows, dtype=torch.float32)
-        if self._sees_nothing:
-            return out.zero_(), lse.fill_(-torch.inf)
-        with launch.on(query):
-            self._forward(self._read(inputs), out, lse)
-        return out, lse
+        with on(inputs.query):
+            inputs = self._read(inputs)
+            launched = self._forward_of(inputs)
+            if self._sees_nothing:
+                out, lse = launched.results(inputs.query)
+                return out.zero_(), lse.fill_(-torch.inf)
+            return launched(*inputs)
+
+    def prepared(self, inputs: Inputs) -> backend.Forward:
+        """``forward`` of tensors that lie like these, if they are read where they lie."""
+        general = super().prepared(inputs)
+        if not self._in_place(inputs):
+            return general
+        launched, here = self._forward_of(inputs), _here(inputs.query)
+
+        def forward(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+            return (launched if here() else general)(query, key, value, attn_mask)
+
+        return forward
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
-        p = self.problem
         if self._sees_nothing:
-            return Gradients(
-                *(
-                    torch.zeros_like(x) if letter in p.grads and x is not None else None
-                    for letter, x in zip("qkvm", inputs[:4], strict=True)
-                )
+            zeros = (
+                torch.zeros_like(x) if letter in self.problem.grads and x is not None else None
+                for letter, x in zip("qkvm", inputs[:4], strict=True)
             )
-        with launch.on(inputs.query):
+            return Gradients(*zeros)
+        with on(inputs.query):
             inputs = self._read(inputs)
-            saved = self._prepare(out, lse, in_steps(grad_out), grad_lse)
-            query = self._query(inputs, saved) if self._query else None
-            key, value = self._keys(inputs, saved) if self._keys else (None, None)
-            mask = self._mask(inputs, saved) if self._mask else None
-        return Gradients(query, key if "k" in p.grads else None, value if "v" in p.grads else None, mask)
+            results = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
+            lie = _lie(inputs.query, *inputs[:5], *results)
+            launched = self._backwards.get(lie) or _keep(self._backwards, lie, self._new_backward())
+            return launched(inputs, *results)
+
+    def prepared_backward(self, inputs: Inputs) -> backend.Backward:
+        """``backward`` of tensors that lie like these, if they are read where they lie."""
+        if not self._in_place(inputs):
+            return self.backward
+        here = _here(inputs.query)
+        known: dict[Any, Backward] = {}
+
+        def backward(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+            launched = None
+            if here():
+                lie = _lie(out, out, lse, grad_out, grad_lse)
+                launched = known.get(lie)
+                if launched is None and lse.is_contiguous() and (grad_lse is None or grad_lse.is_contiguous()):
+                    launched = _keep(known, lie, self._new_backward())
+            return (launched or self.backward)(inputs, out, lse, grad_out, grad_lse)
+
+        return backward
+
+    def _forward_of(self, inputs: Inputs) -> launch.Forward:
+        lie = _lie(inputs.query, *inputs[:5])
+        found = self._forwards.get(lie)
+        if found is None:
+            made = launch.Forward(self._make, self.problem, self._device, self._config)
+            found = _keep(self._forwards, lie, made)
+        return found
+
+    def _new_backward(self) -> Backward:
+        make, p, device, config = self._make, self.problem, self._device, self._config
+        return Backward(
+            launch.Prepare(make, p),
+            launch.QueryGradient(make, p, device, config) if "q" in p.grads else None,
+            launch.KeyGradients(make, p, device, config) if "k" in p.grads or "v" in p.grads else None,
+            launch.MaskGradient(make, p, config) if "m" in p.grads else None,
+        )
+
+    def _in_place(self, inputs: Inputs) -> bool:
+        """Whether inputs like these are read where they lie, which their strides alone tell."""
+        mask = inputs.attn_mask
+        return not (
+            self._sees_nothing
+            or self._uneven
+            or inputs.key_lengths is not None
+            or inputs.seed is not None
+            or any(x is not None and x.data_ptr() % 16 for x in inputs[:4])
+            or (self._copies_mask and mask is not None and not mask_even(mask))
+        )
 
     def _read(self, inputs: Inputs) -> Inputs:
         """Inputs as the kernels read them."""
         if self._uneven:
             inputs = inputs._replace(**{role: copied(getattr(inputs, role)) for role in self._uneven})
-        if inputs.attn_mask is not None:
+        if self._copies_mask and inputs.attn_mask is not None:
             inputs = inputs._replace(attn_mask=mask_in_steps(inputs.attn_mask))
         if inputs.key_lengths is None or inputs.key_lengths.is_contiguous():
             return inputs
         return inputs._replace(key_lengths=inputs.key_lengths.contiguous())
+
+
+def on(tensor: Any) -> Any:
+    """The device of ``tensor`` as the current one, which is where Triton launches."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+def _here(tensor: Any) -> Callable[[], bool]:
+    """Whether the device of ``tensor`` is the current one."""
+    if not tensor.is_cuda:
+        return lambda: True
+    index, current = tensor.get_device(), torch._C._cuda_getDevice
+    return lambda: current() == index
+
+
+def _lie(first: Any, *arrays: Any) -> tuple[Any, ...]:
+    """Where ``first`` is, and how arrays lie there: whatever a launch of them follows from beside the problem."""
+    return (
+        first.get_device(),
+        *[None if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in arrays],
+    )
+
+
+def _keep(known: dict[Any, Any], lie: Any, made: Any) -> Any:
+    """``made``, kept for arrays that lie so."""
+    if len(known) >= _MOST:
+        known.clear()
+    known[lie] = made
+    return made

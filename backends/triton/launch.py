@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,85 +12,81 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
+from ..own.order import Saved
 from . import config
 from .arguments import (
     dense,
-    dropping,
     early,
     options,
-    position,
-    scaling,
-    strides,
+    random,
+    reach,
+    scores,
+    sizes,
+    steps,
     unit,
     unseen,
     variant,
     wide,
-    words,
 )
 from .config import TritonConfig, block
 from .descriptors import describer, suits
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
 from .kernels import mask_gradient as mask_kernels
-from .run import Launcher, Passed
-from .tiles import Listing, listing, overlaps
+from .kernels.parameters import Dims, Splits, Steps, Strides, Visits
+from .operands import copied, even
+from .run import Passed
+from .tiles import Listing, Make, listing, overlaps
 
-__all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient", "Saved", "on"]
+__all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient"]
 
-#: Arrays of the backward that are the caller's.
-_FOREIGN = ("Q", "K", "V", "DO", "MASK", "LENGTHS")
-_HERE = contextlib.nullcontext()
-
-
-class Saved(NamedTuple):
-    """What the backward works on beside the inputs: dO, and for each row what ``Prepare`` made of lse and dO.
-
-    ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles).
-    """
-
-    grad_out: Any
-    base: Any
-    delta: Any
-
-
-def on(tensor: Any) -> Any:
-    """The device of ``tensor`` as the current one, which is where Triton launches."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(tensor.device)
+_NO_LISTS = None, None
+_ALL = Visits(0, 0, 0)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
 class Forward:
-    """Writes output and lse: one launch, and another that merges them where the keys are split."""
+    """Makes output and lse: one launch, and another that merges them where the keys are split."""
 
-    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+    def __init__(self, make: Make, p: Problem, device: Device, chosen: TritonConfig) -> None:
         tile, splits = chosen.forward, chosen.splits
         self._p, self._device, self._tile, self._splits = p, device, tile, splits
         self._packed = config.packs(p)
         self._heads = p.batch * p.heads_q // (p.group if self._packed else 1)
-        self._lists = None if self._packed or splits > 1 else listing(p, device, tile)
+        self._lists = None if self._packed or splits > 1 else listing(make, p, device, tile)
         self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
         rows = p.batch, p.heads_q, p.seq_q
-        self._parts, self._sums = dense(splits, *rows, p.dim_v), dense(2, splits, *rows)
+        self._rows, self._out = dense(*rows), dense(*rows, p.dim_v)
         programs = self._heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
-        foreign = ("Q", "K", "V", "OUT", "MASK", "LENGTHS")
-        self._launch = Launcher(forward_kernels.forward, programs, self._passed, foreign)
-        self._count = p.batch * p.heads_q * p.seq_q
-        self._merge = Launcher(forward_kernels.merge, self._count, self._merged, ("OUT",)) if splits > 1 else None
+        self._launch = make(forward_kernels.forward, programs, self._passed)
+        self._merge = None
+        if splits > 1:
+            self._parts, self._sums = dense(splits, *rows, p.dim_v), dense(2, splits, *rows)
+            self._merge = make(forward_kernels.merge, p.batch * p.heads_q * p.seq_q, self._merged)
 
-    def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
-        """Launch it. ``out`` and ``lse`` are written."""
-        query, key, value, mask, lengths, seed = inputs
+    def __call__(
+        self, query: Any, key: Any, value: Any, mask: Any = None, lengths: Any = None, seed: int | None = None
+    ) -> tuple[Any, Any]:
+        """Launch it."""
+        out, lse = self.results(query)
         parts, sums = out, lse
         if self._merge is not None:
             parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
-        lists = _visits(self._lists, inputs)
-        self._launch(query, key, value, parts, sums, mask, lengths, *lists, seed=words(seed))
+        tiles, counts = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
+        self._launch(query, key, value, parts, sums, mask, lengths, tiles, counts, seed=seed)
         if self._merge is not None:
             self._merge(parts, sums, out, lse)
+        return out, lse
+
+    def results(self, query: Any) -> tuple[Any, Any]:
+        """Output and lse, yet to be written. The output lies in the order of query, heads inside L or L inside."""
+        shape, steps = self._out
+        if self._p.heads_q > 1 and self._p.seq_q > 1 and query.stride(1) < query.stride(2):
+            _, (by_b, by_l, by_h, by_d) = dense(shape[0], shape[2], shape[1], shape[3])
+            steps = by_b, by_h, by_l, by_d
+        return query.new_empty_strided(shape, steps), query.new_empty_strided(*self._rows, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, out, _, mask, *_ = arrays
@@ -116,27 +111,17 @@ class Forward:
             overlap=self._overlap,
         )
         return Passed(
-            before=(
-                *strides(query),
-                *strides(key),
-                *strides(value),
-                *out.stride()[-4:-1],
-                *strides(mask),
-                *_list_strides(self._lists),
-                p.batch,
-                p.heads_q,
-                p.group,
-                p.seq_q,
-                p.seq_k,
-                p.dim_qk,
-                p.dim_v,
-                *position(p),
+            values=(
+                Strides(steps(query), steps(key), steps(value), Steps(*out.stride()[-4:]), steps(mask)),
+                _visits(self._lists),
+                sizes(p),
+                Dims(p.dim_qk, p.dim_v),
+                reach(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
-                splits,
-                arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys,
-                *scaling(p),
+                Splits(splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys),
+                scores(p),
+                random(p),
             ),
-            after=dropping(p),
             flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
             described=described,
         )
@@ -151,25 +136,31 @@ class Forward:
             "num_warps": at_once // 16,
             **early(self._overlap),
         }
-        sizes = p.heads_q, p.seq_q, self._count, self._splits, p.dim_v
-        return Passed((*out.stride()[:3], *sizes), (), flags)
+        return Passed((Steps(*out.stride()), sizes(p), Dims(p.dim_qk, p.dim_v), self._splits), flags)
 
 
 class Prepare:
     """D of every row, and its lse as the other kernels want it."""
 
-    def __init__(self, p: Problem) -> None:
+    def __init__(self, make: Make, p: Problem) -> None:
         self._p = p
         self._shape = dense(p.batch, p.heads_q, arithmetic.padded(p))
         self._rows, self._block = p.batch * p.heads_q * arithmetic.padded(p), 32
         programs = arithmetic.tiles(self._rows, self._block)
-        self._launch = Launcher(backward_kernels.prepare, programs, self._passed, ("OUT", "DO", "LSE", "DLSE"))
+        self._launch = make(backward_kernels.prepare, programs, self._passed)
+        #: Whether upstream gradients are read where they lie, which is known from the first.
+        self._even: bool | None = None
 
-    def __call__(self, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
+    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
-        base, delta = (lse.new_empty_strided(*self._shape, dtype=torch.float32) for _ in range(2))
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        self._launch(out, grad_out, lse.contiguous(), grad_lse, delta, base)
+        if self._even is None:
+            self._even = even(grad_out)
+        if not self._even:
+            grad_out = copied(grad_out)
+        shape, strides = self._shape
+        base = lse.new_empty_strided(shape, strides, dtype=torch.float32)
+        delta = lse.new_empty_strided(shape, strides, dtype=torch.float32)
+        self._launch(out, grad_out, lse, grad_lse, delta, base)
         return Saved(grad_out, base, delta)
 
     def _passed(self, out: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> Passed:
@@ -181,27 +172,27 @@ class Prepare:
             "BLOCK_DV": width,
             "num_warps": 4,
         }
-        sizes = p.heads_q, p.seq_q, arithmetic.padded(p), self._rows, p.dim_v
-        return Passed((*strides(out), *strides(grad_out), *sizes, unit(p)), (), flags)
+        dims = Dims(p.dim_qk, p.dim_v)
+        return Passed((steps(out), steps(grad_out), sizes(p), self._rows, dims, float(unit(p))), flags)
 
 
 class QueryGradient:
     """Gradient of query, (B, Hq, Lq, D)."""
 
-    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+    def __init__(self, make: Make, p: Problem, device: Device, chosen: TritonConfig) -> None:
         self._p, self._device, self._tile = p, device, chosen.query_gradient
-        self._lists = listing(p, device, self._tile)
+        self._lists = listing(make, p, device, self._tile)
         self._shape = dense(p.batch, p.heads_q, p.seq_q, p.dim_qk)
         self._heads = p.batch * p.heads_q
         programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
-        self._launch = Launcher(backward_kernels.query_gradient, programs, self._passed, _FOREIGN)
+        self._launch = make(backward_kernels.query_gradient, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
         grad = query.new_empty_strided(*self._shape)
-        lists = _visits(self._lists, inputs)
-        self._launch(query, key, value, *saved, mask, lengths, *lists, grad, seed=words(seed))
+        lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
+        self._launch(query, key, value, *saved, mask, lengths, *lists, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
@@ -219,15 +210,16 @@ class QueryGradient:
             listed=self._lists is not None,
         )
         return Passed(
-            before=(
-                *_operand_strides(query, key, value, grad_out, mask),
-                *_list_strides(self._lists),
-                *_sizes(p),
+            values=(
+                Strides(steps(query), steps(key), steps(value), steps(grad_out), steps(mask)),
+                _visits(self._lists),
+                sizes(p),
+                Dims(p.dim_qk, p.dim_v),
+                reach(p),
                 min(arithmetic.heads_a_section(p), self._heads),
-                float(p.softmax_scale),
-                *scaling(p),
+                scores(p),
+                random(p),
             ),
-            after=dropping(p),
             flags={"how": how, **options(tile)},
             described=_described(tile.keys, dealt, K=key, V=value) if tma else {},
         )
@@ -236,22 +228,22 @@ class QueryGradient:
 class KeyGradients:
     """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
 
-    def __init__(self, p: Problem, device: Device, chosen: TritonConfig) -> None:
+    def __init__(self, make: Make, p: Problem, device: Device, chosen: TritonConfig) -> None:
         self._p, self._device, self._tile = p, device, chosen.key_gradients
-        self._lists = listing(p, device, self._tile, by_keys=True)
+        self._lists = listing(make, p, device, self._tile, by_keys=True)
         rows = p.batch, p.heads_kv, p.seq_k
         self._key, self._value = dense(*rows, p.dim_qk), dense(*rows, p.dim_v)
         self._heads = p.batch * p.heads_kv
         programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
-        self._launch = Launcher(backward_kernels.key_gradients, programs, self._passed, _FOREIGN)
+        self._launch = make(backward_kernels.key_gradients, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
-        grads = key.new_empty_strided(*self._key), key.new_empty_strided(*self._value)
-        lists = _visits(self._lists, inputs)
-        self._launch(query, key, value, *saved, mask, lengths, *lists, *grads, seed=words(seed))
-        return grads
+        by_key, by_value = key.new_empty_strided(*self._key), key.new_empty_strided(*self._value)
+        lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
+        self._launch(query, key, value, *saved, mask, lengths, *lists, by_key, by_value, seed=seed)
+        return by_key if "k" in self._p.grads else None, by_value if "v" in self._p.grads else None
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, grad_out, _, _, mask, *_ = arrays
@@ -268,15 +260,16 @@ class KeyGradients:
             listed=self._lists is not None,
         )
         return Passed(
-            before=(
-                *_operand_strides(query, key, value, grad_out, mask),
-                *_list_strides(self._lists),
-                *_sizes(p),
+            values=(
+                Strides(steps(query), steps(key), steps(value), steps(grad_out), steps(mask)),
+                _visits(self._lists),
+                sizes(p),
+                Dims(p.dim_qk, p.dim_v),
+                reach(p),
                 min(arithmetic.heads_a_section(p, queries=True), self._heads),
-                float(p.softmax_scale),
-                *scaling(p),
+                scores(p),
+                random(p),
             ),
-            after=dropping(p),
             flags={"how": how, **options(tile)},
             described=_described(tile.queries, False, Q=query, DO=grad_out) if tma else {},
         )
@@ -285,7 +278,7 @@ class KeyGradients:
 class MaskGradient:
     """Gradient of a float mask, in its shape."""
 
-    def __init__(self, p: Problem, chosen: TritonConfig) -> None:
+    def __init__(self, make: Make, p: Problem, chosen: TritonConfig) -> None:
         assert p.mask_shape is not None
         tile = chosen.query_gradient
         self._p, self._tile, self._shape = p, tile, p.mask_shape
@@ -296,14 +289,14 @@ class MaskGradient:
             * (arithmetic.tiles(q, tile.queries) if q > 1 else 1)
             * (arithmetic.tiles(k, tile.keys) if k > 1 else 1)
         )
-        self._launch = Launcher(mask_kernels.mask_gradient, programs, self._passed, _FOREIGN)
+        self._launch = make(mask_kernels.mask_gradient, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
         assert mask is not None
         grad = mask.new_empty(self._shape)
-        self._launch(query, key, value, *saved, mask, lengths, grad, seed=words(seed))
+        self._launch(query, key, value, *saved, mask, lengths, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
@@ -311,8 +304,15 @@ class MaskGradient:
         p, tile, (b, h, q, k) = self._p, self._tile, self._shape
         over = {"OVER_B": b == 1, "OVER_H": h == 1, "OVER_Q": q == 1, "OVER_K": k == 1}
         return Passed(
-            before=(*_operand_strides(query, key, value, grad_out, mask), *_sizes(p), h, *scaling(p)),
-            after=dropping(p),
+            values=(
+                Strides(steps(query), steps(key), steps(value), steps(grad_out), steps(mask)),
+                sizes(p),
+                Dims(p.dim_qk, p.dim_v),
+                reach(p),
+                h,
+                scores(p),
+                random(p),
+            ),
             flags={**over, "how": variant(p, tile), **options(tile)},
         )
 
@@ -320,20 +320,8 @@ class MaskGradient:
 # -- arguments that the launches share ---------------------------------------------------------------------------------
 
 
-def _sizes(p: Problem) -> tuple[int, ...]:
-    return (p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k, p.dim_qk, p.dim_v, *position(p))
-
-
-def _operand_strides(query: Any, key: Any, value: Any, grad_out: Any, mask: Any) -> tuple[int, ...]:
-    return (*strides(query), *strides(key), *strides(value), *strides(grad_out), *strides(mask))
-
-
-def _visits(lists: Listing | None, inputs: Inputs) -> tuple[Any, Any]:
-    return (None, None) if lists is None else lists(inputs.attn_mask, inputs.key_lengths)
-
-
-def _list_strides(lists: Listing | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if lists is None else lists.strides
+def _visits(lists: Listing | None) -> Visits:
+    return _ALL if lists is None else lists.visits
 
 
 def _described(rows: int, dealt: bool, **arrays: Any) -> dict[str, Callable[[Any], Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnswitch.problem import DTYPES, Memory, Problem
 
-__all__ = ["copied", "even", "in_steps", "mask_in_steps", "uneven"]
+__all__ = ["copied", "even", "in_steps", "mask_even", "mask_in_steps", "uneven"]
 
 #: Elements. Triton itself sees that rows lie apart by a multiple of this, and of nothing less.
 _SEEN = 16
@@ -45,12 +45,17 @@ def mask_in_steps(mask: Any) -> Any:
 
     Its elements would be loaded one by one: 84 ms where 3 are enough, for (9, 1, 1, 3229) and 40 heads (an H200).
     """
+    return mask if mask_even(mask) else copied(mask, _SEEN)
+
+
+def mask_even(mask: Any) -> bool:
+    """Whether ``mask`` lies in such rows, or has none."""
     *rows, keys = mask.shape
     *steps, step = mask.stride()
     if keys == 1 or step == 0:
-        return mask
+        return True
     apart = all(n == 1 or stride % _SEEN == 0 for n, stride in zip(rows, steps, strict=True))
-    return mask if apart and step == 1 and mask.data_ptr() % 16 == 0 else copied(mask, _SEEN)
+    return apart and step == 1 and mask.data_ptr() % 16 == 0
 
 
 def copied(array: Any, step: int | None = None) -> Any:

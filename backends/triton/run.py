@@ -1,8 +1,9 @@
-"""The one place where a Triton kernel is launched.
+"""The one place where a Triton kernel is compiled and launched.
 
-``kernel[grid](...)`` looks at every argument to find what to compile for: with fifty of them that takes longer than a
-small attention. But all that it finds, and every size and stride that it passes on, follows from the problem and from
-how the arrays lie. A launch is therefore prepared once for arrays that lie alike, and is given addresses after that.
+Triton's own ``kernel[grid](...)`` looks at every argument of every call to find what to compile for: with fifty of them
+that takes longer than a small attention. Here that follows from the problem and from how the arrays lie, so a launch is
+prepared once for arrays that lie alike, and is given addresses after that. What it is compiled for is decided here too
+(see ``_kinds``), and launches that agree in it share one compiled kernel, whatever problems they belong to.
 """
 
 from __future__ import annotations
@@ -12,112 +13,183 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+from triton.runtime import driver
+from triton.runtime.jit import mangle_type
 
-from .arguments import as_bytes
+from .arguments import as_bytes, words
+from .kernels.parameters import Dims, Steps, Strides
 
-__all__ = ["Launcher", "Passed", "start"]
+__all__ = ["Launch", "Passed", "source"]
 
-#: Ways to lie that one launcher remembers; beyond, it forgets them all, and Triton's own cache still has the kernels.
-_MOST = 256
+#: Triton's own options, which are no parameters of a kernel.
+_OPTIONS = frozenset(("num_warps", "num_stages", "maxnreg", "launch_pdl"))
+#: Structs whose numbers are compiled for: those that are 1, and those that are multiples of 16.
+_COMPILED_FOR = frozenset((Dims, Steps, Strides))
+_POINTERS = {
+    torch.bool: "*u8",  # the same memory, in a type whose loads mean the same in every version of Triton
+    torch.bfloat16: "*bf16",
+    **{getattr(torch, f"float{bits}"): f"*fp{bits}" for bits in (16, 32, 64)},
+    **{getattr(torch, f"{sign}int{bits}"): f"*{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+_DIVISIBLE = [["tt.divisibility", 16]]
+
+_INTERPRETED = knobs.runtime.interpret
+
+#: Compiled kernels by all that they were compiled for; one that nothing holds is unloaded.
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Passed(NamedTuple):
-    """What a launch passes beside its arrays, in the order of the kernel's arguments: up to the seed, and behind it."""
+    """What a launch passes beside its arrays, in the order of the kernel's parameters; with a seed, ``Random`` last."""
 
-    before: tuple[float, ...]
-    after: tuple[Any, ...]
-    #: What the kernel is compiled for, and Triton's own options.
+    values: tuple[Any, ...]
+    #: What the kernel is compiled for, by name, and Triton's own options.
     flags: dict[str, Any]
     #: What makes descriptors of arrays, by the names of those that are passed so.
     described: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})
 
 
-class Launcher:
-    """Launches ``programs`` programs of ``kernel``; ``passed`` says what goes along with arrays that lie as its own.
+class Launch:
+    """Launches ``programs`` programs of ``kernel`` with arrays that all lie as those of its first call.
 
-    ``foreign`` names the arrays that may lie otherwise from call to call. The others were made for the launch.
+    ``passed`` says what goes along with them. The device is the one that is current at that call.
     """
 
-    def __init__(
-        self, kernel: Any, programs: int, passed: Callable[..., Passed], foreign: tuple[str, ...] = ()
-    ) -> None:
+    __slots__ = ("_kernel", "_passed", "_programs", "_start", "_values")
+
+    def __init__(self, kernel: Any, programs: int, passed: Callable[..., Passed]) -> None:
         self._kernel, self._programs, self._passed = kernel, programs, passed
-        self._foreign = tuple(kernel.arg_names.index(name) for name in foreign)
-        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._start: Callable[[Sequence[Any], tuple[Any, ...]], object] | None = None
 
-    def __call__(self, *arrays: Any, seed: tuple[int, ...] = ()) -> None:
-        """Launch on the current stream of the arrays' device, which is the current one; None stands for no array."""
-        given = [0 if x is None else x.data_ptr() for x in arrays]
-        lie = (
-            arrays[0].get_device(),
-            *[None if (x := arrays[at]) is None else (x.dtype, x.stride(), given[at] & 15) for at in self._foreign],
+    def __call__(self, *arrays: Any, seed: int | None = None) -> None:
+        """Launch it on the current stream; None stands for no array."""
+        start = self._start
+        if start is None:
+            self._values, flags, described = self._passed(*arrays)
+            start = self._start = _starter(self._kernel, self._programs, arrays, self._values, flags, described)
+        values = self._values
+        if seed is not None:
+            low, high = words(seed)
+            values = *values[:-1], values[-1]._replace(seed_low=low, seed_high=high)
+        start(arrays, values)
+
+
+def source(
+    kernel: Any, arrays: Sequence[Any], values: tuple[Any, ...], flags: dict[str, Any]
+) -> tuple[ASTSource, dict[str, Any]]:
+    """What Triton compiles for a launch, and its options. ``arrays`` may be descriptors, and need no memory."""
+    names = kernel.arg_names
+    types: list[Any] = []
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for at, array in enumerate(arrays):
+        types.append(
+            "constexpr" if array is None else _POINTERS.get(getattr(array, "dtype", None)) or mangle_type(array)
         )
-        launch = self._prepared.get(lie)
-        if launch is None:
-            launch = _Prepared(self._kernel, self._programs, self._passed(*arrays))
-            if len(self._prepared) >= _MOST:
-                self._prepared.clear()
-            self._prepared[lie] = launch
-        launch(arrays, given, seed)
+        if array is None:
+            constants[at,] = None
+        elif types[-1][0] == "*" and array.data_ptr() % 16 == 0:
+            attributes[at,] = _DIVISIBLE
+
+    def typed(value: Any, path: tuple[int, ...], compiled_for: bool) -> Any:
+        if isinstance(value, tuple):
+            compiled_for = compiled_for or type(value) in _COMPILED_FOR
+            return type(value)(*(typed(x, (*path, at), compiled_for) for at, x in enumerate(value)))
+        kind = _kind(value, compiled_for)
+        if kind == 1:
+            constants[path] = 1
+            return "constexpr"
+        if kind.endswith("D"):
+            attributes[path] = _DIVISIBLE
+        return kind.removesuffix("D")
+
+    types += [typed(value, (at,), False) for at, value in enumerate(values, len(types))]
+    for at, name in enumerate(names[len(types) :], len(types)):
+        types.append("constexpr")
+        constants[at,] = flags[name]
+    options = {name: value for name, value in flags.items() if name in _OPTIONS}
+    return ASTSource(kernel, dict(zip(names, types, strict=True)), constants, attributes), options
 
 
-class _Prepared:
-    """A launch with all that it passes, but for addresses and seed."""
+def _kind(value: Any, compiled_for: bool) -> Any:
+    """The type of a number, with a D for a multiple of 16 if it is compiled for; 1 for itself."""
+    if type(value) is float:
+        return "fp32"
+    if compiled_for and value == 1:
+        return 1
+    size = "i32" if -(2**31) <= value < 2**31 else "i64"
+    return size + "D" if compiled_for and value % 16 == 0 else size
 
-    __slots__ = ("_after", "_before", "_described", "_flags", "_kernel", "_launch", "_programs")
 
-    def __init__(self, kernel: Any, programs: int, passed: Passed) -> None:
-        self._kernel, self._programs = kernel, programs
-        self._before, self._after, self._flags, described = passed
-        self._described = tuple((kernel.arg_names.index(name), made) for name, made in described.items())
-        self._launch: Callable[[Sequence[Any]], None] | None = None
+def _kinds(values: tuple[Any, ...], compiled_for: bool, kinds: list[Any]) -> list[Any]:
+    """The ``_kind`` of every number in ``values``, one after the other."""
+    for value in values:
+        if isinstance(value, tuple):
+            _kinds(value, compiled_for or type(value) in _COMPILED_FOR, kinds)
+        else:
+            kinds.append(_kind(value, compiled_for))
+    return kinds
 
-    def __call__(self, arrays: Sequence[Any], given: list[Any], seed: tuple[int, ...]) -> None:
-        """Launch it with ``arrays``, whose addresses are ``given``."""
-        launch = self._launch
-        if launch is None:  # the first, or one of those where nothing is compiled
-            given = [as_bytes(array) for array in arrays]
-        for at, made in self._described:
+
+def _starter(
+    kernel: Any,
+    programs: int,
+    arrays: Sequence[Any],
+    values: tuple[Any, ...],
+    flags: dict[str, Any],
+    described: Mapping[str, Callable[[Any], Any]],
+) -> Callable[[Sequence[Any], tuple[Any, ...]], object]:
+    """What launches ``kernel`` with arrays that lie as ``arrays``, and with such values."""
+    if _INTERPRETED:
+        return lambda arrays, values: kernel[programs,](*map(as_bytes, arrays), *values, **flags)
+    descriptors = [(kernel.arg_names.index(name), made) for name, made in described.items()]
+    device = torch.cuda.current_device()
+    lie = [None if x is None else (x.dtype, x.data_ptr() & 15) for x in arrays]
+    key = kernel, device, *flags.values(), *described, *lie, *_kinds(values, False, [])
+    compiled = _compiled.get(key)
+    if compiled is None:
+        given = list(arrays)
+        for at, made in descriptors:
             given[at] = made(arrays[at])
-        arguments = (*given, *self._before, *seed, *self._after)
-        if launch is not None:
-            launch(arguments)
-            return
-        compiled = start(self._kernel, self._programs, *arguments, **self._flags)
-        if compiled is not None:
-            constants = tuple(self._flags[name] for name in self._kernel.arg_names[len(arguments) :])
-            self._launch = _launch_of(compiled, self._programs, constants)
+        compiled = _compiled[key] = _build(kernel, given, values, flags)
+    constants = tuple(flags[name] for name in kernel.arg_names[len(arrays) + len(values) :])
+    return _launcher(compiled, programs, device, descriptors, constants)
 
 
-def start(kernel: Any, programs: int, *arguments: Any, **flags: Any) -> Any:
-    """Launch a kernel by its arguments; what Triton compiled for them, None where it interprets."""
-    compiled = kernel[(programs,)](*arguments, **flags)
-    return compiled if type(kernel).__name__ == "JITFunction" else None
+def _build(kernel: Any, arrays: Sequence[Any], values: tuple[Any, ...], flags: dict[str, Any]) -> Any:
+    """The kernel of a launch, compiled for the current device."""
+    made, options = source(kernel, arrays, values, flags)
+    return compile_source(made, target=driver.active.get_current_target(), options=options)
 
 
-def _launch_of(compiled: Any, programs: int, constants: tuple[Any, ...]) -> Callable[[Sequence[Any]], None]:
-    """How a compiled kernel is launched on the current device: as torch's Inductor does, where it has what that takes.
+def _launcher(
+    compiled: Any,
+    programs: int,
+    device: int,
+    descriptors: Sequence[tuple[int, Callable[[Any], Any]]],
+    constants: tuple[Any, ...],
+) -> Callable[[Sequence[Any], tuple[Any, ...]], object]:
+    """How a compiled kernel is launched: as torch's Inductor does.
 
     Triton's public way makes an account of each launch for its hooks, set or not. ``constants`` are what the kernel is
     compiled for: no launch reads them, and each passes them.
     """
-    from triton import knobs
-    from triton.runtime import driver
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream, hooks = driver.active.get_current_stream, knobs.runtime
 
-    grid = (programs, 1, 1)
-    device, stream = torch.cuda.current_device(), driver.active.get_current_stream
-    try:
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    except AttributeError:
-        return lambda arguments: compiled[grid](*arguments, *constants)
-
-    def launch(arguments: Sequence[Any]) -> None:
-        if _set(knobs.runtime.launch_enter_hook) or _set(knobs.runtime.launch_exit_hook):  # by a profiler
-            compiled[grid](*arguments, *constants)
+    def start(arrays: Sequence[Any], values: tuple[Any, ...]) -> None:
+        given = [0 if x is None else x.data_ptr() for x in arrays]
+        for at, made in descriptors:
+            given[at] = made(arrays[at])
+        if _set(hooks.launch_enter_hook) or _set(hooks.launch_exit_hook):  # by a profiler
+            compiled[programs, 1, 1](*given, *values, *constants)
         else:
-            run(programs, 1, 1, stream(device), function, metadata, None, None, None, *arguments, *constants)
+            run(programs, 1, 1, stream(device), function, metadata, None, None, None, *given, *values, *constants)
 
-    return launch
+    return start
 
 
 def _set(hook: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,26 +11,29 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
-from .arguments import dense, position, strides
-from .config import Tile
+from .arguments import dense, reach, steps
+from .config import Tile, small
 from .kernels import lists as kernels
+from .kernels.parameters import Visits
 from .kernels.variant import Variant
-from .run import Launcher, Passed
+from .run import Passed
 
-__all__ = ["Listing", "listing", "overlaps"]
+__all__ = ["Listing", "Make", "listing", "overlaps"]
 
 #: Positions of a mask that a program looks at together; and as words of four, when 128 queries against 2,048 keys are
 #: all loaded before any is waited for: 13.5 us for 16.8 MB on an H200, and 15.7 by halves.
 _POSITIONS, _WORDS = 2**14, 2**16
+#: What makes a launch of a kernel, its programs, and what says what is passed: ``run.Launch``, or a record of it.
+Make = Callable[[Any, int, Callable[..., Passed]], Callable[..., None]]
 
 
-def pays(p: Problem) -> bool:
-    """Whether one pass over the mask costs little beside the attention.
+def pays(p: Problem, device: Device) -> bool:
+    """Whether one pass over the mask costs little beside the attention, and so does its launch.
 
     The mask is read once more, against two products of every score that it may spare. Heads that share a mask share
     the pass; a mask of its own for every head costs a tenth of the work that it could save, and more if it is float.
     """
-    if p.mask is None:
+    if p.mask is None or small(p, device):
         return False
     sharing = p.heads_q if "h" not in p.mask.axes else 1
     if "q" not in p.mask.axes:
@@ -42,15 +46,17 @@ def overlaps(device: Device) -> bool:
     return (device.capability or (0, 0)) >= (9, 0)
 
 
-def listing(p: Problem, device: Device, tile: Tile, *, by_keys: bool = False) -> Listing | None:
+def listing(make: Make, p: Problem, device: Device, tile: Tile, *, by_keys: bool = False) -> Listing | None:
     """What lists the tiles to visit, of each tile of queries or ``by_keys`` of keys; None where all are."""
-    return Listing(p, device, tile.queries, tile.keys, by_keys) if pays(p) else None
+    return Listing(make, p, device, tile.queries, tile.keys, by_keys) if pays(p, device) else None
 
 
 class Listing:
-    """Lists what each tile of queries (or keys) visits (see ``classify``): ``strides`` are of batch, head and tile."""
+    """Lists what each tile of queries (or keys) visits (see ``classify``); ``visits`` is where the lists stand."""
 
-    def __init__(self, p: Problem, device: Device, block_m: int, block_n: int, by_keys: bool = False) -> None:
+    def __init__(
+        self, make: Make, p: Problem, device: Device, block_m: int, block_n: int, by_keys: bool = False
+    ) -> None:
         assert p.mask_shape is not None
         b, h, q, _ = p.mask_shape
         tiles_q, tiles_k = arithmetic.tiles(p.seq_q, block_m), arithmetic.tiles(p.seq_k, block_n)
@@ -61,8 +67,8 @@ class Listing:
         found = 1 if by_keys and self._alike else others
         self._sizes = h, owners, others, found
         self._kinds, self._lists, self._counts = (dense(batch, h, owners, n) for n in (found, others, 5))
-        self._launch = Launcher(kernels.classify, batch * h * owners, self._passed, ("MASK", "LENGTHS"))
-        self.strides = (h * owners if batch > 1 else 0, owners if h > 1 else 0, 1 if owners > 1 else 0)
+        self._launch = make(kernels.classify, batch * h * owners, self._passed)
+        self.visits = Visits(h * owners if batch > 1 else 0, owners if h > 1 else 0, 1 if owners > 1 else 0)
 
     def __call__(self, mask: Any, lengths: Any) -> tuple[Any, Any]:
         """Launch it: the lists (batch or 1, heads or 1, tiles or 1, tiles of the other) and their counts (..., 5)."""
@@ -86,7 +92,7 @@ class Listing:
             "num_warps": 8,
         }
         rows = 1 if self._alike else p.seq_q
-        return Passed((*strides(mask), *self._sizes, rows, p.seq_k, *position(p)), (), flags)
+        return Passed((steps(mask), *self._sizes, rows, p.seq_k, reach(p)), flags)
 
 
 def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:

@@ -381,13 +381,14 @@ def hold(
     """
     lists = importlib.import_module("attnswitch.backends.triton.tiles")
     stretches = lengths is None and problem.seq_k % block_k == 0
-    assert lists.pays(problem)
+    run = importlib.import_module("attnswitch.backends.triton.run")
+    assert lists.pays(problem, Device.cpu())
     there_are = None if lengths is None else torch.tensor(lengths)
     seen, plain = visible(problem, mask, lengths)
     there = set()
     for by_keys in by:
-        listing = lists.Listing(problem, Device.cpu(), block_q, block_k, by_keys)
-        step_b, step_h, step_t = listing.strides
+        listing = lists.Listing(run.Launch, problem, Device.cpu(), block_q, block_k, by_keys)
+        step_b, step_h, step_t = listing.visits
         named, counts = (found.flatten(0, 2).tolist() for found in listing(torch.from_numpy(mask), there_are))
         for b, h in np.ndindex(problem.batch, problem.heads_q):
             grid = kinds(seen[b, h], plain[b, h], block_q, block_k)

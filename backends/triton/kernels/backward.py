@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .lists import visit
-from .philox import kept
+from .philox import kept, seeded
 from .tile import (
     EVERY_EDGE,
     NO_EDGE,
@@ -30,31 +30,27 @@ from .tile import (
     weights,
 )
 
-#: Integers whose value is not worth a kernel of its own.
-_RUNTIME = [
-    "batch", "heads_q", "group", "seq_q", "padded", "seq_k", "bottom_right", "left", "right", "section", "seed_low",
-    "seed_high", "threshold", "stb", "sth", "stt",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "padded", "rows"])
+@triton.jit
 def prepare(
     OUT, DO, LSE, DLSE, DELTA, BASE,
-    sob, soh, sol, sod, sdb, sdh, sdl, sdd,
-    heads, seq_q, padded, rows, dim_v, unit,
+    by_out, by_do, sizes, rows, dims, unit,
     WITH_DLSE: tl.constexpr, EVEN_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """DELTA = rowsum(dO O) - dlse and BASE = lse * unit, (batch, heads, padded).
 
     BASE is +inf for rows that see nothing and for those past Lq, so that they weigh 0 without a test.
     """
+    _, heads, _, seq_q, padded, _ = sizes
     r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = r // padded // heads
     h = r // padded % heads
     i = r % padded
     inside = (r < rows) & (i < seq_q)
-    o = load_rows(OUT + (b * sob + h * soh + i * sol)[:, None], inside, sod, dim_v, BLOCK_DV, EVEN_DV)
-    do = load_rows(DO + (b * sdb + h * sdh + i * sdl)[:, None], inside, sdd, dim_v, BLOCK_DV, EVEN_DV)
+    o = load_rows(
+        OUT + (b * by_out.b + h * by_out.h + i * by_out.l)[:, None], inside, by_out.d, dims.v, BLOCK_DV, EVEN_DV
+    )
+    do = load_rows(DO + (b * by_do.b + h * by_do.h + i * by_do.l)[:, None], inside, by_do.d, dims.v, BLOCK_DV, EVEN_DV)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     saved = (b * heads + h) * seq_q + i
     if WITH_DLSE:
@@ -75,12 +71,12 @@ def score_gradient(
     The last is the gradient of scale * q . k: dS itself but for softcap, which lies between it and the float mask.
     EDGE and STRETCH as in the forward; with some edges, ``hides`` says whether this tile has one.
     """
-    factor, cap = scores
+    factor = scores.factor
     if not how.fold:
         s = s * factor
     if how.softcap:
         t = tanh(s)
-        s = t * cap
+        s = t * scores.cap
     if EDGE == EVERY_EDGE:
         s, seen = hide(s, i, n, start, span, mask, MASK_KIND, ENDS, BOUND, how)
     if EDGE == SOME_EDGES and hides:
@@ -153,20 +149,19 @@ def _over_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit
 def key_gradients(
     Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, TILES, COUNTS, DK, DV,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sdb, sdh, sdl, sdd, smb, smh, smq, smk, stb, sth, stt,
-    batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, section,
-    scale, factor, cap, seed_low, seed_high, threshold, keep_scale,
+    by, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """DK (batch, heads_kv, Lk, dim) and DV (batch, heads_kv, Lk, dim_v): one tile of keys of one key head a program."""
+    batch, heads_q, group, seq_q, padded, seq_k = sizes
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
     BLOCK_D: tl.constexpr = how.block_d
     BLOCK_DV: tl.constexpr = how.block_dv
-    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    dice = seeded(random)
     count = tl.cdiv(seq_k, BLOCK_N)
     heads = heads_q // group
     pid = tl.program_id(0)
@@ -182,11 +177,15 @@ def key_gradients(
     first = tile * BLOCK_N
     j = first + columns(BLOCK_N, how.dropout)
     j64 = j.to(tl.int64)
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
-    span = (end, offset, left, right)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
+    span = (end, offset, reach.left, reach.right)
     exists = j < end
-    k = load_rows(K + (b64 * skb + head64 * skh + j64 * skl)[:, None], exists, skd, dim, BLOCK_D, how.even_d)
-    v = load_rows(V + (b64 * svb + head64 * svh + j64 * svl)[:, None], exists, svd, dim_v, BLOCK_DV, how.even_dv)
+    k = load_rows(
+        K + (b64 * by.k.b + head64 * by.k.h + j64 * by.k.l)[:, None], exists, by.k.d, dims.qk, BLOCK_D, how.even_d
+    )
+    v = load_rows(
+        V + (b64 * by.v.b + head64 * by.v.h + j64 * by.v.l)[:, None], exists, by.v.d, dims.v, BLOCK_DV, how.even_dv
+    )
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     last = tl.minimum(first + BLOCK_N, seq_k) - 1
@@ -205,15 +204,15 @@ def key_gradients(
         q_head = Q
         do_head = DO
         if not how.tma:
-            q_head = Q + b64 * sqb + h64 * sqh
-            do_head = DO + b64 * sdb + h64 * sdh
+            q_head = Q + b64 * by.q.b + h64 * by.q.h
+            do_head = DO + b64 * by.o.b + h64 * by.o.h
         rows_at = (b64 * heads_q + h64) * padded
         mask = (0, 0, 0, 0)
         if MASKED:
-            mask = (MASK + (b64 * smb + h64 * smh), smq, smk, seq_k)
+            mask = (MASK + (b64 * by.m.b + h64 * by.m.h), by.m.l, by.m.d, seq_k)
         tiles = TILES
         if how.listed:
-            where = b64 * stb + h * sth + tile * stt
+            where = b64 * visits.b + h * visits.h + tile * visits.t
             tiles = TILES + where * tiles_q
             begin = 0
             mixed_end, full, _ = visit(COUNTS + where * 5)
@@ -231,19 +230,19 @@ def key_gradients(
                 or (part == 2 and how.has_left and not MASKED)
             ):
                 dk, dv = _over_queries(
-                    (dk, dv), k, v, first, b, h, (q_head, sql, sqd), (do_head, sdl, sdd), BASE + rows_at,
-                    DELTA + rows_at, mask, tiles, t0, t1, seq_q, span, (factor, cap),
-                    random, keep_scale, dim, dim_v,
+                    (dk, dv), k, v, first, b, h, (q_head, by.q.l, by.q.d), (do_head, by.o.l, by.o.d), BASE + rows_at,
+                    DELTA + rows_at, mask, tiles, t0, t1, seq_q, span, scores,
+                    dice, random.keep_scale, dims.qk, dims.v,
                     NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                     EVERY_EDGE if part != 1 else NO_EDGE, how,
                 )  # fmt: skip
     inside = j < seq_k
     kept_rows = exists[:, None]
-    dk = tl.where(kept_rows, dk * scale, 0.0)
+    dk = tl.where(kept_rows, dk * scores.scale, 0.0)
     dv = tl.where(kept_rows, dv, 0.0)
     out = (b64 * heads + head64) * seq_k + j64
-    store_rows(DK + (out * dim)[:, None], dk, inside, 1, dim, BLOCK_D, how.even_d)
-    store_rows(DV + (out * dim_v)[:, None], dv, inside, 1, dim_v, BLOCK_DV, how.even_dv)
+    store_rows(DK + (out * dims.qk)[:, None], dk, inside, 1, dims.qk, BLOCK_D, how.even_d)
+    store_rows(DV + (out * dims.v)[:, None], dv, inside, 1, dims.v, BLOCK_DV, how.even_dv)
 
 
 @triton.jit
@@ -283,20 +282,19 @@ def _over_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit
 def query_gradient(
     Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, TILES, COUNTS, DQ,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sdb, sdh, sdl, sdd, smb, smh, smq, smk, stb, sth, stt,
-    batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, section,
-    scale, factor, cap, seed_low, seed_high, threshold, keep_scale,
+    by, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """DQ (batch, heads_q, Lq, dim): one tile of queries of one head a program, in the order of the forward."""
+    batch, heads_q, group, seq_q, padded, seq_k = sizes
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
     BLOCK_D: tl.constexpr = how.block_d
     BLOCK_DV: tl.constexpr = how.block_dv
-    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    dice = seeded(random)
     count = tl.cdiv(seq_q, BLOCK_M)
     pid = tl.program_id(0)
     whole = section * count
@@ -313,13 +311,17 @@ def query_gradient(
     i = first + tl.arange(0, BLOCK_M)
     i64 = i.to(tl.int64)
     inside = i < seq_q
-    q = load_rows(Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, BLOCK_D, how.even_d)
-    do = load_rows(DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, BLOCK_DV, how.even_dv)
+    q = load_rows(
+        Q + (b64 * by.q.b + h64 * by.q.h + i64 * by.q.l)[:, None], inside, by.q.d, dims.qk, BLOCK_D, how.even_d
+    )
+    do = load_rows(
+        DO + (b64 * by.o.b + h64 * by.o.h + i64 * by.o.l)[:, None], inside, by.o.d, dims.v, BLOCK_DV, how.even_dv
+    )
     rows = (b64 * heads_q + h64) * padded + i64
     base = tl.load(BASE + rows)[:, None]
     delta = tl.load(DELTA + rows)[:, None]
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
-    span = (end, offset, left, right)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
+    span = (end, offset, reach.left, reach.right)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, full_lo, full_hi, hi = key_range(first, last, span, how)
     begin = lo // BLOCK_N
@@ -327,17 +329,17 @@ def query_gradient(
     full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
     stretch = (0, 0)
     if how.listed:
-        where = b64 * stb + h * sth + tile * stt
+        where = b64 * visits.b + h * visits.h + tile * visits.t
         TILES += where * tl.cdiv(seq_k, BLOCK_N)
         begin = 0
         mixed_end, full, stretch = visit(COUNTS + where * 5)
     if not how.tma:
-        K += b64 * skb + head.to(tl.int64) * skh
-        V += b64 * svb + head.to(tl.int64) * svh
+        K += b64 * by.k.b + head.to(tl.int64) * by.k.h
+        V += b64 * by.v.b + head.to(tl.int64) * by.v.h
     mask = (0, 0, 0, 0)
     if how.mask_kind != NO_MASK:
-        mask_rows = (tl.minimum(i64 if how.wide else i, seq_q - 1) - first)[:, None] * smq
-        mask = (MASK + b64 * smb + h64 * smh + first.to(tl.int64) * smq, mask_rows, smk, seq_k)
+        mask_rows = (tl.minimum(i64 if how.wide else i, seq_q - 1) - first)[:, None] * by.m.l
+        mask = (MASK + b64 * by.m.b + h64 * by.m.h + first.to(tl.int64) * by.m.l, mask_rows, by.m.d, seq_k)
     hs = (h + tl.zeros_like(i))[:, None]
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     MASKED: tl.constexpr = how.mask_kind != NO_MASK
@@ -366,12 +368,12 @@ def query_gradient(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             dq = _over_keys(
-                dq, q, do, base, delta, i[:, None], hs, b, head, (K, skl, skd), (V, svl, svd),
-                mask, TILES, t0, t1, full, sees, (factor, cap), random, keep_scale, dim, dim_v,
+                dq, q, do, base, delta, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
+                mask, TILES, t0, t1, full, sees, scores, dice, random.keep_scale, dims.qk, dims.v,
                 NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
                 part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
                 part != 1 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
     rows = (b64 * heads_q + h64) * seq_q + i64
-    store_rows(DQ + (rows * dim)[:, None], dq * scale, inside, 1, dim, BLOCK_D, how.even_d)
+    store_rows(DQ + (rows * dims.qk)[:, None], dq * scores.scale, inside, 1, dims.qk, BLOCK_D, how.even_d)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .lists import visit
-from .philox import drop, keeps, origin
+from .philox import drop, keeps, origin, seeded
 from .tile import (
     EVERY_EDGE,
     LN2,
@@ -30,12 +30,6 @@ from .tile import (
     tile_of,
 )
 
-#: Integers whose value is not worth a kernel of its own.
-_RUNTIME = [
-    "batch", "heads_q", "group", "seq_q", "seq_k", "bottom_right", "left", "right", "section", "splits", "chunk",
-    "seed_low", "seed_high", "threshold", "stb", "sth", "stt",
-]  # fmt: skip
-
 
 @triton.jit
 def _attend(
@@ -50,7 +44,7 @@ def _attend(
     """
     acc, total, top = state
     end, left = span[0], span[2]
-    factor, cap = scores
+    factor = scores.factor
     first_full, last_full = full
     some = True
     if LISTED:  # mostly none: then the loop's pipeline is not even set up
@@ -69,7 +63,7 @@ def _attend(
             if not how.fold:
                 s = s * factor
                 if how.softcap:
-                    s = tanh(s) * cap
+                    s = tanh(s) * scores.cap
             if EDGE != NO_EDGE:
                 hides = True
                 if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
@@ -108,13 +102,10 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit
 def forward(
     Q, K, V, OUT, LSE, MASK, LENGTHS, TILES, COUNTS,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sob, soh, sol, smb, smh, smq, smk,
-    stb, sth, stt,
-    batch, heads_q, group, seq_q, seq_k, dim, dim_v, bottom_right, left, right, section, splits, chunk,
-    factor, cap, seed_low, seed_high, threshold, keep_scale,
+    by, visits, sizes, dims, reach, section, splits, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """Rows of OUT (batch, heads, Lq, DV) and LSE (batch, heads, Lq), or what ``merge`` makes them of.
@@ -122,6 +113,7 @@ def forward(
     The grid is one axis: the heads of a section fastest, then the tiles of rows from the last, which is the longest
     under a causal mask, to the first, then sections (of as many heads as share the L2); or splits fastest, then tiles.
     """
+    batch, heads_q, group, seq_q, _, seq_k = sizes
     if how.split and how.overlap:  # ``merge`` may begin, up to where it waits
         tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = how.block_m
@@ -137,8 +129,8 @@ def forward(
     pid = tl.program_id(0)
     split = 0
     if how.split:  # few rows, whose keys are read once: no order is better than another
-        split = pid % splits
-        pid = pid // splits
+        split = pid % splits.count
+        pid = pid // splits.count
         tile = pid % count
         at = pid // count
     else:
@@ -148,7 +140,7 @@ def forward(
         rest = pid % whole
         tile = count - 1 - rest // here
         at = at + rest % here
-    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    dice = seeded(random)
     b = at // heads
     head = (at % heads) * pack  # the first query head of this program
     head_kv = head // group
@@ -169,22 +161,22 @@ def forward(
     if how.tma_rows:
         q = tl.reshape(Q.load([b, head, first, 0]), (BLOCK_M, BLOCK_D))
     else:
-        q_rows = Q + b64 * sqb + (h_wide * sqh + i_wide * sql)[:, None]
-        q = load_rows(q_rows, inside, sqd, dim, BLOCK_D, how.even_d)
-    visits = (0, (0, 0), (0, 0))
+        q_rows = Q + b64 * by.q.b + (h_wide * by.q.h + i_wide * by.q.l)[:, None]
+        q = load_rows(q_rows, inside, by.q.d, dims.qk, BLOCK_D, how.even_d)
+    named = (0, (0, 0), (0, 0))
     if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones; queries come without waiting
         if how.overlap:
             tl.extra.cuda.gdc_wait()
-        where = b64 * stb + head * sth + tile * stt
+        where = b64 * visits.b + head * visits.h + tile * visits.t
         TILES += where * tl.cdiv(seq_k, BLOCK_N)
-        visits = visit(COUNTS + where * 5)
-    end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
-    span = (end, offset, left, right)
+        named = visit(COUNTS + where * 5)
+    end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
+    span = (end, offset, reach.left, reach.right)
     last = tl.minimum(first + BLOCK_M, rows) - 1
     lo, full_lo, full_hi, hi = key_range(first // pack, last // pack, span, how)
     if how.split:
-        lo = tl.maximum(lo, split * chunk)
-        hi = tl.minimum(hi, (split + 1) * chunk)
+        lo = tl.maximum(lo, split * splits.chunk)
+        hi = tl.minimum(hi, (split + 1) * splits.chunk)
         full_lo = tl.minimum(tl.maximum(full_lo, lo), tl.cdiv(tl.maximum(hi, lo), BLOCK_N) * BLOCK_N)
         full_hi = tl.maximum(tl.minimum(full_hi, tl.maximum(hi, 0) // BLOCK_N * BLOCK_N), full_lo)
 
@@ -196,25 +188,25 @@ def forward(
         nothing = tl.zeros((BLOCK_N, BLOCK_D), q.dtype)
         zero = origin(product(q, tl.trans(nothing)), BLOCK_M, BLOCK_N)
     if not how.tma:
-        K += b64 * skb + head_kv.to(tl.int64) * skh
-        V += b64 * svb + head_kv.to(tl.int64) * svh
+        K += b64 * by.k.b + head_kv.to(tl.int64) * by.k.h
+        V += b64 * by.v.b + head_kv.to(tl.int64) * by.v.h
     mask = (0, 0, 0, 0)
     if how.mask_kind != NO_MASK:
-        MASK += b64 * smb + head.to(tl.int64) * smh
+        MASK += b64 * by.m.b + head.to(tl.int64) * by.m.h
         there = tl.minimum(i, seq_q - 1)
         if how.packed or how.wide:
-            mask_rows = (h - head).to(tl.int64) * smh + there.to(tl.int64) * smq
+            mask_rows = (h - head).to(tl.int64) * by.m.h + there.to(tl.int64) * by.m.l
         else:  # offsets within the tile then fit 32 bits
-            MASK += first.to(tl.int64) * smq
-            mask_rows = (there - first) * smq
-        mask = (MASK, mask_rows[:, None], smk, seq_k)
+            MASK += first.to(tl.int64) * by.m.l
+            mask_rows = (there - first) * by.m.l
+        mask = (MASK, mask_rows[:, None], by.m.d, seq_k)
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
     full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
     stretch = (0, 0)
     if how.listed:
         begin = 0
-        mixed_end, full, stretch = visits
+        mixed_end, full, stretch = named
     MASKED: tl.constexpr = how.mask_kind != NO_MASK
     RAGGED: tl.constexpr = how.has_right or how.has_lengths or not how.even_k
     # One loop keeps the loads coming. But values past a sequence's length must be cleared, which the tiles within it
@@ -245,8 +237,8 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, skl, skd), (V, svl, svd),
-                mask, TILES, t0, t1, full, sees, (factor, cap), random, dim, dim_v,
+                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
+                (V, by.v.l, by.v.d), mask, TILES, t0, t1, full, sees, scores, dice, dims.qk, dims.v,
                 NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
                 EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
                 part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
@@ -257,34 +249,35 @@ def forward(
     row = at64 * heads_q * seq_q + h_wide * seq_q + i
     if how.split:  # maximum, sum and numerator, which add up exactly where the parts do
         tl.store(LSE + row, top, mask=inside)
-        tl.store(LSE + splits.to(tl.int64) * batch * heads_q * seq_q + row, total, mask=inside)
-        out = acc * keep_scale
+        tl.store(LSE + splits.count.to(tl.int64) * batch * heads_q * seq_q + row, total, mask=inside)
+        out = acc * random.keep_scale
     else:
         empty = total == 0.0  # it saw nothing
         tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2, mask=inside)
         # An exact quotient: the mean of a power of two of equal weights is exact too.
-        out = acc * tl.div_rn(keep_scale + tl.zeros_like(total), tl.where(empty, 1.0, total))[:, None]
+        out = acc * tl.div_rn(random.keep_scale + tl.zeros_like(total), tl.where(empty, 1.0, total))[:, None]
     if how.tma_rows:
         OUT.store([b, head, first, 0], tl.reshape(rounded(out, OUT.dtype), (1, 1, BLOCK_M, BLOCK_DV)))
     else:
-        out_rows = OUT + at64 * sob + (h_wide * soh + i_wide * sol)[:, None]
-        store_rows(out_rows, out, inside, 1, dim_v, BLOCK_DV, how.even_dv)
+        out_rows = OUT + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
+        store_rows(out_rows, out, inside, 1, dims.v, BLOCK_DV, how.even_dv)
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "rows", "splits"])
+@triton.jit
 def merge(
     PARTS, SUMS, OUT, LSE,
-    sob, soh, sol,
-    heads, seq_q, rows, splits, dim_v,
+    by, sizes, dims, splits,
     BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums.
 
     Takes BLOCK_S splits at a time. Nothing that is loaded waits for what was, since waiting is all that this costs.
     """
+    _, heads, _, seq_q, _, _ = sizes
+    rows = sizes.batch * heads * seq_q
     row = tl.program_id(0)
     SUMS += row
-    PARTS += row.to(tl.int64) * dim_v
+    PARTS += row.to(tl.int64) * dims.v
     dv = tl.arange(0, BLOCK_DV)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -296,8 +289,8 @@ def merge(
         at = s.to(tl.int64) * rows
         tops = tl.load(SUMS + at, mask=s < splits, other=float("-inf"))
         totals = tl.load(SUMS + splits.to(tl.int64) * rows + at, mask=s < splits, other=0.0)
-        inside = (s < splits)[:, None] & (dv < dim_v)[None, :]
-        parts = tl.load(PARTS + at[:, None] * dim_v + dv[None, :], mask=inside, other=0.0)
+        inside = (s < splits)[:, None] & (dv < dims.v)[None, :]
+        parts = tl.load(PARTS + at[:, None] * dims.v + dv[None, :], mask=inside, other=0.0)
         new_top = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2((tops - base) * LOG2E)
@@ -310,5 +303,5 @@ def merge(
     h = (row // seq_q % heads).to(tl.int64)
     i = (row % seq_q).to(tl.int64)
     out = tl.div_rn(acc, total + tl.zeros_like(acc))
-    tl.store(OUT + b * sob + h * soh + i * sol + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dim_v)
+    tl.store(OUT + b * by.b + h * by.h + i * by.l + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dims.v)
     tl.store(LSE + row, top + tl.log2(total) * LN2)

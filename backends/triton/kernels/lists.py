@@ -92,10 +92,10 @@ def _arrange(kinds, step, tiles, counts, others, SIZE: tl.constexpr):
     tl.store(counts + 4, stretch_end)
 
 
-@triton.jit(do_not_specialize=["heads", "owners", "others", "found", "seq_q", "seq_k", "bottom_right", "left", "right"])
+@triton.jit
 def classify(
     MASK, LENGTHS, KINDS, TILES, COUNTS,
-    smb, smh, smq, smk, heads, owners, others, found, seq_q, seq_k, bottom_right, left, right,
+    by, heads, owners, others, found, seq_q, seq_k, reach,
     AT_ONCE: tl.constexpr, BY_KEYS: tl.constexpr, STRETCH: tl.constexpr, WORDS: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """For each owner, a tile of queries or BY_KEYS of keys: TILES (batch, heads, owners, others), and COUNTS.
@@ -115,7 +115,7 @@ def classify(
     owner = pid % owners
     of = pid // owners
     b = (of // heads).to(tl.int64)
-    MASK += b * smb + (of % heads).to(tl.int64) * smh
+    MASK += b * by.b + (of % heads).to(tl.int64) * by.h
     pid = pid.to(tl.int64)
     kinds = KINDS + pid * found
     for first in range(0, found, AT_ONCE):
@@ -126,7 +126,7 @@ def classify(
             tile_q = first
             start = owner * BLOCK_N
         i = tl.minimum(tile_q * BLOCK_M + tl.arange(0, HEIGHT), seq_q - 1)[:, None]  # the last query once more
-        rows = i.to(tl.int64) * smq
+        rows = i.to(tl.int64) * by.l
         if WORDS:  # how many queries see each key, and how many with no bias: by four bytes at a time, or one by one
             n = tl.arange(0, WIDTH // 4)[None, :]
             there = first + n // (BLOCK_N // 4) < found  # tile by tile: tested together, loaded together
@@ -142,10 +142,10 @@ def classify(
             plain = seeing
         else:
             n = tl.arange(0, WIDTH)[None, :]
-            end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
+            end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
             zero = tl.zeros((HEIGHT, WIDTH), tl.float32)
-            mask = (MASK, rows, smk, seq_k)
-            span = (end, offset, left, right)
+            mask = (MASK, rows, by.d, seq_k)
+            span = (end, offset, reach.left, reach.right)
             bias, seen = hide(zero, i, n.to(tl.int64), start, span, mask, how.mask_kind, True, True, how)
             both = tl.broadcast_to(seen, (HEIGHT, WIDTH)).to(tl.int32)
             if how.mask_kind == FLOAT_MASK:

@@ -4,28 +4,22 @@ import triton
 import triton.language as tl
 
 from .backward import score_gradient
-from .philox import kept
+from .philox import kept, seeded
 from .tile import EVERY_EDGE, columns, extent, load_rows, product, rounded
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "heads_q", "group", "seq_q", "padded", "seq_k", "bottom_right", "left", "right",
-        "mask_heads", "seed_low", "seed_high", "threshold",
-    ]
-)  # fmt: skip
+@triton.jit
 def mask_gradient(
     Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, DMASK,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd, sdb, sdh, sdl, sdd, smb, smh, smq, smk,
-    batch, heads_q, group, seq_q, padded, seq_k, dim, dim_v, bottom_right, left, right, mask_heads,
-    factor, cap, seed_low, seed_high, threshold, keep_scale,
+    by, sizes, dims, reach, mask_heads, scores, random,
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
     how: tl.constexpr,
 ):  # fmt: skip
     """DMASK, contiguous in the shape of the mask: one tile a program, summed over what the mask is broadcast OVER."""
+    batch, heads_q, group, seq_q, padded, seq_k = sizes
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
-    random = (seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True), threshold)
+    dice = seeded(random)
     tiles_q = tl.cdiv(seq_q, BLOCK_M)
     tiles_k = tl.cdiv(seq_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -53,7 +47,7 @@ def mask_gradient(
         last_b = first_b + 1
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for b in range(first_b, last_b):
-        end, offset = extent(LENGTHS, b, seq_q, seq_k, bottom_right, how)
+        end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
         for h in range(first_h, last_h):
             b64 = tl.cast(b, tl.int64)
             h64 = tl.cast(h, tl.int64)
@@ -63,29 +57,44 @@ def mask_gradient(
                 i64 = i.to(tl.int64)
                 inside = i < seq_q
                 q = load_rows(
-                    Q + (b64 * sqb + h64 * sqh + i64 * sql)[:, None], inside, sqd, dim, how.block_d, how.even_d
+                    Q + (b64 * by.q.b + h64 * by.q.h + i64 * by.q.l)[:, None],
+                    inside,
+                    by.q.d,
+                    dims.qk,
+                    how.block_d,
+                    how.even_d,
                 )
                 do = load_rows(
-                    DO + (b64 * sdb + h64 * sdh + i64 * sdl)[:, None], inside, sdd, dim_v, how.block_dv, how.even_dv
+                    DO + (b64 * by.o.b + h64 * by.o.h + i64 * by.o.l)[:, None],
+                    inside,
+                    by.o.d,
+                    dims.v,
+                    how.block_dv,
+                    how.even_dv,
                 )
                 rows = (b64 * heads_q + h64) * padded + i64
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
-                mask_head = MASK + b64 * smb + h64 * smh
-                mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * smq
+                mask_head = MASK + b64 * by.m.b + h64 * by.m.h
+                mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * by.m.l
                 for tile_k in range(first_k, last_k):
                     n = columns(BLOCK_N, how.dropout)
                     j = tile_k * BLOCK_N + n
                     j64 = j.to(tl.int64)
                     there = j < end
                     k = load_rows(
-                        K + (b64 * skb + head64 * skh + j64 * skl)[:, None], there, skd, dim, how.block_d, how.even_d
+                        K + (b64 * by.k.b + head64 * by.k.h + j64 * by.k.l)[:, None],
+                        there,
+                        by.k.d,
+                        dims.qk,
+                        how.block_d,
+                        how.even_d,
                     )
                     v = load_rows(
-                        V + (b64 * svb + head64 * svh + j64 * svl)[:, None],
+                        V + (b64 * by.v.b + head64 * by.v.h + j64 * by.v.l)[:, None],
                         there,
-                        svd,
-                        dim_v,
+                        by.v.d,
+                        dims.v,
                         how.block_dv,
                         how.even_dv,
                     )
@@ -94,12 +103,12 @@ def mask_gradient(
                     keep = True
                     if how.dropout:
                         hs = (h + tl.zeros_like(i))[:, None]
-                        keep = kept(b64, hs, i[:, None], tile_k * BLOCK_N, random, BLOCK_M, BLOCK_N)
+                        keep = kept(b64, hs, i[:, None], tile_k * BLOCK_N, dice, BLOCK_M, BLOCK_N)
                     n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
                         s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), True,
-                        (end, offset, left, right), (mask_head, mask_rows, smk, seq_k), (factor, cap), keep, keep_scale,
-                        how.mask_kind, EVERY_EDGE, False, True, True, how,
+                        (end, offset, reach.left, reach.right), (mask_head, mask_rows, by.m.d, seq_k), scores, keep,
+                        random.keep_scale, how.mask_kind, EVERY_EDGE, False, True, True, how,
                     )  # fmt: skip
                     acc += ds
     out = DMASK

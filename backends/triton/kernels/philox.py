@@ -12,6 +12,12 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def seeded(random):
+    """The words of the seed without a sign, and the threshold."""
+    return random.seed_low.to(tl.uint32, bitcast=True), random.seed_high.to(tl.uint32, bitcast=True), random.threshold
+
+
+@triton.jit
 def _wide(word, FACTOR: tl.constexpr):
     """High and low half of a 32 x 32 bit product."""
     full = word.to(tl.uint64) * FACTOR

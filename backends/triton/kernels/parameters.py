@@ -1,0 +1,91 @@
+"""What kernels are passed beside arrays, by name: the host fills these tuples, and kernels read their fields.
+
+Triton looks at every integer that it is passed to compile for it, those in tuples included. Here that is done for
+``Steps`` and ``Dims`` alone (see ``run``), and a kernel serves every size of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Dims", "Random", "Reach", "Scores", "Sizes", "Splits", "Steps", "Strides", "Visits"]
+
+#: A number on the host, and a scalar or a constant in a kernel.
+Number = Any
+
+
+class Steps(NamedTuple):
+    """Elements from one batch entry, head, row and column of an array to the next."""
+
+    b: Number
+    h: Number
+    l: Number  # noqa: E741
+    d: Number
+
+
+class Strides(NamedTuple):
+    """Of query, key, value, mask, and of the output or its gradient."""
+
+    q: Steps
+    k: Steps
+    v: Steps
+    o: Steps
+    m: Steps
+
+
+class Sizes(NamedTuple):
+    """Batch entries, query heads, query heads that share a key head, queries, the same in whole tiles, keys."""
+
+    batch: Number
+    heads_q: Number
+    group: Number
+    seq_q: Number
+    padded: Number
+    seq_k: Number
+
+
+class Dims(NamedTuple):
+    """Head dimensions of query and key, and of value."""
+
+    qk: Number
+    v: Number
+
+
+class Reach(NamedTuple):
+    """Alignment of the diagonal (1 for bottom right), and how far to the left and right of it a query sees."""
+
+    bottom_right: Number
+    left: Number
+    right: Number
+
+
+class Splits(NamedTuple):
+    """Programs that share the keys of a row, and how many keys each takes."""
+
+    count: Number
+    chunk: Number
+
+
+class Scores(NamedTuple):
+    """The softmax's scale, what the products q . k are multiplied by first, and the cap."""
+
+    scale: Number
+    factor: Number
+    cap: Number
+
+
+class Random(NamedTuple):
+    """Two words of the seed, the threshold below which a weight is dropped, and the factor of those that are kept."""
+
+    seed_low: Number
+    seed_high: Number
+    threshold: Number
+    keep_scale: Number
+
+
+class Visits(NamedTuple):
+    """Lists of tiles from one batch entry, head and tile to the next; 0 where they share one."""
+
+    b: Number
+    h: Number
+    t: Number
