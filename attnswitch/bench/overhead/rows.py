@@ -1,0 +1,93 @@
+"""The rows of ``bench overhead``: which problems are called, and what is new in each call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Problem
+
+__all__ = ["SECTIONS", "Keys", "New", "Row", "Section", "ad_hoc", "rows"]
+
+#: repeated: the same call again; lengths: one more key in each call; masks: bool and float ones; training: steps.
+Section = Literal["repeated", "lengths", "masks", "training"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
+#: What no call before had: nothing, the number of keys, the tensor of the mask.
+New = Literal["nothing", "length", "mask"]
+#: Key and value are whole tensors, or the first rows of a larger cache.
+Keys = Literal["whole", "slice"]
+_OF_NEW: dict[New, Section] = {"nothing": "repeated", "length": "lengths", "mask": "masks"}
+_LENGTHS = 300, 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One problem and how it is called.
+
+    A ``step`` is the forward and the gradients of the problem, timed until the device has done a batch of them; else a
+    call is timed until it returns. Raises ``InvalidProblem`` for what torch's own call cannot say, or nobody here.
+    """
+
+    section: Section
+    problem: Problem
+    keys: Keys = "whole"
+    new: New = "nothing"
+    step: bool = False
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        if p.irregular or p.softcap or p.lse or p.seeded:
+            raise InvalidProblem(f"{p}: torch's own call has no lengths, window, bottom right, softcap, lse or seed")
+        if p.mask is not None and p.causal:
+            raise InvalidProblem(f"{p}: torch's own call takes a mask or is causal, not both")
+        if self.step and not p.grads:
+            raise InvalidProblem(f"{p}: a training step needs gradients, such as {p}.grad")
+        if self.new != "nothing" and p.grads:
+            raise InvalidProblem(f"{p}: what is new in each call is timed without gradients")
+        if self.new == "mask" and p.mask is None:
+            raise InvalidProblem(f"{p}: there is no mask that could be new in each call")
+
+
+def rows(device: str, sections: Collection[str] = SECTIONS, *, quick: bool = False) -> list[Row]:
+    """The rows of ``sections``, in float32 on the CPU and bfloat16 elsewhere; ``quick`` takes shorter ones.
+
+    Raises ``InvalidProblem`` for a section that there is none of.
+    """
+    dtype = "fp32" if device == "cpu" else "bf16"
+    made = {"repeated": _repeated, "lengths": _lengths, "masks": _masks, "training": _training}
+    for section in sections:
+        if section not in made:
+            raise InvalidProblem(f"section {section!r} is not known; expected one of {', '.join(made)}")
+    return [row for section in dict.fromkeys(sections) for row in made[section](dtype, 128 if quick else 512)]
+
+
+def ad_hoc(text: str, keys: Keys = "whole", new: New = "nothing", *, step: bool = False) -> Row:
+    """The row of a problem that is named by its text."""
+    return Row("training" if step else _OF_NEW[new], Problem.parse(text), keys, new, step)
+
+
+def _repeated(dtype: str, _: int) -> Iterator[Row]:
+    for size, grads in itertools.product(("b1.h1.s8.d64", "b2.h4.s32.d64"), ("", ".grad")):
+        yield Row("repeated", Problem.parse(f"{size}.{dtype}{grads}"))
+    for length, mask, keys in itertools.product(_LENGTHS, ("", ".mask=bool:k"), get_args(Keys)):
+        yield Row("repeated", Problem.parse(f"b1.h8.s1x{length}.d64.{dtype}{mask}"), keys)
+
+
+def _lengths(dtype: str, _: int) -> Iterator[Row]:
+    for length, mask in itertools.product(_LENGTHS, ("", ".mask=bool:k")):
+        yield Row("lengths", Problem.parse(f"b1.h8.s1x{length}.d64.{dtype}{mask}"), "slice", "length")
+
+
+def _masks(dtype: str, most: int) -> Iterator[Row]:
+    news: tuple[New, ...] = ("nothing", "mask")
+    for length, mask, new in itertools.product((77, most), ("bool", dtype), news):
+        yield Row("masks", Problem.parse(f"b1.h8.s{length}.d64.{dtype}.mask={mask}"), new=new)
+
+
+def _training(dtype: str, most: int) -> Iterator[Row]:
+    for size in ("b1.h1.s8.d64", f"b1.h8.s{most}.d80"):
+        for options in ("grad", "causal.grad", "mask=bool.grad", f"mask={dtype}.grad=qkvm"):
+            yield Row("training", Problem.parse(f"{size}.{dtype}.{options}"), step=True)
