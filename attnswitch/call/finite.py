@@ -109,7 +109,9 @@ def shown(problem: Problem, where: Shows) -> Callable[[Any, Any], bool]:
     if where is Shows.OUTPUT:
         return _nan_in_output
     in_lse = shows(problem)
-    return lambda _, lse: lse is None or in_lse(lse)
+    if where is Shows.LSE:
+        return lambda _, lse: lse is None or in_lse(lse)
+    return lambda out, lse: lse is None or in_lse(lse) or _nan_in_output(out, lse)
 
 
 def _nan_in_output(out: Any, _: Any) -> bool:

@@ -73,6 +73,8 @@ class Shows(enum.Enum):
     LSE = enum.auto()
     #: The output of such a row has NaN.
     OUTPUT = enum.auto()
+    #: One or the other.
+    EITHER = enum.auto()
 
 
 class Kernel:

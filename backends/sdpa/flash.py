@@ -25,7 +25,6 @@ __all__ = ["FlashBackend"]
 #: Keys of a tile of torch's CPU kernel, and the most that it takes at once.
 _CPU_TILE, _CPU_VECTOR = 512, 16
 #: Lse and output together, where the dispatcher looks at both.
-_EITHER = Shows.__members__.get("EITHER", Shows.NOWHERE)
 
 
 class FlashBackend(SdpaBackend):
@@ -72,7 +71,7 @@ class FlashBackend(SdpaBackend):
         """On the CPU the lse shows what is lost, and what leaks from a hidden key; the output, from a hidden value."""
         if device.kind != "cpu":
             return Shows.NOWHERE
-        return _EITHER if problem.needs_mask or (problem.causal and not problem.sees_all) else Shows.LSE
+        return Shows.EITHER if problem.needs_mask or (problem.causal and not problem.sees_all) else Shows.LSE
 
     def direct(self, problem: Problem, device: Device) -> Forward | None:
         """A mask of the CPU kernel's, with nothing beside it."""
