@@ -179,14 +179,14 @@ def _print_times(held: list[Record]) -> None:
     before: tuple[str, Problem] | None = None
     for (where, _), group in sorted(groups.items()):
         group.sort(key=lambda time: time.pace)
-        chosen = next(filter(trusted, group), None)
+        best = next(filter(trusted, group), None)
         for time in group:
             label = ["" if before and before[0] == where else where]
             label += ["" if before == (where, time.problem) else str(time.problem)]
             before = where, time.problem
             name = render.escape(time.backend)
             spread = f"{(time.high - time.low) / 2:.2g}"
-            cells = [f"[green]{name}[/]" if time is chosen else name, f"{time.ms:.4g}", spread, time.date[:10]]
+            cells = [f"[green]{name}[/]" if time is best else name, f"{time.ms:.4g}", spread, time.date[:10]]
             rows.add_row(*map(render.escape, label), *cells)
     if times:
         render.whole(rows)

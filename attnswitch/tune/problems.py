@@ -84,13 +84,13 @@ def recorded(path: Path) -> list[Problem]:
     """The problems of a file that ``attnswitch.record`` wrote.
 
     Raises:
-        InvalidProblem: it is no text, or a line is no problem; the message says which.
+        InvalidProblem: it is not text, or a line is not a problem; the message says which.
         OSError: it cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidProblem(f"{path} is no recording: it is no text in UTF-8 ({error.reason})") from None
+        raise InvalidProblem(f"{path} is not a recording: it is not text in UTF-8 ({error.reason})") from None
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

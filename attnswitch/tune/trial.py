@@ -210,8 +210,8 @@ def _tried(
     # Where nothing can be compared, NaN alone is wrong.
     least, most = (0.0, 0.0) if reference.empty else deviation.allowed(work.problem)
     for config in configs:
-        chosen = Candidate(backend, config=config)
-        entry = _Entry(backend, config, functools.partial(_whole, replace(plan, chosen=chosen), work))
+        forced = replace(plan, chosen=Candidate(backend, config=config))
+        entry = _Entry(backend, config, functools.partial(_whole, forced, work))
         try:
             for _ in range(2):
                 measured = reference.deviation(entry.call())

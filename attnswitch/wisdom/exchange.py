@@ -45,13 +45,14 @@ def read(path: Path) -> list[Record]:
     """The records of a file that ``write`` wrote.
 
     Raises:
-        InvalidProblem: it is no such file, or was cut off or changed; nothing of it may be used.
+        InvalidProblem: it is not such a file, or was cut off or changed; nothing of it may be used.
         OSError: it cannot be read.
     """
     head, _, body = path.read_bytes().partition(b"\n")
     if not head.startswith(_HEAD):
         raise InvalidProblem(
-            f"{path} is no file of exported wisdom: its first line is no head; `attnswitch wisdom export` writes one"
+            f"{path} is not a file of exported wisdom: its first line is not a head; `attnswitch wisdom export` writes"
+            " such files"
         )
     try:
         fields = json.loads(head)

@@ -115,12 +115,12 @@ def from_line(line: bytes) -> Record:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
-        raise InvalidProblem("it is no JSON: cut off, or written over") from None
+        raise InvalidProblem("it is not JSON: cut off, or written over") from None
     schema = fields.get("schema") if isinstance(fields, dict) else None
     if schema not in (None, SCHEMA):
         raise OtherSchema(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
     if schema is None or "sum" not in fields:
-        raise InvalidProblem("it is no line of wisdom: it has no checksum, or no schema")
+        raise InvalidProblem("it is not a line of wisdom: it has no checksum, or no schema")
     if fields.pop("sum") != _sum(fields):
         raise InvalidProblem("its checksum is not that of its content: it was changed by hand, or damaged")
     try:
@@ -134,7 +134,7 @@ def from_line(line: bytes) -> Record:
             **own,
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InvalidProblem(f"it is no line of wisdom: {type(error).__name__}: {error}") from None
+        raise InvalidProblem(f"it is not a line of wisdom: {type(error).__name__}: {error}") from None
 
 
 def _typed(name: str, value: Any, wanted: type) -> Any:

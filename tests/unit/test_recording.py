@@ -122,7 +122,7 @@ def test_a_process_records_by_its_environment(tmp_path: Path) -> None:
 
 def test_a_recording_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "calls.txt").write_bytes(b"\xff\x00\x81")
-    with pytest.raises(InvalidProblem, match=r"calls.txt is no recording: it is no text"):
+    with pytest.raises(InvalidProblem, match=r"calls.txt is not a recording: it is not text"):
         problems.recorded(tmp_path / "calls.txt")
 
 

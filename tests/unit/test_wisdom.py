@@ -63,11 +63,11 @@ def test_a_line_is_the_record(record: Record) -> None:
     ("change", "message"),
     [
         (lambda line: line.replace(b'"ms":1.0', b'"ms":0.5'), "its checksum is not that of its content"),
-        (lambda line: line[:-10], "it is no JSON: cut off"),
-        (lambda line: b"\0" * len(line), "it is no JSON: cut off, or written over"),
+        (lambda line: line[:-10], "it is not JSON: cut off"),
+        (lambda line: b"\0" * len(line), "it is not JSON: cut off, or written over"),
         (lambda line: b"{}", "it has no checksum"),
-        (lambda line: 10**5 * b"[", "it is no JSON"),
-        (lambda line: b"[1]", "it is no line of wisdom"),
+        (lambda line: 10**5 * b"[", "it is not JSON"),
+        (lambda line: b"[1]", "it is not a line of wisdom"),
     ],
 )
 def test_a_line_that_was_changed_is_refused(change: object, message: str) -> None:
@@ -92,7 +92,7 @@ def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
         ("runs", 1.5, "expected a int"),
         ("config", 1, "expected a str"),
         ("problem", "b1", "missing"),
-        ("versions", None, "no line of wisdom"),
+        ("versions", None, "not a line of wisdom"),
     ):
         changed = {**fields, name: value}
         with pytest.raises(InvalidProblem, match=message):
@@ -235,7 +235,7 @@ def test_lines_of_another_schema_are_kept_when_the_others_are_changed(tmp_path: 
     kept.path.write_bytes(later() + to_line(time(1.0)) + b"damaged\n" + to_line(time(2.0)))
     assert [damage.why.partition(":")[0] for damage in kept.read().damaged] == [
         "it is of schema 2, and this version reads schema 1",
-        "it is no JSON",
+        "it is not JSON",
     ]
     assert kept.change(lambda records: records[1:]) == 1
     assert kept.path.read_bytes() == later() + to_line(time(2.0))
@@ -488,10 +488,10 @@ def cut(path: Path, lines: int) -> None:
     ("harm", "message"),
     [
         (lambda path: cut(path, 3), "has 2 lines of wisdom and was written with 3: it was cut off"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "line 4: it is no JSON: cut off"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "line 4: it is not JSON: cut off"),
         (lambda path: path.write_text(path.read_text().replace('"ms":2.0', '"ms":0.2')), "line 3: its checksum"),
-        (lambda path: path.write_bytes(to_line(time())), "its first line is no head"),
-        (lambda path: path.write_bytes(b""), "its first line is no head"),
+        (lambda path: path.write_bytes(to_line(time())), "its first line is not a head"),
+        (lambda path: path.write_bytes(b""), "its first line is not a head"),
         (lambda path: path.write_text('{"wisdom":2,"lines":0,"sha256":""}\n'), "is of version 2"),
         (lambda path: path.write_text('{"wisdom":1}\n'), "the head is damaged"),
         (lambda path: path.write_text('{"wisdom":1,"lines":Infinity,"sha256":""}\n'), "the head is damaged"),

@@ -64,7 +64,7 @@ def test_what_holds_and_what_does_not(cli: Cli) -> None:
     assert "(case tiled-cpu.json)" in ran.out
     assert "1 line not used tiled: the backend's source has changed since (hash 0123456789ab" in ran.out
     assert "backend 'bygone' is not known here" in ran.out
-    assert "line 5: it is no JSON" in ran.out
+    assert "line 5: it is not JSON" in ran.out
     document = json.loads(cli("show", "--json").out)
     assert [record.get("ms") for record in document["records"]] == [1.5, None]
     assert len(document["unused"]) == 2
