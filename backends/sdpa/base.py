@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -16,11 +17,13 @@ from . import autocast, masks
 from .backward import Given
 from .reasons import common, no_gpu, usual
 
-__all__ = ["Fit", "Launch", "SdpaBackend", "SdpaKernel"]
+__all__ = ["Compose", "Fit", "Launch", "SdpaBackend", "SdpaKernel"]
 
 #: How an operator is launched where that hides (see ``masks``): from query, key and value to out and lse, which may be
 #: None where the problem does not ask for it.
 Launch = Callable[[masks.Hiding], Forward]
+#: What hides in a call, from its inputs and whether the lift is asked for.
+Compose = Callable[..., masks.Hiding]
 #: An operand as an operator wants it: itself, or a copy.
 Fit = Callable[[Any], Any]
 
@@ -63,9 +66,9 @@ class SdpaBackend(Backend):
         """What hides in a problem that needs no mask, which is the same in every call."""
         return masks.compose_plain(problem)
 
-    def compose(self, problem: Problem, inputs: Inputs, *, lifted: bool = False) -> masks.Hiding:
-        """What hides in a call that needs a mask; ``lifted`` asks for the lift whether there is an lse or not."""
-        return masks.compose(problem, inputs, lifted=lifted)
+    def composer(self, problem: Problem, device: Device) -> Compose:
+        """What hides in a call of a problem that needs a mask; ``lifted`` asks for the lift, lse or not."""
+        return functools.partial(masks.compose, problem)
 
     def shown(self, problem: Problem, device: Device) -> Shows:
         """What the operator's results show of NaN and inf, in a problem without gradients."""
@@ -75,7 +78,7 @@ class SdpaBackend(Backend):
         """The function that calls the operator, on operands that fit."""
         raise NotImplementedError
 
-    def direct(self, problem: Problem, device: Device) -> Forward | None:
+    def direct(self, problem: Problem, device: Device, compose: Compose) -> Forward | None:
         """The operator on operands that fit and a mask, where that is all that there is to do; None where it is not."""
         return None
 
@@ -103,7 +106,9 @@ class SdpaKernel(Kernel):
         #: Whether nothing is attended from, or to.
         self.nothing = not (problem.batch and problem.seq_q and problem.seq_k)
         #: What hides where no mask is needed; None where one is.
-        self.plain = None if self.nothing or problem.needs_mask else backend.plain(problem, device)
+        self.plain: Any = None if self.nothing or problem.needs_mask else backend.plain(problem, device)
+        #: The reverse.
+        self.compose: Any = None if self.nothing or self.plain is not None else backend.composer(problem, device)
         if not (self.nothing or problem.grads):
             self.shows = backend.shown(problem, device)
 
@@ -114,10 +119,10 @@ class SdpaKernel(Kernel):
             return autocast.shielded(kind, self.forward, inputs)
         if self.nothing:
             return _empty(p, inputs)
-        if self.plain is not None:
+        if self.compose is None:
             return self._launched(inputs, self.plain)
         inputs = _without_padding(inputs)
-        hiding = self.backend.compose(p, inputs)
+        hiding = self.compose(inputs)
         out, lse = self._launched(inputs, hiding)
         if hiding.dead is not None:
             out = out.masked_fill(hiding.dead, 0.0) if p.grads else out.masked_fill_(hiding.dead, 0.0)
@@ -133,7 +138,7 @@ class SdpaKernel(Kernel):
             return super().prepared(inputs)
         if self.plain is not None:
             return self.launch(self.plain)
-        return self.backend.direct(self.problem, self.device) or super().prepared(inputs)
+        return self.backend.direct(self.problem, self.device, self.compose) or super().prepared(inputs)
 
     def _launched(self, inputs: Inputs, hiding: masks.Hiding) -> tuple[Any, Any]:
         """The operator's answer, without what makes the operands fit, and without an lse that nobody asked for."""
@@ -179,7 +184,7 @@ class SdpaKernel(Kernel):
                 f"dropout_p={p.dropout}: torch's operators keep the state of their generator to themselves"
             )
         inputs = _without_padding(inputs)
-        hiding = self.plain or self.backend.compose(p, inputs, lifted=True)
+        hiding = self.plain if self.compose is None else self.compose(inputs, lifted=True)
         query, key, value = (self.fit(operand) for operand in inputs[:3])
         out, grad_out = (self.fit(x.to(query.dtype)) for x in (out, grad_out))
         given = Given(query, key, value, hiding, out, lse, grad_out, self.launch)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from attnswitch.machine.backend import Forward
+from attnswitch.machine.backend import Forward, Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from . import compose, masks
 from .arguments import Operator, told
 from .backward import Given, relative
-from .base import Launch
+from .base import Compose, Launch
 from .masks import Hiding
 from .operands import bias, with_aligned_gradient
 
-__all__ = ["gradients", "launcher"]
+__all__ = ["composer", "direct", "gradients", "launcher"]
 
 
 def launcher(problem: Problem, operator: Operator, *, always_lse: bool = False) -> Launch:
@@ -43,6 +46,30 @@ def launcher(problem: Problem, operator: Operator, *, always_lse: bool = False) 
         return launched
 
     return launch
+
+
+def composer(problem: Problem, device: Device) -> Compose:
+    """What makes the bias: one kernel, where there is Triton."""
+    if device.kind == "cuda" and compose.available():
+        return compose.Composer(problem, device)
+    return functools.partial(masks.compose, problem)
+
+
+def direct(problem: Problem, operator: Operator, composed: Compose, *, always_lse: bool = False) -> Forward | None:
+    """Output, and no lse, of operands that fit, and a mask; None where there is an lse to be made."""
+    if problem.lse:
+        return None
+    call, with_lse, grads = told(operator, problem, False), bool(problem.grads) or always_lse, bool(problem.grads)
+    scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
+
+    def launched(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        hiding = composed(Inputs(query, key, value, attn_mask))
+        out = call(query, key, value, bias(hiding.mask, query, scores), with_lse)[0]
+        if grads:
+            return with_aligned_gradient(out).masked_fill(hiding.dead, 0.0), None
+        return out.masked_fill_(hiding.dead, 0.0), None
+
+    return launched
 
 
 def gradients(

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnswitch.machine.backend import Forward
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import biased
 from .backward import Given
-from .base import Fit, Launch, SdpaBackend
+from .base import Compose, Fit, Launch, SdpaBackend
 from .operands import copied_if_expanded, padded
 from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, version
 
@@ -42,6 +43,14 @@ class CudnnBackend(SdpaBackend):
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""
         return biased.launcher(problem, torch._scaled_dot_product_cudnn_attention)
+
+    def composer(self, problem: Problem, device: Device) -> Compose:
+        """By one kernel, where there is Triton."""
+        return biased.composer(problem, device)
+
+    def direct(self, problem: Problem, device: Device, compose: Compose) -> Forward | None:
+        """A mask, the operator, and zeros over the rows that see nothing."""
+        return biased.direct(problem, torch._scaled_dot_product_cudnn_attention, compose)
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Multiples of 8, aligned, and nothing expanded."""

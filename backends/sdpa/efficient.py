@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 
+from attnswitch.machine.backend import Forward
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import biased
 from .backward import Given
-from .base import Fit, Launch, SdpaBackend
+from .base import Compose, Fit, Launch, SdpaBackend
 from .operands import padded
 from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
 
@@ -48,9 +49,19 @@ class EfficientBackend(SdpaBackend):
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator, which before torch 2.15 misreads expanded head axes unless it computes lse (pytorch#191937)."""
-        expanded = problem.key.expanded or problem.value.expanded
-        misread = expanded and version(device, "torch") < (2, 15)
-        return biased.launcher(problem, torch._scaled_dot_product_efficient_attention, always_lse=misread)
+        return biased.launcher(
+            problem, torch._scaled_dot_product_efficient_attention, always_lse=_misread(problem, device)
+        )
+
+    def composer(self, problem: Problem, device: Device) -> Compose:
+        """By one kernel, where there is Triton."""
+        return biased.composer(problem, device)
+
+    def direct(self, problem: Problem, device: Device, compose: Compose) -> Forward | None:
+        """A mask, the operator, and zeros over the rows that see nothing."""
+        return biased.direct(
+            problem, torch._scaled_dot_product_efficient_attention, compose, always_lse=_misread(problem, device)
+        )
 
     def fitting(self, problem: Problem, device: Device) -> Fit:
         """Rows of multiples of 16 bytes, aligned."""
@@ -59,6 +70,10 @@ class EfficientBackend(SdpaBackend):
     def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
         """The operator's backward, whose lse has room for whole tiles of 32 queries."""
         return biased.gradients(problem, given, torch._scaled_dot_product_efficient_attention, _backward)
+
+
+def _misread(problem: Problem, device: Device) -> bool:
+    return (problem.key.expanded or problem.value.expanded) and version(device, "torch") < (2, 15)
 
 
 def _backward(problem: Problem, given: Given, added: Any, lse: Any, state: tuple[Any, Any]) -> tuple[Any, ...]:

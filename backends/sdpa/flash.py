@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.machine.backend import Forward, Inputs, Precision, Shows
+from attnswitch.machine.backend import Forward, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from .arguments import told
 from .backward import Given, relative
-from .base import Fit, Launch, SdpaBackend
+from .base import Compose, Fit, Launch, SdpaBackend
 from .masks import Hiding, added, compose_plain, ends
 from .operands import dense_rows, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half
@@ -63,9 +63,9 @@ class FlashBackend(SdpaBackend):
             return hiding._replace(mask=zero.expand(1, 1, problem.seq_q, problem.seq_k))
         return hiding
 
-    def compose(self, problem: Problem, inputs: Inputs, *, lifted: bool = False) -> Hiding:
+    def composer(self, problem: Problem, device: Device) -> Compose:
         """The CPU kernel adds a mask of the operands' type or of float32; beside float64 it misreads that."""
-        return added(problem, _mask_types(problem), inputs, lifted=lifted)
+        return functools.partial(added, problem, _mask_types(problem))
 
     def shown(self, problem: Problem, device: Device) -> Shows:
         """On the CPU the lse shows what is lost, and what leaks from a hidden key; the output, from a hidden value."""
@@ -73,7 +73,7 @@ class FlashBackend(SdpaBackend):
             return Shows.NOWHERE
         return Shows.EITHER if problem.needs_mask or (problem.causal and not problem.sees_all) else Shows.LSE
 
-    def direct(self, problem: Problem, device: Device) -> Forward | None:
+    def direct(self, problem: Problem, device: Device, compose: Compose) -> Forward | None:
         """A mask of the CPU kernel's, with nothing beside it."""
         p = problem
         if device.kind != "cpu" or p.mask is None or p.irregular or p.lse or (p.causal and not p.sees_all):

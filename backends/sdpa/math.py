@@ -14,7 +14,7 @@ from attnswitch.problem import Problem
 
 from .arguments import Operator, told
 from .backward import Given, composite
-from .base import Launch, SdpaBackend
+from .base import Compose, Launch, SdpaBackend
 from .masks import Hiding, added
 
 __all__ = ["MathBackend"]
@@ -41,9 +41,9 @@ class MathBackend(SdpaBackend):
         """16-bit operands are raised to float32 first and the result rounded once."""
         return Precision(accumulator="float64" if problem.dtype == "float64" else "float32")
 
-    def compose(self, problem: Problem, inputs: Inputs, *, lifted: bool = False) -> Hiding:
+    def composer(self, problem: Problem, device: Device) -> Compose:
         """Everything is raised to the accumulator's type. A bool mask as it came the operator would add as 0 and 1."""
-        return added(problem, (_wide(problem),), inputs)
+        return functools.partial(added, problem, (_wide(problem),))
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The composite itself, not the front door that may choose another."""

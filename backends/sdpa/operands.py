@@ -62,6 +62,8 @@ def dense_rows(tensor: Any) -> Any:
 
 def bias(mask: Any, like: Any, scores: tuple[int, int, int, int]) -> Any:
     """``mask`` as an additive bias in the type of ``like``, (B, Hq, Lq, Lk), rows aligned to 8 elements."""
+    if mask.dtype == like.dtype and mask.shape == scores and mask.stride(3) == 1 and mask.stride(2) % 8 == 0:
+        return mask  # made so by ``compose``
     mask = additive(mask, like.dtype).to(like.dtype)
     keys = scores[3]
     mask = mask.expand(*mask.shape[:3], keys)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from attnswitch.machine.device import Device
+from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
 
 __all__ = [
@@ -55,7 +56,13 @@ def common(problem: Problem, *, has_lse: bool) -> Iterator[str]:
 
 def version(device: Device, software: str) -> tuple[int, ...]:
     """Version of ``software`` on ``device``, the newest where it is not known."""
-    return device.version(software) or NEWEST
+    for name, text in device.versions:
+        if name == software:
+            return _numbers(text) or NEWEST
+    return NEWEST
+
+
+_numbers = functools.lru_cache(maxsize=64)(release)
 
 
 def no_gpu() -> str | None:
