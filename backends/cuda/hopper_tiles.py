@@ -82,8 +82,8 @@ def _steps(p: Problem, tile: HopperTile) -> tuple[int, int]:
         else:  # the window reaches into most tiles where it begins latest in one
             among = math.gcd(tile.queries, tile.keys)
             latest = tile.keys - among + (offset - left) % among
-            longest = min(longest, arithmetic.tiles(latest + left + tile.queries + right, tile.keys))
-    return max(0, total), longest
+            longest = min(longest, arithmetic.tiles(latest + left + min(tile.queries, p.seq_q) + right, tile.keys))
+    return total, min(total, longest)
 
 
 def _uneven(problem: Problem) -> bool:
