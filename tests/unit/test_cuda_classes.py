@@ -14,7 +14,6 @@ import pytest
 from attnswitch import Problem
 from attnswitch.machine.device import Device
 
-arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 classes = importlib.import_module("attnswitch.backends.cuda.classes")
 hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper_tiles")
@@ -103,7 +102,7 @@ def test_a_staircase_is_the_sum_of_its_steps() -> None:
         )
         most = draw.randrange(40)
         expected = sum(min(most, max(0, (start + rise * i) // tread)) for i in range(steps))
-        assert arithmetic.staircase(steps, start, rise, tread, most) == expected
+        assert hopper_tiles._staircase(steps, start, rise, tread, most) == expected
 
 
 def test_splits_are_the_fewest_of_the_soonest() -> None:
