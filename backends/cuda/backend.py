@@ -7,9 +7,9 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from attnswitch.machine.backend import Backend, Kernel, Precision, Tile
+from attnswitch.machine.backend import Backend, Precision, Tile
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
@@ -18,6 +18,9 @@ from . import config, emulator
 from .config import CudaConfig
 from .families import against_hopper
 from .tiles import FEW, HopperTile, on_tensor_cores, rows, shared
+
+if TYPE_CHECKING:
+    from .kernel import CudaKernel
 
 __all__ = ["CudaBackend"]
 
@@ -89,7 +92,7 @@ class CudaBackend(Backend):
         wide = problem.dtype == "float64"
         return Precision("float64" if wide else "float32", weights="storage", statistics="lse")
 
-    def compile(self, problem: Problem, device: Device, config: CudaConfig) -> Kernel:
+    def compile(self, problem: Problem, device: Device, config: CudaConfig) -> CudaKernel:
         """The kernels for ``problem``; NVRTC compiles each at its first launch, unless it is in the cache."""
         from .kernel import CudaKernel
 

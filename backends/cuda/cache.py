@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
 
+from attnswitch import files
+
 __all__ = ["folder", "kept"]
+
+#: Threads of a process write to one name before they move it.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def folder() -> Path:
@@ -29,14 +35,13 @@ def kept(parts: tuple[str, ...], suffix: str, make: Callable[[], bytes]) -> Path
     target = folder() / "cuda" / digest[:2] / (digest + suffix)
     if target.is_file():
         return target
-    made = make()
+    content = make()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent)
+        with _ONE_AT_A_TIME:
+            files.replace(target, content)
     except OSError:
         handle, temporary = tempfile.mkstemp(suffix=suffix)
-        target = Path(temporary)
-    with os.fdopen(handle, "wb") as file:
-        file.write(made)
-    os.replace(temporary, target)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        return Path(temporary)
     return target

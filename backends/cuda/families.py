@@ -90,8 +90,8 @@ def _missing() -> str | None:
     if why := nvrtc.unavailable():
         return why
     if not nvrtc.honours("sm_90a"):
-        found = ".".join(map(str, nvrtc.version()))
-        return f"NVRTC {found} does not compile for sm_90a; install that of CUDA 12 or later"
+        version = ".".join(map(str, nvrtc.version()))
+        return f"NVRTC {version} does not compile for sm_90a; install that of CUDA 12 or later"
     return None
 
 

@@ -133,7 +133,7 @@ class Forward:
 
         def pointers(a: Arguments, at: tuple[int, ...]) -> tuple[int, ...]:
             maps = self._maps(*((address, *step) for address, step in zip(at, steps, strict=True)))
-            return *(made.pointer for made in maps), ctypes.addressof(a)
+            return *(operand.pointer for operand in maps), ctypes.addressof(a)
 
         if self._survey is not None:
             survey = self._survey

@@ -70,20 +70,20 @@ def _steps(p: Problem, tile: HopperTile) -> tuple[int, int]:
     total, longest = rows * whole, whole
     if right is not None:  # a tile ends after the last key of its last row
         end = offset + right + tile.queries
-        total = arithmetic.staircase(rows, end + tile.keys - 1, tile.queries, tile.keys, whole)
+        total = _staircase(rows, end + tile.keys - 1, tile.queries, tile.keys, whole)
         last = min(p.seq_k, offset + right + p.seq_q)
         longest = max(0, arithmetic.tiles(last, tile.keys))
         cut = min(p.seq_k, offset + right + rows * tile.queries)  # as if the last tile were full
         total -= max(0, arithmetic.tiles(cut, tile.keys)) - longest
     if left is not None:  # and begins at the first of its first
-        total -= arithmetic.staircase(rows, offset - left, tile.queries, tile.keys, whole)
+        total -= _staircase(rows, offset - left, tile.queries, tile.keys, whole)
         if right is None:
             longest = max(0, whole - max(0, offset - left) // tile.keys)
         else:  # the window reaches into most tiles where it begins latest in one
             among = math.gcd(tile.queries, tile.keys)
             latest = tile.keys - among + (offset - left) % among
-            longest = min(longest, arithmetic.tiles(latest + left + tile.queries + right, tile.keys))
-    return max(0, total), longest
+            longest = min(longest, arithmetic.tiles(latest + left + min(tile.queries, p.seq_q) + right, tile.keys))
+    return total, min(total, longest)
 
 
 def _uneven(problem: Problem) -> bool:
@@ -97,3 +97,23 @@ def _crowded(problem: Problem, tile: HopperTile) -> bool:
     if arithmetic.capped(problem):
         return three or tile.keys * hopper_block(problem) > 2**14
     return problem.mask is not None and three and (tile.continued or tile.keys > 80)
+
+
+def _staircase(steps: int, start: int, rise: int, tread: int, most: int) -> int:
+    """The sum of (start + rise * i) // tread, each at least 0 and at most ``most``, for i from 0 to ``steps`` - 1."""
+    low = min(steps, max(0, arithmetic.tiles(tread - start, rise)))  # before it all are 0
+    high = min(steps, max(low, arithmetic.tiles(most * tread - start, rise)))  # from it on all are the most
+    return _floors(high - low, start + rise * low, rise, tread) + (steps - high) * most
+
+
+def _floors(count: int, start: int, rise: int, tread: int) -> int:
+    """``_staircase`` of no bounds: the lattice points below a line, turned as in Euclid's algorithm."""
+    total = 0
+    while count > 0:
+        total += count * (start // tread) + count * (count - 1) // 2 * (rise // tread)
+        start, rise = start % tread, rise % tread
+        top = start + rise * count
+        if top < tread:
+            break
+        count, start, rise, tread = top // tread, top % tread, tread, rise
+    return total

@@ -46,14 +46,14 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
     library = _library(like)
     if library == "torch":
         torch: Any = sys.modules["torch"]
-        made = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(torch, dtype))
-        if made.is_cpu and made.numel():
-            made.view(torch.uint8).fill_(0xFF)
-        return made
-    made = sys.modules[library].empty(shape, dtype or like.dtype)
-    if on_cpu(made) and made.size:
-        made.view("uint8").fill(0xFF)
-    return made
+        array = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(torch, dtype))
+        if array.is_cpu and array.numel():
+            array.view(torch.uint8).fill_(0xFF)
+        return array
+    array = sys.modules[library].empty(shape, dtype or like.dtype)
+    if on_cpu(array) and array.size:
+        array.view("uint8").fill(0xFF)
+    return array
 
 
 def like(query: Any, dim: int) -> Any:

@@ -103,7 +103,7 @@ def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> byt
                 f"NVRTC {'.'.join(map(str, version()))} could not compile {what} with {' '.join(options)}:"
                 f" {error}\n{nvrtc.getProgramLog(program).rstrip(_BLANK)}"
             ) from None
-        made: bytes = nvrtc.getCUBIN(program)
-        return made + b"\0"  # CuPy takes the last byte for the end of a string, and tools refuse a file without it
+        cubin: bytes = nvrtc.getCUBIN(program)
+        return cubin + b"\0"  # CuPy takes the last byte for the end of a string, and tools refuse a file without it
     finally:
         nvrtc.destroyProgram(program)

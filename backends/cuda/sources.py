@@ -16,8 +16,8 @@ FOLDER = Path(str(resources.files(__package__))) / "src"
 @functools.cache
 def files() -> Mapping[str, str]:
     """Every source by its path below ``src``."""
-    found = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".cu", ".cuh", ".hpp", ".cpp"))
-    return {path.relative_to(FOLDER).as_posix(): path.read_text() for path in found}
+    paths = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".cu", ".cuh", ".hpp", ".cpp"))
+    return {path.relative_to(FOLDER).as_posix(): path.read_text() for path in paths}
 
 
 @functools.cache

@@ -39,28 +39,46 @@ class TensorMap:
         """An array of one element of 128 bytes. Raises ``RuntimeError`` if it is refused."""
         from cuda.bindings import driver
 
-        kind = "BFLOAT16" if self.dtype == "bfloat16" else "FLOAT16"
-        error, made = driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+        kinds, ones, rest = _constants()
+        error, encoded = driver.cuTensorMapEncodeTiled(
+            kinds[self.dtype],
             4,
             self.address,
             [driver.cuuint64_t(length) for length in reversed(self.shape)],
             [driver.cuuint64_t(stride) for stride in reversed(self.strides)],
-            [driver.cuuint32_t(length) for length in (COLUMNS, self.box, 1, 1)],
-            [driver.cuuint32_t(1)] * 4,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # 0, and no NaN
+            [driver.cuuint32_t(COLUMNS), driver.cuuint32_t(self.box), *ones[2:]],
+            ones,
+            *rest,
         )
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the driver does not encode {self}: {error.name}")
-        return np.frombuffer(ctypes.string_at(made.getPtr(), _BY_VALUE.itemsize), _BY_VALUE)
+        return np.frombuffer(ctypes.string_at(encoded.getPtr(), _BY_VALUE.itemsize), _BY_VALUE)
 
     @functools.cached_property
     def pointer(self) -> int:
         """Where the encoded map is, as a launch passes it. Raises as ``encoded`` does."""
         return int(self.encoded.ctypes.data)
+
+
+@functools.cache
+def _constants() -> tuple[dict[str, Any], list[Any], tuple[Any, ...]]:
+    """What every map has: its types by name, steps of 1 along each axis, and how loads go."""
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    return (
+        {
+            "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        },
+        [driver.cuuint32_t(1)] * 4,
+        (
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # 0, and no NaN
+        ),
+    )
 
 
 @functools.lru_cache(maxsize=_KEPT)

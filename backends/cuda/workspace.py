@@ -28,14 +28,14 @@ def blank(size: int, like: Any, stream: int) -> Any:
     if runtime.streamIsCapturing(stream):
         return _filled(memory.empty((size,), like, "uint8"), stream)
     key = memory.index(like), stream, threading.get_ident() if stream == _PER_THREAD else 0
-    found = _kept.get(key)
-    if found is None or found.nbytes < size:
+    places = _kept.get(key)
+    if places is None or places.nbytes < size:
         try:
-            made = _allocated(1 << (size - 1).bit_length())  # as sizes that grow bit by bit would free as often
+            larger = _allocated(1 << (size - 1).bit_length())  # as sizes that grow bit by bit would free as often
         except runtime.CUDARuntimeError:  # the caller's allocator may have all that is left
             return _filled(memory.empty((size,), like, "uint8"), stream)
-        found = _kept[key] = _filled(made, stream)
-    return found
+        places = _kept[key] = _filled(larger, stream)
+    return places
 
 
 def _allocated(size: int) -> Any:

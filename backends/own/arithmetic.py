@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["LOG2E", "capped", "factors", "folds", "heads_a_section", "keep_scale", "padded", "staircase", "tiles"]
+__all__ = ["LOG2E", "capped", "factors", "folds", "heads_a_section", "keep_scale", "padded", "tiles"]
 
 LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
@@ -40,26 +40,6 @@ def keep_scale(problem: Problem) -> float:
 def tiles(length: int, size: int) -> int:
     """How many tiles of ``size`` cover ``length``."""
     return -(-length // size)
-
-
-def staircase(steps: int, start: int, rise: int, tread: int, most: int) -> int:
-    """The sum of (start + rise * i) // tread, each at least 0 and at most ``most``, for i from 0 to ``steps`` - 1."""
-    low = min(steps, max(0, tiles(tread - start, rise)))  # before it all are 0
-    high = min(steps, max(low, tiles(most * tread - start, rise)))  # from it on all are the most
-    return _floors(high - low, start + rise * low, rise, tread) + (steps - high) * most
-
-
-def _floors(count: int, start: int, rise: int, tread: int) -> int:
-    """``staircase`` of no bounds: the lattice points below a line, turned as in Euclid's algorithm."""
-    total = 0
-    while count > 0:
-        total += count * (start // tread) + count * (count - 1) // 2 * (rise // tread)
-        start, rise = start % tread, rise % tread
-        top = start + rise * count
-        if top < tread:
-            break
-        count, start, rise, tread = top // tread, top % tread, tread, rise
-    return total
 
 
 def padded(problem: Problem) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
@@ -17,7 +18,8 @@ from attnswitch.machine.device import Device
 
 pytest.importorskip("cupy")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
-usage = importlib.import_module("attnswitch.backends.cuda.cubin").usage
+sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
+usage = importlib.import_module("cubin").usage
 sources = importlib.import_module("attnswitch.backends.cuda.sources")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")

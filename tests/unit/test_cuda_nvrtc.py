@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import struct
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,7 +17,8 @@ from attnswitch import CompileError
 pytest.importorskip("cupy")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
 cache = importlib.import_module("attnswitch.backends.cuda.cache")
-cubin = importlib.import_module("attnswitch.backends.cuda.cubin")
+sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
+cubin = importlib.import_module("cubin")
 sources = importlib.import_module("attnswitch.backends.cuda.sources")
 
 PLAIN = 'extern "C" __global__ void plain(float* x) { x[threadIdx.x] *= FACTOR; }'
