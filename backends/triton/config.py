@@ -23,6 +23,8 @@ _SHARED = 99 * 1024
 _FEW_SCORES = 2**23
 #: Rows of a tile that query heads may share.
 _PACKED = 128
+#: Tiles of 64 keys, one after the other, that take a program as long as the launch that merges splits.
+_MERGED = 8
 #: Most programs that the keys of one tile of queries are split among.
 MOST_SPLITS = 128
 
@@ -161,7 +163,9 @@ def splits(problem: Problem, device: Device, tile: Tile) -> int:
         # The interpreter splits where it can, since that is what it is there to check.
         return 2 if device.kind == "cpu" and programs and problem.seq_q <= 4 and problem.seq_k > 2 * tile.keys else 1
     sms = device.sms or 64
-    return max(1, min(sms // programs, problem.seq_k // (2 * min(tile.keys, 64)), MOST_SPLITS))
+    count = max(1, min(sms // programs, problem.seq_k // (2 * min(tile.keys, 64)), MOST_SPLITS))
+    spared = (problem.seq_k - problem.seq_k // count) // 64
+    return count if spared >= _MERGED else 1
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
