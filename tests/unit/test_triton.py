@@ -203,7 +203,8 @@ def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
     decode = Problem.parse("b1.h8/1.s1x65536.d128.bf16")
     assert configs(decode, h200)[0].splits == 128  # of 132 SMs, as many as are merged
     assert configs(decode, replace(h200, sms=40))[0].splits == 40
-    assert configs(decode.replace(seq_k=512), h200)[0].splits == 4  # two tiles of keys in each
+    assert configs(decode.replace(seq_k=1024), h200)[0].splits == 8  # two tiles of keys in each
+    assert configs(decode.replace(seq_k=512), h200)[0].splits == 1  # which a merge would take as long as
     assert configs(decode.replace(batch=132), h200)[0].splits == 1
     assert configs(Problem.parse("b8.h16.s4096.d128.bf16"), h200)[0].splits == 1
     assert configs(decode.replace(batch=0), h200)[0].splits == 1
