@@ -192,7 +192,7 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
 
     Triton adds barriers, tiles of a mask and what layouts exchange, which no formula tells. For a problem without mask,
     lengths and dropout, of dimensions that are not padded, this is within a quarter of what was compiled; on Hopper, in
-    types of 16 bits, within 3 %.
+    types of 16 bits, within 4 %.
     """
     size, dims = DTYPES[problem.dtype], (block(problem.dim_qk), block(problem.dim_v))
     if kernel == "forward":

@@ -330,6 +330,33 @@ def test_parts_give_what_the_whole_gives() -> None:
             torch.testing.assert_close(got, wanted, msg=lambda text: f"{splits} {lengths} {options}: {text}")  # noqa: B023
 
 
+@interpreted
+def test_gradients_of_shards_of_the_keys_add_up_to_those_of_the_whole() -> None:
+    """Where the backward is given the output and lse of all keys, by the general way and by the prepared one."""
+    q, k, v = operands((1, 2, 20, 16), (1, 2, 48, 16), (1, 2, 48, 16))
+    grad_out, grad_lse = operands((1, 2, 20, 16), (1, 2, 20))
+    triton, cpu = backend.TritonBackend(), Device.cpu()
+
+    def made(keys: int) -> Any:
+        problem = Problem(1, 2, 2, 20, keys, 16, 16, "float32", lse=True, grads="qkv")
+        return triton.compile(problem, cpu, next(triton.configs(problem, cpu)))
+
+    whole = Inputs(q, k, v)
+    out, lse = made(48).forward(whole)
+    wanted = made(48).backward(whole, out, lse, grad_out, grad_lse)
+    for way in ("backward", "prepared_backward"):
+        parts = []
+        for at in (slice(0, 32), slice(32, 48)):
+            part = Inputs(q, k[:, :, at].contiguous(), v[:, :, at].contiguous())
+            kernel = made(part.key.shape[2])
+            backward = kernel.backward if way == "backward" else kernel.prepared_backward(part)
+            # The upstream gradient of lse counts once: each part's weights add up to less than 1.
+            parts.append(backward(part, out, lse, grad_out, grad_lse))
+        torch.testing.assert_close(parts[0].query + parts[1].query, wanted.query)
+        torch.testing.assert_close(torch.cat([part.key for part in parts], 2), wanted.key)
+        torch.testing.assert_close(torch.cat([part.value for part in parts], 2), wanted.value)
+
+
 # -- tile lists --------------------------------------------------------------------------------------------------------
 
 

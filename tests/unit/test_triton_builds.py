@@ -130,7 +130,7 @@ def test_the_shared_memory_of_a_tile_is_near_what_is_compiled(build: Any) -> Non
     problem, sizes = Problem.parse(build.problem), map(int, re.findall(r"\d+", build.tile))
     device = Device.named({"sm_80": "a100", "sm_90": "h200", "sm_100": "b200"}[build.arch])
     said = config.shared(problem, device, build.kernel, config.Tile(*sizes))
-    near = 0.03 if build.arch == "sm_90" and problem.dtype != "float32" else 0.26
+    near = 0.04 if build.arch == "sm_90" and problem.dtype != "float32" else 0.26
     assert abs(said / build.shared - 1) <= near, (said, build.shared)
 
 

@@ -64,7 +64,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Built]]:
     made: list[Built] = []
 
     def build(*asked: Any) -> Compiled:
-        made.append(Built(*asked, compiled=Compiled()))
+        kernel, arrays, values, flags = asked
+        made.append(Built(kernel, arrays, values, flags, Compiled()))
         return made[-1].compiled
 
     monkeypatch.setattr(run, "_build", build)
