@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
 from .config import Tile, block
-from .kernels.parameters import Random, Reach, Scores, Sizes, Steps
+from .kernels.parameters import Random, Reach, Scores, Sizes, Steps, Strides
 from .kernels.variant import Variant
 
 __all__ = [
@@ -26,6 +24,7 @@ __all__ = [
     "scores",
     "sizes",
     "steps",
+    "strides",
     "unit",
     "unseen",
     "variant",
@@ -57,12 +56,12 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     )
 
 
-def unseen(*arrays: Any) -> bool:
+def unseen(p: Problem, *arrays: Steps) -> bool:
     """Whether Triton has to be told that rows are aligned: by itself it sees multiples of 16 elements only.
 
     It may be told, as ``operands`` has seen to it that they are.
     """
-    return any(n % 16 for x in arrays for n in (*steps(x)[:3], x.shape[3]))
+    return p.dim_qk % 16 > 0 or p.dim_v % 16 > 0 or any(n % 16 for by in arrays for n in by[:3])
 
 
 def options(tile: Tile) -> dict[str, Any]:
@@ -109,7 +108,11 @@ def unit(p: Problem) -> float:
 
 def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A shape and its strides for ``new_empty_strided``, which is a third faster than ``new_empty``."""
-    return shape, tuple(accumulate((max(1, n) for n in shape[:0:-1]), mul, initial=1))[::-1]
+    steps, step = [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= n or 1
+    return shape, tuple(steps[::-1])
 
 
 def as_bytes(mask: Any) -> Any:
@@ -121,13 +124,20 @@ def steps(array: Any) -> Steps:
     """Strides of an array of four axes, 0 for none; 0 along an axis of length 1, whose own may be any number."""
     if array is None:
         return _NO_STEPS
-    return Steps(*(0 if size == 1 else stride for size, stride in zip(array.shape, array.stride(), strict=True)))
+    if 1 not in array.shape:
+        return Steps(*array.stride())
+    return Steps(*[0 if size == 1 else stride for size, stride in zip(array.shape, array.stride(), strict=True)])
 
 
-def wide(tile: Tile, *arrays: Any) -> bool:
+def strides(query: Any, key: Any, value: Any, other: Any, mask: Any) -> Strides:
+    """Those of the operands; ``other`` is the output or its gradient."""
+    return Strides(steps(query), steps(key), steps(value), steps(other), steps(mask))
+
+
+def wide(tile: Tile, *arrays: Steps) -> bool:
     """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
-    rows = max(tile.queries, tile.keys)
-    return any(rows * row + 256 * step >= 2**31 for _, _, row, step in map(steps, arrays))
+    rows = tile.queries if tile.queries > tile.keys else tile.keys
+    return any(rows * row + 256 * step >= 2**31 for _, _, row, step in arrays)
 
 
 def _signed(word: int) -> int:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import ClassVar
 
-from attnswitch.machine.backend import Backend, Kernel, Precision
+from attnswitch.machine.backend import Backend, Kernel, Precision, Tile
 from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
 
 from ..own import requirements
-from . import config
+from . import config as configs
 from .config import TritonConfig
 
 __all__ = ["TritonBackend"]
@@ -44,7 +44,7 @@ class TritonBackend(Backend):
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TritonConfig]:
         """See ``config``."""
-        return config.configs(problem, device)
+        return configs.configs(problem, device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """float32 sums; weights rounded to a 16-bit type before their products; IEEE products of float32."""
@@ -55,6 +55,18 @@ class TritonBackend(Backend):
         from .kernel import TritonKernel
 
         return TritonKernel(problem, device, config)
+
+    def tiles(self, problem: Problem, device: Device, config: TritonConfig) -> tuple[Tile, ...]:
+        """Of the forward, and of the gradients that are asked for; ``config.shared`` says how near the bytes are."""
+        chosen = {"forward": config.forward}
+        if "q" in problem.grads:
+            chosen["query_gradient"] = config.query_gradient
+        if "k" in problem.grads or "v" in problem.grads:
+            chosen["key_gradients"] = config.key_gradients
+        return tuple(
+            Tile(kernel, tile.queries, tile.keys, tile.stages, configs.shared(problem, device, kernel, tile))
+            for kernel, tile in chosen.items()
+        )
 
 
 def _reasons(problem: Problem, device: Device) -> Iterator[str]:

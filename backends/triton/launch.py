@@ -23,6 +23,7 @@ from .arguments import (
     scores,
     sizes,
     steps,
+    strides,
     unit,
     unseen,
     variant,
@@ -82,14 +83,15 @@ class Forward:
 
     def results(self, query: Any) -> tuple[Any, Any]:
         """Output and lse, yet to be written. The output lies in the order of query, heads inside L or L inside."""
-        shape, steps = self._out
+        shape, strides = self._out
         if self._p.heads_q > 1 and self._p.seq_q > 1 and query.stride(1) < query.stride(2):
             _, (by_b, by_l, by_h, by_d) = dense(shape[0], shape[2], shape[1], shape[3])
-            steps = by_b, by_h, by_l, by_d
-        return query.new_empty_strided(shape, steps), query.new_empty_strided(*self._rows, dtype=torch.float32)
+            strides = by_b, by_h, by_l, by_d
+        return query.new_empty_strided(shape, strides), query.new_empty_strided(*self._rows, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, out, _, mask, *_ = arrays
+        by = Strides(steps(query), steps(key), steps(value), Steps(*out.stride()[-4:]), steps(mask))
         p, tile, splits = self._p, self._tile, self._splits
         dealt = p.dropout > 0.0
         tma = suits(p, self._device, key, value, dealt=dealt)
@@ -104,15 +106,15 @@ class Forward:
             packed=self._packed,
             split=splits > 1,
             tma=tma,
-            aligned=not tma and unseen(key, value),
+            aligned=not tma and unseen(p, by.k, by.v),
             tma_rows=tma_rows,
-            wide=wide(tile, key, value, mask),
+            wide=wide(tile, by.k, by.v, by.m),
             listed=self._lists is not None,
             overlap=self._overlap,
         )
         return Passed(
             values=(
-                Strides(steps(query), steps(key), steps(value), Steps(*out.stride()[-4:]), steps(mask)),
+                by,
                 _visits(self._lists),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
@@ -157,9 +159,8 @@ class Prepare:
             self._even = even(grad_out)
         if not self._even:
             grad_out = copied(grad_out)
-        shape, strides = self._shape
-        base = lse.new_empty_strided(shape, strides, dtype=torch.float32)
-        delta = lse.new_empty_strided(shape, strides, dtype=torch.float32)
+        base = lse.new_empty_strided(*self._shape, dtype=torch.float32)
+        delta = lse.new_empty_strided(*self._shape, dtype=torch.float32)
         self._launch(out, grad_out, lse, grad_lse, delta, base)
         return Saved(grad_out, base, delta)
 
@@ -197,6 +198,7 @@ class QueryGradient:
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, grad_out, _, _, mask, *_ = arrays
+        by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         dealt = p.dropout > 0.0
         tma = suits(p, self._device, key, value, dealt=dealt)
@@ -205,13 +207,13 @@ class QueryGradient:
             tile,
             even_k=p.seq_k % tile.keys == 0,
             tma=tma,
-            aligned=not tma and unseen(key, value),
-            wide=wide(tile, key, value, mask),
+            aligned=not tma and unseen(p, by.k, by.v),
+            wide=wide(tile, by.k, by.v, by.m),
             listed=self._lists is not None,
         )
         return Passed(
             values=(
-                Strides(steps(query), steps(key), steps(value), steps(grad_out), steps(mask)),
+                by,
                 _visits(self._lists),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
@@ -247,6 +249,7 @@ class KeyGradients:
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, grad_out, _, _, mask, *_ = arrays
+        by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         tma = suits(p, self._device, query, grad_out)
         how = variant(
@@ -255,13 +258,13 @@ class KeyGradients:
             even_q=p.seq_q % tile.queries == 0,
             even_k=p.seq_k % tile.keys == 0,
             tma=tma,
-            aligned=not tma and unseen(query, grad_out),
-            wide=wide(tile, query, grad_out, mask),
+            aligned=not tma and unseen(p, by.q, by.o),
+            wide=wide(tile, by.q, by.o, by.m),
             listed=self._lists is not None,
         )
         return Passed(
             values=(
-                Strides(steps(query), steps(key), steps(value), steps(grad_out), steps(mask)),
+                by,
                 _visits(self._lists),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
@@ -305,7 +308,7 @@ class MaskGradient:
         over = {"OVER_B": b == 1, "OVER_H": h == 1, "OVER_Q": q == 1, "OVER_K": k == 1}
         return Passed(
             values=(
-                Strides(steps(query), steps(key), steps(value), steps(grad_out), steps(mask)),
+                strides(query, key, value, grad_out, mask),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),

@@ -111,6 +111,7 @@ def source(
         types.append("constexpr")
         constants[at,] = flags[name]
     options = {name: value for name, value in flags.items() if name in _OPTIONS}
+    options["enable_fp_fusion"] = True  # Triton's own choice up to 3.9
     return ASTSource(kernel, dict(zip(names, types, strict=True)), constants, attributes), options
 
 
@@ -124,14 +125,23 @@ def _kind(value: Any, compiled_for: bool) -> Any:
     return size + "D" if compiled_for and value % 16 == 0 else size
 
 
-def _kinds(values: tuple[Any, ...], compiled_for: bool, kinds: list[Any]) -> list[Any]:
-    """The ``_kind`` of every number in ``values``, one after the other."""
+def _kinds(values: tuple[Any, ...]) -> list[Any]:
+    """What tells apart the values of launches of one kernel that are compiled differently."""
+    fixed: list[int] = []
+    free: list[Any] = []
     for value in values:
-        if isinstance(value, tuple):
-            _kinds(value, compiled_for or type(value) in _COMPILED_FOR, kinds)
+        if type(value) is Strides:
+            for steps in value:
+                fixed += steps
+        elif type(value) in _COMPILED_FOR:
+            fixed += value
+        elif isinstance(value, tuple):
+            free += value
         else:
-            kinds.append(_kind(value, compiled_for))
-    return kinds
+            free.append(value)
+    if min(min(fixed), min(free)) >= -(2**31) and max(max(fixed), max(free)) < 2**31:
+        return [1 if n == 1 else n % 16 == 0 and 16 for n in fixed]
+    return [_kind(n, True) for n in fixed] + [_kind(n, False) for n in free]
 
 
 def _starter(
@@ -148,7 +158,7 @@ def _starter(
     descriptors = [(kernel.arg_names.index(name), made) for name, made in described.items()]
     device = torch.cuda.current_device()
     lie = [None if x is None else (x.dtype, x.data_ptr() & 15) for x in arrays]
-    key = kernel, device, *flags.values(), *described, *lie, *_kinds(values, False, [])
+    key = id(kernel), device, *flags.values(), *described, *lie, *_kinds(values)
     compiled = _compiled.get(key)
     if compiled is None:
         given = list(arrays)

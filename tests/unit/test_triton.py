@@ -203,7 +203,8 @@ def test_few_queries_are_split_over_the_gpu_and_many_are_not() -> None:
     decode = Problem.parse("b1.h8/1.s1x65536.d128.bf16")
     assert configs(decode, h200)[0].splits == 128  # of 132 SMs, as many as are merged
     assert configs(decode, replace(h200, sms=40))[0].splits == 40
-    assert configs(decode.replace(seq_k=512), h200)[0].splits == 4  # two tiles of keys in each
+    assert configs(decode.replace(seq_k=1024), h200)[0].splits == 8  # two tiles of keys in each
+    assert configs(decode.replace(seq_k=512), h200)[0].splits == 1  # which a merge would take as long as
     assert configs(decode.replace(batch=132), h200)[0].splits == 1
     assert configs(Problem.parse("b8.h16.s4096.d128.bf16"), h200)[0].splits == 1
     assert configs(decode.replace(batch=0), h200)[0].splits == 1
@@ -327,6 +328,33 @@ def test_parts_give_what_the_whole_gives() -> None:
                 q, k, v, key_lengths=lengths, return_lse=True, backend="reference", **options
             )
             torch.testing.assert_close(got, wanted, msg=lambda text: f"{splits} {lengths} {options}: {text}")  # noqa: B023
+
+
+@interpreted
+def test_gradients_of_shards_of_the_keys_add_up_to_those_of_the_whole() -> None:
+    """Where the backward is given the output and lse of all keys, by the general way and by the prepared one."""
+    q, k, v = operands((1, 2, 20, 16), (1, 2, 48, 16), (1, 2, 48, 16))
+    grad_out, grad_lse = operands((1, 2, 20, 16), (1, 2, 20))
+    triton, cpu = backend.TritonBackend(), Device.cpu()
+
+    def made(keys: int) -> Any:
+        problem = Problem(1, 2, 2, 20, keys, 16, 16, "float32", lse=True, grads="qkv")
+        return triton.compile(problem, cpu, next(triton.configs(problem, cpu)))
+
+    whole = Inputs(q, k, v)
+    out, lse = made(48).forward(whole)
+    wanted = made(48).backward(whole, out, lse, grad_out, grad_lse)
+    for way in ("backward", "prepared_backward"):
+        parts = []
+        for at in (slice(0, 32), slice(32, 48)):
+            part = Inputs(q, k[:, :, at].contiguous(), v[:, :, at].contiguous())
+            kernel = made(part.key.shape[2])
+            backward = kernel.backward if way == "backward" else kernel.prepared_backward(part)
+            # The upstream gradient of lse counts once: each part's weights add up to less than 1.
+            parts.append(backward(part, out, lse, grad_out, grad_lse))
+        torch.testing.assert_close(parts[0].query + parts[1].query, wanted.query)
+        torch.testing.assert_close(torch.cat([part.key for part in parts], 2), wanted.key)
+        torch.testing.assert_close(torch.cat([part.value for part in parts], 2), wanted.value)
 
 
 # -- tile lists --------------------------------------------------------------------------------------------------------

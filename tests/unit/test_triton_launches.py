@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
+import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ arguments = importlib.import_module("attnswitch.backends.triton.arguments")
 config = importlib.import_module("attnswitch.backends.triton.config")
 kernel = importlib.import_module("attnswitch.backends.triton.kernel")
 launch = importlib.import_module("attnswitch.backends.triton.launch")
+parameters = importlib.import_module("attnswitch.backends.triton.kernels.parameters")
 run = importlib.import_module("attnswitch.backends.triton.run")
 H200 = Device.named("h200")
 STREAM = 64
@@ -40,293 +41,248 @@ class Compiled:
 
     def run(self, *arguments: Any) -> None:
         programs, *facts = arguments[:9]
-        assert facts == [1, 1, STREAM, self.function, self.packed_metadata, None, None, None]
+        assert facts == [1, 1, STREAM + torch.cuda.current_device(), self.function, self.packed_metadata, *[None] * 3]
         self.launched.append((programs, arguments[9:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments: self.in_public.append((grid, arguments))
 
 
-class JITFunction:
-    """As much of a kernel as a launcher asks for: it keeps what it is compiled for."""
+class Built(NamedTuple):
+    """What a launch is compiled for, and what stands for the compiled kernel."""
 
-    arg_names = ("X", "MASK", "OWN", "sx", "scale", "seed_low", "seed_high", "keep", "how", "FLAG")
-
-    def __init__(self, compiled: Callable[[], Any] = Compiled) -> None:
-        self.make = compiled
-        self.made: list[Any] = []
-        self.first: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def launch(*arguments: Any, **flags: Any) -> Any:
-            self.first.append((grid, arguments, flags))
-            self.made.append(self.make())
-            return self.made[-1]
-
-        return launch
-
-
-class Interpreted(JITFunction):
-    """A kernel that Triton interprets."""
+    kernel: Any
+    arrays: Sequence[Any]
+    values: tuple[Any, ...]
+    flags: dict[str, Any]
+    compiled: Compiled
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU that is not there: the current device, and Triton's driver of it."""
-    driver = triton.runtime.driver
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Built]]:
+    """What is compiled, on a GPU that is not there: the current device, and Triton's driver of it."""
+    made: list[Built] = []
+
+    def build(*asked: Any) -> Compiled:
+        kernel, arrays, values, flags = asked
+        made.append(Built(kernel, arrays, values, flags, Compiled()))
+        return made[-1].compiled
+
+    monkeypatch.setattr(run, "_build", build)
+    monkeypatch.setattr(run, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    driver = triton.runtime.driver
     before = driver._active
     driver.set_active(SimpleNamespace(get_current_stream=lambda index: STREAM + index))
-    yield
+    yield made
     driver.set_active(before)
 
 
-class Prepared:
+class Kernel:
+    """As much of a kernel as a launch asks for."""
+
+    __name__ = "kernel"
+    arg_names = ("X", "MASK", "OWN", "by", "section", "random", "how", "FLAG")
+
+    def __init__(self) -> None:
+        self.interpreted: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **flags: self.interpreted.append((grid, arguments, flags))
+
+
+class Asked:
     """What a launch passes, and how often that was asked for."""
 
-    def __init__(self, **described: Callable[[Any], Any]) -> None:
-        self.described, self.asked = described, 0
+    def __init__(self, section: int = 5, **described: Callable[[Any], Any]) -> None:
+        self.section, self.described, self.asked = section, described, 0
 
     def __call__(self, x: Any, mask: Any, own: Any) -> Any:
         self.asked += 1
-        return run.Passed((x.stride(0), 0.5), (2.0,), {"how": "how", "FLAG": True, "num_warps": 8}, self.described)
+        values = parameters.Steps(x.stride(0), 0, 0, 1), self.section, RANDOM
+        return run.Passed(values, {"how": "how", "FLAG": True, "num_warps": 8}, self.described)
 
 
+RANDOM = parameters.Random(0, 0, 9, 2.0)
 MEMORY, MASK = torch.zeros(64), torch.zeros(64, dtype=torch.bool)
+KERNEL = Kernel()
 
 
-def launcher(kernel: Any, prepared: Any = None) -> Callable[..., None]:
-    made = run.Launcher(kernel, 3, prepared or Prepared(), ("X", "MASK"))
-
-    def start(x: Any = MEMORY, mask: Any = None, own: Any = MEMORY, seed: tuple[int, int] = (1, -2)) -> None:
-        made(x, mask, own, seed=seed)
-
-    return start
+# -- one launch --------------------------------------------------------------------------------------------------------
 
 
-# -- the same facts ----------------------------------------------------------------------------------------------------
-
-
-def test_what_lies_alike_is_prepared_once_and_given_addresses() -> None:
-    jit, prepared = JITFunction(), Prepared()
-    start = launcher(jit, prepared)
-    start()
-    flags = {"how": "how", "FLAG": True, "num_warps": 8}
-    assert jit.first == [((3,), (MEMORY, None, MEMORY, 1, 0.5, 1, -2, 2.0), flags)]
-    other, own = torch.zeros(64), torch.zeros(7, dtype=torch.int16)[1:]
-    start(other, None, own, seed=(5, 6))
-    start(MEMORY, None, own, seed=(7, 8))
-    assert (prepared.asked, len(jit.first)) == (1, 1)
-    constants = ("how", True)  # in the order of the kernel's arguments, and Triton's own options are none
-    assert jit.made[0].launched == [
-        (3, (other.data_ptr(), 0, own.data_ptr(), 1, 0.5, 5, 6, 2.0, *constants)),
-        (3, (MEMORY.data_ptr(), 0, own.data_ptr(), 1, 0.5, 7, 8, 2.0, *constants)),
+def test_it_is_prepared_once_and_given_addresses(built: list[Built]) -> None:
+    asked = Asked()
+    start = run.Launch(KERNEL, 3, asked)
+    other, own = torch.zeros(64), torch.zeros(7, dtype=torch.int16)
+    start(MEMORY, None, own)
+    start(other, None, own, seed=2**63 + 5)
+    assert (asked.asked, len(built)) == (1, 1)
+    steps = (1, 0, 0, 1)
+    constants = ("how", True)  # in the order of the kernel's parameters, and Triton's own options are none
+    assert built[0].compiled.launched == [
+        (3, (MEMORY.data_ptr(), 0, own.data_ptr(), steps, 5, RANDOM, *constants)),
+        (3, (other.data_ptr(), 0, own.data_ptr(), steps, 5, (5, -(2**31), 9, 2.0), *constants)),
     ]
 
 
-def test_a_bool_mask_is_passed_as_bytes() -> None:
-    jit = JITFunction()
-    start = launcher(jit)
-    start(mask=MASK)
-    assert jit.first[0][1][1].dtype == torch.uint8
-    start(mask=MASK)
-    assert jit.made[0].launched[0][1][1] == jit.first[0][1][1].data_ptr() == MASK.data_ptr()
+def test_what_is_interpreted_is_given_arrays(built: list[Built], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_INTERPRETED", True)
+    jit, asked = Kernel(), Asked()
+    start = run.Launch(jit, 3, asked)
+    for _ in range(3):
+        start(MEMORY, MASK, MEMORY)
+    assert (asked.asked, len(jit.interpreted), built) == (1, 3, [])
+    for grid, (x, mask, *_), flags in jit.interpreted:
+        assert grid == (3,)
+        assert x is MEMORY
+        assert mask.dtype == torch.uint8
+        assert flags == {"how": "how", "FLAG": True, "num_warps": 8}
 
 
-@pytest.mark.parametrize(
-    ("x", "mask"),
-    [
-        (MEMORY[::2], None),
-        (MEMORY[1:], None),  # not aligned to 16 bytes
-        (MEMORY.to(torch.bfloat16), None),
-        (MEMORY, MASK),
-        (MEMORY, MASK[1:]),
-    ],
-    ids=["strides", "alignment", "type", "an array where there was none", "an array that lies elsewhere"],
-)
-def test_what_lies_otherwise_is_prepared_anew(x: torch.Tensor, mask: torch.Tensor | None) -> None:
-    jit, prepared = JITFunction(), Prepared()
-    start = launcher(jit, prepared)
-    for _ in range(2):
-        start()
-        start(x, mask)
-    assert (prepared.asked, len(jit.made)) == (2, 2)
-    first, second = (compiled.launched for compiled in jit.made)
-    assert [arguments[0] for _, arguments in first] == [MEMORY.data_ptr()]
-    assert [arguments[0] for _, arguments in second] == [x.data_ptr()]
-    assert second[0][1][3] == x.stride(0)
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_told_of_launches(name: str, built: list[Built], monkeypatch: pytest.MonkeyPatch) -> None:
+    start = run.Launch(KERNEL, 3, Asked())
+    start(MEMORY, None, MEMORY)
+    chain = type(getattr(triton.knobs.runtime, name))()
+    chain.add(print)
+    for hook in (chain, print):
+        monkeypatch.setattr(triton.knobs.runtime, name, hook)
+        start(MEMORY, None, MEMORY)
+    chain.remove(print)
+    for hook in (chain, None):
+        monkeypatch.setattr(triton.knobs.runtime, name, hook)
+        start(MEMORY, None, MEMORY)
+    compiled = built[0].compiled
+    grids, arguments = zip(*compiled.in_public, strict=True)
+    assert grids == ((3, 1, 1),) * 2
+    assert set(arguments) == {passed for _, passed in compiled.launched}
+    assert len(compiled.launched) == 3
 
 
-def test_another_gpu_is_prepared_for_and_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class There(SimpleNamespace):
-        dtype = torch.float32
-
-        def stride(self, axis: int | None = None) -> Any:
-            return (1,) if axis is None else 1
-
-        def data_ptr(self) -> int:
-            return 32
-
-        def get_device(self) -> int:
-            return int(self.index)
-
-    class OfOne(Compiled):
-        def run(self, *arguments: Any) -> None:
-            self.launched.append((arguments[3], arguments[9:]))
-
-    jit, prepared = JITFunction(OfOne), Prepared()
-    start = launcher(jit, prepared)
-    for index in (0, 1, 0, 1):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
-        start(There(index=index))
-    assert prepared.asked == 2
-    assert [[stream for stream, _ in compiled.launched] for compiled in jit.made] == [[STREAM], [STREAM + 1]]
+def test_a_descriptor_is_of_the_array_of_its_call(built: list[Built]) -> None:
+    descriptors = importlib.import_module("attnswitch.backends.triton.descriptors")
+    described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    x = torch.zeros(2, 3, 64, 40)
+    other = torch.zeros_like(x)
+    start = run.Launch(KERNEL, 3, Asked(X=descriptors.describer(x, 32)))
+    start(x, None, MEMORY)
+    start(other, None, MEMORY)
+    passed = [arguments[0] for _, arguments in built[0].compiled.launched]
+    for array, descriptor in zip([x, x, other], [built[0].arrays[0], *passed], strict=True):
+        assert descriptor.base is array
+        assert descriptor == described(array, [2, 3, 64, 40], [7680, 2560, 40, 1], [1, 1, 32, 64])
 
 
-def test_the_device_of_the_arrays_is_made_the_current_one() -> None:
-    here, there = (SimpleNamespace(is_cuda=True, get_device=lambda at=at: at, device=f"cuda:{at}") for at in (0, 1))
-    assert isinstance(launch.on(MEMORY), contextlib.nullcontext)
-    assert isinstance(launch.on(here), contextlib.nullcontext)
-    assert isinstance(launch.on(there), torch.cuda.device)
-
-
-def test_too_many_ways_to_lie_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_MOST", 2)
-    jit = JITFunction()
-    start = launcher(jit)
-    for step in (1, 2, 3, 1, 3):
-        start(MEMORY[::step])
-    assert len(jit.made) == 4
-    assert [len(compiled.launched) for compiled in jit.made] == [0, 0, 1, 0]
-
-
-def test_threads_share_what_is_prepared() -> None:
-    jit = JITFunction()
-    start = launcher(jit)
-    arrays = [torch.zeros(64)[:: 1 + at % 3] for at in range(12)]
+def test_threads_share_what_is_prepared(built: list[Built]) -> None:
+    start = run.Launch(KERNEL, 3, Asked())
+    arrays = [torch.zeros(64) for _ in range(12)]
     barrier = threading.Barrier(len(arrays))
 
     def call(x: torch.Tensor) -> None:
         barrier.wait()
         for _ in range(50):
-            start(x, None, x, seed=(x.data_ptr(), 0))
+            start(x, None, x, seed=x.data_ptr() & 0x7FFFFFFF)
 
     threads = [threading.Thread(target=call, args=(x,)) for x in arrays]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    calls = [arguments for compiled in jit.made for _, arguments in compiled.launched]
-    assert len(calls) + len(jit.first) == 50 * len(arrays)
-    of = {x.data_ptr(): x for x in arrays}
-    assert all(call[0] == call[2] == call[5] and call[3] == of[call[0]].stride(0) for call in calls)
-    assert all(len(call) == len(jit.arg_names) for call in calls)
+    calls = [arguments for one in built for _, arguments in one.compiled.launched]
+    assert len(calls) == 50 * len(arrays)
+    assert all(call[0] == call[2] and call[5].seed_low == call[0] & 0x7FFFFFFF for call in calls)
 
 
-# -- other ways to launch ----------------------------------------------------------------------------------------------
+# -- what is compiled once ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_is_told_of_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    jit = JITFunction()
-    start = launcher(jit)
-    start()
-    chain = type(getattr(triton.knobs.runtime, name))()
-    chain.add(print)
-    for hook in (chain, print):
-        monkeypatch.setattr(triton.knobs.runtime, name, hook)
-        start()
-    chain.remove(print)
-    for hook in (chain, None):
-        monkeypatch.setattr(triton.knobs.runtime, name, hook)
-        start()
-    (compiled,) = jit.made
-    grids, arguments = zip(*compiled.in_public, strict=True)
-    assert grids == ((3, 1, 1),) * 2
-    assert set(arguments) == {found for _, found in compiled.launched}
-    assert len(compiled.launched) == 2
+def launched(x: torch.Tensor, mask: torch.Tensor | None = None, section: int = 5) -> None:
+    run.Launch(KERNEL, 3, Asked(section))(x, mask, MEMORY)
 
 
-def test_without_what_inductor_launches_by_it_is_launched_in_public() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self.in_public: list[Any] = []
-
-        __getitem__ = Compiled.__getitem__
-
-    jit = JITFunction(Plain)
-    start = launcher(jit)
-    start()
-    start()
-    (compiled,) = jit.made
-    assert compiled.in_public == [
-        ((3, 1, 1), (MEMORY.data_ptr(), 0, MEMORY.data_ptr(), 1, 0.5, 1, -2, 2.0, "how", True))
-    ]
-
-
-def test_what_is_interpreted_is_given_arrays_and_prepared_once() -> None:
-    kernel, prepared = Interpreted(), Prepared()
-    start = launcher(kernel, prepared)
-    for _ in range(3):
-        start(mask=MASK)
-    assert (prepared.asked, len(kernel.first)) == (1, 3)
-    for _, arguments, flags in kernel.first:
-        assert arguments[0] is MEMORY
-        assert arguments[1].dtype == torch.uint8
-        assert flags["num_warps"] == 8
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((MEMORY[::32],), (MEMORY[::48],)),  # strides that are multiples of 16
+        ((MEMORY[::3],), (MEMORY[::5],)),
+        ((MEMORY, MASK), (MEMORY, MASK[16:])),
+        ((MEMORY, None, 1), (MEMORY, None, 16)),
+        ((MEMORY, None, 2**31), (MEMORY, None, 2**33)),
+    ],
+)
+def test_launches_that_differ_in_sizes_share_a_kernel(
+    first: tuple[Any, ...], then: tuple[Any, ...], built: list[Built]
+) -> None:
+    launched(*first)
+    launched(*then)
+    assert len(built) == 1
+    assert len(built[0].compiled.launched) == 2
 
 
-# -- descriptors -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("x", "mask", "section"),
+    [
+        (MEMORY[::3], None, 5),
+        (MEMORY[::16], None, 5),
+        (MEMORY[1:], None, 5),  # not aligned to 16 bytes
+        (MEMORY.to(torch.bfloat16), None, 5),
+        (MEMORY, MASK, 5),
+        (MEMORY, MASK[1:], 5),
+        (MEMORY, None, 2**31),
+        (MEMORY, None, -(2**31) - 1),
+        (torch.empty_strided((2,), (2**31,), device="meta"), None, 5),
+    ],
+)
+def test_other_kinds_of_arrays_and_numbers_are_compiled_for(
+    x: torch.Tensor, mask: torch.Tensor | None, section: int, built: list[Built]
+) -> None:
+    for _ in range(2):
+        launched(MEMORY)
+        launched(x, mask, section)
+    assert len(built) == 2
 
 
-def test_a_descriptor_is_of_the_array_of_its_call() -> None:
-    descriptors = importlib.import_module("attnswitch.backends.triton.descriptors")
-    described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    x = torch.zeros(2, 3, 64, 40)
-    jit = JITFunction()
-    start = launcher(jit, Prepared(X=descriptors.describer(x, 32)))
-    other = torch.zeros_like(x)
-    start(x)
-    start(other)
-    wanted = [x, other]
-    found = [jit.first[0][1][0], jit.made[0].launched[0][1][0]]
-    for array, descriptor in zip(wanted, found, strict=True):
-        assert descriptor.base is array
-        assert descriptor == described(array, [2, 3, 64, 40], [7680, 2560, 40, 1], [1, 1, 32, 64])
+def test_another_gpu_has_kernels_and_a_stream_of_its_own(built: list[Built], monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in (0, 1, 0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        launched(MEMORY)
+    assert [len(one.compiled.launched) for one in built] == [2, 2]
 
 
-def test_nothing_that_is_prepared_keeps_an_array() -> None:
-    p = Problem.parse("b1.h4.s1024.d64.bf16")
-    made = kernel.TritonKernel(p, H200, next(config.configs(p, H200)))
-    with recorded() as found:
-        inputs = operands(p)
-        made.forward(inputs)
-        watched = [weakref.ref(x) for x in inputs[:3]]
-        del inputs
-        gc.collect()
-        assert names(found) == ["forward", "merge"]
-        assert [reference() for reference in watched] == [None, None, None]
+def test_what_is_compiled_for_is_what_tells_kernels_apart() -> None:
+    """The signature that Triton is given says no more of the numbers than the key of what was compiled."""
+    draw = random.Random(1)
+    numbers = (0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31 - 16, 2**31, 2**32, -1, -16, -(2**31), -(2**31) - 1)
+    signatures: dict[str, set[str]] = {}
+    for _ in range(3000):
+        by = parameters.Steps(*(draw.choice(numbers) for _ in range(4)))
+        values = by, draw.choice(numbers), RANDOM._replace(seed_low=draw.choice(numbers))
+        made, _ = run.source(KERNEL, (None, None, None), values, {"how": 0, "FLAG": 0})
+        told = str((made.signature, made.constants, made.attrs))
+        signatures.setdefault(str(run._kinds(values)), set()).add(told)
+    assert len(signatures) > 100
+    assert all(len(told) == 1 for told in signatures.values())
+
+
+def test_a_source_says_what_triton_may_take_for_granted() -> None:
+    by = parameters.Steps(2**40, 32, 1, 3)
+    arrays = MEMORY[1:], MASK, None
+    made, options = run.source(KERNEL, arrays, (by, 16, RANDOM), {"how": 8, "FLAG": True, "num_warps": 8})
+    assert made.signature == {
+        "X": "*fp32", "MASK": "*u8", "OWN": "constexpr", "by": ("i64", "i32", "constexpr", "i32"), "section": "i32",
+        "random": ("i32", "i32", "i32", "fp32"), "how": "constexpr", "FLAG": "constexpr",
+    }  # fmt: skip
+    assert made.constants == {(2,): None, (3, 2): 1, (6,): 8, (7,): True}
+    assert set(made.attrs) == {(1,), (3, 0), (3, 1)}
+    assert options["num_warps"] == 8
 
 
 # -- a problem's launches ----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Any, Compiled]]]:
-    """The kernels that are launched for the first time, and what stands for each where it was compiled."""
-    found: list[tuple[Any, Compiled]] = []
-
-    def start(kernel: Any, programs: int, *arguments: Any, **flags: Any) -> Any:
-        found.append((kernel, Compiled()))
-        return found[-1][1]
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run, "start", start)
-        yield found
-
-
-def names(found: list[tuple[Any, Compiled]]) -> list[str]:
-    return [kernel.__name__ for kernel, _ in found]
+def names(built: list[Built]) -> list[str]:
+    return [one.kernel.__name__ for one in built]
 
 
 def operands(p: Problem, seed: int | None = None) -> Inputs:
@@ -343,56 +299,147 @@ def operands(p: Problem, seed: int | None = None) -> Inputs:
     )
 
 
+def made_for(p: Problem) -> Any:
+    return kernel.TritonKernel(p, H200, next(config.configs(p, H200)))
+
+
+def passed(one: Built, at: int) -> dict[str, Any]:
+    """What a compiled kernel was launched with, by name."""
+    return dict(zip(one.kernel.arg_names, one.compiled.launched[at][1], strict=True))
+
+
 BACKWARD = ["prepare", "query_gradient", "key_gradients"]
 
 
+@pytest.mark.parametrize("way", ["general", "prepared"])
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("b2.h2.s64.d64.bf16", ["forward"]),
+        ("b1.h8/2.s1x8192.d64.bf16", ["forward", "merge"]),
         ("b1.h8/2.s1x8192.d64.bf16.dropout=0.5", ["forward", "merge"]),
-        ("b2.h2.s64.d64.bf16.mask=bool", ["classify", "forward"]),
-        ("b4.h4.s512.d64.bf16.grad", ["forward", *BACKWARD]),
+        ("b2.h2.s64.d64.bf16.mask=bool", ["forward"]),
+        ("b8.h4.s512.d64.bf16.mask=bool", ["classify", "forward"]),
+        ("b8.h4.s512.d64.bf16.grad", ["forward", *BACKWARD]),
+        ("b1.h8.s77.d64.bf16.mask=bf16.grad=qkvm", ["forward", *BACKWARD, "mask_gradient"]),
         (
-            "b2.h2.s64.d64.bf16.mask=bf16:k.lengths.dropout=0.5.grad=m",
+            "b8.h4.s512.d64.bf16.mask=bf16:k.lengths.dropout=0.5.grad=m",
             ["classify", "forward", "prepare", "mask_gradient"],
         ),
     ],
 )
-def test_a_second_call_computes_nothing_anew(text: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_computes_nothing_anew(
+    text: str, wanted: list[str], way: str, built: list[Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It passes its own arrays, under the names that the kernels have for them, and its own seed."""
     p = Problem.parse(text)
-    made = kernel.TritonKernel(p, H200, next(config.configs(p, H200)))
+    made = made_for(p)
+    first = operands(p, 1 if p.dropout else None)
+    forward, backward = made.forward, made.backward
+    if way == "prepared" and not p.key_lengths and not p.dropout:
+        run_forward, backward = made.prepared(first), made.prepared_backward(first)
+        forward = lambda inputs: run_forward(*(x for x in inputs[:4] if x is not None))  # noqa: E731
 
     def call(seed: int | None) -> dict[str, Any]:
         inputs = operands(p, seed if p.dropout else None)
-        results = made.forward(inputs)
+        results = forward(inputs)
         held = dict(zip(("Q", "K", "V", "MASK", "LENGTHS", "OUT", "LSE"), (*inputs[:5], *results), strict=True))
         if p.grads:
             held["DO"] = torch.zeros_like(results[0])
-            grads = made.backward(inputs, *results, held["DO"], None)
+            grads = backward(inputs, *results, held["DO"], None)
             held |= zip(("DQ", "DK", "DV", "DMASK"), grads, strict=True)
         return held
 
-    with recorded() as found:
-        call(1)
-        assert names(found) == wanted
-        for module in (launch, run):  # whatever works something out from the problem or its arrays
-            for name in ("variant", "options", "position", "scaling", "suits", "wide", "Passed", "describer"):
-                monkeypatch.setattr(module, name, None, raising=False)
-        calls = [(call(seed), words) for seed, words in ((2**63 + 5, (5, -(2**31))), (3, (3, 0)))]
-    assert names(found) == wanted
-    for at, (held, words) in enumerate(calls):
-        for jit, compiled in found:
-            passed = dict(zip(jit.arg_names, compiled.launched[at][1], strict=True))
-            for name in held.keys() & passed.keys():
-                if name in ("OUT", "LSE") and jit.__name__ == "forward" and "merge" in wanted:
+    call(1)
+    assert names(built) == wanted
+    for module in (launch, run):  # whatever works something out from the problem or its arrays
+        for name in ("variant", "options", "reach", "scores", "suits", "wide", "Passed", "describer", "steps"):
+            monkeypatch.setattr(module, name, None, raising=False)
+    calls = [(call(seed), words) for seed, words in ((2**63 + 5, (5, -(2**31))), (3, (3, 0)))]
+    assert names(built) == wanted
+    for at, (held, words) in enumerate(calls, 1):
+        for one in built:
+            given = passed(one, at)
+            for name in held.keys() & given.keys():
+                if name in ("OUT", "LSE") and one.kernel.__name__ == "forward" and "merge" in wanted:
                     continue
-                array, given = held[name], passed[name]
-                at_array = getattr(given, "base", given) is array if array is not None else given == 0
-                assert at_array or given == array.data_ptr(), name
-            if p.dropout and "seed_low" in passed:
-                assert (passed["seed_low"], passed["seed_high"]) == words
+                array, address = held[name], given[name]
+                same = getattr(address, "base", address) is array if array is not None else address == 0
+                assert same or address == array.data_ptr(), name
+            if p.dropout and "random" in given:
+                assert given["random"][:2] == words
+
+
+def test_a_new_length_is_launched_by_the_kernel_that_is_there(built: list[Built]) -> None:
+    p = Problem.parse("b1.h8/2.s1x3003.d64.bf16")
+    for length in (3003, 3005, 3007):
+        p = p.replace(seq_k=length)
+        made_for(p).forward(operands(p))
+    assert names(built) == ["forward", "merge"]
+    assert [passed(built[0], at)["sizes"].seq_k for at in range(3)] == [3003, 3005, 3007]
+
+
+def test_nothing_of_a_backward_is_prepared_by_a_forward(built: list[Built], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Prepare", None)
+    made_for(Problem.parse("b2.h2.s64.d64.bf16.grad")).forward(operands(Problem.parse("b2.h2.s64.d64.bf16")))
+    assert names(built) == ["forward"]
+
+
+def test_nothing_that_is_prepared_keeps_an_array(built: list[Built]) -> None:
+    p = Problem.parse("b1.h4.s2048.d64.bf16.grad")
+    made = made_for(p)
+    inputs = operands(p)
+    forward, backward = made.prepared(inputs), made.prepared_backward(inputs)
+    results = forward(*inputs[:3])
+    backward(inputs, *results, results[0], None)
+    made.forward(inputs)
+    watched = [weakref.ref(x) for x in (*inputs[:3], *results)]
+    for one in built:
+        one.compiled.launched.clear()
+    assert len(built) == 4
+    built.clear()
+    del inputs, results, one
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 5
+
+
+def test_too_many_ways_to_lie_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_MOST", 2)
+    p = Problem.parse("b2.h2.s64.d64.bf16.q=strided")
+    made = kernel.TritonKernel(p.replace(query=p.key), H200, next(config.configs(p, H200)))
+    whole = torch.zeros(2, 2, 64, 1024, dtype=torch.bfloat16)
+    sizes = []
+    for step in (64, 128, 256, 64):
+        x = whole[..., :step].contiguous()[..., :64]
+        made.forward(Inputs(x, x, x))
+        sizes.append(len(made._forwards))
+    assert sizes == [1, 2, 1, 2]
+
+
+def test_the_device_of_the_arrays_is_made_the_current_one() -> None:
+    here, there = (SimpleNamespace(is_cuda=True, get_device=lambda at=at: at, device=f"cuda:{at}") for at in (0, 1))
+    assert not isinstance(kernel.on(MEMORY), torch.cuda.device)
+    assert not isinstance(kernel.on(here), torch.cuda.device)
+    assert isinstance(kernel.on(there), torch.cuda.device)
+
+
+def test_what_is_prepared_for_one_way_to_lie_takes_others() -> None:
+    """Output, lse and upstream gradients may come from elsewhere, and lie as they like."""
+    p = Problem.parse("b2.h2.s64.d64.fp32.lse.grad")
+    made = made_for(p)
+    inputs = operands(p)
+    backward = made.prepared_backward(inputs)
+    out, lse = made.forward(inputs)
+    for change in (
+        lambda x: x,
+        lambda x: x.mT.contiguous().mT,
+        shifted,
+        lambda x: x[:1, :1].expand(x.shape),
+    ):
+        for changes in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
+            results = zip(changes, (out, lse, torch.zeros_like(out), torch.zeros_like(lse)), strict=True)
+            grads = backward(inputs, *(change(x) if changed else x for changed, x in results))
+            assert [grad.shape for grad in grads[:3]] == [x.shape for x in inputs[:3]]
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
@@ -408,25 +455,15 @@ CASE = Problem.parse("b2.h2.s64.d64.fp32.mask=fp32:hk.lengths.grad=qkvm")
 @pytest.mark.parametrize(
     "role", ["query", "key", "value", "attn_mask", "key_lengths", "out", "grad_out", "lse", "grad_lse"]
 )
-def test_every_array_from_outside_is_looked_at(role: str) -> None:
+def test_every_array_from_outside_is_looked_at(role: str, built: list[Built]) -> None:
     """Each launch that takes an array is compiled anew for one that lies at another multiple of 4 bytes.
 
-    But for an upstream gradient and a mask, which are copied to where others lie.
+    But for an upstream gradient, which is copied to where others lie.
     """
-    made = kernel.TritonKernel(CASE, H200, next(config.configs(CASE, H200)))
-    every = [
-        "classify",
-        "forward",
-        "prepare",
-        "classify",
-        "query_gradient",
-        "classify",
-        "key_gradients",
-        "mask_gradient",
-    ]
+    made = made_for(CASE)
+    every = ["forward", *BACKWARD, "mask_gradient"]
     gradients = ["query_gradient", "key_gradients", "mask_gradient"]
-    masked = [name for name in every if name != "prepare"]
-    wanted = {"attn_mask": [], "key_lengths": masked, "grad_out": []}
+    wanted = {"attn_mask": ["forward", *gradients], "key_lengths": ["forward", *gradients], "grad_out": []}
     wanted |= {role: ["forward", *gradients] for role in ("query", "key", "value")}
 
     def call(**changes: Any) -> None:
@@ -440,73 +477,50 @@ def test_every_array_from_outside_is_looked_at(role: str) -> None:
         rest |= {"grad_out": torch.zeros(*shape, CASE.dim_v), "grad_lse": torch.zeros(shape)}
         made.backward(inputs, *(changes.get(name, lambda x: x)(x) for name, x in rest.items()))
 
-    with recorded() as found:
-        call()
-        assert names(found) == every
-        call(**{role: shifted})
-        assert names(found)[len(every) :] == wanted.get(role, ["prepare"])
-        known = len(found)
-        call()
-        call(**{role: shifted})
-    assert len(found) == known
+    call()
+    assert names(built) == every
+    call(**{role: shifted})
+    assert names(built)[len(every) :] == wanted.get(role, ["prepare"])
+    known = len(built)
+    call()
+    call(**{role: shifted})
+    assert len(built) == known
 
 
 def test_what_the_kernels_make_for_themselves_has_one_type() -> None:
     """Nothing looks at it again, whatever type the lse of a call has."""
-    prepare = launch.Prepare(CASE)
+    prepare = launch.Prepare(run.Launch, CASE)
     out, lse = torch.zeros(2, 2, 64, 64), torch.zeros(2, 2, 64, dtype=torch.float64)
-    with recorded():
-        saved = prepare(out, lse, out, None)
+    saved = prepare(operands(CASE), out, lse, out, None)
     assert (saved.base.dtype, saved.delta.dtype) == (torch.float32, torch.float32)
 
 
 def test_strides_of_axes_of_length_one_mean_nothing() -> None:
     x = torch.empty_strided((1, 2, 1, 8), (99990001, 8, 2**40, 1), device="meta")
-    assert arguments.strides(x) == (0, 8, 0, 1)
-    assert not arguments.wide(config.Tile(64, 64, 4, 3), x, None)
+    assert arguments.steps(x) == (0, 8, 0, 1)
+    assert not arguments.wide(config.Tile(64, 64, 4, 3), arguments.steps(x), arguments.steps(None))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0), (5,)], ids=str)
 def test_results_have_the_strides_that_torch_gives(shape: tuple[int, ...]) -> None:
-    arguments = importlib.import_module("attnswitch.backends.triton.arguments")
     made = MEMORY.new_empty_strided(*arguments.dense(*shape))
     assert (made.shape, made.stride()) == (shape, torch.empty(shape).stride())
 
 
-def test_offsets_past_32_bits_are_prepared_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_past_32_bits_are_prepared_for(built: list[Built]) -> None:
     """Of arrays without memory, one whose rows lie far apart."""
-    p = Problem.parse("b1.h2.s64.d64.bf16")
-    made = kernel.TritonKernel(p, H200, next(config.configs(p, H200)))
-    wide: list[bool] = []
-    monkeypatch.setattr(run, "start", lambda *_, how, **__: wide.append(how.wide))
+    made = made_for(Problem.parse("b1.h2.s64.d64.bf16"))
     for step in (64, 2**26):
         x = torch.empty_strided((1, 2, 64, 64), (8192, 4096, step, 1), dtype=torch.bfloat16, device="meta")
         made.forward(Inputs(x, x, x))
-    assert wide == [False, True]
+    assert [one.flags["how"].wide for one in built] == [False, True]
 
 
-def test_a_mask_that_no_longer_lies_in_words_is_read_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = Problem.parse("b2.h2.s64.d64.bf16.mask=bool")
+def test_a_mask_that_no_longer_lies_in_words_is_read_by_bytes(built: list[Built]) -> None:
+    p = Problem.parse("b8.h4.s512.d64.bf16.mask=bool")
     tiles = importlib.import_module("attnswitch.backends.triton.tiles")
-    listing = tiles.Listing(p, H200, 32, 32)
-    memory = torch.zeros(65 * 64 * 2, dtype=torch.bool)
-    words: list[bool] = []
-    monkeypatch.setattr(run, "start", lambda *_, **flags: words.append(flags["WORDS"]))
-    for at, step in ((0, 64), (1, 64), (4, 64), (0, 65)):
-        listing(memory[at:].as_strided((1, 1, 64, 64), (4096, 4096, step, 1)), None)
-    assert words == [True, False, True, False]
-
-
-KERNELS_OF = {
-    "forward": ("forward", "merge"),
-    "backward": ("prepare", "query_gradient", "key_gradients"),
-    "lists": ("classify",),
-    "mask_gradient": ("mask_gradient",),
-}
-
-
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in KERNELS_OF.items() for name in names])
-def test_a_seed_is_not_compiled_for(module: str, name: str) -> None:
-    """Triton looks at every integer argument but those that it is told to leave: what changes alone must be left."""
-    found = getattr(importlib.import_module(f"attnswitch.backends.triton.kernels.{module}"), name)
-    assert {"seed_low", "seed_high"} & set(found.arg_names) <= set(found.do_not_specialize)
+    memory = torch.zeros(520 * 512 * 2, dtype=torch.bool)
+    for at, step in ((0, 512), (1, 512), (4, 512), (0, 513)):
+        listing = tiles.listing(run.Launch, p, H200, config.Tile(32, 32, 4, 3))
+        listing(memory[at:].as_strided((1, 1, 512, 512), (512 * 512, 512 * 512, step, 1)), None)
+    assert [one.flags["WORDS"] for one in built] == [True, False, True, False]
