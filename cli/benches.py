@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import bench, compare, overhead, plot
+from . import bench, compare, generate, overhead, plot
 
 __all__ = ["app"]
 
@@ -31,3 +31,4 @@ app.command("run")(bench.bench)
 app.command("compare")(compare.compare)
 app.command("plot")(plot.plot)
 app.command("overhead")(overhead.overhead)
+app.command("generate")(generate.generate)
