@@ -1,4 +1,4 @@
-"""``attnswitch bench`` and what is under it: a run, two runs compared, a run drawn, and what a call costs the host."""
+"""``attnswitch bench`` and what is under it: a run, two runs compared, a run drawn, and what stands apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import bench, compare, overhead, plot
+from . import bench, compare, generate, overhead, plot, resident
 
 __all__ = ["app"]
 
@@ -24,10 +24,13 @@ class _RunByDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_RunByDefault,
-    help="Time backends beside peers (run, which is the default), compare two runs, draw one, or time calls alone.",
+    help="Time backends beside peers (run, which is the default), compare two runs, draw one; what calls cost the host"
+    " (overhead), tokens per second of transformers (generate), memory on the CPU (resident).",
     rich_markup_mode=None,
 )
 app.command("run")(bench.bench)
 app.command("compare")(compare.compare)
 app.command("plot")(plot.plot)
 app.command("overhead")(overhead.overhead)
+app.command("generate")(generate.generate)
+app.command("resident")(resident.resident)

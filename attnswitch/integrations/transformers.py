@@ -41,6 +41,8 @@ _REASONS = {
     "output_attentions": "no backend forms the weights; use attn_implementation='eager' to look at them",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
 }
+#: What a mask is marked by, with its version.
+_DIAGONAL = "_attnswitch_diagonal"
 _UNKNOWN = "it may change the result in a way not known here; use attn_implementation='eager' for this model"
 
 
@@ -70,11 +72,24 @@ def _mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, *
     """Make the mask, bool (B, 1, Lq, Lk), True = attend; None where the layer's own causal flag says it all.
 
     transformers also leaves it out for an empty static cache, longer than the queries, and means a diagonal from the
-    top left. Models that then keep the last queries only (gemma4) mean the bottom right, and a layer cannot tell.
+    top left. Models that then keep the last queries only (gemma4) mean the bottom right, and a layer cannot tell: it
+    is given a mask, marked as such a diagonal, which layers that keep every query do not look into.
     """
-    skip = allow_is_causal_skip and q_length in (1, kv_length)
-    mask: torch.Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skip, **rest)
-    return mask
+    make: Any = functools.partial(sdpa_mask, q_length=q_length, kv_length=kv_length, **rest)
+    mask: torch.Tensor | None = make(allow_is_causal_skip=allow_is_causal_skip)
+    if mask is not None or not allow_is_causal_skip or q_length in (1, kv_length):
+        return mask
+    # generate makes it contiguous, which must not be another tensor: that would have no mark.
+    diagonal: torch.Tensor = make(allow_is_causal_skip=False).contiguous()
+    if not diagonal.is_inference():
+        setattr(diagonal, _DIAGONAL, diagonal._version)
+    return diagonal
+
+
+def _is_diagonal(mask: torch.Tensor, queries: int) -> bool:
+    """Whether ``_mask`` made it as the diagonal from the top left of so many queries, and nobody wrote to it since."""
+    version = getattr(mask, _DIAGONAL, None)
+    return version is not None and mask.shape[2] == queries and bool(mask._version == version)
 
 
 @functools.cache
@@ -118,34 +133,57 @@ def _attention(
     layer: type = type(module)
     _check_model(layer)
     for name, given in rest.items():
-        if given is not None and name not in _NO_EFFECT and (name, given) != ("output_attentions", False):
+        if name not in _NO_EFFECT and given is not None and (name, given) != ("output_attentions", False):
             raise Unsupported(f"transformers passes {name} to attention: {_REASONS.get(name, _UNKNOWN)}")
-    if query.shape[0] == 1:  # learned queries, the same for the whole batch
+    length_q = query.shape[2]
+    if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    length_q, length_k = query.shape[2], key.shape[2]
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "softcap": softcap or 0.0}
+    # Only what is said is passed on: each keyword costs every call of every layer.
+    options: dict[str, Any] = {}
     if attention_mask is None:  # else the mask holds the diagonal and the window as well
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # True is sdpa's default too
-        options["is_causal"] = bool(causal) and length_q > 1
-        # Masks are left out while the window reaches every key; a model that makes none means what flash-attn does.
-        if sliding_window is not None and sliding_window < length_k:
-            options["window"] = (sliding_window - 1, sliding_window - 1)
-        if length_q < length_k:
-            options["causal_alignment"] = "bottom_right"  # the queries are the newest tokens
-        elif length_q > length_k and (options["is_causal"] or "window" in options):
-            raise Unsupported(
-                f"causal or windowed, {length_q} queries, {length_k} keys and no mask: pass one to say who sees what"
-            )
+        options = _positions(module, length_q, key.shape[2], is_causal, sliding_window)
+    elif length_q > 1 and position_bias is None and _is_diagonal(attention_mask, length_q):
+        key, value, attention_mask = key[:, :, :length_q], value[:, :, :length_q], None
+        options["is_causal"] = True
     if position_bias is not None:
         attention_mask = position_bias if attention_mask is None else _biased(attention_mask, position_bias)
-    options |= {"attn_mask": attention_mask, "deterministic": bool(deterministic), "backend": backend}
+    if attention_mask is not None:
+        options["attn_mask"] = attention_mask
+    if dropout:
+        options["dropout_p"] = dropout
+    if softcap:
+        options["softcap"] = softcap
+    if deterministic:
+        options["deterministic"] = True
     if s_aux is None:
-        out = api.attention(query, key, value, **options)
+        out = api.attention(query, key, value, scale=scaling, backend=backend, **options)
     else:
         # A sink is one more key, of score s_aux and value 0: it takes 1 - sigmoid(lse - s_aux) of every row.
-        out, lse = api.attention(query, key, value, return_lse=True, **options)
+        out, lse = api.attention(query, key, value, scale=scaling, backend=backend, return_lse=True, **options)
         out = (out * torch.sigmoid(lse - s_aux.view(-1, 1))[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _positions(
+    module: torch.nn.Module, length_q: int, length_k: int, is_causal: bool | None, sliding_window: int | None
+) -> dict[str, Any]:
+    """The keywords that say who sees what where there is no mask."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # True is sdpa's default too
+    causal = bool(causal) and length_q > 1
+    # Masks are left out while the window reaches every key; a model that makes none means what flash-attn does.
+    windowed = sliding_window is not None and sliding_window < length_k
+    if not causal and not windowed:
+        return {}
+    if length_q > length_k:
+        raise Unsupported(
+            f"causal or windowed, {length_q} queries, {length_k} keys and no mask: pass one to say who sees what"
+        )
+    options: dict[str, Any] = {"is_causal": causal}
+    if sliding_window is not None and windowed:
+        options["window"] = (sliding_window - 1, sliding_window - 1)
+    if length_q < length_k:
+        options["causal_alignment"] = "bottom_right"  # the queries are the newest tokens
+    return options
 
 
 def _biased(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,279 @@
+"""attnswitch as an attention of transformers: models of random weights against eager attention, masks, refusals.
+
+uv run --group model pytest tests/model
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SplinterConfig,
+    SplinterModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
+
+import attnswitch
+from attnswitch.integrations.transformers import register
+
+# -- what other models ask for: random weights, against eager ----------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+GEMMA: dict[str, Any] = {"sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+GPT_OSS: dict[str, Any] = {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+DECODERS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SMALL, **GEMMA)),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**SMALL, **GPT_OSS)),
+}
+
+
+def randomised(model: Any) -> Any:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def both(model: Any, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of ``run`` with eager attention and with attnswitch."""
+    register()
+    results = []
+    for implementation in ("eager", "attnswitch"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            results.append(run(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name: str, cache: str | None, padding: int) -> None:
+    """Grouped heads, softcap, sinks and windows, over a whole prompt and over both kinds of cache."""
+    kind, config = DECODERS[name]
+    model = randomised(kind(config))
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+
+    def run(model: Any) -> torch.Tensor:
+        if cache is None:
+            return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]  # type: ignore[no-any-return]
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=4,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+        return torch.stack(made.logits)
+
+    torch.testing.assert_close(*both(model, run), rtol=1e-4, atol=1e-5)
+
+
+def test_a_position_bias_and_its_gradient() -> None:
+    config = T5Config(vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = randomised(T5ForConditionalGeneration(config))
+    bias = model.get_parameter("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+
+    def run(model: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :5]).logits
+            (gradient,) = torch.autograd.grad(logits.square().mean(), bias)
+            return torch.cat([logits.flatten(), gradient.flatten()])
+
+    torch.testing.assert_close(*both(model, run), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_made_for_eager_is_refused() -> None:
+    """Splinter is not causal and does not say so; transformers checks its marks for sdpa only."""
+    small = {key: size for key, size in SMALL.items() if key not in ("num_key_value_heads", "head_dim")}
+    register()
+    model = SplinterModel(SplinterConfig(**small))
+    model.set_attn_implementation("attnswitch")
+    with pytest.raises(attnswitch.Unsupported, match=r"SplinterSelfAttention.*_supports_"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+# -- the function itself -----------------------------------------------------------------------------------------------
+
+
+def call(length_q: int, length_k: int, *, module_is_causal: Any = True, mask: Any = None, **options: Any) -> Any:
+    """The registered function, and the same by the formula with all positions visible, on (1, 2, length, 4)."""
+    register()
+    rng = np.random.default_rng(0)
+    q, k, v = (torch.from_numpy(rng.standard_normal((1, 2, n, 4))) for n in (length_q, length_k, length_k))
+    module = torch.nn.Module()
+    module.is_causal = module_is_causal
+    out, weights = ATTENTIONS["attnswitch"](module, q, k, v, mask, **options)
+    assert weights is None
+    i, j = torch.arange(length_q)[:, None] + (length_k - length_q), torch.arange(length_k)
+
+    def formula(visible: torch.Tensor) -> torch.Tensor:
+        scores = (q @ k.mT / 2).masked_fill(~visible, -torch.inf)
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+    return out, formula, i, j
+
+
+@pytest.mark.parametrize("length_q", [1, 3, 7])
+def test_queries_behind_a_cache_are_the_newest_tokens(length_q: int) -> None:
+    out, formula, i, j = call(length_q, 7)
+    torch.testing.assert_close(out, formula(j <= i))
+
+
+@pytest.mark.parametrize("length_q", [1, 3, 7])
+def test_a_window_without_a_mask(length_q: int) -> None:
+    out, formula, i, j = call(length_q, 7, sliding_window=3)
+    torch.testing.assert_close(out, formula((j <= i) & (j > i - 3)))
+
+
+def test_a_window_with_a_mask_is_the_mask() -> None:
+    mask = torch.rand(1, 1, 7, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    out, formula, _, _ = call(7, 7, sliding_window=3, mask=mask)
+    torch.testing.assert_close(out, formula(mask))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_is_causal_when_asked_outranks_the_module(asked: bool) -> None:
+    out, formula, i, j = call(7, 7, module_is_causal=not asked, is_causal=asked)
+    torch.testing.assert_close(out, formula((j <= i) | (not asked)))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cu_seq_lens_q", "position_ids"),
+        ("cache", "pages"),
+        ("indices", "may change the result"),
+        ("output_attentions", "eager"),
+        ("never_heard_of", "may change the result"),
+    ],
+)
+def test_what_is_not_honoured_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(attnswitch.Unsupported, match=f"{name} to attention: .*{reason}"):
+        call(4, 4, **{name: "anything"})
+    call(4, 4, **{name: None})
+
+
+def test_more_queries_than_keys_need_a_mask_to_be_causal() -> None:
+    with pytest.raises(attnswitch.Unsupported, match="7 queries, 3 keys"):
+        call(7, 3)
+    out, formula, _, j = call(7, 3, module_is_causal=False)
+    torch.testing.assert_close(out, formula(j >= 0))
+
+
+def test_learned_queries_serve_the_whole_batch() -> None:
+    register()
+    x = torch.randn(5, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    one, each = (ATTENTIONS["attnswitch"](torch.nn.Module(), q, x, x, None)[0] for q in (x[:1], x[[0] * 5]))
+    assert torch.equal(one, each)
+
+
+def test_an_empty_static_cache_has_a_mask() -> None:
+    """sdpa's mask function leaves it out, and gemma4 then slices the queries: no layer could tell where they were."""
+    register()
+    options: dict[str, Any] = {"batch_size": 1, "q_length": 3, "kv_length": 7}
+    assert MASKS["sdpa"](**options) is None
+    mask = MASKS["attnswitch"](**options)
+    assert torch.equal(mask[0, 0], torch.arange(7) <= torch.arange(3)[:, None])
+    assert MASKS["attnswitch"](**options | {"kv_length": 3}) is None
+
+
+@pytest.mark.parametrize("change", ["none", "written to", "fewer queries", "a bias"])
+def test_the_mask_of_an_empty_static_cache_is_not_looked_into(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    mask = MASKS["attnswitch"](batch_size=2, q_length=3, kv_length=7)
+    assert mask.contiguous() is mask  # generate asks for that
+    q, k, v = torch.randn(3, 2, 2, 7, 4, generator=torch.Generator().manual_seed(0))
+    q, options = q[:, :, :3], {}
+    if change == "written to":
+        mask[0, :, 2, 0] = False
+    if change == "fewer queries":
+        q, mask = q[:, :, 1:], mask[:, :, 1:]
+    if change == "a bias":
+        options["position_bias"] = torch.randn(1, 2, 3, 7, generator=torch.Generator().manual_seed(1))
+    seen, attend = [], attnswitch.attention
+
+    def noted(*operands: torch.Tensor, **keywords: Any) -> Any:
+        seen.append(("attn_mask" in keywords, keywords.get("is_causal", False), operands[1].shape[2]))
+        return attend(*operands, **keywords)
+
+    monkeypatch.setattr("attnswitch.api.attention", noted)
+    out, _ = ATTENTIONS["attnswitch"](torch.nn.Module(), q, k, v, mask, **options)
+    assert seen == [(False, True, 3) if change == "none" else (True, False, 7)]
+    scores = (q @ k.mT / 2 + options.get("position_bias", 0.0)).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(out, (torch.softmax(scores, -1) @ v).transpose(1, 2))
+
+
+def test_a_mask_that_nobody_may_track_is_looked_into() -> None:
+    register()
+    with torch.inference_mode():
+        mask = MASKS["attnswitch"](batch_size=1, q_length=3, kv_length=7)
+        x = torch.randn(1, 2, 7, 4)
+        out, _ = ATTENTIONS["attnswitch"](torch.nn.Module(), x[:, :, :3], x, x, mask)
+        expected, _ = ATTENTIONS["sdpa"](torch.nn.Module(), x[:, :, :3], x, x, mask)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_attention_has_a_mask_where_sdpa_has_one(cache: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, config = DECODERS["llama"]
+    model = randomised(kind(config))
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    register()
+    masked: dict[str, list[bool]] = {}
+    where = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "attnswitch": "attnswitch.api.attention"}
+    calls: dict[str, Any] = {"sdpa": F.scaled_dot_product_attention, "attnswitch": attnswitch.attention}
+    for name, target in where.items():
+        model.set_attn_implementation(name)
+        seen = masked.setdefault(name, [])
+
+        def noted(*operands: Any, _name: str = name, _seen: list[bool] = seen, **keywords: Any) -> Any:
+            _seen.append(keywords.get("attn_mask") is not None)
+            return calls[_name](*operands, **keywords)
+
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(target, noted)
+            options = {"max_new_tokens": 4, "do_sample": False, "disable_compile": True}
+            model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
+    assert masked["attnswitch"] == masked["sdpa"]
+    if cache == "dynamic" and not padding:
+        assert not any(masked["attnswitch"])
+
+
+@pytest.mark.parametrize("name", ["my-flash", "flex_attention", "org/attnswitch", "paged|attnswitch", "eager"])
+def test_names_that_mean_something_else_are_refused(name: str) -> None:
+    with pytest.raises(attnswitch.InvalidProblem, match="choose another name"):
+        register(name)
+
+
+def test_an_unknown_backend_is_refused_at_once() -> None:
+    with pytest.raises(attnswitch.InvalidProblem, match="expected one of"):
+        register(backend="fastest")
