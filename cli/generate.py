@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.progress import track
 
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 
 from . import files, render
 from .named import named, present
@@ -87,7 +87,7 @@ def generate(
             model,
             device=where,
             backend=chosen,
-            environment=environment(),
+            environment=provenance(),
             command=render.command(json),
             seconds=time.monotonic() - start,
         )

@@ -13,7 +13,7 @@ from rich.progress import track
 from attnswitch.bench.resident import AUTO, PROBLEMS, TIMEOUT, Resident
 from attnswitch.bench.resident import resident as measure
 from attnswitch.problem import Problem
-from attnswitch.verify.session.environment import environment
+from attnswitch.verify.session.provenance import provenance
 
 from . import files, render
 from .named import named
@@ -60,7 +60,7 @@ def resident(
             "command": render.command(json),
             "device": "cpu",
             "seconds": round(time.monotonic() - start, 3),
-            "environment": environment(),
+            "environment": provenance(),
             "resident": [each.to_json() for each in made],
         }
         render.write_json(document, json)
