@@ -37,14 +37,15 @@ class Facts(NamedTuple):
     @property
     def memory(self) -> Memory:
         """How it lies in memory, with what has no effect (strides of axes of length 1) left out."""
-        shape, strides = self.shape, self.strides
-        live = [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+        shape, strides, bits = self.shape, self.strides, self.offset
+        expanded = negative = False
         wide = bool(shape) and shape[-1] > 1
         unit = wide and strides[-1] == _ITEMSIZE.get(self.dtype)
-        bits = self.offset
-        for stride in live[:-1] if unit else live:
-            bits |= abs(stride)
-        expanded, negative = 0 in live, bool(live) and min(live) < 0
+        for size, stride in zip(shape[:-1] if unit else shape, strides, strict=False):
+            if size > 1:
+                bits |= stride
+                expanded |= stride == 0
+                negative |= stride < 0
         if unit and not bits & 15 and not expanded and not negative:
             return CONTIGUOUS
         return Memory(min(16, bits & -bits) if bits else 16, wide and not unit, expanded, negative)
@@ -74,12 +75,19 @@ def take(array: Array, role: str) -> tuple[Array, Facts]:
     An array of a library that is known by DLPack alone is taken as a torch tensor over the same memory: torch has every
     dtype and device. Its facts still name the library. Raises ``InvalidProblem`` for what is not a dense array.
     """
+    reader = _READERS.get(type(array))
+    if reader is not None:
+        return array, reader(array, role)
     library = library_of(array)
     if library == "dlpack":
         tensor = passage(array, "dlpack", "torch")
         name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
         return tensor, _torch_facts(tensor, role)._replace(library=name)
     return array, facts(array, role)
+
+
+#: What reads the facts of arrays of a type, for the types that are met most.
+_READERS: dict[type, Callable[[Array, str], Facts]] = {}
 
 
 def facts(array: Array, role: str) -> Facts:
@@ -115,7 +123,10 @@ _UNLIKE = {
 
 def _torch_facts(tensor: Array, role: str) -> Facts:
     torch: Any = _loaded("torch")
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        _READERS[kind] = _torch_facts
+    else:
         _check_subclass(tensor, role)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidProblem(
@@ -126,18 +137,25 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
     forward_ad = torch.autograd.forward_ad
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise InvalidProblem(f"{role} carries a forward-mode tangent, which would be lost: use reverse mode")
-    item, device = tensor.element_size(), tensor.device
-    kind = device.type
+    item, device, dtype = tensor.element_size(), tensor.device, tensor.dtype
     return Facts(
         "torch",
-        (kind, device.index or 0),
-        _DTYPES.get(tensor.dtype) or _dtype(tensor.dtype),
+        _PLACES.get(device) or _place(device),
+        _DTYPES.get(dtype) or _dtype(dtype),
         tuple(tensor.shape),
         tuple([stride * item for stride in tensor.stride()]),
         # A meta tensor has no address; 0 says nothing against any alignment.
-        0 if kind == "meta" else tensor.data_ptr() & 15,
+        0 if tensor.is_meta else tensor.data_ptr() & 15,
         tensor.requires_grad and torch.is_grad_enabled(),
     )
+
+
+#: Devices of torch's by kind and index.
+_PLACES: dict[Any, tuple[str, int]] = {}
+
+
+def _place(device: Any) -> tuple[str, int]:
+    return _PLACES.setdefault(device, (device.type, device.index or 0))
 
 
 #: Names of torch's dtypes.

@@ -11,7 +11,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import DTYPES, GRAD_OPERANDS, Mask, Memory, Problem
+from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Memory, Problem
 
 __all__ = ["check_beside", "describe", "lengths_beside", "swap_heads", "swapped"]
 
@@ -35,12 +35,13 @@ def describe(
     if options.layout == "BLHD":
         q, k, v = swapped(q), swapped(k), swapped(v)
     _check_shapes(q, k, v, options)
-    mask, mask_memory = None, Memory()
+    mask, mask_memory = None, CONTIGUOUS
     if m is not None:
         check_beside(m, "attn_mask", q)
         mask, mask_memory = _mask(m, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     if grads is None:
-        grads = "".join(letter for letter, f in zip(GRAD_OPERANDS, facts, strict=True) if f is not None and f.grad)
+        asks = q.grad or k.grad or v.grad or (m is not None and m.grad)
+        grads = "".join([a for a, f in zip(GRAD_OPERANDS, facts, strict=True) if f and f.grad]) if asks else ""
     (batch, heads_q, seq_q, dim_qk), (_, heads_kv, seq_k, dim_v) = q.shape, v.shape
     return Problem(
         batch=batch,
@@ -108,20 +109,27 @@ def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
         k.shape,
         v.shape,
     )
-    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}, as (B, H, L, D)"
-    for what, agree, who in (
-        ("batch", batch == batch_k == batch_v, "query, key and value"),
-        ("head count", heads_k == heads_v, "key and value"),
-        ("length", length_k == length_v, "key and value"),
-        ("head dimension", dim == dim_k, "query and key"),
-    ):
-        if not agree:
-            names = "query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)"
-            raise InvalidProblem(f"{shapes}: the {what} of {who} must agree; expected {names}")
-    if options.enable_gqa is False and heads != heads_k:
+    wrong = ""
+    if not batch == batch_k == batch_v:
+        wrong = "the batch of query, key and value must agree"
+    elif heads_k != heads_v:
+        wrong = "the head count of key and value must agree"
+    elif length_k != length_v:
+        wrong = "the length of key and value must agree"
+    elif dim != dim_k:
+        wrong = "the head dimension of query and key must agree"
+    elif options.enable_gqa is False and heads != heads_k:
         raise InvalidProblem(
-            f"{shapes}: the head counts differ and enable_gqa=False forbids it; leave enable_gqa out or pass True"
+            f"{_shapes(q, k, v)}: the head counts differ and enable_gqa=False forbids it; leave enable_gqa out or pass"
+            " True"
         )
+    if wrong:
+        names = "query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)"
+        raise InvalidProblem(f"{_shapes(q, k, v)}: {wrong}; expected {names}")
+
+
+def _shapes(q: Facts, k: Facts, v: Facts) -> str:
+    return f"query {q.shape}, key {k.shape}, value {v.shape}, as (B, H, L, D)"
 
 
 def check_beside(facts: Facts, role: str, query: Facts) -> None:

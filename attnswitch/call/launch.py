@@ -124,10 +124,7 @@ class Request:
         else:
             if self.policy is Policy.MEASURE:
                 lasting = measure(problem, device, self.backend)
-            choice = planner.choose(problem, device, self.backend, self.policy)
-            if choice.backend is None:
-                planner.require(planner.make_plan(problem, device, self.backend, self.policy))
-            backend, kernel = planner.kernel(str(choice.backend), problem, device, choice.config)
+            backend, kernel = planner.build(problem, device, self.backend, self.policy)
         launch = Launch(problem, facts, backend, kernel)
         if not nonfinite and finite.looked_for(finite.when(), where[0]):
             launch.look = finite.look_of(problem, where[0], query.library)

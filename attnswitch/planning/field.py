@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attnswitch.machine import divergences, registry
-from attnswitch.machine.backend import Backend
+from attnswitch.machine.backend import Backend, Config
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.candidate import Candidate
@@ -79,6 +79,8 @@ class Field:
         if named is not None and all(row.name != named for row in self.rows):  # a target, which is in no table
             self.rows = (*self.rows, _row(named, device))
         self._takes: dict[str, bool] = {}
+        #: The first config of those that were asked.
+        self.first: dict[str, Config] = {}
 
     def row(self, name: str) -> Row:
         """The row of the backend called ``name``, which is one of them."""
@@ -100,7 +102,7 @@ class Field:
                 return False
             for _ in divergences.refusals(backend, problem, device):
                 return False
-            next(iter(backend.configs(problem, device)))
+            self.first[row.name] = next(iter(backend.configs(problem, device)))
         except Exception:  # ``candidate`` tells what it was
             return False
         return True

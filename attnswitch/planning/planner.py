@@ -20,7 +20,7 @@ from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["choose", "compiled", "forget", "kernel", "make_plan", "ordered", "require"]
+__all__ = ["build", "choose", "compiled", "forget", "kernel", "make_plan", "ordered", "require"]
 
 
 def choose(problem: Problem, device: Device, backend: str | None = None, policy: Policy = Policy.ESTIMATE) -> Choice:
@@ -31,6 +31,27 @@ def choose(problem: Problem, device: Device, backend: str | None = None, policy:
     if backend is not None:
         _check_name(backend)
     return choice.choose(Field(problem, device, backend), backend, policy)
+
+
+def build(
+    problem: Problem, device: Device, backend: str | None, policy: Policy = Policy.ESTIMATE
+) -> tuple[Backend, Kernel]:
+    """The backend that is chosen and its kernel, for a problem that was not met before.
+
+    Raises what ``require`` raises, ``InvalidProblem`` for an unknown ``backend``, and ``CompileError``.
+    """
+    if backend is not None:
+        _check_name(backend)
+    field = Field(problem, device, backend)
+    chosen = choice.choose(field, backend, policy)
+    if chosen.backend is None:
+        require(make_plan(problem, device, backend, policy))
+    name = str(chosen.backend)
+    if chosen.config:  # one of many: ``kernel`` looks it up by its text
+        return kernel(name, problem, device, chosen.config)
+    row = field.row(name)
+    assert isinstance(row.backend, Backend)
+    return row.backend, row.backend.compile(problem, device, field.first[name])
 
 
 def make_plan(

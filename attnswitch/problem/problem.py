@@ -108,10 +108,34 @@ class Problem:
     nonfinite: bool = False
 
     def __post_init__(self) -> None:
+        if self._plain():
+            return
         self._check_sizes()
         self._check_numbers()
         self._check_choices()
         self._normalise()
+
+    def _plain(self) -> bool:
+        """Whether there is nothing to check one by one: what most problems are, seen at a glance."""
+        b, hq, hk, lq, lk = self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
+        return (
+            type(b) is type(hq) is type(hk) is type(lq) is type(lk) is type(self.dim_qk) is type(self.dim_v) is int
+            and 0 < b <= _MOST
+            and 0 < hk <= hq <= _MOST
+            and 0 < lq <= _MOST
+            and 0 < lk <= _MOST
+            and 0 < self.dim_qk <= _MOST
+            and 0 < self.dim_v <= _MOST
+            and hq % hk == 0
+            and self.dtype in DTYPES
+            and self.mask is None
+            and self.window is None
+            and self.scale is None
+            and self.alignment == "top_left"
+            and type(self.softcap) is type(self.dropout) is float
+            and self.softcap == self.dropout == 0.0
+            and self.grads in ("", "qkv")
+        )
 
     def _normalise(self) -> None:
         """One spelling for each meaning, so that equal problems compare equal."""

@@ -34,7 +34,7 @@ def unguarded(name: str) -> Iterator[None]:
 def _refusing_nothing(backend: Backend) -> Backend:
     """The same backend, which takes every problem and has no known divergences."""
     kind: Any = type(backend)
-    members = {"reasons": lambda *_: iter(()), "divergences": ""}
+    members = {"reasons": lambda *_: iter(()), "divergences": "", "__module__": kind.__module__}
     made: Backend = object.__new__(type(kind.__name__, (kind,), members))
     made.__dict__.update(vars(backend))
     return made
