@@ -1,7 +1,8 @@
 """Resident memory of a call on the CPU, beyond its operands; each call in a process of its own.
 
 The allocator of the CPU counts nothing, so the system is asked for the peak of the process. Before the call, what is
-imported or built on first sight is there already: a small call of the same kind by the same backend has run.
+imported or built on first sight is there already: a small call of the same kind by the same backend has run. What the
+process has freed and not given back counts as there too: the figure is right to a few MiB.
 """
 
 from __future__ import annotations
