@@ -85,7 +85,7 @@ def _show(made: list[Resident]) -> None:
             each.chosen or "",
             f"{each.operands / 2**20:.1f}",
             *figures,
-            f"[red]{render.escape(each.why.splitlines()[0])}[/]" if each.why else "",
+            f"[red]{render.escape(' '.join(each.why.split()))}[/]" if each.why else "",
         )
     render.whole(table)
     render.console.print(

@@ -237,7 +237,9 @@ def test_batches_of_long_calls_are_short() -> None:
     effort = Effort()
     assert clock.paced(effort, 1e-6, new_lengths=False) == effort
     assert clock.paced(effort, 1.0, new_lengths=False) == replace(effort, calls=1, uncounted=0)
-    assert clock.paced(effort, 1e-6, new_lengths=True).calls < effort.calls
+    fewer = clock.paced(effort, 1e-6, new_lengths=True)
+    assert fewer.calls < effort.calls
+    assert fewer.rounds < effort.rounds
 
 
 def test_the_threads_are_given_back() -> None:

@@ -42,17 +42,18 @@ THOROUGH, QUICK = Effort(), Effort(calls=10, uncounted=2, warm=1, rounds=10, sec
 LEAST = 3
 #: Seconds that a batch of torch's own calls takes at most, unless one call takes longer.
 _BATCH = 0.005
-#: Calls of a batch in which each number of keys is new: there are not so many numbers.
-_NEW_CALLS, _NEW_UNCOUNTED = 8, 2
+#: Calls, uncounted calls and rounds at most where each number of keys is new: a row is about numbers near its own.
+_NEW_CALLS, _NEW_UNCOUNTED, _NEW_ROUNDS = 5, 1, 30
 
 
 def paced(effort: Effort, one: float, *, new_lengths: bool) -> Effort:
     """``effort`` with batches as long as is sensible for calls of ``one`` second."""
     calls = max(1, min(effort.calls, int(_BATCH / max(one, 1e-9))))
     uncounted = min(effort.uncounted, calls // 5)
+    rounds = effort.rounds
     if new_lengths:
-        calls, uncounted = min(calls, _NEW_CALLS), min(uncounted, _NEW_UNCOUNTED)
-    return replace(effort, calls=calls, uncounted=uncounted)
+        calls, uncounted, rounds = min(calls, _NEW_CALLS), min(uncounted, _NEW_UNCOUNTED), min(rounds, _NEW_ROUNDS)
+    return replace(effort, calls=calls, uncounted=uncounted, rounds=rounds)
 
 
 def turns(ways: Mapping[str, Way], feed: Feed, device: str, effort: Effort, *, done: bool) -> dict[str, list[float]]:
