@@ -9,6 +9,7 @@ d mask = dS;  dS = dS * (1 - tanh^2);  dQ = scale * dS K;  dK = scale * dS^T Q
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -23,6 +24,10 @@ from attnswitch.problem.philox import keep_mask
 
 Float = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
+
+
+#: Bytes for each score of a head at the peak: S, P, Z and what makes them.
+_SCORES = 60
 
 
 class ReferenceBackend(Backend):
@@ -45,6 +50,15 @@ class ReferenceBackend(Backend):
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
         """The kernel for ``problem``."""
         return ReferenceKernel(problem)
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """Results in float64, and the scores of one head several times over."""
+        p = problem
+        results = p.batch * p.heads_q * p.seq_q * p.dim_v
+        if p.grads:
+            results += p.batch * (p.heads_q * p.seq_q * p.dim_qk + p.heads_kv * p.seq_k * (p.dim_qk + p.dim_v))
+        mask = math.prod(p.mask_shape or ()) if "m" in p.grads else 0
+        return 8 * (results + mask) + p.seq_q * p.seq_k * _SCORES
 
 
 @dataclass(frozen=True, slots=True)

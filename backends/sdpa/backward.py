@@ -61,7 +61,7 @@ def composite(problem: Problem, mask: Any, given: Given) -> tuple[Any, ...]:
     s = (q @ k.mT).mul_(problem.softmax_scale)
     if mask is not None:
         s += mask
-    p = s.sub_(_base(s, lse)).exp_()
+    p = s.sub_(_base(s, lse, relative(given, renewed=False).to(kind))).exp_()
     ds = do @ v.mT
     ds.sub_((do * out).sum(-1, keepdim=True)).mul_(p)
     dmask = None
@@ -78,24 +78,23 @@ def of_group(problem: Problem, grad: Any) -> Any:
     return grad if problem.group == 1 else grad.unflatten(1, (problem.heads_kv, problem.group)).sum(2)
 
 
-def _base(s: Any, lse: Any) -> Any:
-    """What to take from scores so that exp gives the weights: lse; inf for a row that has none. ``s`` may be changed.
+def _base(s: Any, lse: Any, rest: Any) -> Any:
+    """What to take from scores so that exp gives the weights: ``rest``, which is lse for a mask without its lift.
 
-    Far from 0 the maximum is taken from ``s``, and what is left to take is the log of the sum.
+    Where lse is far from 0, the maximum is taken from ``s``, and what is left to take is the log of the sum.
     """
-    base = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
-    near = s.device.type == "cpu" and not bool((lse.abs() > SATURATED).any())  # elsewhere asking would wait
-    if not near:
-        top = s.amax(-1, keepdim=True)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        total = (s - top).exp_().sum(-1, keepdim=True).log_()
-        own = (base.abs() > SATURATED) & _as_far(total, base - top, base)
-        # In two steps, since their sum has no digits left for the second.
-        s.sub_(torch.where(own, top, 0.0))
-        base = torch.where(own, total, base)
-    return base
+    base = rest[..., None]
+    if s.device.type == "cpu" and not bool((lse.abs() > SATURATED).any()):  # elsewhere asking would wait
+        return base
+    lse = lse[..., None]
+    top = s.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    total = (s - top).exp_().sum(-1, keepdim=True).log_()
+    own = (lse.abs() > SATURATED) & _as_far(total, base - top, lse)
+    s.sub_(torch.where(own, top, 0.0))  # in two steps, since their sum has no digits left for the second
+    return torch.where(own, total, base)
 
 
 def _as_far(own: Any, other: Any, lse: Any) -> Any:
     """Whether two statistics are one but for the rounding of ``lse``."""
-    return (own - other).abs() <= 4 * torch.finfo(torch.float32).eps * lse.abs()
+    return ((own - other).abs() <= 4 * torch.finfo(torch.float32).eps * lse.abs()) & lse.isfinite()

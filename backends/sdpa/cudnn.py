@@ -11,7 +11,7 @@ from attnswitch.machine.backend import Forward
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import biased
+from . import biased, memory
 from .backward import Given
 from .base import Compose, Fit, Launch, SdpaBackend
 from .operands import copied_if_expanded, padded
@@ -39,6 +39,10 @@ class CudnnBackend(SdpaBackend):
         if problem.deterministic and problem.grads:
             yield "deterministic=True: its backward does not repeat its bits"
         yield from _size_limits(problem, device)
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """The bias."""
+        return super().extra_bytes(problem, device) + memory.with_bias(problem)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""

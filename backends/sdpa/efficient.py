@@ -13,7 +13,7 @@ from attnswitch.machine.backend import Forward
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import biased
+from . import biased, memory
 from .backward import Given
 from .base import Compose, Fit, Launch, SdpaBackend
 from .operands import padded
@@ -46,6 +46,10 @@ class EfficientBackend(SdpaBackend):
             )
         if problem.grads and problem.deterministic:
             yield ATOMIC
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """The bias, and its gradient."""
+        return super().extra_bytes(problem, device) + memory.with_bias(problem)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator, which before torch 2.15 misreads expanded head axes unless it computes lse (pytorch#191937)."""

@@ -13,6 +13,7 @@ from attnswitch.machine.backend import Forward, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from . import memory
 from .arguments import told
 from .backward import Given, relative
 from .base import Compose, Fit, Launch, SdpaBackend
@@ -90,6 +91,11 @@ class FlashBackend(SdpaBackend):
         if p.grads or getattr(torch, p.mask.dtype) not in _mask_types(problem):
             return None
         return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=attn_mask)
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """The mask that is made of what hides."""
+        kinds = (problem.dtype,) if problem.dtype == "float64" else (problem.dtype, "float32")
+        return super().extra_bytes(problem, device) + (memory.composed(problem, kinds) if device.kind == "cpu" else 0)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator of the device."""

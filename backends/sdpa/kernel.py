@@ -1,5 +1,8 @@
 """The Triton kernel that writes a bias, and its launch. Imported where it is first needed."""
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# Triton's language has no types for mypy.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,23 +17,23 @@ __all__ = ["started"]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _compose(
-    mask: Any,
-    lengths: Any,
-    bias: Any,
-    dead: Any,
-    lift: Any,
-    queries: Any,
-    keys: Any,
-    width: Any,
-    heads: Any,
-    rows: Any,
-    left: Any,
-    right: Any,
-    step_b: Any,
-    step_h: Any,
-    step_q: Any,
-    step_k: Any,
-    step_length: Any,
+    mask,
+    lengths,
+    bias,
+    dead,
+    lift,
+    queries,
+    keys,
+    width,
+    heads,
+    rows,
+    left,
+    right,
+    step_b,
+    step_h,
+    step_q,
+    step_k,
+    step_length,
     KIND: tl.constexpr,  # noqa: N803 - capitals are what a kernel is compiled for
     LENGTHS: tl.constexpr,  # noqa: N803
     LEFT: tl.constexpr,  # noqa: N803
@@ -39,7 +42,7 @@ def _compose(
     FAR: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     LIFT: tl.constexpr,  # noqa: N803
-) -> Any:
+):
     """A row of the bias a program: its maximum in one pass over the keys, what is written in another.
 
     mask: bool as bytes (KIND 1), float (2), or none (0), with four strides; lengths (B,). bias (B, H, rows, width).
@@ -73,17 +76,17 @@ def _compose(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _added(
-    start: Any,
-    j: Any,
-    length: Any,
-    centre: Any,
-    left: Any,
-    right: Any,
-    step_k: Any,
+    start,
+    j,
+    length,
+    centre,
+    left,
+    right,
+    step_k,
     KIND: tl.constexpr,  # noqa: N803
     LEFT: tl.constexpr,  # noqa: N803
     RIGHT: tl.constexpr,  # noqa: N803
-) -> Any:
+):
     """What is added to the scores of keys ``j`` of a row: the mask, -inf where they are hidden."""
     seen = j < length
     if LEFT:

@@ -12,6 +12,7 @@ from attnswitch.machine.backend import Forward, Inputs, Precision
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from . import memory
 from .arguments import Operator, told
 from .backward import Given, composite
 from .base import Compose, Launch, SdpaBackend
@@ -44,6 +45,10 @@ class MathBackend(SdpaBackend):
     def composer(self, problem: Problem, device: Device) -> Compose:
         """Everything is raised to the accumulator's type. A bool mask as it came the operator would add as 0 and 1."""
         return functools.partial(added, problem, (_wide(problem),))
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """The scores and the weights."""
+        return memory.with_scores(problem)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The composite itself, not the front door that may choose another."""

@@ -53,6 +53,26 @@ def test_it_makes_what_torch_makes() -> None:
     assert ran.stdout.splitlines()[-1] == f"{2 * len(OPTIONS)} alike, and the gradient"
 
 
+@pytest.mark.parametrize(
+    ("kind", "mask", "lengths", "lift"),
+    [(1, "*u8", "i32", "i32"), (2, "*bf16", "*i64", "*fp32"), (0, "i32", "*i32", "*fp32")],
+)
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+def test_it_compiles_for_a_gpu_that_is_not_here(kind: int, mask: str, lengths: str, lift: str) -> None:
+    triton = importlib.import_module("triton")
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    kernel = importlib.import_module("attnswitch.backends.sdpa.kernel")._compose
+    flags = {"KIND": kind, "LENGTHS": lengths != "i32", "LEFT": True, "RIGHT": True, "BOTTOM": True, "FAR": 1024.0}
+    flags |= {"BLOCK": 128, "LIFT": lift != "i32"}
+    types = {"mask": mask, "lengths": lengths, "bias": "*bf16", "dead": "*u8", "lift": lift}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in flags else types.get(name, "i32") for name in names}
+    constants = {(names.index(name),): flag for name, flag in flags.items()}
+    made = triton.compile(compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants), target=target)
+    assert ".target sm_90" in made.asm["ptx"]
+
+
 def drawn(problem: Problem, draw: random.Random) -> Inputs:
     p = problem
     query, key = (torch.zeros(p.batch, p.heads_q, n, 8, dtype=torch.bfloat16) for n in (p.seq_q, p.seq_k))

@@ -1,0 +1,63 @@
+"""Bytes that torch's operators hold beside operands and results, as measured at the peak of a call."""
+
+from __future__ import annotations
+
+import math
+
+from attnswitch.problem import DTYPES, Problem, cost
+
+__all__ = ["composed", "with_bias", "with_scores"]
+
+
+def composed(problem: Problem, accepted: tuple[str, ...]) -> int:
+    """Of a mask made for an operator that adds one of the types ``accepted``: itself, and what it is made of."""
+    p = problem
+    if not p.needs_mask:
+        return 0
+    positional = p.positional and not p.sees_all
+    item = 0 if p.mask is None else p.element("attn_mask")
+    made = DTYPES[accepted[0]]
+    if p.mask is not None and not p.mask.is_bool:
+        made = item if p.mask.dtype in accepted else item + DTYPES[accepted[-1]]
+        if not positional and not p.key_lengths:
+            return _elements(p) * (made - item)
+        return _elements(p) * (made + 2)  # of what is visible, and what is not, a byte each
+    if positional or p.key_lengths:
+        return _elements(p) * (made + 1 + item)
+    return _elements(p) * made
+
+
+def with_scores(problem: Problem) -> int:
+    """Of the composite of matrix products: S, P and a byte each; with gradients P, dP and dS."""
+    p = problem
+    wide = "float64" if p.dtype == "float64" else "float32"
+    scores = p.batch * p.heads_q * p.seq_q * p.seq_k
+    forward = scores * (2 * DTYPES[wide] + 1) + composed(p, (wide,))
+    if p.causal and not p.needs_mask:
+        forward += p.seq_q * p.seq_k * (DTYPES[wide] + 1)
+    rows = p.batch * (p.heads_q * p.seq_q + p.heads_kv * p.seq_k)
+    raised = 0 if p.dtype == wide else rows * (p.dim_qk + p.dim_v) * DTYPES[wide]
+    repeated = 0 if p.group == 1 else cost.kv_bytes(p) * p.group * DTYPES[wide] // DTYPES[p.dtype]
+    return raised + repeated + max(forward, 3 * DTYPES[wide] * scores if p.grads else 0)
+
+
+def with_bias(problem: Problem) -> int:
+    """Of an operator on a GPU: a bias whose rows have room to a multiple of 8, and a gradient of all scores."""
+    p = problem
+    if not p.needs_mask:
+        return 0
+    rows = _elements(p) // max(p.seq_k, 1)
+    extra = rows * (p.seq_k + -p.seq_k % 8) * DTYPES[p.dtype]
+    if "m" in p.grads:
+        extra += p.batch * p.heads_q * p.seq_q * p.seq_k * DTYPES[p.dtype]
+    return extra
+
+
+def _elements(problem: Problem) -> int:
+    """Elements of all that hides as one mask."""
+    p = problem
+    axes = "" if p.mask is None else p.mask.axes
+    positional = p.positional and not p.sees_all
+    spans = ("b" in axes or p.key_lengths, "h" in axes, "q" in axes or positional, True)
+    sizes = (p.batch, p.heads_q, p.seq_q, p.seq_k)
+    return math.prod(size for size, spanned in zip(sizes, spans, strict=True) if spanned)
