@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +26,22 @@ def forget_plans() -> None:
     planner.forget()
 
 
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the CUDA backend compiled in this run, in any of its processes: named by content, so that it is shared."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "builds"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def no_wisdom(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def no_wisdom(
+    tmp_path_factory: pytest.TempPathFactory, builds: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A folder of its own for what a test measures: what this machine knows is none of its business."""
     folder = tmp_path_factory.mktemp("cache")
+    (folder / "cuda").symlink_to(builds)
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(folder))
     monkeypatch.setenv("XDG_DATA_DIRS", str(folder / "system"))
     view.reload()

@@ -87,6 +87,7 @@ def test_a_saved_case_is_right_or_refused(saved: Saved) -> None:
     assert (outcome.verdict == "refused") == bool(outcome.reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ON_CPU)
 def test_a_refused_fault_is_still_there(saved: Saved) -> None:
     """Otherwise the refusal has outlived its cause, and costs users a kernel that is right."""

@@ -1,4 +1,4 @@
-"""README.md does what it says: every Python block runs as written, and so does every ``attnswitch`` command line.
+"""The READMEs do what they say: every Python block runs as written, and so does every ``attnswitch`` command line.
 
 A block that cannot run here says why, in a comment just before it: ``<!-- not run: needs a GPU -->``.
 """
@@ -21,6 +21,11 @@ from attnswitch.bench.suites import suites
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+#: The README of each room, and the one that leads to them.
+READMES = (
+    README,
+    *sorted(path for room in ("attnswitch", "backends", "fixtures") for path in (ROOT / room).rglob("README.md")),
+)
 COMMANDS = ("verify", "replay", "backends", "explain", "bench", "estimate", "tune", "wisdom")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
@@ -30,18 +35,22 @@ _LEFT_OUT = re.compile(r"<!-- not run: (\S[^\n]*) -->\s*\Z")
 
 
 class Block(NamedTuple):
+    path: Path
     line: int
     language: str
     text: str
     left_out: bool
 
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT).parent}-line-{self.line}"
 
-def blocks(document: str) -> Iterator[Block]:
+
+def blocks(document: str, path: Path = README) -> Iterator[Block]:
     """The fenced blocks of a Markdown document."""
     for found in _BLOCK.finditer(document):
         before = document[: found.start()]
         text = textwrap.dedent(found["text"])
-        yield Block(before.count("\n") + 2, found["language"], text, bool(_LEFT_OUT.search(before)))
+        yield Block(path, before.count("\n") + 2, found["language"], text, bool(_LEFT_OUT.search(before)))
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -58,11 +67,16 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words[1 : min(ends, default=len(words))]
 
 
-BLOCKS = list(blocks(README.read_text(encoding="utf-8")))
+BLOCKS = [block for path in READMES for block in blocks(path.read_text(encoding="utf-8"), path)]
 PYTHON = [block for block in BLOCKS if block.language == "python" and not block.left_out]
-SHELL = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell") and not block.left_out]
+SHELLS = ("console", "bash", "sh", "shell")
+SHELL = [block for block in BLOCKS if block.language in SHELLS and not block.left_out]
+#: Verifying every backend takes seconds, however few cases there are.
+SLOW = {"verify", "tune", "bench"}
 LINES = [
-    pytest.param(words, id=f"line-{block.line}-{'-'.join(words[:2])}") for block in SHELL for words in commands(block)
+    pytest.param(words, id=f"{block}-{'-'.join(words[:2])}", marks=[pytest.mark.slow] if words[0] in SLOW else [])
+    for block in SHELL
+    for words in commands(block)
 ]
 
 
@@ -76,19 +90,30 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_readme_shows_the_library_and_every_command() -> None:
     assert PYTHON
-    shown = {words[0] for block in BLOCKS if block.language != "python" for words in commands(block) if words}
+    shown = {words[0] for block in BLOCKS if block.language in SHELLS for words in commands(block) if words}
     assert shown >= set(COMMANDS)
 
 
-def test_the_readme_says_what_every_suite_measures() -> None:
-    rows = [line.split("|")[1] for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_readme_of_bench_says_what_every_suite_measures() -> None:
+    text = (ROOT / "attnswitch" / "bench" / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = re.findall(r"`([^`]+)`", " ".join(rows))
     assert set(suites()) <= set(named)
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line-{block.line}")
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT).parent))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", _BLOCK.sub("", path.read_text(encoding="utf-8"))):
+        assert "://" in target or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_a_python_block_runs(block: Block, elsewhere: None) -> None:
-    exec(compile("\n" * (block.line - 1) + block.text, str(README), "exec"), {"__name__": "readme"})
+    exec(compile("\n" * (block.line - 1) + block.text, str(block.path), "exec"), {"__name__": "readme"})
 
 
 @pytest.mark.parametrize("words", LINES)
@@ -132,7 +157,7 @@ $ attnswitch verify --device cuda
   ```
 """
     python, gpu, item = blocks(document)
-    assert python == (4, "python", "import attnswitch\n", False)
+    assert python == (README, 4, "python", "import attnswitch\n", False)
     assert (gpu.line, gpu.left_out, item.left_out) == (10, True, False)
     assert list(commands(item)) == [
         ["verify", "--json", "-", "--time", "10m"],

@@ -1,4 +1,4 @@
-"""The README shows what the committed results say, and the results passed."""
+"""The READMEs show what the committed results say, and the results passed."""
 
 from __future__ import annotations
 

@@ -112,6 +112,23 @@ def test_no_backend_imports_another(name: str) -> None:
     assert [target for target in imports(name) if target.split(".")[0] in ("backends", "cli", "tests")] == []
 
 
+#: All that a backend may know of the rest: the ground, the problem and the machine.
+BELOW_BACKENDS = ("arrays", "errors", "files", "machine", "problem", "backends")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_imports_nothing_above_machine(name: str) -> None:
+    """``lint-imports`` sees the package in its own folder only; this, and what follows, holds for the other two."""
+    rooms = {target.split(".")[1] for target in imports(name) if target.startswith("attnswitch.")}
+    assert rooms <= set(BELOW_BACKENDS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("attnswitch.cli")])
+def test_nothing_imports_the_commands(name: str) -> None:
+    if name != "attnswitch.__main__":
+        assert [target for target in imports(name) if f"{target}.".startswith("attnswitch.cli.")] == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_no_module_is_long(name: str) -> None:
     assert len(MODULES[name].read_text().splitlines()) <= 400
@@ -123,6 +140,7 @@ def python(script: str, tmp_path: Path) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_no_top_level_module_is_called_like_a_folder(tmp_path: Path) -> None:
     """``import backends`` would be a second copy of every backend."""
     script = f"""

@@ -135,6 +135,7 @@ for name, module in sorted(sys.modules.items()):
         assert Path(file).is_relative_to(site / "attnswitch")
 
 
+@pytest.mark.slow
 def test_the_command_works_elsewhere(site: Path, tmp_path: Path) -> None:
     script = """
 import sys

@@ -1,6 +1,8 @@
-"""Backends that are wrong on purpose. ``attnswitch verify`` must catch every one within its default run.
+"""Backends that are wrong on purpose, for tests of what happens then.
 
-Each is the tiled backend with one small fault of a kind that real kernels have shipped with.
+Each is the tiled backend with one small fault. Whether ``attnswitch verify`` sees every kind of fault is tried by the
+mutants (``attnswitch verify --mutants``). These are the faults that no edit of the tiled backend makes (a crash, a
+hang, a race, another process) and a few plain ones.
 """
 
 from __future__ import annotations
@@ -18,11 +20,9 @@ from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Preci
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-FAULTS: list[str] = []
-#: These end or stop the process that runs them, or show in the lattice only: tests/unit/test_isolation.py. And one
-#: shows in an autocast region only: tests/unit/test_checks.py.
-#: Two take an emulation: tests/unit/test_emulation.py.
-DANGEROUS = ("Segfaults", "Hangs", "OneKeyOf8193", "CastInAutocast", "Emulated", "EmulatedWrong")
+#: Caught in any process by the default run: tests/unit/test_verifier_catches.py. The others end or stop the process
+#: that runs them, show in the lattice or in an autocast region only, or take an emulation.
+FAULTS = ("ScaledOutput", "HeadsInterleaved", "Raises", "ReadsPastTile", "Races")
 
 
 def _tiled() -> Any:
@@ -36,10 +36,6 @@ class Saboteur(Backend):
     name: ClassVar[str] = "saboteur"
     library: ClassVar[str] = "numpy"
     autograd: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        if cls.__name__ not in DANGEROUS:
-            FAULTS.append(cls.__name__)
 
     def unavailable(self) -> str | None:
         return None
@@ -67,9 +63,6 @@ class Saboteur(Backend):
     def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
         return out, lse
 
-    def grads(self, grads: Gradients) -> Gradients:
-        return grads
-
 
 class Faulty(Kernel):
     def __init__(self, saboteur: Saboteur, problem: Problem, device: Device, config: Any) -> None:
@@ -81,7 +74,8 @@ class Faulty(Kernel):
         return self.saboteur.out(*self.kernel.forward(self.saboteur.inputs(inputs)))
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        return self.saboteur.grads(self.true.backward(inputs, out, lse, grad_out, grad_lse))
+        gradients: Gradients = self.true.backward(inputs, out, lse, grad_out, grad_lse)
+        return gradients
 
 
 class ScaledOutput(Saboteur):
@@ -89,45 +83,6 @@ class ScaledOutput(Saboteur):
 
     def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
         return (out * np.float64(1.004)).astype(out.dtype), lse
-
-
-class LastKeyDropped(Saboteur):
-    """The tail tile is one key short."""
-
-    def inputs(self, inputs: Inputs) -> Inputs:
-        length = inputs.key.shape[2]
-        if length % 16 != 1 or length == 1:
-            return inputs
-        key = np.array(inputs.key)
-        key[:, :, -1] = key[:, :, -2]
-        value = np.array(inputs.value)
-        value[:, :, -1] = value[:, :, -2]
-        return inputs._replace(key=key, value=value)
-
-
-class WrongCausalCorner(Saboteur):
-    """Causal is aligned top-left whatever was asked."""
-
-    def problem(self, problem: Problem) -> Problem:
-        return problem.replace(alignment="top_left")
-
-
-class ScaleIgnored(Saboteur):
-    """An explicit scale of 0 is taken for none."""
-
-    def problem(self, problem: Problem) -> Problem:
-        return problem.replace(scale=problem.scale or None)
-
-
-class SoftcapIgnored(Saboteur):
-    def problem(self, problem: Problem) -> Problem:
-        return problem.replace(softcap=0.0)
-
-
-class WindowOffByOne(Saboteur):
-    def problem(self, problem: Problem) -> Problem:
-        left, right = problem.window or (None, None)
-        return problem.replace(window=(None if left is None else left + 1, right))
 
 
 class HeadsInterleaved(Saboteur):
@@ -139,80 +94,6 @@ class HeadsInterleaved(Saboteur):
         if order is None:
             return inputs
         return inputs._replace(key=inputs.key[:, order[:, 0]], value=inputs.value[:, order[:, 0]])
-
-
-class DeadRowsAverage(Saboteur):
-    """Rows that see nothing get 1 instead of 0."""
-
-    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
-        out = out.copy()
-        out[lse == -np.inf] = 1.0
-        return out, lse
-
-
-class LseInBaseTwo(Saboteur):
-    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
-        return out, (lse / np.float32(np.log(2.0))).astype(lse.dtype)
-
-
-class LengthsIgnored(Saboteur):
-    def inputs(self, inputs: Inputs) -> Inputs:
-        if inputs.key_lengths is None:
-            return inputs
-        return inputs._replace(key_lengths=np.full_like(inputs.key_lengths, inputs.key.shape[2]))
-
-
-class MaskInverted(Saboteur):
-    def inputs(self, inputs: Inputs) -> Inputs:
-        if inputs.attn_mask is None or inputs.attn_mask.dtype != np.bool_:
-            return inputs
-        return inputs._replace(attn_mask=~inputs.attn_mask)
-
-
-class InputsWritten(Saboteur):
-    """It scales query in place."""
-
-    def inputs(self, inputs: Inputs) -> Inputs:
-        if inputs.query.flags.writeable:
-            inputs.query[...] = inputs.query * inputs.query.dtype.type(2)
-        return inputs
-
-
-class QueryGradientUnscaled(Saboteur):
-    def grads(self, grads: Gradients) -> Gradients:
-        if grads.query is None:
-            return grads
-        return grads._replace(query=(grads.query * np.float64(8.0)).astype(grads.query.dtype))
-
-
-class KeyGradientOfLastHead(Saboteur):
-    """The key gradient of one head of the group is lost."""
-
-    def grads(self, grads: Gradients) -> Gradients:
-        if grads.key is None:
-            return grads
-        key = grads.key.copy()
-        key[:, -1] = 0
-        return grads._replace(key=key)
-
-
-class ValueGradientTransposed(Saboteur):
-    def grads(self, grads: Gradients) -> Gradients:
-        if grads.value is None:
-            return grads
-        return grads._replace(value=np.ascontiguousarray(grads.value[:, :, ::-1]))
-
-
-class MaskGradientLost(Saboteur):
-    def grads(self, grads: Gradients) -> Gradients:
-        return grads if grads.attn_mask is None else grads._replace(attn_mask=grads.attn_mask * 0)
-
-
-class HalfAccumulator(Saboteur):
-    """Sums in half precision behind a promise of float32."""
-
-    def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
-        return out.astype(np.float16).astype(out.dtype), lse
 
 
 class Raises(Saboteur):

@@ -218,6 +218,7 @@ def test_verify_stops_in_time(cli: Cli) -> None:
     assert (ran.code, "stopped: time limit of 0.5 s" in ran.out) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_target_is_found_in_the_current_folder_and_may_crash(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "own_kernels.py").write_text(KILLS)
     path = saved(tmp_path / "corpus", "own_kernels:Kills", seq_k=3)
@@ -510,6 +511,7 @@ def test_the_script_is_installed(tmp_path: Path) -> None:
     assert "error problem 'b1': missing" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_the_package_is_the_same_command(tmp_path: Path) -> None:
     """Workers import its main module again, and must not run it."""
     options = "--backend tiled --quick --recipes 1 --examples 5 --no-corpus --json found.json"

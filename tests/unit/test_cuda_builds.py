@@ -61,6 +61,7 @@ def building(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
             }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "arch"), CASES)
 def test_kernels_compile_and_fit(building: dict[tuple[str, str], Future[list[Any]]], problem: str, arch: str) -> None:
     builds = building[problem, arch].result()

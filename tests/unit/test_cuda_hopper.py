@@ -6,7 +6,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,14 @@ tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 
 H200 = Device.named("h200")
-DIMS = (64, 128, 256)
+#: Ptxas takes seconds for each.
+DIMS = (64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (128, 256)))
 #: Bytes that a thread may spill, between tiles of rows: 128 rows and keys at D 128, not continued, have 168 registers,
 #: and where three warpgroups compute, they have 160 each.
 SPILLED = {2: 16, 3: 64}
 #: The same behind a mask or a softcap, where loader and dealer spill what they look tiles up by.
 SPILLED_MORE = {2: 64, 3: 128}
 MORE = ("", ".mask=bool:bk", ".softcap=30.0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def variants(dim: int, dtype: str = "bfloat16", more: str = "", causal: str = ".causal") -> list[Any]:

@@ -394,6 +394,7 @@ print(json.dumps(found))
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ON_CPU, ids=lambda entry: entry.report)
 def test_a_fault_is_still_there(entry: Divergence, printed: dict[str, list[str]]) -> None:
     """Otherwise the entry has outlived its cause: its versions need an end."""

@@ -115,7 +115,9 @@ def small(*backends: str) -> tuple[Target, ...]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     """A run in workers over two that are emulated, one of them wrong, and an ordinary one."""
     folder = tmp_path_factory.mktemp("corpus")
-    plan = Plan(small(RIGHT, WRONG, "tiled"), 40, 0, corpus=folder, isolate=True, workers=1, lattice=True)
+    plan = Plan(
+        small(RIGHT, WRONG, "tiled"), 40, 0, corpus=folder, isolate=True, workers=1, lattice=True, shrink_tries=10
+    )
     return run(plan), folder
 
 
@@ -211,6 +213,7 @@ def test_one_process_is_not_emulated_and_on_a_gpu_at_once() -> None:
 # -- one case ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_case_is_checked_apart() -> None:
     assert apart.check(FAULT, RIGHT).verdict == "verified"
     assert apart.check(FAULT, WRONG).verdict == "mismatch"
@@ -234,6 +237,7 @@ def cli(folder: Path, *arguments: str) -> Ran:
     return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
+@pytest.mark.slow
 def test_the_commands_from_a_finding_to_its_test(tmp_path: Path) -> None:
     """Found by verify, run again by replay, and by the test that it writes."""
     quick = ("--quick", "--examples", "40", "--max-failures", "1", "--device", "cpu", "--workers", "1")

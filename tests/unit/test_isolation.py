@@ -29,6 +29,7 @@ def isolated(fault: str, examples: int = 100, **plan: object) -> Report:
     return run(Plan((target,), examples, 0, **settings))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_in_workers_as_here() -> None:
     target = Target("cpu", ("tiled", "saboteurs:HeadsInterleaved"), SMALL)
     here, one, two = (
@@ -73,6 +74,7 @@ def test_a_pool_that_is_closed_lets_go_of_the_thread_that_is_at_a_case() -> None
     assert [str(error) for error in raised] == ["the verifier was ended"]
 
 
+@pytest.mark.slow
 def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
     report = isolated("Segfaults", examples=20, corpus=tmp_path)
     (found,) = report.failures
@@ -88,6 +90,7 @@ def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
     assert load(found.path).case == found.outcome.case
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conduct, "_TRY_TIMEOUT", 2.0)
     report = isolated("Hangs", examples=20, timeout=3.0)
@@ -99,6 +102,7 @@ def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert report.cases == 20
 
 
+@pytest.mark.slow
 def test_one_key_of_8193_is_named() -> None:
     target = Target("cpu", ("saboteurs:OneKeyOf8193",), SMALL)
     report = run(Plan((target,), 0, 0, lattice=True, shrink_tries=20))
@@ -142,6 +146,7 @@ def test_a_run_that_is_stopped_starts_no_process(monkeypatch: pytest.MonkeyPatch
     assert len(started) == 1
 
 
+@pytest.mark.slow
 def test_time_ends_it_and_no_process_is_left() -> None:
     before = time.monotonic()
     report = isolated("Saboteur", examples=10**6, seconds=15.0)

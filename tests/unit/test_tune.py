@@ -249,6 +249,7 @@ def cli(command: Callable[[str], Cli]) -> Cli:
     return command("tune")
 
 
+@pytest.mark.slow
 def test_a_run_is_remembered_and_goes_on(cli: Cli) -> None:
     first, second = "b1.h2.s16.d8.fp32", "b1.h2.s64.d8.fp32"
     ran = cli(*BRIEF, "--problem", first, "--json", "-")

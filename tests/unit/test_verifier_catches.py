@@ -19,6 +19,7 @@ def test_a_wrong_backend_is_caught(fault: str, register: Callable[[str, str], No
     assert report.cases < EXAMPLES
 
 
+@pytest.mark.slow
 def test_a_right_backend_is_not(register: Callable[[str, str], None]) -> None:
     register("saboteur", "saboteurs:Saboteur")
     report = run(Plan((Target("cpu", ("saboteur",), Space()),), 200, seed=0))
