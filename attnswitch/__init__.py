@@ -15,6 +15,7 @@ from attnswitch.api import (
     plan,
     scaled_dot_product_attention,
 )
+from attnswitch.call.merge import merge
 from attnswitch.call.recording import record
 from attnswitch.errors import (
     AttnswitchError,
@@ -55,6 +56,7 @@ __all__ = [
     "attention_backward",
     "backends",
     "explain",
+    "merge",
     "plan",
     "record",
     "scaled_dot_product_attention",

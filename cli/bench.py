@@ -12,11 +12,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnswitch.bench import document
+from attnswitch.bench.measure import Budget, Limits, limits
 from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.bench.table import to_csv
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.measure import Budget, Limits, limits
 from attnswitch.verify.session.provenance import provenance
 
 from . import files, render, timings

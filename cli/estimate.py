@@ -49,7 +49,7 @@ def estimate(
 
 
 def _measured(name: str) -> Peak:
-    from attnswitch.machine.measure import limits  # torch is slow to import
+    from attnswitch.bench.measure import limits  # torch is slow to import
 
     try:
         best = limits(name)

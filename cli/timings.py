@@ -9,8 +9,8 @@ from rich.bar import Bar
 from rich.table import Table
 
 from attnswitch.bench.document import means, regrets
+from attnswitch.bench.measure import Limits
 from attnswitch.bench.record import Record
-from attnswitch.machine.measure import Limits
 
 from . import render
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attnswitch.bench.measure import Budget
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.measure import Budget
 from attnswitch.problem import Problem
 from attnswitch.verify.session.provenance import provenance
 from attnswitch.wisdom import store

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from attnswitch.bench.measure import Budget, Limits
 from attnswitch.bench.record import Record
-from attnswitch.machine.measure import Budget, Limits
 
 __all__ = ["SCHEMA", "means", "ratios", "regrets", "to_json"]
 

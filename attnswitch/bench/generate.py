@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from attnswitch.bench.measure import current, wait
 from attnswitch.errors import BackendUnavailable
-from attnswitch.machine.measure import current, wait
 
 __all__ = ["SIZES", "Cache", "Difference", "Load", "Rate", "Size", "loads", "measured", "model_of", "to_json"]
 

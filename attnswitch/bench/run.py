@@ -12,12 +12,12 @@ import torch
 
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.candidates import Attend, Refused, configs, of_backend, with_configs
+from attnswitch.bench.measure import Budget, Limits, Timing, current, measure
 from attnswitch.bench.peers import PEERS
 from attnswitch.bench.record import PASSES, Direction, Record
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.machine.device import Device
-from attnswitch.machine.measure import Budget, Limits, Timing, current, measure
 from attnswitch.problem import Problem, cost
 
 __all__ = ["Step", "idle_configs", "run", "steps"]

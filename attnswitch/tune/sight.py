@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attnswitch.machine.measure import Budget
+from attnswitch.bench.measure import Budget
 from attnswitch.planning.plan import Plan
 from attnswitch.problem import Problem
 from attnswitch.tune import trial

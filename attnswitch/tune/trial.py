@@ -20,12 +20,12 @@ import torch
 
 from attnswitch import api
 from attnswitch.bench import deviation, workload
+from attnswitch.bench.measure import Budget, Timing, current, measure, wait
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
 from attnswitch.errors import VerificationError
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
-from attnswitch.machine.measure import Budget, Timing, current, measure, wait
 from attnswitch.planning import planner
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.plan import Plan

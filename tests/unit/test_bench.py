@@ -18,12 +18,12 @@ import torch
 import attnswitch
 from attnswitch.bench import candidates, deviation, document, peers, workload
 from attnswitch.bench.candidates import Refused
+from attnswitch.bench.measure import Budget, Limits
 from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.run import run, steps
 from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
-from attnswitch.machine.measure import Budget, Limits
 from attnswitch.problem import Problem, cost
 from attnswitch.tune import problems
 

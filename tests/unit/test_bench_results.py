@@ -16,9 +16,9 @@ import pytest
 from attnswitch import AttnswitchError, InvalidProblem
 from attnswitch.bench import compare, document, plots
 from attnswitch.bench.compare import Pair, Rule
+from attnswitch.bench.measure import Budget, Limits
 from attnswitch.bench.record import Record
 from attnswitch.bench.table import to_csv
-from attnswitch.machine.measure import Budget, Limits
 
 LIMITS = Limits(100.0, 1000.0, 1024, "bfloat16", 2**26)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from attnswitch.bench.measure import LEAST, MOST, Budget, Timing, limits, measure
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.measure import LEAST, MOST, Budget, Timing, limits, measure
 
 
 class FakeClock:
@@ -162,7 +162,7 @@ def test_the_limits_of_the_cpu() -> None:
 
 
 def test_importing_it_imports_no_array_library() -> None:
-    modules = "sys, attnswitch.machine.measure, attnswitch.problem.cost"
+    modules = "sys, attnswitch.bench.measure, attnswitch.problem.cost"
     program = f"import {modules}; print({{'torch', 'numpy', 'cupy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

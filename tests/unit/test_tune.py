@@ -13,9 +13,9 @@ import pytest
 
 import attnswitch
 from attnswitch import Device, InvalidProblem, Problem
+from attnswitch.bench.measure import Budget
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend, Kernel
-from attnswitch.machine.measure import Budget
 from attnswitch.tune import cases, problems, session, trial
 from attnswitch.tune.trial import Effort
 from attnswitch.verify import Case, Failure, Outcome

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from attnswitch.bench.measure import wait
 from attnswitch.bench.overhead.operands import Feed
 from attnswitch.bench.overhead.ways import TORCH, Way
-from attnswitch.machine.measure import wait
 
 __all__ = ["QUICK", "THOROUGH", "Effort", "one_thread", "turns"]
 

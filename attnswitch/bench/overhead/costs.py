@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnswitch.bench.measure import current, wait
 from attnswitch.bench.overhead import clock
 from attnswitch.bench.overhead.clock import Effort
 from attnswitch.bench.overhead.operands import Feed
 from attnswitch.bench.overhead.rows import Row
 from attnswitch.bench.overhead.ways import Way, ways
-from attnswitch.machine.measure import current, wait
 
 __all__ = ["Cost", "costs", "kernels"]
 

@@ -1,0 +1,85 @@
+"""Partial results to the whole: attention over keys that were dealt among several calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["merge"]
+
+
+def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD") -> tuple[Array, Array]:
+    """Output and lse of all keys, from those of parts that share no key.
+
+    ``lse = log(sum(exp(lse_i)))`` and ``out = sum(exp(lse_i - lse) * out_i)``, in the type of the lses.
+
+    Args:
+        outs: (B, Hq, Lq, Dv) each, of one library, device and dtype.
+        lses: (B, Hq, Lq) each, as ``attention(..., return_lse=True)`` gives them.
+        layout: "BLHD" where the outs are (B, Lq, Hq, Dv); the lses are (B, Hq, Lq) either way.
+
+    Returns:
+        (out, lse), like the first of each; differentiable for torch. A row that no part sees has output 0, lse -inf.
+
+    Raises:
+        InvalidProblem: there are no parts, or they do not go together.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise InvalidProblem(f"merge of {len(outs)} outs and {len(lses)} lses: expected as many of each, at least one")
+    if layout not in ("BHLD", "BLHD"):
+        raise InvalidProblem(f"layout={layout!r}: expected one of BHLD, BLHD")
+    library, caller = _checked(outs, lses, layout)
+    if library == "dlpack":
+        outs, lses = ([arrays.passage(array, "dlpack", "torch") for array in group] for group in (outs, lses))
+    xp: Any = import_module("torch" if library == "dlpack" else library)
+    if layout == "BLHD":
+        outs = [out.swapaxes(1, 2) for out in outs]
+    parts = xp.stack(lses)
+    top = parts.max(0)
+    top = (top.values.detach() if xp.__name__ == "torch" else top)[None]
+    weights = xp.exp(parts - xp.where(top == -xp.inf, xp.zeros_like(top), top))
+    total = weights.sum(0)
+    seen = total != 0
+    total = xp.where(seen, total, xp.ones_like(total))
+    lse = xp.where(seen, xp.log(total) + top[0], xp.full_like(total, -xp.inf))
+    shares = (weights / total)[..., None]
+    out = sum(share * _as(part, share.dtype) for share, part in zip(shares, outs, strict=True))
+    out = _as(out, outs[0].dtype)
+    out = out.swapaxes(1, 2) if layout == "BLHD" else out
+    if library == "dlpack":
+        return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
+    return out, lse
+
+
+def _as(array: Array, dtype: Any) -> Array:
+    return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
+
+
+def _checked(outs: Sequence[Array], lses: Sequence[Array], layout: str) -> tuple[str, Array]:
+    """The library of the parts, and one of its arrays. Raises ``InvalidProblem`` where they differ."""
+    library = arrays.library_of(outs[0])
+    out_facts = [arrays.take(out, "outs")[1] for out in outs]
+    lse_facts = [arrays.take(lse, "lses")[1] for lse in lses]
+    first, rows = out_facts[0], lse_facts[0]
+    wanted = (*first.shape[:1], *(first.shape[1:3] if layout == "BHLD" else first.shape[2:0:-1]))
+    for facts, role, shape, beside in (
+        *((f, "out", first.shape, first) for f in out_facts),
+        *((f, "lse", wanted, rows) for f in lse_facts),
+    ):
+        if facts.shape != shape or (facts.library, facts.device) != (first.library, first.device):
+            place = f"{facts.library} array {facts.shape} on {facts.device[0]}:{facts.device[1]}"
+            raise InvalidProblem(
+                f"merge: one {role} is a {place}; expected {shape} beside outs {first.shape} ({layout}) of"
+                f" {first.library} on {first.device[0]}:{first.device[1]}"
+            )
+        if facts.dtype != beside.dtype:
+            raise InvalidProblem(f"merge: the {role}s have dtypes {beside.dtype} and {facts.dtype}: cast them to one")
+    if len(first.shape) != 4:
+        raise InvalidProblem(f"merge: outs have shape {first.shape}: expected four axes, {', '.join(layout)}")
+    return library, outs[0]
