@@ -83,7 +83,8 @@ def _misread(problem: Problem, device: Device) -> bool:
 def _backward(problem: Problem, given: Given, added: Any, lse: Any, state: tuple[Any, Any]) -> tuple[Any, ...]:
     lse = F.pad(lse, (0, -problem.seq_q % 32), value=torch.inf)
     wanted = [letter in problem.grads for letter in "qkvm"]
-    operands = given.grad_out, given.query, given.key, given.value, added, given.out, lse
+    out = given.out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes it to lie as it writes it
+    operands = given.grad_out, given.query, given.key, given.value, added, out, lse
     back = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     found: tuple[Any, ...] = back(*operands, *state, 0.0, wanted, given.hiding.causal, scale=problem.softmax_scale)
     return found
