@@ -18,6 +18,8 @@ from attnswitch.planning import planner
 from attnswitch.wisdom import view
 
 sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
+for size in ("COLUMNS", "LINES"):  # processes of pytest-xdist have a terminal's, which rich would keep for good
+    os.environ.pop(size, None)
 
 
 def forget_plans() -> None:
@@ -27,7 +29,7 @@ def forget_plans() -> None:
 
 
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the CUDA backend compiled in this run, in any of its processes: named by content, so that it is shared."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "builds"
@@ -37,11 +39,11 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_wisdom(
-    tmp_path_factory: pytest.TempPathFactory, builds: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, kept_builds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
     """A folder of its own for what a test measures: what this machine knows is none of its business."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "cuda").symlink_to(builds)
+    (folder / "cuda").symlink_to(kept_builds)
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(folder))
     monkeypatch.setenv("XDG_DATA_DIRS", str(folder / "system"))
     view.reload()

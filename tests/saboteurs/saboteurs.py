@@ -63,6 +63,9 @@ class Saboteur(Backend):
     def out(self, out: Any, lse: Any) -> tuple[Any, Any]:
         return out, lse
 
+    def grads(self, grads: Gradients) -> Gradients:
+        return grads
+
 
 class Faulty(Kernel):
     def __init__(self, saboteur: Saboteur, problem: Problem, device: Device, config: Any) -> None:
@@ -74,8 +77,7 @@ class Faulty(Kernel):
         return self.saboteur.out(*self.kernel.forward(self.saboteur.inputs(inputs)))
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        gradients: Gradients = self.true.backward(inputs, out, lse, grad_out, grad_lse)
-        return gradients
+        return self.saboteur.grads(self.true.backward(inputs, out, lse, grad_out, grad_lse))
 
 
 class ScaledOutput(Saboteur):

@@ -147,7 +147,7 @@ def test_what_does_not_run_has_the_same_verdict_in_every_check(
         raise ZeroDivisionError("halved")
 
     register("saboteur", "saboteurs:Saboteur")
-    monkeypatch.setattr(type(registry.load("saboteur")), "supports", raising)
+    monkeypatch.setattr(type(registry.load("saboteur")), "reasons", raising)
     absent = "saboteurs:NoSuchBackend"
     refused, unavailable, failed = examine(
         PLAIN.replace(check=name, data_seed=1), ("sdpa-cudnn", absent, "saboteur"), only=True

@@ -97,7 +97,7 @@ def test_an_edit_that_no_longer_fits_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_the_tiled_backend_there_are_no_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
-        return "it could not be loaded"
+        return registry.Missing("it could not be loaded")
 
     monkeypatch.setattr(registry, "load", missing)
     with pytest.raises(VerificationError, match="it could not be loaded"):

@@ -79,10 +79,16 @@ def test_what_nothing_can_be_compared_with_is_not_wrong_for_it() -> None:
     assert "sdpa-math" in {time.backend for time in found.times} | found.hopeless.keys()
 
 
-@pytest.mark.parametrize("name", ["ScaledOutput", "ScaleIgnored", "LastKeyDropped"])
-def test_a_wrong_backend_is_named_and_has_no_time(name: str, register: Register) -> None:
-    register("saboteur", f"saboteurs:{name}")
-    text = {"ScaleIgnored": "b1.h2.s17.d8.fp32.scale=0.0"}.get(name, "b1.h2.s17.d8.fp32")
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("saboteurs:ScaledOutput", "b1.h2.s17.d8.fp32"),
+        ("attnswitch.verify.mutants:scale-zero-taken-for-none", "b1.h2.s17.d8.fp32.scale=0.0"),
+        ("attnswitch.verify.mutants:one-key-tail-dropped", "b1.h2.s129.d8.fp32"),
+    ],
+)
+def test_a_wrong_backend_is_named_and_has_no_time(target: str, text: str, register: Register) -> None:
+    register("saboteur", target)
     found = trial.run(Problem.parse(text), "cpu", QUICK, examine)
     assert [verdict.backend for verdict in found.wrong] == ["saboteur"]
     assert "saboteur" not in {time.backend for time in found.times}
