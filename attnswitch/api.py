@@ -82,7 +82,7 @@ def attention(
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
-    attend = _untraced(_attend) if _traced() else _attend
+    attend = _untraced(_attend) if "torch._dynamo" in sys.modules and _traced() else _attend
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, layout, deterministic
     return attend(query, key, value, attn_mask, key_lengths, seed, backend, policy, *numbers, *rest)
@@ -109,7 +109,7 @@ def _attend(
 
 def _traced() -> bool:
     """Whether torch.compile is looking, which may leave a call alone and nothing else."""
-    return "torch._dynamo" in sys.modules and bool(sys.modules["torch"].compiler.is_dynamo_compiling())
+    return bool(sys.modules["torch"].compiler.is_dynamo_compiling())
 
 
 def _untraced(function: Callable[..., Any]) -> Any:

@@ -47,7 +47,25 @@ def attend(
 
     Raises what ``attention`` raises.
     """
-    asked = request(query, options, seed is not None, attn_mask is None, key_lengths is None, backend, policy, plan)
+    # The key of ``request``, made here: every call needs it.
+    said = (
+        options,
+        seed is None,
+        attn_mask is None,
+        key_lengths is None,
+        backend,
+        policy,
+        plan,
+        None,
+        (_MODES.get(type(query)) or _modes_of(query))(),
+        _policy_of_context(),
+        _look_of_context(),
+        view.generation(),
+    )
+    try:
+        asked = _requests.get(said) or _requested(said)
+    except TypeError:  # what is not hashable is no name
+        raise _unhashable(backend, policy) from None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     launch = asked.latest
     if launch is not None:
@@ -79,7 +97,7 @@ def attend(
             return _poisoned(asked, launch, operands, given, key_lengths, seed)
     else:
         result = run(asked, launch, operands, given, key_lengths, seed)
-    if recording.whole_process() is not None or _recording() is not None:
+    if launch.recorded or _recording() is not None:
         recording.note(launch.problem)
     return result
 
@@ -87,30 +105,38 @@ def attend(
 def request(
     query: Array,
     options: Options,
-    seeded: bool,
-    maskless: bool,
-    lengthless: bool,
     backend: str | None,
     policy: Policy | str | None,
-    plan: Plan | None = None,
-    grads: str | None = None,
+    *,
+    seeded: bool,
+    masked: bool,
+    lengths: bool,
+    grads: str,
 ) -> Request:
-    """The request that a call is, the same for equal calls in equal contexts. Raises ``InvalidProblem``."""
+    """The request that a call for gradients is, one for equal calls in equal contexts. Raises ``InvalidProblem``."""
     modes = (_MODES.get(type(query)) or _modes_of(query))()
-    rest = seeded, maskless, lengthless, backend, policy, plan, grads
     context = modes, _policy_of_context(), _look_of_context(), view.generation()
+    said = options, not seeded, not masked, not lengths, backend, policy, None, grads, *context
     try:
-        asked = _requests.get((options, rest, context))
-    except TypeError:  # what is not hashable is no name
-        policies.effective(policy)
-        raise InvalidProblem(f"backend={backend!r}: expected the name of a backend, or None to choose") from None
-    if asked is None:
-        settled = policies.effective(policy)
-        asked = Request(options, seeded, not lengthless, backend, settled, plan, grads, modes not in (None, _DUAL))
-        if len(_requests) >= _MOST:
-            _requests.clear()
-        _requests[options, rest, context] = asked
+        return _requests.get(said) or _requested(said)
+    except TypeError:
+        raise _unhashable(backend, policy) from None
+
+
+def _requested(said: tuple[Any, ...]) -> Request:
+    options, seedless, _, lengthless, backend, policy, plan, grads, modes, *_ = said
+    quick = modes not in (None, _DUAL)
+    hash(said)  # before anything else is found wrong with it
+    asked = Request(options, not seedless, not lengthless, backend, policies.effective(policy), plan, grads, quick)
+    if len(_requests) >= _MOST:
+        _requests.clear()
+    _requests[said] = asked
     return asked
+
+
+def _unhashable(backend: Any, policy: Any) -> InvalidProblem:
+    policies.effective(policy)
+    return InvalidProblem(f"backend={backend!r}: expected the name of a backend, or None to choose")
 
 
 def forget() -> None:

@@ -38,8 +38,16 @@ def gradients(
 
     Raises what ``attention_backward`` raises.
     """
-    maskless, lengthless = len(operands) == 3, key_lengths is None
-    asked = request(operands[0], options, seed is not None, maskless, lengthless, backend, policy, grads=wanted)
+    asked = request(
+        operands[0],
+        options,
+        backend,
+        policy,
+        seeded=seed is not None,
+        masked=len(operands) > 3,
+        lengths=key_lengths is not None,
+        grads=wanted,
+    )
     launch, given = asked.find(operands, key_lengths)
     if launch.look is not None and not launch.look(*given[:3]):
         launch.poisoned = launch.poisoned or asked.build(launch.facts, nonfinite=True)

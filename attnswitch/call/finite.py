@@ -106,17 +106,19 @@ def look_of(problem: Problem, kind: str, library: str) -> Look:
 
 def shown(problem: Problem, where: Shows) -> Callable[[Any, Any], bool]:
     """Whether output or lse of a forward on the CPU show that the operands have to be looked at."""
-    if where is Shows.OUTPUT:
-        return _nan_in_output
+    if _empty(problem):
+        return lambda out, lse: True
     in_lse = shows(problem)
+    if where is Shows.OUTPUT:
+        return lambda out, lse: _nan(out)
     if where is Shows.LSE:
-        return lambda _, lse: lse is None or in_lse(lse)
-    return lambda out, lse: lse is None or in_lse(lse) or _nan_in_output(out, lse)
+        return lambda out, lse: lse is None or in_lse(lse)
+    return lambda out, lse: lse is None or in_lse(lse) or _nan(out)
 
 
-def _nan_in_output(out: Any, _: Any) -> bool:
+def _nan(out: Any) -> bool:
     """The least of numbers is NaN where one of them is."""
-    least: float = out.min().item() if out.numel() else 0.0
+    least: float = out.min().item()
     return least != least
 
 

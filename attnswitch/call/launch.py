@@ -11,7 +11,7 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
-from attnswitch.call import finite
+from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside, swap_heads
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem, Unsupported
@@ -43,6 +43,7 @@ class Launch:
         "look",
         "poisoned",
         "problem",
+        "recorded",
         "run",
         "settled",
         "shown",
@@ -61,6 +62,8 @@ class Launch:
         #: The launch for such operands.
         self.poisoned: Launch | None = None
         self.settled = False
+        #: Whether all calls of this process are noted.
+        self.recorded = recording.whole_process() is not None
         #: Whether each call is given a seed of its own.
         self.draws = problem.dropout > 0.0 and not problem.seeded and backend.wants_seed
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaBackend"]
 
-#: Scores up to which a call with a float mask is over before the host has launched it twice (8 heads of 512 x 512).
+#: Scores up to which the device is done before the host has launched what comes next (8 heads of 512 x 512).
 _FEW_SCORES = 2**21
 #: Positions and their differences are held in 32 bits.
 _MOST_POSITIONS = 2**29
@@ -60,7 +60,8 @@ class CudaBackend(Backend):
         The order that it so comes to takes 1.07 times as long as the fastest of each row in place of 1.60, in training
         1.18 in place of 1.23: ``fixtures/measure_classes.py`` with the suite ``unseen-gpu`` of an H200.
 
-        Beside a small float mask the host's part decides, which torch's operators need two launches more for.
+        Of few scores the host's part decides, which is the least here, gradients and any mask included: on an H200 a
+        training step of 8 heads of 512 x 512 with a bool mask takes 206 us, through cuDNN 563, by torch's call 215.
         """
         if device.capability != (9, 0):
             return False
