@@ -65,13 +65,12 @@ class CudaBackend(Backend):
         """
         if device.capability != (9, 0):
             return False
+        few = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k <= _FEW_SCORES
+        if few and DTYPES[problem.dtype] == 2:
+            return not problem.dropout
         plain = not problem.dropout and (problem.mask is None or problem.mask.is_bool)
         if not on_tensor_cores(problem):
             return problem.dtype == "float32" and plain
-        if problem.mask is not None and not problem.mask.is_bool:
-            return (
-                not problem.dropout and problem.batch * problem.heads_q * problem.seq_q * problem.seq_k <= _FEW_SCORES
-            )
         decode = rows(problem) <= FEW and problem.mask is None
         return plain and not problem.grads and (decode or not against_hopper(problem, device))
 

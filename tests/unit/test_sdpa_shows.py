@@ -60,7 +60,7 @@ def test_zeros_that_help_nan_through_take_no_memory() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
-def test_lse_or_output_shows_every_row_that_is_wrong(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lse_or_output_shows_every_row_that_is_wrong(mode: str, seed: int) -> None:
     draw = random.Random(f"{mode} {seed}")
     torch.manual_seed(seed)
     wrong = 0
@@ -68,7 +68,7 @@ def test_lse_or_output_shows_every_row_that_is_wrong(mode: str, seed: int, monke
         inputs, problem, visible = drawn(mode, draw)
         spoil(inputs, draw)
         kernel = flash.FlashBackend().compile(problem, CPU, Config())
-        assert kernel.shows is Shows.LSE
+        assert kernel.shows is (Shows.LSE if mode == "plain" else Shows.EITHER)
         lengths = inputs.key_lengths is not None
         given = [operand for operand in inputs[:4] if operand is not None]
         for out, lse in (kernel.forward(inputs), *([] if lengths else [kernel.prepared(inputs)(*given)])):
