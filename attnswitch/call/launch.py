@@ -153,7 +153,7 @@ class Request:
     def _settle(self, launch: Launch, operands: Sequence[Array]) -> None:
         """What is worth its time for facts that come again."""
         launch.settled = True
-        if launch.look is not None and self.plan is None:
+        if launch.look is not None and launch.shown is None and self.plan is None:
             problem = launch.problem.replace(nonfinite=True)
             device = Device.of(*launch.facts[0].device)  # type: ignore[union-attr]
             if planner.choose(problem, device, self.backend, self.policy).backend == launch.backend.name:
