@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, overload
 
@@ -25,6 +24,10 @@ from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Alignment, Problem, Window
 
 __all__ = ["attention", "attention_backward", "backends", "explain", "plan", "scaled_dot_product_attention"]
+
+
+#: How a message about a keyword of ``attention_backward`` begins.
+_BACKWARD = "attention_backward: there is"
 
 
 def attention(
@@ -183,7 +186,7 @@ def attention_backward(
     """
     seed = options.pop("seed", None)
     seed = None if seed is None else seed_of(seed)
-    said = replace(read.of_keywords(options, "attention_backward: there is"), return_lse=grad_lse is not None)
+    said = read.of_keywords(options | {"return_lse": options.get("return_lse", grad_lse is not None)}, _BACKWARD)
     if "return_lse" in options:
         raise InvalidProblem("attention_backward returns gradients only: leave return_lse out")
     if said.dropout_p and seed is None:

@@ -89,11 +89,12 @@ def attend(
     given: Sequence[Array] = operands
     if launch is None:
         launch, given = asked.find(operands, key_lengths)
-    if launch.look is not None and launch.shown is None and not launch.look(*given[:3]):
+    look, shown = launch.look, launch.shown
+    if look is not None and shown is None and not look(*given[:3]):
         return _poisoned(asked, launch, operands, given, key_lengths, seed)
     if launch.run is not None:
         result = launch.run(*given)
-        if launch.shown is not None and launch.shown(*result) and not launch.look(*given[:3]):  # type: ignore[misc]
+        if look is not None and shown is not None and shown(*result) and not look(*given[:3]):
             return _poisoned(asked, launch, operands, given, key_lengths, seed)
     else:
         result = run(asked, launch, operands, given, key_lengths, seed)

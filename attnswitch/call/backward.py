@@ -38,6 +38,8 @@ def gradients(
 
     Raises what ``attention_backward`` raises.
     """
+    if grad_out is None:
+        raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
     asked = request(
         operands[0],
         options,

@@ -143,15 +143,7 @@ def _shown_by_few(at: Callable[[int], Any]) -> Callable[[Any], bool]:
 
 
 def _shown_by_many() -> Callable[[Any], bool]:
-    ones: Any = None
-
-    def shown(lse: Any) -> bool:
-        nonlocal ones
-        if ones is None:
-            ones = sys.modules["torch"].ones_like(lse)
-        return not lse.div(lse).equal(ones)
-
-    return shown
+    return lambda lse: not (bool(lse.isfinite().all()) and bool(lse.all()))
 
 
 def _hides(problem: Problem, kind: str) -> bool:
@@ -217,10 +209,11 @@ def _beside_autograd(look: Look) -> Look:
     switch = torch._C._set_grad_enabled
 
     def found(query: Any, key: Any, value: Any) -> bool:
+        before = torch.is_grad_enabled()  # gradients may be asked for without autograd
         switch(False)
         try:
             return look(query, key, value)
         finally:
-            switch(True)  # as it is wherever a problem has gradients
+            switch(before)
 
     return found

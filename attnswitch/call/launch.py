@@ -117,6 +117,7 @@ class Request:
         assert query is not None
         if key_lengths is not None:  # wrong ones are told of before anything is compiled
             lengths_beside(key_lengths, query, problem.seq_k)
+        nonfinite = nonfinite or (self.plan is not None and self.plan.problem.nonfinite)
         if nonfinite:
             problem = problem.replace(nonfinite=True)
         where = query.device

@@ -411,3 +411,27 @@ def test_nan_is_seen_by_the_look_and_runs_once(built: list[object]) -> None:
     for _ in range(3):
         assert attnswitch.attention(query, key, value)[0, 0, 0].isnan().all()
     assert len(built) == 2  # and the one for operands that hold NaN
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_backward_leaves_the_mode_of_autograd_and_is_built_once(mode: Callable[[], Any], built: list[object]) -> None:
+    q, k, v = tensors()
+    with mode():
+        for _ in range(3):
+            attnswitch.attention_backward(q, q, k, v, backend="tiled")
+            assert not torch.is_grad_enabled()
+    assert len(built) == 1
+
+
+def test_a_plan_for_nan_is_called_with_it() -> None:
+    q, k, v = tensors()
+    k[0, 0, 3] = torch.nan
+    plan = attnswitch.plan(q, k, v, is_causal=True)
+    assert plan.problem.nonfinite
+    expected = attnswitch.attention(q, k, v, is_causal=True)
+    assert torch.equal(plan(q, k, v).isnan(), expected.isnan())
+
+
+def test_an_upstream_gradient_that_is_none() -> None:
+    with pytest.raises(InvalidProblem, match="grad_out is None: expected the upstream gradient"):
+        attnswitch.attention_backward(None, *tensors())
