@@ -12,7 +12,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
-from attnswitch.call.launch import ROLES, Launch, Request
+from attnswitch.call.launch import DUAL, ROLES, Launch, Request
 from attnswitch.call.options import Options, of_problem, seed_of
 from attnswitch.call.run import run
 from attnswitch.errors import InvalidProblem
@@ -126,7 +126,7 @@ def request(
 
 def _requested(said: tuple[Any, ...]) -> Request:
     options, seedless, _, lengthless, backend, policy, plan, grads, modes, *_ = said
-    quick = modes not in (None, _DUAL)
+    quick = modes not in (None, DUAL)
     hash(said)  # before anything else is found wrong with it
     asked = Request(options, not seedless, not lengthless, backend, policies.effective(policy), plan, grads, quick)
     if len(_requests) >= _MOST:
@@ -193,17 +193,14 @@ def _poisoned(
     seed: int | None,
 ) -> tuple[Array, Array | None]:
     """The same where NaN, inf, or what overflows was seen: another problem, and maybe another backend."""
-    if launch.poisoned is None:
-        launch.poisoned = asked.build(launch.facts, nonfinite=True)
-    result = run(asked, launch.poisoned, operands, given, key_lengths, seed)
-    recording.note(launch.poisoned.problem)
+    launch = asked.poisoned(launch)
+    result = run(asked, launch, operands, given, key_lengths, seed)
+    recording.note(launch.problem)
     return result
 
 
 # -- what torch is asked, once there are tensors -----------------------------------------------------------------------
 
-#: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
-_DUAL = -1
 #: What of its library's modes a call depends on, by the type of query.
 _MODES: dict[type, Callable[[], Hashable]] = {}
 

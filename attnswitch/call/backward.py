@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnswitch import arrays
-from attnswitch.arrays import Array, Facts
+from attnswitch.arrays import Array
 from attnswitch.call import recording
 from attnswitch.call.attend import request
 from attnswitch.call.describe import check_beside, swap_heads, swapped
@@ -52,8 +52,7 @@ def gradients(
     )
     launch, given = asked.find(operands, key_lengths)
     if launch.look is not None and not launch.look(*given[:3]):
-        launch.poisoned = launch.poisoned or asked.build(launch.facts, nonfinite=True)
-        launch = launch.poisoned
+        launch = asked.poisoned(launch)
     problem = launch.problem
     recording.note(problem)
     library = arrays.library_of(given[0])
@@ -102,10 +101,6 @@ def _beside(
         array, facts = swap_heads(array), swapped(facts)
     if facts.shape != shape:
         raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as (B, H, L, D) or (B, H, L)")
-    if _runs_backwards(facts):  # not part of the problem, so no backend was asked; torch could not take it
+    if facts.memory.negative:  # not part of the problem, so no backend was asked; torch could not take it
         array = array.copy()
     return arrays.passage(array, library, native)
-
-
-def _runs_backwards(facts: Facts) -> bool:
-    return facts.memory.negative

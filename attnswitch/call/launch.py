@@ -22,8 +22,10 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["Launch", "Request", "measure"]
+__all__ = ["DUAL", "ROLES", "Launch", "Request", "measure", "straight"]
 
+#: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
+DUAL = -1
 ROLES = ("query", "key", "value", "attn_mask")
 #: What measures at first sight, reached as a backend is: nothing here imports the tools.
 _SIGHT = "attnswitch.tune.sight"
@@ -138,6 +140,12 @@ class Request:
             self.launches[facts] = launch
         return launch
 
+    def poisoned(self, launch: Launch) -> Launch:
+        """The launch in place of ``launch`` for operands in which NaN, inf, or what overflows was seen."""
+        if launch.poisoned is None:
+            launch.poisoned = self.build(launch.facts, nonfinite=True)
+        return launch.poisoned
+
     def _arm(self, launch: Launch, operands: Sequence[Array]) -> None:
         """Have the kernel prepare itself for operands that lie like these, where that is all there is to a call."""
         first = launch.facts[0]
@@ -192,24 +200,26 @@ def measure(problem: Problem, device: Device, backend: str | None) -> bool:
     return not planner.make_plan(problem, device, backend, Policy.MEASURE).open
 
 
+def straight(operands: Sequence[Array], turned: bool) -> Inputs:
+    """Operands in (B, H, L, D) order, ``turned`` if the caller's are (B, L, H, D), and the mask with four axes."""
+    query, key, value, mask = operands if len(operands) > 3 else (*operands, None)
+    if turned:
+        query, key, value = (swap_heads(array) for array in (query, key, value))
+    if mask is not None and (missing := 4 - len(mask.shape)):
+        mask = mask[(None,) * missing]
+    return Inputs(query, key, value, mask)
+
+
 def _prepared(launch: Launch, operands: Sequence[Array], turned: bool) -> Forward:
     """The way from torch tensors that lie like ``operands`` to the results, in the caller's layout."""
-    missing = 4 - operands[3].dim() if len(operands) > 3 else 0
-
-    def straight(query: Any, key: Any, value: Any, mask: Any = None) -> Inputs:
-        if turned:
-            query, key, value = (swap_heads(tensor) for tensor in (query, key, value))
-        return Inputs(query, key, value, mask[(None,) * missing] if missing else mask)
-
-    inputs = straight(*operands)
-    forward = launch.kernel.prepared(inputs)
+    forward = launch.kernel.prepared(straight(operands, turned))
     if launch.problem.grads and not launch.backend.autograd:
         forward = import_module("attnswitch.call.autograd").prepared(launch.problem, launch.kernel, forward)
-    if not turned and not missing:
+    if not turned and (len(operands) == 3 or operands[3].dim() == 4):
         return forward
 
     def run(*operands: Any) -> tuple[Any, Any]:
-        out, lse = forward(*straight(*operands)[: len(operands)])
+        out, lse = forward(*straight(operands, turned)[: len(operands)])
         return (swap_heads(out) if turned else out), lse
 
     return run

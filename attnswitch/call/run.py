@@ -10,7 +10,7 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call.describe import lengths_beside, swap_heads
-from attnswitch.call.launch import Launch, Request
+from attnswitch.call.launch import Launch, Request, straight
 from attnswitch.machine.backend import Inputs
 
 __all__ = ["caller_of", "inputs_of", "run", "to_caller", "to_native"]
@@ -49,17 +49,13 @@ def caller_of(launch: Launch, operands: Sequence[Array]) -> Array | None:
 
 def inputs_of(asked: Request, launch: Launch, given: Sequence[Array], key_lengths: Any, seed: int | None) -> Inputs:
     """Operands in (B, H, L, D) order, the mask with four axes, and the lengths beside them."""
-    query, key, value, mask = given if len(given) > 3 else (*given, None)
-    if asked.options.layout == "BLHD":
-        query, key, value = (swap_heads(array) for array in (query, key, value))
-    if mask is not None and (missing := 4 - len(mask.shape)):
-        mask = mask[(None,) * missing]
     lengths = None
     if key_lengths is not None:
         first = launch.facts[0]
         assert first is not None
         lengths = lengths_beside(key_lengths, first, launch.problem.seq_k)
-    return Inputs(query, key, value, mask, lengths, seed)
+    inputs = straight(given, asked.options.layout == "BLHD")
+    return inputs._replace(key_lengths=lengths, seed=seed)
 
 
 def to_native(inputs: Inputs, library: str, native: str) -> Inputs:

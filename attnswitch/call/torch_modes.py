@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from attnswitch.call.launch import DUAL
+
 __all__ = ["guards", "modes", "traced", "untraced"]
 
-#: See ``attnswitch.call.launch``.
-_DUAL = -1
 _grad_enabled = torch.is_grad_enabled
 _autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -20,7 +20,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 def modes() -> int:
     """Whether gradients are enabled and whether there is an autocast region, as a number."""
     if forward_ad._current_level >= 0 or _transforms() is not None:
-        return _DUAL
+        return DUAL
     return _grad_enabled() + 2 * _autocast()
 
 
