@@ -5,24 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
-
 from attnswitch import files
 
-__all__ = ["folder", "kept"]
-
-#: Threads of a process write to one name before they move it.
-_ONE_AT_A_TIME = threading.Lock()
-
-
-def folder() -> Path:
-    """Where builds are kept: ``ATTNSWITCH_CACHE_DIR``, or the user's cache of this system."""
-    chosen = os.environ.get("ATTNSWITCH_CACHE_DIR")
-    return Path(chosen) if chosen else platformdirs.user_cache_path("attnswitch", appauthor=False)
+__all__ = ["kept"]
 
 
 def kept(parts: tuple[str, ...], suffix: str, make: Callable[[], bytes]) -> Path:
@@ -32,13 +20,12 @@ def kept(parts: tuple[str, ...], suffix: str, make: Callable[[], bytes]) -> Path
     no reason to fail: the file is then a temporary one.
     """
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    target = folder() / "cuda" / digest[:2] / (digest + suffix)
+    target = files.cache_folder() / "cuda" / digest[:2] / (digest + suffix)
     if target.is_file():
         return target
     content = make()
     try:
-        with _ONE_AT_A_TIME:
-            files.replace(target, content)
+        files.replace(target, content)
     except OSError:
         handle, temporary = tempfile.mkstemp(suffix=suffix)
         with os.fdopen(handle, "wb") as file:
