@@ -14,7 +14,21 @@ from typing import Any, NamedTuple
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, Memory
 
-__all__ = ["Array", "Facts", "address", "facts", "lengths_as_array", "library_of", "passage", "take"]
+__all__ = [
+    "ROLES",
+    "Array",
+    "Facts",
+    "address",
+    "facts",
+    "lengths_as_array",
+    "library_of",
+    "passage",
+    "take",
+    "take_all",
+]
+
+#: The operands of a call, in their order.
+ROLES = ("query", "key", "value", "attn_mask")
 
 #: An array of some library. Only this module and the backends look inside.
 Array = Any
@@ -84,6 +98,15 @@ def take(array: Array, role: str) -> tuple[Array, Facts]:
         name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
         return tensor, _torch_facts(tensor, role)._replace(library=name)
     return array, facts(array, role)
+
+
+def take_all(operands: Sequence[Array]) -> tuple[Sequence[Array], tuple[Facts, ...]]:
+    """``take`` of query, key, value and maybe attn_mask: the arrays, and the facts."""
+    try:
+        return operands, tuple([_READERS[type(array)](array, role) for array, role in zip(operands, ROLES)])  # noqa: B905
+    except KeyError:  # a type that is met seldom, or for the first time
+        arrays, facts = zip(*(take(array, role) for array, role in zip(operands, ROLES)), strict=True)  # noqa: B905
+        return arrays, facts
 
 
 #: What reads the facts of arrays of a type, for the types that are met most.

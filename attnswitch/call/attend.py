@@ -12,7 +12,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
-from attnswitch.call.launch import DUAL, ROLES, Launch, Request
+from attnswitch.call.launch import DUAL, Launch, Request
 from attnswitch.call.options import Options, of_problem, seed_of
 from attnswitch.call.run import run
 from attnswitch.errors import InvalidProblem
@@ -150,14 +150,13 @@ def problem_of(
 ) -> tuple[Problem, Device]:
     """The problem that a call is, its operands looked at where that is done, and its device."""
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    taken = [arrays.take(array, role) for array, role in zip(operands, ROLES, strict=False)]
-    facts = [fact for _, fact in taken]
-    whole = facts if len(facts) == 4 else [*facts, None]
+    taken, facts = arrays.take_all(operands)
+    whole = facts if len(facts) == 4 else (*facts, None)
     problem = describe(whole, options, lengths=key_lengths is not None, seeded=seed is not None)
     if key_lengths is not None:
         lengths_beside(key_lengths, facts[0], problem.seq_k)
     kind = facts[0].device[0]
-    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, tuple(x for x, _ in taken[:3])):
+    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, tuple(taken[:3])):
         problem = problem.replace(nonfinite=True)
     return problem, Device.of(*facts[0].device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
 from collections.abc import Sequence
@@ -156,10 +157,11 @@ def swapped(facts: Facts) -> Facts:
 
 
 def _mask(m: Facts, scores: tuple[int, int, int, int]) -> tuple[Mask, Memory]:
-    """The mask's description, and how it lies as four axes."""
+    """The mask's description, and how it lies."""
     rank = len(m.shape)
-    full = (1,) * (4 - rank) + m.shape
-    if not 1 <= rank <= 4 or any(size not in (1, wanted) for size, wanted in zip(full, scores, strict=True)):
+    axes = zip("bhqk"[4 - rank :], m.shape, scores[4 - rank :], strict=True) if 1 <= rank <= 4 else ()
+    spanned = [axis for axis, size, wanted in axes if size != 1 and size == wanted]
+    if not 1 <= rank <= 4 or len(spanned) + m.shape.count(1) != rank:
         raise InvalidProblem(
             f"attn_mask has shape {m.shape}: it does not broadcast to (B, Hq, Lq, Lk) = {scores};"
             " axes are matched from the right and have the full length or 1"
@@ -168,8 +170,10 @@ def _mask(m: Facts, scores: tuple[int, int, int, int]) -> tuple[Mask, Memory]:
         raise InvalidProblem(
             f"attn_mask has dtype {m.dtype}: expected bool (True = attend) or a float dtype (added to the scores)"
         )
-    axes = "".join(axis for axis, size, wanted in zip("bhqk", full, scores, strict=True) if size == wanted)
-    return Mask(m.dtype, axes), m._replace(shape=full, strides=(0,) * (4 - rank) + m.strides).memory
+    return _mask_over(m.dtype, "".join(spanned)), m.memory
+
+
+_mask_over = functools.cache(Mask)
 
 
 def lengths_beside(lengths: Any, query: Facts, seq_k: int) -> Array:

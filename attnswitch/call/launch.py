@@ -22,11 +22,10 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["DUAL", "ROLES", "Launch", "Request", "measure", "straight"]
+__all__ = ["DUAL", "Launch", "Request", "measure", "straight"]
 
 #: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
 DUAL = -1
-ROLES = ("query", "key", "value", "attn_mask")
 #: What measures at first sight, reached as a backend is: nothing here imports the tools.
 _SIGHT = "attnswitch.tune.sight"
 #: Launches that a request remembers; beyond, it forgets them all.
@@ -93,11 +92,9 @@ class Request:
         self.quick = quick
         self.latest: Launch | None = None
 
-    def find(self, operands: Sequence[Array], key_lengths: Any = None) -> tuple[Launch, list[Array]]:
+    def find(self, operands: Sequence[Array], key_lengths: Any = None) -> tuple[Launch, Sequence[Array]]:
         """The launch for ``operands``, and these as arrays of NumPy, CuPy or torch. Raises what ``build`` raises."""
-        taken = [arrays.take(array, role) for array, role in zip(operands, ROLES, strict=False)]
-        known = [array for array, _ in taken]
-        facts = tuple([fact for _, fact in taken])
+        known, facts = arrays.take_all(operands)
         launch = self.launches.get(facts)
         if launch is None:
             launch = self.build(facts, key_lengths)

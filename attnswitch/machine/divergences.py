@@ -205,7 +205,10 @@ class Divergence:
 
     def covers(self, problem: Problem) -> bool:
         """Whether ``problem`` meets the fault, on a device that has it."""
-        return all(condition.read(problem) for condition in self.when)
+        for condition in self.when:  # noqa: SIM110 - every new problem is asked, and ``all`` takes twice as long
+            if not condition.read(problem):
+                return False
+        return True
 
     def why(self, problem: Problem) -> str:
         """The reason to refuse ``problem``, and where to read more."""

@@ -100,7 +100,7 @@ class Field:
         try:
             for _ in backend.reasons(problem, device):
                 return False
-            for _ in divergences.refusals(backend, problem, device):
+            for _ in divergences.refused(backend, problem, device):
                 return False
             self.first[row.name] = next(iter(backend.configs(problem, device)))
         except Exception:  # ``candidate`` tells what it was

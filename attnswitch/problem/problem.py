@@ -128,14 +128,19 @@ class Problem:
             and 0 < self.dim_v <= _MOST
             and hq % hk == 0
             and self.dtype in DTYPES
-            and self.mask is None
             and self.window is None
             and self.scale is None
             and self.alignment == "top_left"
             and type(self.softcap) is type(self.dropout) is float
             and self.softcap == self.dropout == 0.0
             and self.grads in ("", "qkv")
+            and (self.mask is None or self.mask.axes == self._long(self.mask.axes))
         )
+
+    def _long(self, axes: str) -> str:
+        """Those of a mask's axes that are longer than 1."""
+        sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k}
+        return "".join([axis for axis in axes if sizes[axis] != 1])
 
     def _normalise(self) -> None:
         """One spelling for each meaning, so that equal problems compare equal."""
@@ -148,9 +153,7 @@ class Problem:
         if not self.positional:
             object.__setattr__(self, "alignment", "top_left")
         if self.mask is not None:
-            sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k}
-            axes = "".join(axis for axis in self.mask.axes if sizes[axis] != 1)
-            object.__setattr__(self, "mask", Mask(self.mask.dtype, axes))
+            object.__setattr__(self, "mask", Mask(self.mask.dtype, self._long(self.mask.axes)))
 
     def _check_sizes(self) -> None:
         for name, least in (
