@@ -161,8 +161,12 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
         _READERS[kind] = _torch_facts
     else:
         _check_subclass(tensor, role)
-    check_dense(tensor, role)
-    if is_wrapped(tensor) or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        check_dense(tensor, role)
+    forward_ad = torch.autograd.forward_ad
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta:
+        raise Intercepted
+    if forward_ad._current_level >= 0 and is_dual(tensor):
         raise Intercepted
     return _of_torch(tensor, tensor.data_ptr() & 15)
 

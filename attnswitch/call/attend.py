@@ -21,7 +21,7 @@ from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "forget", "problem_of", "request"]
+__all__ = ["attend", "forget", "lies_alike", "problem_of", "request"]
 
 #: Requests that are remembered; beyond, all are forgotten.
 _MOST = 1024
@@ -66,26 +66,8 @@ def attend(
         raise _unhashable(backend, policy) from None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     launch = asked.latest
-    if launch is not None:
-        try:
-            # Guards end the process where an operand has no sizes, so that those come last.
-            if (
-                (
-                    query.data_ptr()
-                    | key.data_ptr()
-                    | value.data_ptr()
-                    | (0 if attn_mask is None else attn_mask.data_ptr())
-                )
-                & 15
-                or (query.is_nested or key.is_nested or value.is_nested)
-                or (attn_mask is not None and attn_mask.is_nested)
-                or not launch.alike(*operands)  # type: ignore[misc]
-            ):
-                launch = None
-        except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
-            launch = None
     given: Sequence[Array] = operands
-    if launch is None:
+    if launch is None or not lies_alike(launch, query, key, value, attn_mask):
         launch, given = asked.find(operands, key_lengths)
     look, shown = launch.look, launch.shown
     if look is not None and shown is None and not look(*given[:3]):
@@ -101,6 +83,23 @@ def attend(
     return result
 
 
+def lies_alike(launch: Launch, query: Array, key: Array, value: Array, attn_mask: Array | None) -> bool:
+    """Whether operands lie as those of ``launch``, the latest of its request; their facts take longer to read."""
+    try:
+        # Guards end the process where an operand has no sizes, so that those come last.
+        if attn_mask is None:
+            at = query.data_ptr() | key.data_ptr() | value.data_ptr()
+            if at & 15 or query.is_nested or key.is_nested or value.is_nested:
+                return False
+            return launch.alike(query, key, value)  # type: ignore[misc]
+        at = query.data_ptr() | key.data_ptr() | value.data_ptr() | attn_mask.data_ptr()
+        if at & 15 or query.is_nested or key.is_nested or value.is_nested or attn_mask.is_nested:
+            return False
+        return launch.alike(query, key, value, attn_mask)  # type: ignore[misc]
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
+        return False
+
+
 def request(
     query: Array,
     options: Options,
@@ -111,10 +110,14 @@ def request(
     masked: bool,
     lengths: bool,
     grads: str,
+    within: Hashable = None,
 ) -> Request:
-    """The request that a call for gradients is, one for equal calls in equal contexts. Raises ``InvalidProblem``."""
+    """The request that a call for gradients is, one for equal calls in equal contexts, ``within`` among them.
+
+    Raises ``InvalidProblem``.
+    """
     modes = (_MODES.get(type(query)) or _modes_of(query))()
-    context = modes, _policy_of_context(), _look_of_context(), view.generation()
+    context = modes, _policy_of_context(), _look_of_context(), view.generation(), within
     said = options, not seeded, not masked, not lengths, backend, policy, None, grads, *context
     try:
         return _requests.get(said) or _requested(said)

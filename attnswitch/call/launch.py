@@ -15,7 +15,7 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside, swap_heads
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem, Unsupported
-from attnswitch.machine.backend import Backend, Forward, Inputs, Kernel, Shows
+from attnswitch.machine.backend import Backend, Forward, Gradients, Inputs, Kernel, Shows
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
@@ -38,6 +38,7 @@ class Launch:
     __slots__ = (
         "alike",
         "backend",
+        "differentiate",
         "draws",
         "facts",
         "kernel",
@@ -46,6 +47,7 @@ class Launch:
         "problem",
         "recorded",
         "run",
+        "save",
         "settled",
         "shown",
     )
@@ -54,6 +56,9 @@ class Launch:
         self.problem, self.facts, self.backend, self.kernel = problem, facts, backend, kernel
         #: Output and lse of operands as the caller lays them out, of calls without lengths and seed.
         self.run: Forward | None = None
+        #: The same for ``differentiate``, which takes operands, results and upstream gradients.
+        self.save: Forward | None = None
+        self.differentiate: Callable[..., Gradients] | None = None
         #: Whether other operands lie like those before, asked of torch in less time than their facts take to read.
         self.alike: Callable[..., bool] | None = None
         #: Whether the operands are free of NaN and what overflows; None where nobody looks.
@@ -145,16 +150,20 @@ class Request:
 
     def _arm(self, launch: Launch, operands: Sequence[Array]) -> None:
         """Have the kernel prepare itself for operands that lie like these, where that is all there is to a call."""
-        first = launch.facts[0]
-        assert first is not None
-        if self.lengths or self.seeded or launch.draws or first.library != "torch" or self.grads is not None:
-            return
-        if launch.backend.native("torch") != "torch":
+        if self.grads is not None or not self._is_plain(launch):
             return
         launch.run = _prepared(launch, operands, self.options.layout == "BLHD")
         shows = launch.kernel.shows
         if launch.look is not None and shows is not Shows.NOWHERE and not launch.problem.grads:
             launch.shown = finite.shown(launch.problem, shows)
+
+    def _is_plain(self, launch: Launch) -> bool:
+        """Whether there is no more to its calls than torch tensors, which the kernel takes."""
+        first = launch.facts[0]
+        assert first is not None
+        if self.lengths or self.seeded or launch.draws or first.library != "torch":
+            return False
+        return launch.backend.native("torch") == "torch"
 
     def _settle(self, launch: Launch, operands: Sequence[Array]) -> None:
         """What is worth its time for facts that come again."""
@@ -164,7 +173,12 @@ class Request:
             device = Device.of(*launch.facts[0].device)  # type: ignore[union-attr]
             if planner.choose(problem, device, self.backend, self.policy).backend == launch.backend.name:
                 launch.look = None  # the choice is the same, whatever a look would see
-        if self.quick and launch.run is not None and not any(fact is not None and fact.offset for fact in launch.facts):
+        if self.grads is not None and self._is_plain(launch):
+            turned = self.options.layout == "BLHD"
+            launch.save = _saving(launch, operands, turned)
+            launch.differentiate = _differentiating(launch, operands, turned)
+        ready = launch.run is not None or launch.save is not None
+        if self.quick and ready and not any(fact is not None and fact.offset for fact in launch.facts):
             launch.alike = import_module("attnswitch.call.torch_modes").guards(operands)
             if launch.alike is not None:
                 self.latest = launch
@@ -212,6 +226,33 @@ def _prepared(launch: Launch, operands: Sequence[Array], turned: bool) -> Forwar
     forward = launch.kernel.prepared(straight(operands, turned))
     if launch.problem.grads and not launch.backend.autograd:
         forward = import_module("attnswitch.call.autograd").prepared(launch.problem, launch.kernel, forward)
+    return _laid_out(forward, operands, turned)
+
+
+def _saving(launch: Launch, operands: Sequence[Array], turned: bool) -> Forward:
+    """The same to output and lse as ``_differentiating`` takes them."""
+    return _laid_out(launch.kernel.prepared_results(straight(operands, turned)), operands, turned)
+
+
+def _differentiating(launch: Launch, operands: Sequence[Array], turned: bool) -> Callable[..., Gradients]:
+    """Gradients of torch tensors that lie like ``operands``, in the caller's layout."""
+    backward = launch.kernel.prepared_backward(straight(operands, turned))
+    missing = 4 - operands[3].dim() if len(operands) > 3 else 0
+
+    def run(operands: Sequence[Any], out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        inputs = straight(operands, turned)
+        if turned:
+            out, grad_out = swap_heads(out), swap_heads(grad_out)
+        query, key, value, mask = backward(inputs, out, lse, grad_out, grad_lse)
+        if turned:
+            query, key, value = (None if x is None else swap_heads(x) for x in (query, key, value))
+        return Gradients(query, key, value, mask[(0,) * missing] if missing and mask is not None else mask)
+
+    return run
+
+
+def _laid_out(forward: Forward, operands: Sequence[Array], turned: bool) -> Forward:
+    """``forward`` of operands as the caller lays them out."""
     if not turned and (len(operands) == 3 or operands[3].dim() == 4):
         return forward
 

@@ -115,7 +115,7 @@ def _attention(
     with torch.no_grad():
         if grads:
             operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-            out, lse = results(operands, key_lengths, unsigned, options, backend, policy, grads)
+            out, lse = results(operands, key_lengths, unsigned, options, backend, policy, grads, _within())
         else:
             out, lse = attend(query, key, value, attn_mask, key_lengths, unsigned, options, backend, policy)
         rows: Any = lse if grads or options.return_lse else _none(query)
@@ -154,12 +154,18 @@ def _gradients(
             lse=lse,
             grad_lse=grad_lse,
             wanted=grads,
+            within=_within(),
         )
         return [
             _laid(grad, like, options.layout) if name != "m" else grad.contiguous()  # type: ignore[union-attr]
             for name, grad, like in zip(GRAD_OPERANDS, found, (query, key, value, attn_mask), strict=True)
             if name in grads
         ]
+
+
+def _within() -> int:
+    """What torch leaves out on this way through its dispatcher, by which guards tell tensors apart."""
+    return int(torch._C._dispatch_tls_local_exclude_set().raw_repr())
 
 
 def _read(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
@@ -181,22 +187,27 @@ def _none(query: Any) -> Any:
 # -- how results lie, which a graph has to know before anything runs ---------------------------------------------------
 
 
+def _heads_inside(operand: Any, layout: str) -> bool:
+    """Whether heads lie inside L, as a program has them that splits rows into heads."""
+    heads, length = (1, 2) if layout == "BHLD" else (2, 1)
+    long = operand.shape[heads] > 1 and operand.shape[length] > 1
+    return bool(long and operand.stride(heads) < operand.stride(length))
+
+
 def _like(operand: Any, columns: Any, layout: str) -> Any:
     """Dense memory for an array as ``operand`` with so many columns: heads inside L, or L inside, as they lie there."""
-    turned = layout == "BLHD"
-    b, h, length, _ = (operand.swapaxes(1, 2) if turned else operand).shape
-    by_head, by_row = operand.stride(2 if turned else 1), operand.stride(1 if turned else 2)
-    inside = h > 1 and length > 1 and by_head < by_row
-    made = operand.new_empty((b, length, h, columns) if inside else (b, h, length, columns))
-    return made if inside == turned else made.swapaxes(1, 2)
+    b, first, second, _ = operand.shape
+    if _heads_inside(operand, layout) == (layout == "BLHD"):
+        return operand.new_empty((b, first, second, columns))
+    return operand.new_empty((b, second, first, columns)).swapaxes(1, 2)
 
 
 def _laid(array: Any, operand: Any, layout: str) -> Any:
-    """``array`` in such memory, if it is not in it; never an operand itself."""
-    wanted = _like(operand, array.shape[-1], layout)
-    if all(n < 2 or x == y for n, x, y in zip(array.shape, array.stride(), wanted.stride(), strict=True)):
+    """``array`` in such memory, if it is not in it."""
+    plain = _heads_inside(operand, layout) == (layout == "BLHD")
+    if (array if plain else array.swapaxes(1, 2)).is_contiguous():
         return array
-    return wanted.copy_(array)
+    return _like(operand, array.shape[-1], layout).copy_(array)
 
 
 def _fake_attention(

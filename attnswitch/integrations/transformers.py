@@ -92,6 +92,7 @@ def _is_diagonal(mask: torch.Tensor, queries: int) -> bool:
     return version is not None and mask.shape[2] == queries and bool(mask._version == version)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.cache
 def _check_model(layer: type) -> None:
     """Refuse layers of a model made for eager attention only: its causal flag, or what it does to a mask, may be wrong.

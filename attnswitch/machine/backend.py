@@ -119,6 +119,10 @@ class Kernel:
 
         return forward
 
+    def prepared_results(self, inputs: Inputs) -> Forward:
+        """``results`` of torch tensors that lie like these, as ``prepared`` is of the output."""
+        return self.prepared(inputs)
+
     def prepared_backward(self, inputs: Inputs) -> Backward:
         """``backward`` of torch tensors that lie like ``inputs``; upstream gradients may lie in any way."""
         return self.backward

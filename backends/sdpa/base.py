@@ -167,6 +167,12 @@ class SdpaKernel(Kernel):
                     lse = self.backend.lse(self._stating.problem, inputs)
         return out, lse
 
+    def prepared_results(self, inputs: Inputs) -> Forward:
+        """Of the operator that returns both, what it has prepared."""
+        if self.backend.has_lse:
+            return self._stating.prepared(inputs)
+        return lambda query, key, value, attn_mask=None: self.results(Inputs(query, key, value, attn_mask))
+
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients for callers without autograd: by the operator's backward where output and lse are given.
 

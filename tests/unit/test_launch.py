@@ -365,7 +365,7 @@ def test_a_call_like_one_before_is_short() -> None:
         finally:
             sys.setprofile(None)
     entered = [name for name in entered if name != "_compiling"]  # where something has compiled before
-    assert entered == ["attention", "call", "of_call", "attend", "modes", "generation"]
+    assert entered == ["attention", "call", "of_call", "attend", "modes", "generation", "lies_alike"]
 
 
 def test_nan_is_seen_by_the_look_and_runs_once(built: list[object]) -> None:
