@@ -5,10 +5,10 @@ No array library is imported here: an array of a library can only exist once tha
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from attnswitch.errors import InvalidProblem
@@ -68,17 +68,13 @@ class Facts(NamedTuple):
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def _loaded(name: str) -> ModuleType | None:
-    return sys.modules.get(name)
-
-
 def library_of(array: Array) -> str:
     """``"numpy"``, ``"torch"``, ``"cupy"``, ``"dlpack"`` for any other library that speaks it, or ``""``."""
-    if (torch := _loaded("torch")) and isinstance(array, torch.Tensor):
+    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):
         return "torch"
-    if (numpy := _loaded("numpy")) and isinstance(array, numpy.ndarray):
+    if (numpy := sys.modules.get("numpy")) and isinstance(array, numpy.ndarray):
         return "numpy"
-    if (cupy := _loaded("cupy")) and isinstance(array, cupy.ndarray):
+    if (cupy := sys.modules.get("cupy")) and isinstance(array, cupy.ndarray):
         return "cupy"
     return "dlpack" if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") else ""
 
@@ -145,7 +141,7 @@ _UNLIKE = {
 
 
 def _torch_facts(tensor: Array, role: str) -> Facts:
-    torch: Any = _loaded("torch")
+    torch: Any = sys.modules["torch"]
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         _READERS[kind] = _torch_facts
@@ -160,11 +156,11 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
     forward_ad = torch.autograd.forward_ad
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise InvalidProblem(f"{role} carries a forward-mode tangent, which would be lost: use reverse mode")
-    item, device, dtype = tensor.element_size(), tensor.device, tensor.dtype
+    item = tensor.element_size()
     return Facts(
         "torch",
-        _PLACES.get(device) or _place(device),
-        _DTYPES.get(dtype) or _dtype(dtype),
+        _place(tensor.device),
+        _dtype(tensor.dtype),
         tuple(tensor.shape),
         tuple([stride * item for stride in tensor.stride()]),
         # A meta tensor has no address; 0 says nothing against any alignment.
@@ -173,20 +169,14 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
     )
 
 
-#: Devices of torch's by kind and index.
-_PLACES: dict[Any, tuple[str, int]] = {}
-
-
+@functools.cache
 def _place(device: Any) -> tuple[str, int]:
-    return _PLACES.setdefault(device, (device.type, device.index or 0))
+    return device.type, device.index or 0
 
 
-#: Names of torch's dtypes.
-_DTYPES: dict[Any, str] = {}
-
-
+@functools.cache
 def _dtype(dtype: Any) -> str:
-    return _DTYPES.setdefault(dtype, str(dtype).removeprefix("torch."))
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_subclass(tensor: Array, role: str) -> None:
@@ -196,7 +186,7 @@ def _check_subclass(tensor: Array, role: str) -> None:
 
 
 def _numpy_facts(array: Array, role: str) -> Facts:
-    numpy: Any = _loaded("numpy")
+    numpy: Any = sys.modules["numpy"]
     if isinstance(array, numpy.ma.MaskedArray):
         raise InvalidProblem(f"{role} is a NumPy masked array, whose mask would be lost: pass attn_mask or key_lengths")
     if not array.dtype.isnative:
@@ -207,9 +197,6 @@ def _numpy_facts(array: Array, role: str) -> Facts:
     return Facts(
         "numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0] % 16
     )
-
-
-# -- passage between libraries -----------------------------------------------------------------------------------------
 
 
 def passage(array: Array, source: str, target: str, like: Array = None) -> Array:
@@ -249,7 +236,7 @@ class _Writable:
 
 
 def _torch_to_numpy(tensor: Array, _: Array) -> Array:
-    torch: Any = _loaded("torch")
+    torch: Any = sys.modules["torch"]
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -257,10 +244,6 @@ def _torch_to_numpy(tensor: Array, _: Array) -> Array:
         ml_dtypes: Any = importlib.import_module("ml_dtypes")
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-def _cupy_to_torch(array: Array, _: Array) -> Array:
-    return importlib.import_module("torch").from_dlpack(array)
 
 
 def _torch_to_cupy(tensor: Array, _: Array) -> Array:
@@ -287,7 +270,7 @@ def _torch_to_dlpack(tensor: Array, like: Array) -> Array:
 _PASSAGES = {
     ("numpy", "torch"): _numpy_to_torch,
     ("torch", "numpy"): _torch_to_numpy,
-    ("cupy", "torch"): _cupy_to_torch,
+    ("cupy", "torch"): _dlpack_to_torch,
     ("torch", "cupy"): _torch_to_cupy,
     ("dlpack", "torch"): _dlpack_to_torch,
     ("torch", "dlpack"): _torch_to_dlpack,

@@ -58,9 +58,10 @@ class Device:
         return f"{self.kind} ({self.name}, sm_{self.capability[0]}{self.capability[1]})"
 
     @staticmethod
+    @functools.cache
     def cpu() -> Device:
         """The processor of this machine."""
-        return _cpu()
+        return Device("cpu", _processor(), versions=_installed_versions(), present=True)
 
     @staticmethod
     def named(name: str) -> Device:
@@ -99,7 +100,7 @@ class Device:
     def of(kind: str, index: int = 0) -> Device:
         """The device of this machine that arrays of ``kind`` and ``index`` live on."""
         if kind == "cpu":
-            return _cpu()
+            return Device.cpu()
         if kind == "cuda":
             return _cuda(index)
         return Device(kind, kind, versions=_installed_versions(), present=True)
@@ -151,11 +152,6 @@ def _installed_versions() -> tuple[tuple[str, str], ...]:
             except metadata.PackageNotFoundError:
                 continue
     return tuple(versions.items())
-
-
-@functools.cache
-def _cpu() -> Device:
-    return Device("cpu", _processor(), versions=_installed_versions(), present=True)
 
 
 def _processor() -> str:

@@ -44,9 +44,7 @@ from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-__all__ = ["Condition", "Divergence", "load", "matching", "refusals", "refused"]
-
-# -- conditions --------------------------------------------------------------------------------------------------------
+__all__ = ["Condition", "Divergence", "load", "refusals", "refused"]
 
 
 def _names(kind: type) -> set[str]:
@@ -99,8 +97,8 @@ class Condition:
             strict = _read(node, _compare_alike)
             for sample in SAMPLES:
                 strict(sample)
-        except (SyntaxError, TypeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(str(error)) from error
+        except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"condition {text!r}: {error}") from error
         return Condition(text, _read(node, _compare))  # a fact has one type, which has now been tried
 
     def holds(self, problem: Problem) -> bool:
@@ -167,8 +165,6 @@ def _fact(name: str) -> Read:
         return operator.attrgetter(name)
     return lambda problem: getattr(getattr(problem, part), detail, None)
 
-
-# -- entries -----------------------------------------------------------------------------------------------------------
 
 #: Software whose versions a device knows.
 SOFTWARE = ("torch", "cuda", "cudnn", "driver", "cupy")
@@ -273,20 +269,14 @@ def _entry(table: dict[str, Any]) -> Divergence:
     versions = table.get("versions", {})
     if unknown := versions.keys() - SOFTWARE:
         raise ValueError(f"versions of {', '.join(sorted(unknown))}: expected some of {', '.join(SOFTWARE)}")
-    entry = Divergence(
-        id=table["id"],
-        backend=tuple(table["backend"]),
-        device=table.get("device"),
-        capability=_range("capability", table["capability"]) if "capability" in table else None,
-        versions=tuple((software, _range(software, allowed)) for software, allowed in versions.items()),
-        when=tuple(map(_condition, table["when"])),
-        symptom=table["symptom"],
-        reason=table.get("reason"),
-        mended=table.get("mended"),
-        link=table["link"],
-        cases=tuple(table["cases"]),
-        report=table["report"],
-    )
+    read = {
+        "backend": tuple(table["backend"]),
+        "capability": _range("capability", table["capability"]) if "capability" in table else None,
+        "versions": tuple((software, _range(software, allowed)) for software, allowed in versions.items()),
+        "when": tuple(map(Condition.parse, table["when"])),
+        "cases": tuple(table["cases"]),
+    }
+    entry = Divergence(**(dict.fromkeys(OPTIONAL) | table | read))
     entry.why(SAMPLES[0])  # a fact in braces that does not exist is found here
     return entry
 
@@ -298,16 +288,6 @@ def _range(what: str, text: str) -> SpecifierSet:
         return SpecifierSet(text)
     except (InvalidSpecifier, TypeError, AttributeError) as error:
         raise ValueError(f"{what} {text!r}: expected a range of versions such as '>=9.19,<9.26'") from error
-
-
-def _condition(text: str) -> Condition:
-    try:
-        return Condition.parse(text)
-    except ValueError as error:
-        raise ValueError(f"condition {text!r}: {error}") from error
-
-
-# -- looking up --------------------------------------------------------------------------------------------------------
 
 
 #: Entries of a file that hold for a backend on a device, by the device's id: to hash one takes as long as the rest.
@@ -324,11 +304,6 @@ def _on(source: str | Path, backend: str, device: Device) -> tuple[Divergence, .
             _kept.clear()
         known = _kept[source, backend, id(device)] = device, entries
     return known[1]
-
-
-def matching(source: str | Path, backend: str, problem: Problem, device: Device) -> tuple[Divergence, ...]:
-    """Entries of ``source`` that cover ``problem`` on ``device`` with the class named ``backend``, mended ones too."""
-    return tuple(entry for entry in _on(source, backend, device) if entry.covers(problem))
 
 
 def refused(backend: Any, problem: Problem, device: Device) -> Iterator[str]:
