@@ -44,7 +44,7 @@ from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-__all__ = ["Condition", "Divergence", "load", "refusals", "refused"]
+__all__ = ["Divergence", "condition", "load", "refusals", "refused"]
 
 
 def _names(kind: type) -> set[str]:
@@ -82,28 +82,16 @@ COMPARISONS: dict[type[ast.cmpop], Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Condition:
-    """One condition on a problem."""
-
-    text: str
-    read: Read
-
-    @staticmethod
-    def parse(text: str) -> Condition:
-        """Read a condition. Raises ``ValueError`` that says what is wrong with it."""
-        try:
-            node = ast.parse(text.strip(), mode="eval").body
-            strict = _read(node, _compare_alike)
-            for sample in SAMPLES:
-                strict(sample)
-        except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"condition {text!r}: {error}") from error
-        return Condition(text, _read(node, _compare))  # a fact has one type, which has now been tried
-
-    def holds(self, problem: Problem) -> bool:
-        """Whether it is true of ``problem``."""
-        return bool(self.read(problem))
+def condition(text: str) -> Read:
+    """What is true of the problems that a condition holds for. Raises ``ValueError`` for what is no condition."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        strict = _read(node, _compare_alike)
+        for sample in SAMPLES:
+            strict(sample)
+    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"condition {text!r}: {error}") from error
+    return _read(node, _compare)  # a fact has one type, which has now been tried
 
 
 def _read(node: ast.expr, compare: Compare) -> Read:
@@ -183,7 +171,7 @@ class Divergence:
     device: str | None
     capability: SpecifierSet | None
     versions: tuple[tuple[str, SpecifierSet], ...]
-    when: tuple[Condition, ...]
+    when: tuple[Read, ...]
     symptom: str
     reason: str | None
     mended: str | None
@@ -201,8 +189,8 @@ class Divergence:
 
     def covers(self, problem: Problem) -> bool:
         """Whether ``problem`` meets the fault, on a device that has it."""
-        for condition in self.when:  # noqa: SIM110 - every new problem is asked, and ``all`` takes twice as long
-            if not condition.read(problem):
+        for holds in self.when:  # noqa: SIM110 - every new problem is asked, and ``all`` takes twice as long
+            if not holds(problem):
                 return False
         return True
 
@@ -273,7 +261,7 @@ def _entry(table: dict[str, Any]) -> Divergence:
         "backend": tuple(table["backend"]),
         "capability": _range("capability", table["capability"]) if "capability" in table else None,
         "versions": tuple((software, _range(software, allowed)) for software, allowed in versions.items()),
-        "when": tuple(map(Condition.parse, table["when"])),
+        "when": tuple(map(condition, table["when"])),
         "cases": tuple(table["cases"]),
     }
     entry = Divergence(**(dict.fromkeys(OPTIONAL) | table | read))

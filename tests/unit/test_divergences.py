@@ -15,7 +15,7 @@ import attnswitch
 from attnswitch import AttnswitchError, Device, Problem
 from attnswitch.machine import divergences, registry
 from attnswitch.machine.backend import Backend
-from attnswitch.machine.divergences import Condition, Divergence
+from attnswitch.machine.divergences import Divergence
 from attnswitch.planning import planner
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.field import Field
@@ -104,7 +104,7 @@ def write(tmp_path: Path) -> Any:
     ],
 )
 def test_a_condition(condition: str, problem: str, holds: bool) -> None:
-    assert Condition.parse(condition).holds(Problem.parse(problem)) is holds
+    assert bool(divergences.condition(condition)(Problem.parse(problem))) is holds
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_condition(condition: str, problem: str, holds: bool) -> None:
 )
 def test_what_is_no_condition(condition: str, why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
-        Condition.parse(condition)
+        divergences.condition(condition)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
