@@ -5,7 +5,6 @@ No array library is imported here: an array of a library can only exist once tha
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -146,8 +145,8 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
     item = tensor.element_size()
     return Facts(
         "torch",
-        _place(tensor.device),
-        _dtype(tensor.dtype),
+        _PLACES[tensor.device],
+        _DTYPES[tensor.dtype],
         tuple(tensor.shape),
         tuple([stride * item for stride in tensor.stride()]),
         # A meta tensor has no address; 0 says nothing against any alignment.
@@ -156,14 +155,18 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
     )
 
 
-@functools.cache
-def _place(device: Any) -> tuple[str, int]:
-    return device.type, device.index or 0
+class _Known(dict[Any, Any]):
+    """What each key stands for, worked out when it is first asked for."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, self.read(key))
 
 
-@functools.cache
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+_PLACES = _Known(lambda device: (device.type, device.index or 0))
+_DTYPES = _Known(lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def _check_subclass(tensor: Array, role: str) -> None:
