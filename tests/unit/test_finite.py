@@ -267,7 +267,7 @@ def launches() -> list[Launch]:
 def test_nothing_is_looked_for_that_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     poisoned = q.clone().fill_(torch.nan)
-    monkeypatch.setattr(divergences, "refused", lambda backend, *_: iter(["no"] * (backend.name != "sdpa-math")))
+    monkeypatch.setattr(divergences, "refused", lambda backend, *_: ("no",) * (backend.name != "sdpa-math"))
     planner.forget()
     for backend in ("sdpa-math", None):
         attend.forget()
