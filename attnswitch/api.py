@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any, overload
 
-from attnswitch.arrays import Array
+from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
-from attnswitch.call.attend import attend, problem_of, run_plan
+from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
+from attnswitch.call.entry import call, run_plan
 from attnswitch.call.launch import measure
 from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import InvalidProblem
@@ -85,38 +84,9 @@ def attention(
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
-    attend = _untraced(_attend) if "torch._dynamo" in sys.modules and _traced() else _attend
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, layout, deterministic
-    return attend(query, key, value, attn_mask, key_lengths, seed, backend, policy, *numbers, *rest)
-
-
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Array | None,
-    key_lengths: Any,
-    seed: Any,
-    backend: str | None,
-    policy: Policy | str | None,
-    *given: Any,
-) -> Any:
-    """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    options = read.of_call(*given)
-    if seed is not None:
-        seed = seed_of(seed)
-    out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, backend, policy)
-    return (out, lse) if options.return_lse else out
-
-
-def _traced() -> bool:
-    """Whether torch.compile is looking, which may leave a call alone and nothing else."""
-    return bool(sys.modules["torch"].compiler.is_dynamo_compiling())
-
-
-def _untraced(function: Callable[..., Any]) -> Any:
-    return import_module("attnswitch.call.torch_modes").untraced(function)
+    return call(query, key, value, attn_mask, key_lengths, seed, backend, policy, *numbers, *rest)
 
 
 def scaled_dot_product_attention(
@@ -192,19 +162,15 @@ def attention_backward(
     if said.dropout_p and seed is None:
         raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    return gradients(
-        grad_out,
-        operands,
-        key_lengths,
-        seed,
-        said,
-        backend,
-        policy,
-        out=out,
-        lse=lse,
-        grad_lse=grad_lse,
-        wanted="qkvm" if mask_grad else "qkv",
-    )
+    wanted = "qkvm" if mask_grad else "qkv"
+    upstream = {"out": out, "lse": lse, "grad_lse": grad_lse}
+    try:
+        return gradients(grad_out, operands, key_lengths, seed, said, backend, policy, **upstream, wanted=wanted)
+    except Intercepted:
+        raise InvalidProblem(
+            "attention_backward of tensors that only torch can read (of a mode, torch.func, or a subclass): call"
+            " attention, and let torch differentiate it"
+        ) from None
 
 
 @overload

@@ -119,6 +119,10 @@ def address(array: Array) -> int:
     return int(array.data.ptr if library == "cupy" else array.__array_interface__["data"][0])
 
 
+class Intercepted(Exception):
+    """torch stands between a call and the memory of its tensors: a mode, a function transform, a tensor without any."""
+
+
 #: Tensors of torch whose meaning is not in their elements.
 _UNLIKE = {
     "CausalBias": "whose elements are never written: pass is_causal=True, with causal_alignment for lower right",
@@ -133,15 +137,38 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
         _READERS[kind] = _torch_facts
     else:
         _check_subclass(tensor, role)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    check_dense(tensor, role)
+    if is_wrapped(tensor) or tensor.is_meta:
+        raise Intercepted
+    return _of_torch(tensor, tensor.data_ptr() & 15)
+
+
+def check_dense(tensor: Array, role: str) -> None:
+    """Raises ``InvalidProblem`` for a torch tensor that is no dense array."""
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise InvalidProblem(f"{role} is inside torch.func (vmap, grad, jvp), which cannot see through the dispatcher")
-    forward_ad = torch.autograd.forward_ad
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise InvalidProblem(f"{role} carries a forward-mode tangent, which would be lost: use reverse mode")
+
+
+def is_wrapped(tensor: Array) -> bool:
+    """Whether a torch tensor is inside torch.func, or carries a tangent of forward mode."""
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor)) or is_dual(tensor)
+
+
+def is_dual(tensor: Array) -> bool:
+    """Whether a torch tensor carries a tangent of forward mode."""
+    forward_ad: Any = sys.modules["torch.autograd.forward_ad"]
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def outline(tensor: Array) -> Facts:
+    """Facts of a torch tensor of which no address can be asked; it counts as aligned."""
+    return _of_torch(tensor, 0)
+
+
+def _of_torch(tensor: Array, offset: int) -> Facts:
+    torch: Any = sys.modules["torch"]
     item = tensor.element_size()
     return Facts(
         "torch",
@@ -149,8 +176,7 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
         _DTYPES[tensor.dtype],
         tuple(tensor.shape),
         tuple([stride * item for stride in tensor.stride()]),
-        # A meta tensor has no address; 0 says nothing against any alignment.
-        0 if tensor.is_meta else tensor.data_ptr() & 15,
+        offset,
         tensor.requires_grad and torch.is_grad_enabled(),
     )
 
@@ -173,6 +199,14 @@ def _check_subclass(tensor: Array, role: str) -> None:
     name = type(tensor).__name__
     if name in _UNLIKE and type(tensor).__module__.startswith("torch."):
         raise InvalidProblem(f"{role} is a {name}, {_UNLIKE[name]}")
+    if dispatches(type(tensor)):
+        raise Intercepted
+
+
+def dispatches(kind: type) -> bool:
+    """Whether tensors of this subclass of torch's look at what is done to them."""
+    torch: Any = sys.modules["torch"]
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def _numpy_facts(array: Array, role: str) -> Facts:

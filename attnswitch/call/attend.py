@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from typing import Any
 
 from attnswitch import arrays
-from attnswitch.arrays import Array
+from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.launch import DUAL, Launch, Request
-from attnswitch.call.options import Options, of_problem, seed_of
+from attnswitch.call.options import Options
 from attnswitch.call.run import run
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
@@ -23,7 +21,7 @@ from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "forget", "problem_of", "request", "run_plan"]
+__all__ = ["attend", "forget", "problem_of", "request"]
 
 #: Requests that are remembered; beyond, all are forgotten.
 _MOST = 1024
@@ -150,37 +148,21 @@ def problem_of(
 ) -> tuple[Problem, Device]:
     """The problem that a call is, its operands looked at where that is done, and its device."""
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    taken, facts = arrays.take_all(operands)
+    try:
+        taken, facts = arrays.take_all(operands)
+        looked = finite.when()
+    except Intercepted:  # of tensors that only torch can read
+        for role, tensor in zip(arrays.ROLES, operands, strict=False):
+            arrays.check_dense(tensor, role)
+        taken, facts, looked = operands, tuple([arrays.outline(x) for x in operands]), "never"
     whole = facts if len(facts) == 4 else (*facts, None)
     problem = describe(whole, options, lengths=key_lengths is not None, seeded=seed is not None)
     if key_lengths is not None:
         lengths_beside(key_lengths, facts[0], problem.seq_k)
     kind = facts[0].device[0]
-    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, tuple(taken[:3])):
+    if finite.looked_for(looked, kind) and not finite.finite(problem, kind, tuple(taken[:3])):
         problem = problem.replace(nonfinite=True)
     return problem, Device.of(*facts[0].device)
-
-
-def run_plan(
-    plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: int | None, layout: str
-) -> Any:
-    """What calling ``plan`` does; raises as ``Plan.__call__`` says."""
-    if sys.modules.get("torch._dynamo") and _torch().traced():
-        return _torch().untraced(run_plan)(plan, query, key, value, attn_mask, key_lengths, seed, layout)
-    seed = None if seed is None else seed_of(seed)
-    options = _options_of(plan.problem, layout)
-    out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, None, Policy.ESTIMATE, plan)
-    return (out, lse) if plan.problem.lse else out
-
-
-def _options_of(problem: Problem, layout: Any) -> Options:
-    try:
-        return _known_options(problem, layout)
-    except TypeError:  # no text, and nothing that can be looked up
-        return of_problem(problem, layout)
-
-
-_known_options = functools.lru_cache(maxsize=1024)(of_problem)
 
 
 def _poisoned(
@@ -206,7 +188,10 @@ _MODES: dict[type, Callable[[], Hashable]] = {}
 
 def _modes_of(query: Array) -> Callable[[], Hashable]:
     library = arrays.library_of(query)
-    modes = _torch().modes if library == "torch" else _modeless
+    modes = _modeless
+    if library == "torch":
+        torch_modes = import_module("attnswitch.call.torch_modes")
+        modes = torch_modes.intercepted if arrays.dispatches(type(query)) else torch_modes.modes
     if library:
         _MODES[type(query)] = modes
     return modes
@@ -214,7 +199,3 @@ def _modes_of(query: Array) -> Callable[[], Hashable]:
 
 def _modeless() -> None:
     """Arrays of other libraries have none."""
-
-
-def _torch() -> Any:
-    return import_module("attnswitch.call.torch_modes")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from attnswitch import arrays
 from attnswitch.arrays import Array
@@ -13,11 +14,74 @@ from attnswitch.call.launch import Launch
 from attnswitch.call.options import Options
 from attnswitch.call.run import caller_of, inputs_of, to_caller, to_native
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Gradients
+from attnswitch.machine.backend import Gradients, Inputs
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import DTYPES
 
-__all__ = ["gradients"]
+__all__ = ["gradients", "results"]
+
+
+class _Call(NamedTuple):
+    """The launch of a call, and what stands between its arrays and the caller's."""
+
+    launch: Launch
+    inputs: Inputs
+    given: Sequence[Array]
+    library: str
+    native: str
+    caller: Array | None
+    turned: bool
+
+    def back(self, array: Array, *, turned: bool = False) -> Array:
+        """A result as the caller's; ``turned`` if it lies as the caller's layout has it."""
+        return to_caller(array, self.native, self.library, self.caller, turned and self.turned)
+
+
+def _call(
+    operands: tuple[Array, ...],
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    wanted: str,
+) -> _Call:
+    asked = request(
+        operands[0],
+        options,
+        backend,
+        policy,
+        seeded=seed is not None,
+        masked=len(operands) > 3,
+        lengths=key_lengths is not None,
+        grads=wanted,
+    )
+    launch, given = asked.find(operands, key_lengths)
+    if launch.look is not None and not launch.look(*given[:3]):
+        launch = asked.poisoned(launch)
+    recording.note(launch.problem)
+    library = arrays.library_of(given[0])
+    native = launch.backend.native(library)
+    inputs = to_native(inputs_of(asked, launch, given, key_lengths, seed), library, native)
+    return _Call(launch, inputs, given, library, native, caller_of(launch, operands), options.layout == "BLHD")
+
+
+def results(
+    operands: tuple[Array, ...],
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    wanted: str,
+) -> tuple[Array, Array]:
+    """Output and lse for ``gradients`` of the same call, by the backend that these are computed by.
+
+    Raises what ``attention`` raises.
+    """
+    call = _call(operands, key_lengths, seed, options, backend, policy, wanted)
+    out, lse = call.launch.kernel.results(call.inputs)
+    return call.back(out, turned=True), call.back(lse)
 
 
 def gradients(
@@ -40,67 +104,37 @@ def gradients(
     """
     if grad_out is None:
         raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
-    asked = request(
-        operands[0],
-        options,
-        backend,
-        policy,
-        seeded=seed is not None,
-        masked=len(operands) > 3,
-        lengths=key_lengths is not None,
-        grads=wanted,
-    )
-    launch, given = asked.find(operands, key_lengths)
-    if launch.look is not None and not launch.look(*given[:3]):
-        launch = asked.poisoned(launch)
-    problem = launch.problem
-    recording.note(problem)
-    library = arrays.library_of(given[0])
-    native = launch.backend.native(library)
-    turned = options.layout == "BLHD"
-    inputs = to_native(inputs_of(asked, launch, given, key_lengths, seed), library, native)
+    call = _call(operands, key_lengths, seed, options, backend, policy, wanted)
+    problem, kernel = call.launch.problem, call.launch.kernel
     rows = problem.batch, problem.heads_q, problem.seq_q
-
-    def beside(array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
-        return _beside(array, role, shape, launch, turned and len(shape) == 4, library, native)
-
-    upstream = beside(grad_out, "grad_out", (*rows, problem.dim_v))
-    upstream_lse = beside(grad_lse, "grad_lse", rows)
-    saved = beside(out, "out", (*rows, problem.dim_v)), beside(lse, "lse", rows)
+    upstream = _beside(call, grad_out, "grad_out", (*rows, problem.dim_v))
+    upstream_lse = _beside(call, grad_lse, "grad_lse", rows)
+    saved = _beside(call, out, "out", (*rows, problem.dim_v)), _beside(call, lse, "lse", rows)
     if saved[0] is None or saved[1] is None:
         # What torch differentiates runs the forward again with its backward.
-        saved = (None, None) if launch.backend.autograd else launch.kernel.forward(inputs)
-    grads = launch.kernel.backward(inputs, *saved, upstream, upstream_lse)
+        saved = (None, None) if call.launch.backend.autograd else kernel.forward(call.inputs)
+    grads = kernel.backward(call.inputs, *saved, upstream, upstream_lse)
     mask = grads.attn_mask
     if mask is not None:  # four axes here, and as many as the caller gave there
-        mask = mask[(0,) * (4 - len(given[3].shape))]
-    caller = caller_of(launch, operands)
-    q, k, v = (to_caller(grad, native, library, caller, turned) for grad in grads[:3])
-    return Gradients(q, k, v, to_caller(mask, native, library, caller, False))
+        mask = mask[(0,) * (4 - len(call.given[3].shape))]
+    q, k, v = (call.back(grad, turned=True) for grad in grads[:3])
+    return Gradients(q, k, v, call.back(mask))
 
 
-def _beside(
-    array: Array | None,
-    role: str,
-    shape: tuple[int, ...],
-    launch: Launch,
-    turned: bool,
-    library: str,
-    native: str,
-) -> Array | None:
-    """``array`` checked against the call, in (B, H, L, D) order, as an array of ``native``; None stays None."""
+def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
+    """``array`` checked against the call, in (B, H, L, D) order, as an array of the backend's; None stays None."""
     if array is None:
         return None
-    query = launch.facts[0]
+    query = call.launch.facts[0]
     assert query is not None
     array, facts = arrays.take(array, role)
     check_beside(facts, role, query)
     if facts.dtype not in DTYPES:
         raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
-    if turned:
+    if call.turned and len(shape) == 4:
         array, facts = swap_heads(array), swapped(facts)
     if facts.shape != shape:
         raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as (B, H, L, D) or (B, H, L)")
     if facts.memory.negative:  # not part of the problem, so no backend was asked; torch could not take it
         array = array.copy()
-    return arrays.passage(array, library, native)
+    return arrays.passage(array, call.library, call.native)

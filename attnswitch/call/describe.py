@@ -12,7 +12,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Memory, Problem
+from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 
 _HEADS_LAST = (0, 2, 1, 3)
 
@@ -30,14 +30,10 @@ def describe(
     assert v is not None
     if q.library == "torch":
         _check_untraced()
-    _check_alike(q, k, v)
-    if options.layout == "BLHD":
-        q, k, v = swapped(q), swapped(k), swapped(v)
-    _check_shapes(q, k, v, options)
+    q, k, v, axes = fitting(q, k, v, m, options)
     mask, mask_memory = None, CONTIGUOUS
     if m is not None:
-        check_beside(m, "attn_mask", q)
-        mask, mask_memory = _mask(m, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        mask, mask_memory = _mask_over(m.dtype, axes), m.memory
     if grads is None:
         asks = q.grad or k.grad or v.grad or (m is not None and m.grad)
         grads = "".join([a for a, f in zip(GRAD_OPERANDS, facts, strict=True) if f and f.grad]) if asks else ""
@@ -68,6 +64,21 @@ def describe(
         value=v.memory,
         attn_mask=mask_memory,
     )
+
+
+def fitting(q: Facts, k: Facts, v: Facts, m: Facts | None, options: Options) -> tuple[Facts, Facts, Facts, str]:
+    """Query, key and value in (B, H, L, D) order, and which of the axes (b, h, q, k) the mask spans.
+
+    Raises ``InvalidProblem`` where they do not go together.
+    """
+    _check_alike(q, k, v)
+    if options.layout == "BLHD":
+        q, k, v = swapped(q), swapped(k), swapped(v)
+    _check_shapes(q, k, v, options)
+    if m is None:
+        return q, k, v, ""
+    check_beside(m, "attn_mask", q)
+    return q, k, v, _spanned(m, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
 
 
 def _check_untraced() -> None:
@@ -145,8 +156,8 @@ def swapped(facts: Facts) -> Facts:
     )
 
 
-def _mask(m: Facts, scores: tuple[int, int, int, int]) -> tuple[Mask, Memory]:
-    """The mask's description, and how it lies."""
+def _spanned(m: Facts, scores: tuple[int, int, int, int]) -> str:
+    """Which of the axes (b, h, q, k) of ``scores`` the mask spans."""
     rank = len(m.shape)
     axes = zip("bhqk"[4 - rank :], m.shape, scores[4 - rank :], strict=True) if 1 <= rank <= 4 else ()
     spanned = [axis for axis, size, wanted in axes if size != 1 and size == wanted]
@@ -159,7 +170,7 @@ def _mask(m: Facts, scores: tuple[int, int, int, int]) -> tuple[Mask, Memory]:
         raise InvalidProblem(
             f"attn_mask has dtype {m.dtype}: expected bool (True = attend) or a float dtype (added to the scores)"
         )
-    return _mask_over(m.dtype, "".join(spanned)), m.memory
+    return "".join(spanned)
 
 
 _mask_over = functools.cache(Mask)

@@ -63,7 +63,12 @@ def of_keywords(keywords: dict[str, Any], caller: str) -> Options:
 
 def of_problem(p: Problem, layout: str = "BHLD") -> Options:
     """The options of a call that is ``p``, for arrays in ``layout``."""
-    return of_call(p.dropout, p.causal, p.scale, None, p.alignment, p.window, p.softcap, p.lse, layout, p.deterministic)
+    return of_call(*said_by(p, layout))
+
+
+def said_by(p: Problem, layout: str) -> tuple[Any, ...]:
+    """What such a call says, in the order of ``Options``."""
+    return p.dropout, p.causal, p.scale, None, p.alignment, p.window, p.softcap, p.lse, layout, p.deterministic
 
 
 def seed_of(value: Any) -> int:
@@ -136,8 +141,8 @@ def _real(name: str, value: Any) -> float:
     kind = getattr(getattr(value, "dtype", None), "name", str(getattr(value, "dtype", "")))
     if getattr(value, "requires_grad", False):
         raise InvalidProblem(f"{name}={value!r} requires_grad, and its gradient would be lost: multiply query by it")
-    if arrays.library_of(value) == "torch":
-        arrays.facts(value, name)  # refuses what forward mode and function transforms follow
+    if arrays.library_of(value) == "torch" and arrays.is_wrapped(value):
+        raise InvalidProblem(f"{name} is inside torch.func or forward mode, and its derivative would be lost")
     if getattr(value, "shape", None) == () and kind.removeprefix("torch.").startswith(("float", "bfloat", "int")):
         return float(value)
     raise InvalidProblem(f"{name}={value!r}: expected a number")

@@ -13,7 +13,7 @@ from attnswitch.call.describe import lengths_beside, swap_heads
 from attnswitch.call.launch import Launch, Request, straight
 from attnswitch.machine.backend import Inputs
 
-__all__ = ["caller_of", "inputs_of", "run", "to_caller", "to_native"]
+__all__ = ["caller_of", "drawn_seed", "inputs_of", "run", "to_caller", "to_native"]
 
 
 def run(
@@ -28,7 +28,7 @@ def run(
     backend, kernel, problem = launch.backend, launch.kernel, launch.problem
     library = arrays.library_of(given[0])
     if launch.draws:
-        seed = _drawn_seed()
+        seed = drawn_seed()
     inputs = inputs_of(asked, launch, given, key_lengths, seed)
     native = backend.native(library)
     if problem.grads and not backend.autograd:
@@ -72,7 +72,7 @@ def to_caller(array: Array, native: str, library: str, caller: Array | None, tur
     return array if caller is None else arrays.passage(array, "torch", "dlpack", caller)
 
 
-def _drawn_seed() -> int:
+def drawn_seed() -> int:
     """A dropout seed for one call, for backends whose mask is a function of one.
 
     torch's CPU generator draws it, so that ``torch.manual_seed`` repeats it; NumPy's global one where torch is not

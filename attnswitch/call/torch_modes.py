@@ -1,4 +1,4 @@
-"""What a call has to know of torch's state: its modes, its compiler, and guards that tell tensors apart."""
+"""What a call has to know of torch's state: its modes, and guards that tell tensors apart."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from attnswitch.arrays import Intercepted
 from attnswitch.call.launch import DUAL
 
-__all__ = ["guards", "modes", "traced", "untraced"]
+__all__ = ["guards", "intercepted", "modes"]
 
 _grad_enabled = torch.is_grad_enabled
 _autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def modes() -> int:
-    """Whether gradients are enabled and whether there is an autocast region, as a number."""
-    if forward_ad._current_level >= 0 or _transforms() is not None:
+    """Whether gradients are enabled and whether there is an autocast region, as a number.
+
+    Raises ``Intercepted`` where a mode or a function transform looks at what is called.
+    """
+    if _dispatch_modes() or _transforms() is not None:
+        raise Intercepted
+    if forward_ad._current_level >= 0:
         return DUAL
     return _grad_enabled() + 2 * _autocast()
 
@@ -44,16 +51,6 @@ def guards(operands: Sequence[Any]) -> Callable[..., bool] | None:
     return check
 
 
-def traced() -> bool:
-    """Whether torch.compile is looking at the code that runs."""
-    return torch.compiler.is_dynamo_compiling()
-
-
-def untraced(function: Callable[..., Any]) -> Any:
-    """``function`` as torch.compile leaves it alone: one break in the graph, and what runs is what runs without."""
-    if function not in _UNTRACED:
-        _UNTRACED[function] = torch.compiler.disable(function, reason="attnswitch chooses a backend in Python")  # type: ignore[no-untyped-call]
-    return _UNTRACED[function]
-
-
-_UNTRACED: dict[Callable[..., Any], Any] = {}  # a cache decorator would be traced
+def intercepted() -> Any:
+    """Of subclasses of tensors that look at what is done to them: raises ``Intercepted``."""
+    raise Intercepted

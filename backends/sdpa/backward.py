@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
 from .masks import SATURATED, Hiding
 
-__all__ = ["Given", "composite", "of_group", "relative"]
+__all__ = ["Given", "composite", "log_sum", "of_group", "relative"]
 
 
 class Given(NamedTuple):
@@ -71,6 +72,19 @@ def composite(problem: Problem, mask: Any, given: Given) -> tuple[Any, ...]:
     dq, dk, dv = ds @ k * problem.softmax_scale, ds.mT @ q * problem.softmax_scale, p.mT @ do
     dk, dv = (of_group(problem, x) for x in (dk, dv))
     return *(x.to(given.query.dtype) for x in (dq, dk, dv)), dmask
+
+
+def log_sum(problem: Problem, hiding: Hiding, inputs: Inputs) -> Any:
+    """The lse of every row, by a matrix product of whole heads."""
+    kind = torch.float64 if problem.dtype == "float64" else torch.float32
+    q, k = inputs.query.to(kind), inputs.key.to(kind)
+    if problem.group > 1:
+        k = k.repeat_interleave(problem.group, 1)
+    s = (q @ k.mT).mul_(problem.softmax_scale)
+    if hiding.mask is not None:
+        s += hiding.mask
+    lse = s.logsumexp(-1)
+    return lse if hiding.lift is None else lse + hiding.lift
 
 
 def of_group(problem: Problem, grad: Any) -> Any:

@@ -86,6 +86,10 @@ class SdpaBackend(Backend):
         """The function that makes query, key and value fit the operator."""
         return _as_it_is
 
+    def lse(self, problem: Problem, inputs: Inputs) -> Any:
+        """The lse, where the operator returns none."""
+        raise NotImplementedError
+
     def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
         """Gradients of query, key, value and mask, by the operator's backward or what stands in for it."""
         raise NotImplementedError
@@ -148,6 +152,20 @@ class SdpaKernel(Kernel):
         if out.shape[-1] != p.dim_v:
             out = out[..., : p.dim_v]
         return out, lse if p.lse or self.shows is not Shows.NOWHERE else None
+
+    @functools.cached_property
+    def _stating(self) -> SdpaKernel:
+        """The kernel of the same problem that returns its lse, and of which torch keeps no graph."""
+        return SdpaKernel(self.backend, self.problem.replace(lse=True, grads=""), self.device)
+
+    def results(self, inputs: Inputs) -> tuple[Any, Any]:
+        """Output and lse, by the operator that returns both, or by two."""
+        with torch.no_grad():
+            out, lse = self._stating.forward(inputs)
+            if lse is None:
+                with torch.autocast(self.device.kind, enabled=False):
+                    lse = self.backend.lse(self._stating.problem, inputs)
+        return out, lse
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients for callers without autograd: by the operator's backward where output and lse are given.

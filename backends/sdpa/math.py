@@ -14,7 +14,7 @@ from attnswitch.problem import Problem
 
 from . import memory
 from .arguments import Operator, told
-from .backward import Given, composite
+from .backward import Given, composite, log_sum
 from .base import Compose, Launch, SdpaBackend
 from .masks import Hiding, added
 
@@ -54,12 +54,23 @@ class MathBackend(SdpaBackend):
         """The composite itself, not the front door that may choose another."""
         return _launcher(problem)
 
+    def lse(self, problem: Problem, inputs: Inputs) -> Any:
+        """The log of the sum, from scores of its own."""
+        return log_sum(problem, _hiding(problem, inputs), inputs)
+
     def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
         """The formula: the composite has no backward of its own."""
         mask = given.hiding.mask
         if given.hiding.causal:
-            mask = added(problem.replace(window=(None, 0)), (_wide(problem),), Inputs(*given[:3])).mask
+            mask = _hiding(problem, Inputs(*given[:3])).mask
         return composite(problem, mask, given)
+
+
+def _hiding(problem: Problem, inputs: Inputs) -> Hiding:
+    """All that hides as a mask to add, plain causal included."""
+    if problem.plainly_causal and not problem.sees_all:
+        problem = problem.replace(window=(None, 0))
+    return added(problem, (_wide(problem),), inputs, lifted=True)
 
 
 def _wide(problem: Problem) -> torch.dtype:

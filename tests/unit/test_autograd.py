@@ -314,18 +314,6 @@ def test_scaled_dot_product_attention_needs_the_flag_for_shared_heads() -> None:
         attnswitch.scaled_dot_product_attention(*leaves())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch's own, by make_dual
-def test_what_the_dispatcher_cannot_see_through_is_refused() -> None:
-    q, k, v = (operand.detach() for operand in leaves())
-    make_dual: Any = torch.autograd.forward_ad.make_dual
-    with torch.autograd.forward_ad.dual_level():
-        dual = make_dual(q, q)
-        with pytest.raises(InvalidProblem, match="query carries a forward-mode tangent, which would be lost"):
-            attnswitch.attention(dual, k, v)
-    with pytest.raises(InvalidProblem, match=r"query is inside torch.func"):
-        torch.func.grad(lambda x: attnswitch.attention(x, k, v).sum())(q)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")  # torch's own
 @pytest.mark.parametrize("known", [False, True])
 def test_a_trace_is_refused_for_what_it_is(known: bool) -> None:

@@ -1,0 +1,96 @@
+"""Calls as they come in: by the one path, or by the operators where torch looks at them before their tensors do."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Intercepted
+from attnswitch.call import options as read
+from attnswitch.call.attend import attend
+from attnswitch.call.options import Options, seed_of
+from attnswitch.errors import Unsupported
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Problem
+
+__all__ = ["call", "run_plan"]
+
+
+def call(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None,
+    key_lengths: Any,
+    seed: Any,
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+) -> Any:
+    """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
+    if "torch._dynamo" in sys.modules and _compiling():
+        return _operated(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+    options = read.of_call(*given)
+    if seed is not None:
+        seed = seed_of(seed)
+    try:
+        out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, backend, policy)
+    except Intercepted:
+        pass
+    else:
+        return (out, lse) if options.return_lse else out
+    return _intercepted(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+
+
+def run_plan(
+    plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: Any, layout: str
+) -> Any:
+    """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
+    compiling = "torch._dynamo" in sys.modules and _compiling()
+    if not compiling:
+        seed = None if seed is None else seed_of(seed)
+        options = _options_of(plan.problem, layout)
+        try:
+            out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, None, Policy.ESTIMATE, plan)
+        except Intercepted:
+            pass
+        else:
+            return (out, lse) if plan.problem.lse else out
+    if plan.backend is None:
+        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
+    given = read.said_by(plan.problem, layout)
+    way = _operated if compiling else _intercepted
+    return way(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
+
+
+def _compiling() -> bool:
+    """Whether torch.compile is looking at the code that runs."""
+    return bool(sys.modules["torch"].compiler.is_dynamo_compiling())
+
+
+def _operated(*call: Any) -> Any:
+    from attnswitch.call import operators  # of torch, which is there by now
+
+    return operators.attention(*call)
+
+
+def _intercepted(*call: Any) -> Any:
+    from attnswitch.call import transforms
+
+    for role, tensor in zip(arrays.ROLES, call, strict=False):
+        if tensor is not None:
+            arrays.check_dense(tensor, role)
+    return transforms.attention(*call) if transforms.looks(*call[:4]) else _operated(*call)
+
+
+def _options_of(problem: Problem, layout: Any) -> Options:
+    try:
+        return _known_options(problem, layout)
+    except TypeError:  # no text, and nothing that can be looked up
+        return read.of_problem(problem, layout)
+
+
+_known_options = functools.lru_cache(maxsize=1024)(read.of_problem)

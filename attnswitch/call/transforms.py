@@ -1,0 +1,204 @@
+"""``attention`` within torch.func and forward mode: by the operators, or by a composite that torch differentiates.
+
+Under ``vmap`` the mapped axis becomes part of the batch. Under ``grad`` the operators give first derivatives. Forward
+mode, and derivatives of derivatives, are torch's own of ``sdpa-math``, whose memory is O(Lq * Lk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from attnswitch import arrays
+from attnswitch.call import options as read
+from attnswitch.call.describe import describe, swap_heads
+from attnswitch.call.launch import straight
+from attnswitch.call.operators import signed, told
+from attnswitch.errors import Unsupported
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
+from attnswitch.problem import GRAD_OPERANDS
+
+__all__ = ["attention", "looks"]
+
+_COMPOSITE = "sdpa-math"
+_JVP = torch._C._functorch.TransformType.Jvp
+
+
+def looks(*tensors: Any) -> bool:
+    """Whether a function transform is active, or one of these carries a tangent."""
+    return bool(torch._C._functorch.peek_interpreter_stack()) or _dual(tensors)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    seed: int | None,
+    backend: str | None,
+    policy: str | None,
+    *given: Any,
+) -> Any:
+    """What ``operators.attention`` returns. Raises ``Unsupported`` for another backend in forward mode."""
+    forward_mode = _dual((query, key, value, attn_mask)) or any(
+        level.key() == _JVP for level in torch._C._functorch.get_interpreter_stack() or ()
+    )
+    if forward_mode and backend not in (None, _COMPOSITE):
+        raise Unsupported(
+            f"forward mode through backend={backend!r}: it has no such derivatives; leave backend out, or use"
+            f" {_COMPOSITE!r}"
+        )
+    if forward_mode or backend == _COMPOSITE:
+        return _composite(query, key, value, attn_mask, key_lengths, seed, given)
+    tensors, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given, _asked)
+    out, lse, _ = _Transformed.apply(*tensors, _Said(said | {"seed": signed(seed)}))
+    return (out, lse) if said["return_lse"] else out
+
+
+def _asked(tensor: Any) -> bool:
+    """Whether any of the transforms that wrap a tensor, one in the other, may ask for its gradient."""
+    while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return bool(tensor.requires_grad)
+
+
+def _dual(tensors: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and arrays.is_dual(x) for x in tensors)
+
+
+def _composite(
+    query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, seed: int | None, given: Sequence[Any]
+) -> Any:
+    options = read.of_call(*given)
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    facts = [arrays.outline(x)._replace(grad=False) for x in operands]
+    whole = facts if len(facts) == 4 else [*facts, None]
+    problem = describe(whole, options, lengths=key_lengths is not None, seeded=seed is not None)
+    device = Device.of(*facts[0].device)
+    planner.require(planner.make_plan(problem, device, _COMPOSITE))
+    _, kernel = planner.kernel(_COMPOSITE, problem, device)
+    if key_lengths is not None and not isinstance(key_lengths, torch.Tensor):
+        key_lengths = torch.tensor(key_lengths, device=query.device)
+    turned = options.layout == "BLHD"
+    out, _ = kernel.forward(straight(operands, turned)._replace(key_lengths=key_lengths))
+    return swap_heads(out) if turned else out
+
+
+# -- reverse mode ------------------------------------------------------------------------------------------------------
+
+
+class _Said(NamedTuple):
+    """What the operators are told, as one thing that transforms leave alone."""
+
+    by_name: Any
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator, in the form that function transforms take; they have none for those of ``torch.library``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, said: _Said) -> Any:
+        return torch.ops.attnswitch.attention(query, key, value, attn_mask, key_lengths, **said.by_name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        *tensors, said = inputs
+        ctx.said = _Said({name: x for name, x in said.by_name.items() if name != "seed"})
+        out, lse, state = output
+        ctx.save_for_backward(*tensors, out, lse, state)
+        ctx.mark_non_differentiable(*((state,) if said.by_name["return_lse"] else (lse, state)))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> Any:
+        tensors = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(tensors[5])
+        found = _TransformedBackward.apply(grad_out, grad_lse, *tensors, ctx.said)
+        by_name = dict(zip(ctx.said.by_name["grads"], found, strict=True))
+        return *(by_name.get(name) for name in GRAD_OPERANDS), None, None
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """Its backward, which has none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        *tensors, said = args
+        return tuple(torch.ops.attnswitch.attention_backward(*tensors, **said.by_name))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise Unsupported(
+            "a derivative of a derivative of attention: this backend computes first ones only; use backend='sdpa-math'"
+        )
+
+
+# -- vmap --------------------------------------------------------------------------------------------------------------
+
+
+def _batched(tensor: Any, axis: int | None, size: int, batch: int | None = None) -> Any:
+    """(B, ...) of every example as (N * B, ...); an axis B of length 1 is expanded to ``batch`` if that is given."""
+    if tensor is None:
+        return None
+    tensor = tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+    if batch is not None:
+        tensor = tensor.expand(size, batch, *tensor.shape[2:])
+    return tensor.flatten(0, 1)
+
+
+def _mask(mask: Any, axis: int | None, size: int, batch: int, *, own: bool) -> Any:
+    """The mask beside such operands, with four axes; one that all examples share stays one, unless each has its own."""
+    if mask is None:
+        return None
+    mask = mask[None] if axis is None else mask.movedim(axis, 0)
+    mask = mask.reshape(mask.shape[0], *(1,) * (5 - mask.dim()), *mask.shape[1:])
+    if axis is None and mask.shape[1] == 1 and not own:
+        return mask[0]
+    return mask.expand(size, batch, *mask.shape[2:]).flatten(0, 1)
+
+
+def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    n = info.batch_size
+    query, key, value, mask, lengths = tensors
+    q, k, v = (_batched(x, axis, n) for x, axis in zip((query, key, value), in_dims, strict=False))
+    batch = q.shape[0] // n
+    mask = _mask(mask, in_dims[3], n, batch, own=False)
+    results = torch.ops.attnswitch.attention(q, k, v, mask, _batched(lengths, in_dims[4], n), **said)
+    return _apart(results, n), tuple(None if x.dim() < 3 else 0 for x in results)
+
+
+def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    n = info.batch_size
+    grad_out, grad_lse, q, k, v, mask, lengths, out, lse, state = (
+        x if role in (5, 9) else _batched(x, axis, n)
+        for role, (x, axis) in enumerate(zip(tensors, in_dims, strict=True))
+    )
+    batch, own = q.shape[0] // n, "m" in said["grads"]
+    wide = _mask(mask, in_dims[5], n, batch, own=own)
+    found = torch.ops.attnswitch.attention_backward(grad_out, grad_lse, q, k, v, wide, lengths, out, lse, state, **said)
+    found = list(_apart(found, n))
+    if own:  # of a mask that an example's batch shares, the sum
+        shape = mask.shape if in_dims[5] is None else mask.movedim(in_dims[5], 0).shape[1:]
+        found[-1] = found[-1].sum_to_size(n, *(1,) * (4 - len(shape)), *shape).reshape(n, *shape)
+    return found, [0] * len(found)
+
+
+def _apart(results: Sequence[Any], size: int) -> tuple[Any, ...]:
+    return tuple(x if x.dim() < 3 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+
+
+torch.library.register_vmap("attnswitch::attention", _map_attention)
+torch.library.register_vmap("attnswitch::attention_backward", _map_gradients)
