@@ -8,30 +8,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, Memory
-
-__all__ = [
-    "ROLES",
-    "Array",
-    "Facts",
-    "Intercepted",
-    "address",
-    "check_dense",
-    "dispatches",
-    "facts",
-    "is_dual",
-    "is_wrapped",
-    "lengths_as_array",
-    "library_of",
-    "outline",
-    "passage",
-    "take",
-    "take_all",
-]
 
 #: The operands of a call, in their order.
 ROLES = ("query", "key", "value", "attn_mask")
@@ -74,17 +54,13 @@ class Facts(NamedTuple):
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def _loaded(name: str) -> ModuleType | None:
-    return sys.modules.get(name)
-
-
 def library_of(array: Array) -> str:
     """``"numpy"``, ``"torch"``, ``"cupy"``, ``"dlpack"`` for any other library that speaks it, or ``""``."""
-    if (torch := _loaded("torch")) and isinstance(array, torch.Tensor):
+    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):
         return "torch"
-    if (numpy := _loaded("numpy")) and isinstance(array, numpy.ndarray):
+    if (numpy := sys.modules.get("numpy")) and isinstance(array, numpy.ndarray):
         return "numpy"
-    if (cupy := _loaded("cupy")) and isinstance(array, cupy.ndarray):
+    if (cupy := sys.modules.get("cupy")) and isinstance(array, cupy.ndarray):
         return "cupy"
     return "dlpack" if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") else ""
 
@@ -155,7 +131,7 @@ _UNLIKE = {
 
 
 def _torch_facts(tensor: Array, role: str) -> Facts:
-    torch: Any = _loaded("torch")
+    torch: Any = sys.modules["torch"]
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         _READERS[kind] = _torch_facts
@@ -196,12 +172,12 @@ def outline(tensor: Array) -> Facts:
 
 
 def _of_torch(tensor: Array, offset: int) -> Facts:
-    torch: Any = _loaded("torch")
-    item, device, dtype = tensor.element_size(), tensor.device, tensor.dtype
+    torch: Any = sys.modules["torch"]
+    item = tensor.element_size()
     return Facts(
         "torch",
-        _PLACES.get(device) or _place(device),
-        _DTYPES.get(dtype) or _dtype(dtype),
+        _PLACES[tensor.device],
+        _DTYPES[tensor.dtype],
         tuple(tensor.shape),
         tuple([stride * item for stride in tensor.stride()]),
         offset,
@@ -209,20 +185,18 @@ def _of_torch(tensor: Array, offset: int) -> Facts:
     )
 
 
-#: Devices of torch's by kind and index.
-_PLACES: dict[Any, tuple[str, int]] = {}
+class _Known(dict[Any, Any]):
+    """What each key stands for, worked out when it is first asked for."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, self.read(key))
 
 
-def _place(device: Any) -> tuple[str, int]:
-    return _PLACES.setdefault(device, (device.type, device.index or 0))
-
-
-#: Names of torch's dtypes.
-_DTYPES: dict[Any, str] = {}
-
-
-def _dtype(dtype: Any) -> str:
-    return _DTYPES.setdefault(dtype, str(dtype).removeprefix("torch."))
+_PLACES = _Known(lambda device: (device.type, device.index or 0))
+_DTYPES = _Known(lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def _check_subclass(tensor: Array, role: str) -> None:
@@ -235,12 +209,12 @@ def _check_subclass(tensor: Array, role: str) -> None:
 
 def dispatches(kind: type) -> bool:
     """Whether tensors of this subclass of torch's look at what is done to them."""
-    torch: Any = _loaded("torch")
+    torch: Any = sys.modules["torch"]
     return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def _numpy_facts(array: Array, role: str) -> Facts:
-    numpy: Any = _loaded("numpy")
+    numpy: Any = sys.modules["numpy"]
     if isinstance(array, numpy.ma.MaskedArray):
         raise InvalidProblem(f"{role} is a NumPy masked array, whose mask would be lost: pass attn_mask or key_lengths")
     if not array.dtype.isnative:
@@ -251,9 +225,6 @@ def _numpy_facts(array: Array, role: str) -> Facts:
     return Facts(
         "numpy", ("cpu", 0), array.dtype.name, array.shape, array.strides, array.__array_interface__["data"][0] % 16
     )
-
-
-# -- passage between libraries -----------------------------------------------------------------------------------------
 
 
 def passage(array: Array, source: str, target: str, like: Array = None) -> Array:
@@ -293,7 +264,7 @@ class _Writable:
 
 
 def _torch_to_numpy(tensor: Array, _: Array) -> Array:
-    torch: Any = _loaded("torch")
+    torch: Any = sys.modules["torch"]
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -301,10 +272,6 @@ def _torch_to_numpy(tensor: Array, _: Array) -> Array:
         ml_dtypes: Any = importlib.import_module("ml_dtypes")
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-def _cupy_to_torch(array: Array, _: Array) -> Array:
-    return importlib.import_module("torch").from_dlpack(array)
 
 
 def _torch_to_cupy(tensor: Array, _: Array) -> Array:
@@ -331,7 +298,7 @@ def _torch_to_dlpack(tensor: Array, like: Array) -> Array:
 _PASSAGES = {
     ("numpy", "torch"): _numpy_to_torch,
     ("torch", "numpy"): _torch_to_numpy,
-    ("cupy", "torch"): _cupy_to_torch,
+    ("cupy", "torch"): _dlpack_to_torch,
     ("torch", "cupy"): _torch_to_cupy,
     ("dlpack", "torch"): _dlpack_to_torch,
     ("torch", "dlpack"): _torch_to_dlpack,

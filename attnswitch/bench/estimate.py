@@ -1,4 +1,4 @@
-"""``Estimate``: what a problem has to cost on a device, by ``attnswitch.problem.cost``, before anything runs."""
+"""``Estimate``: what a problem has to cost on a device, by ``cost`` and ``traffic``, before anything runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib import resources
 from itertools import islice
 from typing import Any
 
+from attnswitch.bench import traffic
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -96,14 +97,14 @@ def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bo
         problem,
         device,
         peak,
-        cost.visible(problem),
+        traffic.visible(problem),
         _direction(problem, peak, backward=False),
         _direction(problem, peak, backward=True) if problem.grads else None,
         queries,
-        cost.tiled_bytes(problem, queries),
+        traffic.tiled_bytes(problem, queries),
         shared,
-        cost.sram_bytes(problem, shared),
-        cost.extra_standard(problem),
+        traffic.sram_bytes(problem, shared),
+        traffic.extra_standard(problem),
         cost.extra_tiled(problem),
         tiles,
     )
@@ -132,10 +133,10 @@ def _table() -> dict[str, dict[str, Any]]:
 def _direction(problem: Problem, peak: Peak | None, *, backward: bool) -> Direction:
     work = cost.flops(problem, backward=backward)
     least = cost.least_bytes(problem, backward=backward)
-    standard = cost.standard_bytes(problem, backward=backward)
+    standard = traffic.standard_bytes(problem, backward=backward)
     times = (None, None)
     if peak is not None:
-        times = tuple(cost.roofline(work, moved, peak.tflops, peak.gbps) for moved in (least, standard))  # type: ignore[assignment]
+        times = tuple(traffic.roofline(work, moved, peak.tflops, peak.gbps) for moved in (least, standard))  # type: ignore[assignment]
     return Direction(work, least, standard, work / max(least, 1), work / max(standard, 1), *times)
 
 

@@ -14,8 +14,6 @@ from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 
-__all__ = ["check_beside", "describe", "fitting", "lengths_beside", "swap_heads", "swapped"]
-
 _HEADS_LAST = (0, 2, 1, 3)
 
 
@@ -116,12 +114,9 @@ def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
                 f"{role} has shape {facts.shape}: expected four axes, {', '.join(options.layout)}"
                 " (add axes of length 1 for a missing batch or head)"
             )
-    (batch, heads, _, dim), (batch_k, heads_k, length_k, dim_k), (batch_v, heads_v, length_v, _) = (
-        q.shape,
-        k.shape,
-        v.shape,
-    )
-    wrong = ""
+    (batch, heads, _, dim), (batch_k, heads_k, length_k, dim_k) = q.shape, k.shape
+    batch_v, heads_v, length_v, _ = v.shape
+    wrong, expected = "", "; expected query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)"
     if not batch == batch_k == batch_v:
         wrong = "the batch of query, key and value must agree"
     elif heads_k != heads_v:
@@ -131,17 +126,11 @@ def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
     elif dim != dim_k:
         wrong = "the head dimension of query and key must agree"
     elif options.enable_gqa is False and heads != heads_k:
-        raise InvalidProblem(
-            f"{_shapes(q, k, v)}: the head counts differ and enable_gqa=False forbids it; leave enable_gqa out or pass"
-            " True"
-        )
+        wrong = "the head counts differ and enable_gqa=False forbids it; leave enable_gqa out or pass True"
+        expected = ""
     if wrong:
-        names = "query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)"
-        raise InvalidProblem(f"{_shapes(q, k, v)}: {wrong}; expected {names}")
-
-
-def _shapes(q: Facts, k: Facts, v: Facts) -> str:
-    return f"query {q.shape}, key {k.shape}, value {v.shape}, as (B, H, L, D)"
+        shapes = f"query {q.shape}, key {k.shape}, value {v.shape}, as (B, H, L, D)"
+        raise InvalidProblem(f"{shapes}: {wrong}{expected}")
 
 
 def check_beside(facts: Facts, role: str, query: Facts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import sys
@@ -16,8 +17,6 @@ from attnswitch.arrays import Array
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Shows
 from attnswitch.problem import Problem
-
-__all__ = ["Look", "checking", "finite", "look", "look_of", "looked_for", "of_context", "shown", "shows", "when"]
 
 #: Whether query, key and value hold nothing that a kernel could lose or let leak.
 Look = Callable[[Any, Any, Any], bool]
@@ -63,45 +62,32 @@ def looked_for(when: str, kind: str) -> bool:
 
 
 def finite(problem: Problem, kind: str, operands: tuple[Array, ...]) -> bool:
-    """Whether query, key and value of ``problem`` are free of what a kernel could lose or let leak.
+    """Whether query, key and value of ``problem`` are free of what a kernel could lose or let leak."""
+    return look_of(problem, kind, arrays.library_of(operands[0]))(*operands)
+
+
+def look_of(problem: Problem, kind: str, library: str = "torch") -> Look:
+    """What finds out whether query, key and value of ``problem`` are free of what a kernel could lose or let leak.
 
     That is NaN, inf and, where something is hidden, numbers so large that a product with them overflows: hidden, they
     make inf - inf of a score, or 0 * inf of a gradient. On the CPU value is not looked at where nothing is hidden: all
     of it is weighted and summed, NaN and inf included.
     """
-    library = arrays.library_of(operands[0])
-    if _empty(problem):
-        return True
-    hides = _hides(problem, kind)
-    if library == "numpy":
-        numpy: Any = sys.modules["numpy"]
-        limit = _limit(problem) if hides else math.inf
-        with numpy.errstate(all="ignore"):
-            return all(-limit < x.min() and x.max() < limit for x in (operands if hides else operands[:2]))
-    torch: Any = sys.modules["torch"]
-    with torch.no_grad():
-        query, key, value = (arrays.passage(x, library, "torch") for x in operands)
-        return (_within(_limit(problem)) if hides else _two)(query, key, value)
-
-
-def look(problem: Problem, kind: str) -> Look:
-    """``finite`` of the torch tensors of ``problem``, in as few calls as can be."""
-    p = problem
-    alike = (p.heads_q, p.seq_q) == (p.heads_kv, p.seq_k)
+    p, hides = problem, _hides(problem, kind)
     if _empty(p):
-        found: Look = _nothing
-    elif _hides(p, kind):
+        return lambda *_: True
+    if library == "numpy":
+        return _in_numpy(_limit(p)) if hides else _in_numpy(math.inf, 2)
+    found: Look = _two
+    if hides:
         found = _within(_limit(p))
-    else:
-        found = _two_at_once if alike and p.batch * p.heads_q * p.seq_q * p.dim_qk <= _TINY else _two
-    return _beside_autograd(found) if p.grads else found
-
-
-def look_of(problem: Problem, kind: str, library: str) -> Look:
-    """``look`` for arrays of ``library``."""
-    if library == "torch":
-        return look(problem, kind)
-    return lambda *operands: finite(problem, kind, operands)
+    elif (p.heads_q, p.seq_q) == (p.heads_kv, p.seq_k) and p.batch * p.heads_q * p.seq_q * p.dim_qk <= _TINY:
+        found = _two_at_once
+    if p.grads:
+        found = _beside_autograd(found)
+    if library == "cupy":
+        return lambda *operands: found(*(arrays.passage(operand, "cupy", "torch") for operand in operands))
+    return found
 
 
 def shown(problem: Problem, where: Shows) -> Callable[[Any, Any], bool]:
@@ -125,13 +111,12 @@ def _nan(out: Any) -> bool:
 def shows(problem: Problem) -> Callable[[Any], bool]:
     """Whether 0, NaN or inf is in an lse (B, Hq, Lq) of ``problem``, a dense tensor on the CPU."""
     rows = problem.batch * problem.heads_q * problem.seq_q
+    if rows > _FEW:
+        return lambda lse: not (bool(lse.isfinite().all()) and bool(lse.all()))
     import ctypes  # slow to import
 
-    number = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
-    return _shown_by_few((number * rows).from_address) if rows <= _FEW else _shown_by_many()
+    at = ((ctypes.c_double if problem.dtype == "float64" else ctypes.c_float) * rows).from_address
 
-
-def _shown_by_few(at: Callable[[int], Any]) -> Callable[[Any], bool]:
     def shown(lse: Any) -> bool:
         address = lse.data_ptr()
         if not address:  # of a mode of torch that computes nothing
@@ -140,10 +125,6 @@ def _shown_by_few(at: Callable[[int], Any]) -> Callable[[Any], bool]:
         return 0.0 in numbers or not math.isfinite(sum(numbers))
 
     return shown
-
-
-def _shown_by_many() -> Callable[[Any], bool]:
-    return lambda lse: not (bool(lse.isfinite().all()) and bool(lse.all()))
 
 
 def _hides(problem: Problem, kind: str) -> bool:
@@ -157,6 +138,17 @@ def _limit(problem: Problem) -> float:
     """Up to where numbers make no product of two rows that overflows, with the scale or without."""
     largest = sys.float_info.max if problem.dtype == "float64" else _LARGEST
     return math.sqrt(largest / max(problem.dim_qk, problem.dim_v) / max(1.0, abs(problem.softmax_scale)))
+
+
+def _in_numpy(limit: float, count: int = 3) -> Look:
+    """Whether every number of the first ``count`` operands is within ``limit``."""
+    numpy: Any = sys.modules["numpy"]
+
+    def found(*operands: Any) -> bool:
+        with numpy.errstate(all="ignore"):
+            return all(-limit < x.min() and x.max() < limit for x in operands[:count])
+
+    return found
 
 
 def _within(limit: float) -> Look:
@@ -183,10 +175,6 @@ def _dense(operand: Any) -> Any:
     return operand.permute(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
-def _nothing(*_: Any) -> bool:
-    return True
-
-
 def _empty(problem: Problem) -> bool:
     return not (problem.batch and problem.seq_q and problem.seq_k)
 
@@ -205,7 +193,7 @@ def _two(query: Any, key: Any, _: Any) -> bool:
 
 def _beside_autograd(look: Look) -> Look:
     """``look``, of which autograd takes no note; ``no_grad`` would take as long as the look itself."""
-    torch: Any = sys.modules["torch"]
+    torch: Any = importlib.import_module("torch")
     switch = torch._C._set_grad_enabled
 
     def found(query: Any, key: Any, value: Any) -> bool:

@@ -17,8 +17,6 @@ from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Problem, Window
 
-__all__ = ["Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of"]
-
 _LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.
 _PLAIN = frozenset((float, int, bool, str, type(None)))
@@ -93,9 +91,6 @@ def _shared(*given: Any) -> Options:
     return Options(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
 
 
-# -- checks: each returns the value as it is meant, or raises InvalidProblem ------------------------------------------
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidProblem(f"{name}={value!r}: expected True or False")
@@ -157,6 +152,7 @@ def _maybe_real(name: str, value: Any) -> float | None:
     return None if value is None else _real(name, value)
 
 
+#: Each returns the value as it is meant, or raises ``InvalidProblem``.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "dropout_p": _real,
     "is_causal": _flag,

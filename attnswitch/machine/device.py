@@ -11,8 +11,6 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["KNOWN", "Device", "release"]
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -58,9 +56,10 @@ class Device:
         return f"{self.kind} ({self.name}, sm_{self.capability[0]}{self.capability[1]})"
 
     @staticmethod
+    @functools.cache
     def cpu() -> Device:
         """The processor of this machine."""
-        return _cpu()
+        return Device("cpu", _processor(), versions=_installed_versions(), present=True)
 
     @staticmethod
     def named(name: str) -> Device:
@@ -99,7 +98,7 @@ class Device:
     def of(kind: str, index: int = 0) -> Device:
         """The device of this machine that arrays of ``kind`` and ``index`` live on."""
         if kind == "cpu":
-            return _cpu()
+            return Device.cpu()
         if kind == "cuda":
             return _cuda(index)
         return Device(kind, kind, versions=_installed_versions(), present=True)
@@ -153,11 +152,6 @@ def _installed_versions() -> tuple[tuple[str, str], ...]:
     return tuple(versions.items())
 
 
-@functools.cache
-def _cpu() -> Device:
-    return Device("cpu", _processor(), versions=_installed_versions(), present=True)
-
-
 def _processor() -> str:
     """The model of this machine's processor; its architecture where the system does not say."""
     try:
@@ -188,60 +182,37 @@ def _cuda(index: int) -> Device:
     """Read a GPU through torch, or through CuPy where torch is absent or has no CUDA."""
     causes = []
     # The library whose arrays the caller holds is already imported: ask it first.
-    for read in sorted((_through_torch, _through_cupy), key=lambda read: read.library not in sys.modules):  # type: ignore[attr-defined]
+    for library in sorted(_READERS, key=lambda library: library not in sys.modules):
         try:
-            return read(index)
+            return _READERS[library](index)
         except Exception as error:  # any library of a machine without a GPU has its own way to fail
-            causes.append(f"{read.library}: {type(error).__name__}: {error}")  # type: ignore[attr-defined]
+            causes.append(f"{library}: {type(error).__name__}: {error}")
     raise InvalidProblem(f"device cuda:{index} cannot be read on this machine ({'; '.join(causes)})")
 
 
 def _through_torch(index: int) -> Device:
     torch: Any = importlib.import_module("torch")
-    if torch.version.hip:
-        facts = torch.cuda.get_device_properties(index)
-        return Device(
-            "rocm",
-            facts.name,
-            memory=facts.total_memory,
-            versions=(("torch", torch.__version__),),
-            present=True,
-            index=index,
-        )
     facts = torch.cuda.get_device_properties(index)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, **_driver()}
+    versions = {"torch": torch.__version__}
+    if torch.version.hip:
+        name, memory = facts.name, facts.total_memory
+        return Device("rocm", name, memory=memory, versions=tuple(versions.items()), present=True, index=index)
+    versions |= {"cuda": torch.version.cuda, **_driver()}
     if cudnn := torch.backends.cudnn.version():
         major, minor = (cudnn // 10000, cudnn // 100 % 100) if cudnn >= 90000 else (cudnn // 1000, cudnn // 100 % 10)
         versions["cudnn"] = f"{major}.{minor}.{cudnn % 100}"
-    return Device(
-        "cuda",
-        facts.name,
-        (facts.major, facts.minor),
-        facts.multi_processor_count,
-        facts.total_memory,
-        getattr(facts, "shared_memory_per_block_optin", 0),
-        tuple(versions.items()),
-        present=True,
-        index=index,
-    )
+    capability, shared = (facts.major, facts.minor), getattr(facts, "shared_memory_per_block_optin", 0)
+    sizes = facts.multi_processor_count, facts.total_memory, shared
+    return Device("cuda", facts.name, capability, *sizes, tuple(versions.items()), present=True, index=index)
 
 
 def _through_cupy(index: int) -> Device:
     cupy: Any = importlib.import_module("cupy")
     facts = cupy.cuda.runtime.getDeviceProperties(index)
     versions = dict(_installed_versions()) | {"cupy": cupy.__version__, **_driver()}
-    return Device(
-        "cuda",
-        facts["name"].decode(),
-        (facts["major"], facts["minor"]),
-        facts["multiProcessorCount"],
-        facts["totalGlobalMem"],
-        facts["sharedMemPerBlockOptin"],
-        tuple(versions.items()),
-        present=True,
-        index=index,
-    )
+    name, capability = facts["name"].decode(), (facts["major"], facts["minor"])
+    sizes = facts["multiProcessorCount"], facts["totalGlobalMem"], facts["sharedMemPerBlockOptin"]
+    return Device("cuda", name, capability, *sizes, tuple(versions.items()), present=True, index=index)
 
 
-_through_torch.library = "torch"  # type: ignore[attr-defined]
-_through_cupy.library = "cupy"  # type: ignore[attr-defined]
+_READERS = {"torch": _through_torch, "cupy": _through_cupy}

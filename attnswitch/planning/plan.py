@@ -1,4 +1,7 @@
-"""``Plan``: what was chosen for a problem on a device, all the others, and why; called with arrays, the attention."""
+"""``Plan``: what was chosen for a problem on a device, all the others, and why; called with arrays, the attention.
+
+Words are made when somebody reads them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnswitch.machine import registry
 from attnswitch.machine.device import Device
-from attnswitch.planning import explain
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.choice import Basis
 from attnswitch.problem import Problem
-
-__all__ = ["Plan"]
+from attnswitch.wisdom.record import Time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,19 +48,6 @@ class Plan:
         trusted = [candidate for candidate in self.candidates if candidate.trusted]
         return len(trusted) > 1 and any(candidate.open for candidate in trusted)
 
-    @property
-    def why(self) -> str:
-        """What the choice rests on, in a sentence."""
-        return explain.why(self)
-
-    def why_not(self, candidate: Candidate) -> tuple[str, ...]:
-        """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
-        return explain.why_not(self, candidate)
-
-    def remarks(self, candidate: Candidate) -> tuple[str, ...]:
-        """What ``candidate`` says of how it computes the problem, if it takes it."""
-        return explain.remarks(self, candidate)
-
     def __call__(
         self,
         query: Any,
@@ -79,5 +68,115 @@ class Plan:
         assert self.run is not None
         return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout)
 
+    @property
+    def why(self) -> str:
+        """What the choice rests on, in a sentence."""
+        match self.basis:
+            case Basis.FORCED:
+                return f"forced by backend={self.named!r}"
+            case Basis.REFUSED:
+                return f"backend={self.named!r} was asked for and does not take it"
+            case Basis.UNTAKEN:
+                return "no backend takes it"
+            case Basis.DISTRUSTED:
+                return "every backend that takes it was wrong here"
+            case Basis.UNMEASURED:
+                remedy = "attnswitch tune --problem measures it"
+                return f"nothing was measured for it here, and the policy is wisdom-only; {remedy}"
+            case Basis.MEASURED:
+                return f"measured here on {self._times()}"
+            case Basis.NEAREST:
+                return self._nearest()
+            case Basis.DECLARED:
+                times = any(candidate.time for candidate in self.candidates if candidate.trusted)
+                what = "others alone were measured with the versions of now" if times else "nothing was measured"
+                return f"first in the declared order that takes the problem; {what}"
+
+    def why_not(self, candidate: Candidate) -> tuple[str, ...]:
+        """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
+        chosen = self.chosen
+        if candidate is chosen:
+            return ()
+        # What the problem is comes before what this machine lacks: no driver makes a GPU kernel take CPU arrays.
+        if reasons := candidate.reasons or ((candidate.unavailable,) if candidate.unavailable else ()):
+            return reasons
+        why = f"but stands behind {self.backend} in the declared order"
+        if self.basis is Basis.REFUSED:
+            why = "but another backend was asked for"
+        elif self.basis is Basis.FORCED:
+            why = f"but backend={self.backend!r} was asked for"
+        elif fault := candidate.fault:
+            return (
+                f"it was wrong on this machine on {fault.date[:10]}: {fault.why} (case {fault.case}, {fault.problem});"
+                " it is left out until another version gets that case right, or until"
+                f" `attnswitch wisdom forget --backend {candidate.backend}`",
+            )
+        elif candidate.heavy and chosen is not None and not chosen.heavy:
+            extra = f"{candidate.heavy / 1e9:.3g} GB beside the operands, which grow with Lq x Lk"
+            why = f"but holds {extra}; {chosen.backend} does without"
+        elif chosen is None or chosen.time is not None or chosen.near is not None:
+            why = self._slower(candidate)
+            if untimed := candidate.untimed:
+                why = f"but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}"
+        return (f"it takes the problem, {why}",)
+
+    def remarks(self, candidate: Candidate) -> tuple[str, ...]:
+        """What ``candidate`` says of how it computes the problem, if it takes it."""
+        if not candidate.fits:
+            return ()
+        try:
+            backend = registry.loaded(candidate.backend)
+            return tuple(map(str, backend.remarks(self.problem, self.device, candidate.config)))
+        except Exception as error:  # which is no reason against it
+            return (f"it failed while planning: {type(error).__name__}: {error}",)
+
     def __str__(self) -> str:
-        return explain.table(self)
+        lines = [
+            f"problem  {self.problem}",
+            f"device   {self.device}",
+            f"choice   {self.backend or 'none'} ({self.why})",
+        ]
+        width = max(len(candidate.backend) for candidate in self.candidates)
+        for candidate in self.candidates:
+            name = candidate.backend
+            for sentence in (*(self.why_not(candidate) or ("chosen",)), *self.remarks(candidate)):
+                lines.append(f"  {name:{width}}  {sentence}")
+                name = ""
+        return "\n".join(lines)
+
+    def _slower(self, candidate: Candidate) -> str:
+        """What was measured of a candidate against what was of the chosen one, if anything was chosen."""
+        chosen, time = self.chosen, candidate.time
+        if chosen and chosen.time and time:
+            return f"but took {_beside(time, chosen.time)} against {chosen.time.ms:.4g}"
+        if chosen and chosen.near and candidate.near:
+            times = candidate.near.slower / chosen.near.slower
+            took = f"took {times:.3g} times as long as {chosen.backend} on the nearest that were measured"
+            return f"but {took}" if times >= 1 else f"and {took}: too little to go before it in the order"
+        if time:
+            return f"and took {time.ms:.4g} ms, but what comes before it in the order was not measured beside it"
+        return "but was not measured here"
+
+    def _times(self) -> str:
+        """The date, the problem and every time, the fastest first."""
+        timed = [(c.time, c.backend) for c in self.candidates if c.trusted and c.time]
+        timed.sort(key=lambda entry: entry[0].pace)
+        first = timed[0][0]
+        each = ", ".join(f"{backend} {_beside(time, first)}" for time, backend in timed)
+        return f"{first.date[:10]}, on {first.problem}: {each}"
+
+    def _nearest(self) -> str:
+        ranked = [(c.near, c.backend) for c in self.candidates if c.near]
+        ranked.sort(key=lambda entry: entry[0].slower)
+        problems = ", ".join(dict.fromkeys(str(problem) for near, _ in ranked for problem in near.problems))
+        each = ", ".join(f"{backend} {near.slower:.3g}" for near, backend in ranked)
+        tie = f"; as fast, as far as that tells, {self.backend} comes first in the order"
+        return (
+            f"nothing like it was measured; on the nearest here, {problems}, each took as many times as long as the"
+            f" fastest: {each}{'' if self.backend == ranked[0][1] else tie}"
+        )
+
+
+def _beside(time: Time, other: Time) -> str:
+    """A time, with its problem where that is not the one of the time that it stands beside."""
+    return f"{time.ms:.4g} ms" + ("" if time.problem == other.problem else f" on {time.problem}")

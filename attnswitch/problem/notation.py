@@ -24,12 +24,11 @@ from typing import Any
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, Mask, Memory, Problem, Window
 
-__all__ = ["format_problem", "parse_problem"]
-
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "bool"}
 _LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
 _LONG |= {"f16": "float16", "f32": "float32", "f64": "float64"}
 _OPERANDS = {"q": "query", "k": "key", "v": "value", "m": "attn_mask"}
+_MEMORY = ("strided", "expanded", "negative")
 _SEPARATOR = re.compile(r"\.(?=[A-Za-z])|\s+")
 
 
@@ -54,11 +53,8 @@ def format_problem(p: Problem) -> str:
         parts.append("lengths")
     if p.scale is not None:
         parts.append(f"scale={float(p.scale)!r}")
-    if p.softcap:
-        parts.append(f"softcap={float(p.softcap)!r}")
-    if p.dropout:
-        parts.append(f"dropout={float(p.dropout)!r}")
-    parts += [flag for flag, on in (("seeded", p.seeded), ("lse", p.lse)) if on]
+    parts += [f"{name}={float(number)!r}" for name in ("softcap", "dropout") if (number := getattr(p, name))]
+    parts += [name for name in ("seeded", "lse") if getattr(p, name)]
     if p.grads:
         parts.append("grad" if p.grads == "qkv" else f"grad={p.grads}")
     if p.deterministic:
@@ -66,7 +62,7 @@ def format_problem(p: Problem) -> str:
     for letter, name in _OPERANDS.items():
         memory: Memory = getattr(p, name)
         if memory != CONTIGUOUS:
-            flags = [flag for flag in ("strided", "expanded", "negative") if getattr(memory, flag)]
+            flags = [flag for flag in _MEMORY if getattr(memory, flag)]
             flags += [f"align{memory.align}"] if memory.align != 16 else []
             parts.append(f"{letter}={','.join(flags)}")
     if p.nonfinite:
@@ -89,37 +85,26 @@ def _memory(text: str) -> Memory:
     for flag in text.split(","):
         if flag.startswith("align"):
             fields["align"] = int(flag.removeprefix("align"))
-        elif flag in ("strided", "expanded", "negative"):
+        elif flag in _MEMORY:
             fields[flag] = True
         else:
             raise ValueError(flag)
     return Memory(**fields)
 
 
-def _pair(first: str, second: str, separator: str) -> Callable[[str], dict[str, int]]:
-    def read(text: str) -> dict[str, int]:
-        a, _, b = text.partition(separator)
-        return {first: int(a), second: int(b) if separator in text else int(a)}
-
-    return read
-
-
-_SHAPES: dict[str, Callable[[str], dict[str, int]]] = {
-    "b": lambda text: {"batch": int(text)},
-    "h": _pair("heads_q", "heads_kv", "/"),
-    "s": _pair("seq_q", "seq_k", "x"),
-    "d": _pair("dim_qk", "dim_v", "/"),
+_SHAPES = {
+    "b": ("batch", "", ""),
+    "h": ("heads_q", "/", "heads_kv"),
+    "s": ("seq_q", "x", "seq_k"),
+    "d": ("dim_qk", "/", "dim_v"),
 }
 _FLAGS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "causal-br": {"causal": True, "alignment": "bottom_right"},
     "bottom-right": {"alignment": "bottom_right"},
     "lengths": {"key_lengths": True},
-    "seeded": {"seeded": True},
-    "lse": {"lse": True},
     "grad": {"grads": "qkv"},
-    "deterministic": {"deterministic": True},
-    "nonfinite": {"nonfinite": True},
+    **{name: {name: True} for name in ("seeded", "lse", "deterministic", "nonfinite")},
     **{short: {"dtype": long} for short, long in _LONG.items() if long != "bool"},
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -141,7 +126,11 @@ def _part(part: str) -> dict[str, Any]:
     if equals:
         field, read = _VALUES[name]
         return {field: read(text)}
-    return dict(_SHAPES[part[:1]](part[1:]))
+    field, separator, second = _SHAPES[part[:1]]
+    if not second:
+        return {field: int(part[1:])}
+    one, separated, two = part[1:].partition(separator)
+    return {field: int(one), second: int(two if separated else one)}
 
 
 def parse_problem(text: str) -> Problem:

@@ -7,19 +7,19 @@ command line, in test ids, in saved cases. ``attnswitch.problem.notation`` holds
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
-
 #: Storage types of query, key, value and output, with bytes per element.
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Types an additive mask may have besides ``bool``.
-MASK_DTYPES = ("bool", *DTYPES)
+_MASK_DTYPES = ("bool", *DTYPES)
 #: The longest axis that any library's arrays have.
 _MOST = 2**63 - 1
+#: Sizes and the least that each may be.
+_LEAST = {"batch": 0, "heads_q": 1, "heads_kv": 1, "seq_q": 0, "seq_k": 0, "dim_qk": 1, "dim_v": 1}
 #: The operands a gradient can be asked for: query, key, value, float attn_mask.
 GRAD_OPERANDS = "qkvm"
 
@@ -58,7 +58,7 @@ class Mask:
     axes: str = "qk"
 
     def __post_init__(self) -> None:
-        if self.dtype not in MASK_DTYPES:
+        if self.dtype not in _MASK_DTYPES:
             raise InvalidProblem(
                 f"attn_mask of dtype {self.dtype}: a mask is bool (True = attend) or one of {', '.join(DTYPES)} (added)"
             )
@@ -99,10 +99,10 @@ class Problem:
     lse: bool = False
     grads: str = ""
     deterministic: bool = False
-    query: Memory = field(default=CONTIGUOUS)
-    key: Memory = field(default=CONTIGUOUS)
-    value: Memory = field(default=CONTIGUOUS)
-    attn_mask: Memory = field(default=CONTIGUOUS)
+    query: Memory = CONTIGUOUS
+    key: Memory = CONTIGUOUS
+    value: Memory = CONTIGUOUS
+    attn_mask: Memory = CONTIGUOUS
     #: NaN or inf was seen in query, key or value or, where something is hidden, what overflows. The CPU's value is read
     #: there alone, and nothing elsewhere unless ATTNSWITCH_CHECK_FINITE=always: reading costs a synchronisation.
     nonfinite: bool = False
@@ -156,15 +156,7 @@ class Problem:
             object.__setattr__(self, "mask", Mask(self.mask.dtype, self._long(self.mask.axes)))
 
     def _check_sizes(self) -> None:
-        for name, least in (
-            ("batch", 0),
-            ("heads_q", 1),
-            ("heads_kv", 1),
-            ("seq_q", 0),
-            ("seq_k", 0),
-            ("dim_qk", 1),
-            ("dim_v", 1),
-        ):
+        for name, least in _LEAST.items():
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
                 raise InvalidProblem(f"{name}={size!r}: expected an integer of at least {least}")
@@ -207,8 +199,6 @@ class Problem:
             raise InvalidProblem(f"grads={self.grads!r}: expected a subset of {GRAD_OPERANDS!r} in that order")
         if "m" in self.grads and (self.mask is None or self.mask.is_bool):
             raise InvalidProblem("a gradient of attn_mask was asked for, but there is no float attn_mask")
-
-    # -- derived facts -------------------------------------------------------------------------------------------------
 
     @property
     def softmax_scale(self) -> float:
@@ -285,8 +275,6 @@ class Problem:
     def replace(self, **changes: object) -> Problem:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-    # -- text ----------------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         from attnswitch.problem import notation

@@ -16,8 +16,6 @@ from attnswitch.machine.backend import Backend
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 
-__all__ = ["Signature", "machine", "sign"]
-
 #: What a kernel is written in.
 _SOURCES = frozenset((".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".c"))
 #: Packages whose versions count, by the library that a backend is native to. A Device knows the other versions.
@@ -52,10 +50,9 @@ class Signature:
             return f"it was measured on {self.device}, and this is {here.device}"
         then, now = dict(self.versions), dict(here.versions)
         for name in sorted(then.keys() | now.keys()):
-            if then.get(name) != now.get(name):
-                return (
-                    f"it was measured with {name} {then.get(name, 'absent')}, and here it is {now.get(name, 'absent')}"
-                )
+            before, after = then.get(name, "absent"), now.get(name, "absent")
+            if before != after:
+                return f"it was measured with {name} {before}, and here it is {after}"
         if self.source != here.source:
             return f"the backend's source has changed since (hash {self.source}, here {here.source})"
         return None
@@ -63,9 +60,7 @@ class Signature:
 
 def machine(device: Device) -> str:
     """A device as a signature names it: its name, and its number of cores or SMs."""
-    if device.kind == "cpu":
-        return f"{device}, {os.cpu_count()} cores"
-    return f"{device}, {device.sms} SMs"
+    return f"{device}, {os.cpu_count()} cores" if device.kind == "cpu" else f"{device}, {device.sms} SMs"
 
 
 def sign(name: str, device: Device) -> Signature | Missing:
@@ -75,21 +70,12 @@ def sign(name: str, device: Device) -> Signature | Missing:
     Never raises for a backend that is broken or unknown.
     """
     try:
-        backend = registry.load(name)
+        return _sign(name, registry.load(name), device)
     except InvalidProblem:
         return Missing(f"backend {name!r} is not known here")
-    known = _signed.get((name, device))
-    if known is not None and known[0] is backend:
-        return known[1]
-    signature = _sign(name, backend, device)
-    _signed[name, device] = backend, signature
-    return signature
 
 
-#: What ``sign`` answered by name and device, and of which backend.
-_signed: dict[tuple[str, Device], tuple[Backend | Missing, Signature | Missing]] = {}
-
-
+@functools.lru_cache(maxsize=1024)
 def _sign(name: str, backend: Backend | Missing, device: Device) -> Signature | Missing:
     if isinstance(backend, Missing):
         return Missing(f"backend {name!r} cannot be loaded here: {backend}")

@@ -18,14 +18,10 @@ from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 
-__all__ = ["NAME", "Contents", "Damage", "Store", "here"]
-
 NAME = "wisdom.jsonl"
 #: Seconds to wait for other writers. Each needs milliseconds.
 _PATIENCE = 60.0
 _POLL = 0.005
-#: Bytes that are read at a time to find the end of the last whole line.
-_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class Store:
         if not lines:
             return
         with self._locked(), self._opened() as handle:
-            end = _whole(handle)
+            end = self.path.read_bytes().rfind(b"\n") + 1  # after it: what a writer left unfinished
             os.ftruncate(handle, end)
             try:
                 files.write(handle, end, lines)
@@ -148,19 +144,6 @@ def _read(path: Path, content: bytes, into: Contents) -> None:
             into.damaged.append(Damage(path, number, str(other), line + b"\n"))
         except InvalidProblem as problem:
             into.damaged.append(Damage(path, number, str(problem)))
-
-
-def _whole(handle: int) -> int:
-    """The offset at which the last whole line ends."""
-    end = os.lseek(handle, 0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK)
-        os.lseek(handle, start, os.SEEK_SET)
-        block = os.read(handle, end - start)
-        if (newline := block.rfind(b"\n")) >= 0:
-            return start + newline + 1
-        end = start
-    return 0
 
 
 def here() -> Store:

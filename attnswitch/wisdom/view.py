@@ -16,24 +16,10 @@ from dataclasses import dataclass, field
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
-from attnswitch.wisdom import store
-from attnswitch.wisdom.classes import (
-    HOPELESS,
-    NEAR,
-    NEIGHBOURS,
-    SpeedClass,
-    Traits,
-    covers,
-    doublings,
-    representative,
-    speed_class,
-    traits,
-    weight,
-)
+from attnswitch.wisdom import classes, store
+from attnswitch.wisdom.classes import SpeedClass, Traits, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
-
-__all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now", "reload", "remember"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +97,30 @@ class Wisdom:
         return near
 
     def _look_near(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
-        classes: dict[SpeedClass, list[Time | Untimed]] = {}
+        seen: dict[SpeedClass, list[Time | Untimed]] = {}
         for name in backends:
             for of, record in (self._table(name, device) or {}).items():
-                classes.setdefault(of, []).append(record)
-        asked = traits(representative(problem))
+                seen.setdefault(of, []).append(record)
+        asked = classes.traits(classes.representative(problem))
         away = {
-            of: doublings(self._traits_of(of, tried), asked)
-            for of, tried in classes.items()
+            of: classes.doublings(self._traits_of(of, tried), asked)
+            for of, tried in seen.items()
             if _compares(tried, backends[0])
         }
+        near = sorted((of for of in away if away[of] <= classes.NEAR), key=lambda of: away[of])
         results: dict[str, list[tuple[Time | Untimed, float, float]]] = {}
-        for of in sorted((of for of in away if away[of] <= NEAR), key=lambda of: away[of])[:NEIGHBOURS]:
-            fastest = min(record.pace for record in classes[of] if isinstance(record, Time))
-            for record in classes[of]:
-                slower = record.pace / fastest if isinstance(record, Time) else HOPELESS
-                results.setdefault(record.backend, []).append((record, weight(away[of]), math.log(slower)))
+        for of in near[: classes.NEIGHBOURS]:
+            fastest = min(record.pace for record in seen[of] if isinstance(record, Time))
+            for record in seen[of]:
+                slower = record.pace / fastest if isinstance(record, Time) else classes.HOPELESS
+                results.setdefault(record.backend, []).append((record, classes.weight(away[of]), math.log(slower)))
         timed = [name for name, each in results.items() if any(isinstance(record, Time) for record, _, _ in each)]
         return {name: _near(results[name]) for name in timed}
 
     def _traits_of(self, of: SpeedClass, records: Sequence[Time | Untimed]) -> Traits:
         known = self._traits.get(of)
         if known is None:
-            known = self._traits[of] = traits(representative(records[0].problem))
+            known = self._traits[of] = classes.traits(classes.representative(records[0].problem))
         return known
 
     def fault(self, backend: str, problem: Problem, device: Device) -> Verdict | None:
@@ -147,7 +134,7 @@ class Wisdom:
         if isinstance(signature, Missing):
             return None
         for seen in reversed(self.faults.get((backend, signature.device), ())):
-            if covers(seen.problem, problem) and self._stands(seen, signature):
+            if classes.covers(seen.problem, problem) and self._stands(seen, signature):
                 return seen
         return None
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from attnswitch import Device, Problem
+from attnswitch.bench import traffic
 from attnswitch.bench.estimate import Peak, estimate, published
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend
@@ -27,19 +28,19 @@ HEAD = Problem.parse("b1.h1.s4096.d128.fp16")
 
 def test_the_worked_figures_of_flash_attention() -> None:
     """N 4096, D 128, fp16, one head: four arrays of 1 MiB, four passes over scores of 32 MiB."""
-    assert cost.standard_bytes(HEAD) == 132 * MIB
+    assert traffic.standard_bytes(HEAD) == 132 * MIB
     assert cost.least_bytes(HEAD) == 4 * MIB
-    assert 4.4e6 < cost.sram_bytes(HEAD, 228 * 1024) < cost.sram_bytes(HEAD, 100_000) < 11e6
+    assert 4.4e6 < traffic.sram_bytes(HEAD, 228 * 1024) < traffic.sram_bytes(HEAD, 100_000) < 11e6
     assert cost.flops(HEAD) == 4 * 4096**2 * 128
-    assert cost.extra_standard(HEAD) == 64 * MIB
+    assert traffic.extra_standard(HEAD) == 64 * MIB
     assert cost.extra_tiled(HEAD) == 4096 * 4
 
 
 def test_tiles_without_a_cache_read_the_keys_each() -> None:
-    assert cost.tiled_bytes(HEAD, 4096) == 4 * MIB + 4096 * 4
-    assert cost.tiled_bytes(HEAD, 128) == (2 + 32 * 2) * MIB + 4096 * 4
+    assert traffic.tiled_bytes(HEAD, 4096) == 4 * MIB + 4096 * 4
+    assert traffic.tiled_bytes(HEAD, 128) == (2 + 32 * 2) * MIB + 4096 * 4
     grouped = Problem.parse("b2.h8/2.s64x4096.d128.fp16")
-    assert cost.tiled_bytes(grouped, 64) - cost.tiled_bytes(grouped.replace(heads_kv=8), 64) == 0
+    assert traffic.tiled_bytes(grouped, 64) - traffic.tiled_bytes(grouped.replace(heads_kv=8), 64) == 0
 
 
 @pytest.mark.parametrize("options", ["", ".mask=bf16:hqk", ".mask=bool:bk"])
@@ -50,7 +51,7 @@ def test_the_backward_moves_each_array_once_at_least(options: str) -> None:
     assert cost.least_bytes(problem) == 2 * (q + k + v + out) + mask
     assert cost.least_bytes(problem, backward=True) == 2 * (2 * (q + k + v) + 2 * out) + mask
     scores = 2 * 4 * 8 * 16 * 2
-    assert cost.standard_bytes(problem, backward=True) - cost.least_bytes(problem, backward=True) == 7 * scores
+    assert traffic.standard_bytes(problem, backward=True) - cost.least_bytes(problem, backward=True) == 7 * scores
 
 
 @pytest.mark.parametrize("sizes", ["s7x7", "s5x12", "s12x5", "s1x9", "s0x4"])
@@ -60,10 +61,10 @@ def test_the_backward_moves_each_array_once_at_least(options: str) -> None:
 def test_the_visible_share_is_what_is_counted(sizes: str, hiding: str) -> None:
     problem = Problem.parse(f"b1.h1.{sizes}.d8.fp32{hiding}")
     if problem.is_empty:
-        assert cost.visible(problem) == 1.0
+        assert traffic.visible(problem) == 1.0
         return
     seen = visible_positions(Case.of(problem), None)
-    assert cost.visible(problem) == pytest.approx(np.broadcast_to(seen, (1, 1, problem.seq_q, problem.seq_k)).mean())
+    assert traffic.visible(problem) == pytest.approx(np.broadcast_to(seen, (1, 1, problem.seq_q, problem.seq_k)).mean())
 
 
 def test_the_visible_share_is_exact() -> None:
@@ -77,7 +78,7 @@ def test_the_visible_share_is_exact() -> None:
             distances = [j - i - shift for i in range(lq) for j in range(lk)]
             above = 0 if causal else right
             seen = [(above is None or d <= above) and (left is None or d >= -left) for d in distances]
-            assert cost.visible(problem) == sum(seen) / (lq * lk), problem
+            assert traffic.visible(problem) == sum(seen) / (lq * lk), problem
 
 
 @pytest.mark.parametrize(
@@ -92,13 +93,13 @@ def test_the_visible_share_is_exact() -> None:
 def test_the_visible_share_of_a_long_call_takes_no_time(hiding: str, seen: int) -> None:
     problem = Problem.parse(f"b1.h1.s{10**7}x{2 * 10**7}.d64.fp16.{hiding}")
     start = time.perf_counter()
-    assert cost.visible(problem) == seen / (2 * 10**14)
+    assert traffic.visible(problem) == seen / (2 * 10**14)
     assert time.perf_counter() - start < 0.5
 
 
 def test_the_roofline_is_the_slower_of_the_two() -> None:
-    assert cost.roofline(1e12, 1e6, tflops=1.0, gbps=1000.0) == 1000.0
-    assert cost.roofline(1e6, 1e12, tflops=1.0, gbps=1000.0) == 1000.0
+    assert traffic.roofline(1e12, 1e6, tflops=1.0, gbps=1000.0) == 1000.0
+    assert traffic.roofline(1e6, 1e12, tflops=1.0, gbps=1000.0) == 1000.0
     found = estimate(HEAD, Device.named("h200"), Peak(100.0, 1000.0, "here")).forward
     assert found.ms == pytest.approx(4 * 4096**2 * 128 / 100e9)
     assert found.ms_standard == pytest.approx(132 * MIB / 1e9)
@@ -159,7 +160,6 @@ def test_tiles_of_backends_fit_what_the_device_has() -> None:
     every = estimate(found.problem, device, None, configs=True).tiles
     assert set(found.tiles) < set(every)
     assert len(every) == len(set(every)) > 2 * len(found.tiles)
-    assert cost.tile_bytes(HEAD, 128, 64, 2) == (128 * 128 + 2 * 64 * 256 + 128 * 64) * 2
 
 
 @pytest.mark.parametrize("device", ["h200", "a100", "rtx4090"])

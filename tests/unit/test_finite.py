@@ -119,7 +119,7 @@ def test_every_operand_is_looked_at(
     operands = dict(zip(("query", "key", "value"), tensors(length), strict=True))
     operands["query"] = torch.randn(1, heads, length, 16)
     problem = Problem(1, heads, 2, length, length, 16, 16, "float32", causal=causal, grads=grads)
-    look = finite.look(problem, "cpu")
+    look = finite.look_of(problem, "cpu")
     arrays = tuple(operand.numpy() for operand in operands.values())
     assert look(*operands.values())
     assert finite.finite(problem, "cpu", arrays)
@@ -129,7 +129,7 @@ def test_every_operand_is_looked_at(
     assert look(*operands.values()) is not matters
     assert finite.finite(problem, "cpu", arrays) is not matters
     assert finite.finite(problem, "cpu", tuple(operands.values())) is not matters
-    assert not finite.look(problem, "cuda")(*operands.values())
+    assert not finite.look_of(problem, "cuda")(*operands.values())
     assert not finite.finite(problem, "cuda", tuple(operands.values()))
 
 
@@ -159,8 +159,8 @@ def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> l
 
 def test_what_only_overflows_a_sum_is_finite_where_nothing_is_hidden() -> None:
     operands = [torch.full((1, 2, 8, 16), 3e38) for _ in range(3)]
-    assert finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32"), "cpu")(*operands)
-    assert not finite.look(Problem(1, 2, 2, 8, 8, 16, 16, "float32", causal=True), "cpu")(*operands)
+    assert finite.look_of(Problem(1, 2, 2, 8, 8, 16, 16, "float32"), "cpu")(*operands)
+    assert not finite.look_of(Problem(1, 2, 2, 8, 8, 16, 16, "float32", causal=True), "cpu")(*operands)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_numbers_may_be_as_large_as_makes_no_product_overflow(dtype: str, scale:
     problem = Problem(1, 1, 1, 2, 2, 16, 16, dtype, causal=True, scale=scale)
     for size, expected in ((0.99 * most, True), (1.01 * most, False)):
         operands = [torch.full((1, 1, 2, 16), -size, dtype=getattr(torch, dtype)) for _ in range(3)]
-        assert finite.look(problem, "cpu")(*operands) is expected
+        assert finite.look_of(problem, "cpu")(*operands) is expected
         assert finite.finite(problem, "cpu", tuple(operands)) is expected
 
 
@@ -187,7 +187,7 @@ def test_the_range_of_what_lies_in_any_order_is_seen(lies: str) -> None:
         operand = torch.randn(2, 2, 5, 16)
         operand[1, 0, 4, 3] = value
         operands = [change[lies](operand), *torch.randn(2, 2, 2, 5, 16)]
-        assert finite.look(problem, "cpu")(*operands) is expected
+        assert finite.look_of(problem, "cpu")(*operands) is expected
 
 
 HIDDEN: dict[str, dict[str, Any]] = {
