@@ -13,6 +13,19 @@ from typing import Any, NamedTuple
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, Memory
 
+__all__ = [
+    "ROLES",
+    "Array",
+    "Facts",
+    "address",
+    "facts",
+    "lengths_as_array",
+    "library_of",
+    "passage",
+    "take",
+    "take_all",
+]
+
 #: The operands of a call, in their order.
 ROLES = ("query", "key", "value", "attn_mask")
 

@@ -14,6 +14,15 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "AttnswitchError",
+    "BackendUnavailable",
+    "CompileError",
+    "InvalidProblem",
+    "Unsupported",
+    "VerificationError",
+]
+
 
 class AttnswitchError(Exception):
     """Base of every error that attnswitch raises on purpose."""

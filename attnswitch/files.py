@@ -10,6 +10,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+__all__ = ["beside", "cache_folder", "is_stream", "replace", "sync", "write"]
+
 
 def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace what ``path`` holds by ``content``; after an ``OSError`` the file is as it was.

@@ -18,6 +18,8 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Shows
 from attnswitch.problem import Problem
 
+__all__ = ["Look", "checking", "finite", "look_of", "looked_for", "of_context", "shown", "shows", "when"]
+
 #: Whether query, key and value hold nothing that a kernel could lose or let leak.
 Look = Callable[[Any, Any, Any], bool]
 _WHEN = ("cpu", "always", "never")

@@ -17,6 +17,8 @@ from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Problem, Window
 
+__all__ = ["Options", "of_call", "of_keywords", "of_problem", "seed_of"]
+
 _LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.
 _PLAIN = frozenset((float, int, bool, str, type(None)))

@@ -14,6 +14,8 @@ from pathlib import Path
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
+__all__ = ["Recording", "note", "of_context", "paused", "record", "whole_process"]
+
 
 @dataclass(slots=True)
 class Recording:

@@ -11,6 +11,19 @@ from attnswitch.arrays import Array
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem, cost
 
+__all__ = [
+    "Backend",
+    "Backward",
+    "Config",
+    "Forward",
+    "Gradients",
+    "Inputs",
+    "Kernel",
+    "Precision",
+    "Shows",
+    "Tile",
+]
+
 #: Output and lse of query, key, value and, where the problem has one, attn_mask.
 Forward = Callable[..., tuple[Array, Array | None]]
 #: What ``Kernel.backward`` takes and gives.

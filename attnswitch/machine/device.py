@@ -11,6 +11,8 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 
+__all__ = ["KNOWN", "Device", "release"]
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

@@ -44,6 +44,8 @@ from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
+__all__ = ["Divergence", "condition", "load", "refusals", "refused"]
+
 
 def _names(kind: type) -> set[str]:
     derived = {name for name, member in vars(kind).items() if isinstance(member, property)}
@@ -51,26 +53,26 @@ def _names(kind: type) -> set[str]:
 
 
 #: Fields that have facts of their own, with a problem that has them all.
-_PARTS = {"mask": Mask, "query": Memory, "key": Memory, "value": Memory, "attn_mask": Memory}
-_FACTS = _names(Problem) | {f"{part}.{name}" for part, kind in _PARTS.items() for name in _names(kind)}
+PARTS = {"mask": Mask, "query": Memory, "key": Memory, "value": Memory, "attn_mask": Memory}
+FACTS = _names(Problem) | {f"{part}.{name}" for part, kind in PARTS.items() for name in _names(kind)}
 #: Names that stand for themselves.
-_WORDS = {*DTYPES, "bool", *get_args(Alignment)}
+WORDS = {*DTYPES, "bool", *get_args(Alignment)}
 #: What every condition is tried on when it is loaded: a problem with every part, and one with none.
-_SAMPLES = (
+SAMPLES = (
     Problem(1, 1, 1, 2, 2, 8, 8, "float32", window=(0, 0), mask=Mask("float32"), scale=1.0),
     Problem(1, 1, 1, 2, 2, 8, 8, "float32"),
 )
-_Read = Callable[[Problem], Any]
+Read = Callable[[Problem], Any]
 #: How two facts are compared by an operator of Python's.
-_Compare = Callable[[Callable[[Any, Any], bool], Any, Any], bool]
-_ARITHMETIC: dict[type[ast.operator], Any] = {
+Compare = Callable[[Callable[[Any, Any], bool], Any, Any], bool]
+ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_COMPARISONS: dict[type[ast.cmpop], Any] = {
+COMPARISONS: dict[type[ast.cmpop], Any] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -80,19 +82,19 @@ _COMPARISONS: dict[type[ast.cmpop], Any] = {
 }
 
 
-def condition(text: str) -> _Read:
+def condition(text: str) -> Read:
     """What is true of the problems that a condition holds for. Raises ``ValueError`` for what is no condition."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
         strict = _read(node, _compare_alike)
-        for sample in _SAMPLES:
+        for sample in SAMPLES:
             strict(sample)
     except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"condition {text!r}: {error}") from error
     return _read(node, _compare)  # a fact has one type, which has now been tried
 
 
-def _read(node: ast.expr, compare: _Compare) -> _Read:
+def _read(node: ast.expr, compare: Compare) -> Read:
     """How to read ``node`` off a problem. Raises ``ValueError`` for what is not in the language."""
     match node:
         case ast.Constant(value=number) if type(number) in (int, float):
@@ -109,16 +111,16 @@ def _read(node: ast.expr, compare: _Compare) -> _Read:
             reads, joined = [_read(part, compare) for part in parts], all if isinstance(op, ast.And) else any
             # Lists: every part is looked at, so that loading meets every mistake.
             return lambda problem: joined([read(problem) for read in reads])
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
             if isinstance(op, ast.Mod | ast.Pow) and not _small(right, 64 if isinstance(op, ast.Pow) else 2**31):
                 raise ValueError(f"{ast.unparse(node)!r}: % takes a number on its right, and ** one up to 64")
-            one, two, computed = _read(left, compare), _read(right, compare), _ARITHMETIC[type(op)]
+            one, two, computed = _read(left, compare), _read(right, compare), ARITHMETIC[type(op)]
             return lambda problem: computed(one(problem), two(problem))
         case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Tuple(elts=parts)]):
             one, several = _read(left, compare), [_read(part, compare) for part in parts]
             return lambda problem: any(compare(operator.eq, one(problem), item(problem)) for item in several)
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-            one, two, compared = _read(left, compare), _read(right, compare), _COMPARISONS[type(op)]
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
+            one, two, compared = _read(left, compare), _read(right, compare), COMPARISONS[type(op)]
             return lambda problem: compare(compared, one(problem), two(problem))
     raise ValueError(f"{ast.unparse(node)!r} is not part of the language of conditions")
 
@@ -141,10 +143,10 @@ def _compare_alike(compared: Callable[[Any, Any], bool], left: Any, right: Any) 
     return compared(left, right)
 
 
-def _fact(name: str) -> _Read:
-    if name in _WORDS:
+def _fact(name: str) -> Read:
+    if name in WORDS:
         return lambda problem: name
-    if name not in _FACTS:
+    if name not in FACTS:
         raise ValueError(f"{name!r} is no fact of a Problem (attnswitch/problem/problem.py)")
     part, _, detail = name.partition(".")
     if not detail:
@@ -153,11 +155,11 @@ def _fact(name: str) -> _Read:
 
 
 #: Software whose versions a device knows.
-_SOFTWARE = ("torch", "cuda", "cudnn", "driver", "cupy")
+SOFTWARE = ("torch", "cuda", "cudnn", "driver", "cupy")
 #: Stands for a version that is not known: nothing that was fixed is held against it.
-_NEWEST = (9999,)
-_REQUIRED = {"id": str, "backend": list, "when": list, "symptom": str, "link": str, "cases": list, "report": str}
-_OPTIONAL = {"device": str, "capability": str, "versions": dict, "reason": str, "mended": str}
+NEWEST = (9999,)
+REQUIRED = {"id": str, "backend": list, "when": list, "symptom": str, "link": str, "cases": list, "report": str}
+OPTIONAL = {"device": str, "capability": str, "versions": dict, "reason": str, "mended": str}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +171,7 @@ class Divergence:
     device: str | None
     capability: SpecifierSet | None
     versions: tuple[tuple[str, SpecifierSet], ...]
-    when: tuple[_Read, ...]
+    when: tuple[Read, ...]
     symptom: str
     reason: str | None
     mended: str | None
@@ -183,7 +185,7 @@ class Divergence:
             return False
         if self.capability is not None and not (device.capability and _within(device.capability, self.capability)):
             return False
-        return all(_within(device.version(software) or _NEWEST, allowed) for software, allowed in self.versions)
+        return all(_within(device.version(software) or NEWEST, allowed) for software, allowed in self.versions)
 
     def covers(self, problem: Problem) -> bool:
         """Whether ``problem`` meets the fault, on a device that has it."""
@@ -239,22 +241,22 @@ def load(source: str | Path) -> tuple[Divergence, ...]:
 
 def _entry(table: dict[str, Any]) -> Divergence:
     """One table, held against the form above. Raises ``ValueError``."""
-    for key, kind in (_REQUIRED | _OPTIONAL).items():
-        if key in _REQUIRED and key not in table:
+    for key, kind in (REQUIRED | OPTIONAL).items():
+        if key in REQUIRED and key not in table:
             raise ValueError(f"{key} is missing")
         if key in table and not isinstance(table[key], kind):
             raise ValueError(f"{key}={table[key]!r}: expected a {kind.__name__}")
         if kind is list and not all(isinstance(item, str) for item in table[key]):
             raise ValueError(f"{key}={table[key]!r}: expected strings")
-    if unknown := table.keys() - (_REQUIRED | _OPTIONAL):
+    if unknown := table.keys() - (REQUIRED | OPTIONAL):
         raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", table["id"]):
         raise ValueError(f"id={table['id']!r}: expected lower-case words joined by hyphens")
     if ("reason" in table) == ("mended" in table):
         raise ValueError("expected either reason or mended")
     versions = table.get("versions", {})
-    if unknown := versions.keys() - _SOFTWARE:
-        raise ValueError(f"versions of {', '.join(sorted(unknown))}: expected some of {', '.join(_SOFTWARE)}")
+    if unknown := versions.keys() - SOFTWARE:
+        raise ValueError(f"versions of {', '.join(sorted(unknown))}: expected some of {', '.join(SOFTWARE)}")
     read = {
         "backend": tuple(table["backend"]),
         "capability": _range("capability", table["capability"]) if "capability" in table else None,
@@ -262,8 +264,8 @@ def _entry(table: dict[str, Any]) -> Divergence:
         "when": tuple(map(condition, table["when"])),
         "cases": tuple(table["cases"]),
     }
-    entry = Divergence(**(dict.fromkeys(_OPTIONAL) | table | read))
-    entry.why(_SAMPLES[0])  # a fact in braces that does not exist is found here
+    entry = Divergence(**(dict.fromkeys(OPTIONAL) | table | read))
+    entry.why(SAMPLES[0])  # a fact in braces that does not exist is found here
     return entry
 
 

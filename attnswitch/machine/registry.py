@@ -17,6 +17,8 @@ from typing import NamedTuple
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend
 
+__all__ = ["ENTRY_POINTS", "Missing", "Row", "forget", "load", "loaded", "names", "standing_in", "table"]
+
 ENTRY_POINTS = "attnswitch.backends"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from attnswitch.wisdom.record import Time, Untimed, Verdict
 from attnswitch.wisdom.view import Near
 
+__all__ = ["Candidate"]
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

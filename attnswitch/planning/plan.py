@@ -16,6 +16,8 @@ from attnswitch.planning.choice import Basis
 from attnswitch.problem import Problem
 from attnswitch.wisdom.record import Time
 
+__all__ = ["Plan"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 
 from attnswitch.errors import InvalidProblem
 
+__all__ = ["Policy", "effective", "of_context", "using"]
+
 
 class Policy(enum.StrEnum):
     """What the choice of a backend may rest on. The names are FFTW's."""

@@ -24,6 +24,8 @@ from typing import Any
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, Mask, Memory, Problem, Window
 
+__all__ = ["format_problem", "parse_problem"]
+
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "bool"}
 _LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
 _LONG |= {"f16": "float16", "f32": "float32", "f64": "float64"}

@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["BITS", "ROUNDS", "keep_mask", "philox4x32"]
+
 ROUNDS = 7
 #: Bits of a word that decide, from the highest: p is rounded to a multiple of 2**-BITS.
 BITS = 23

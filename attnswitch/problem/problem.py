@@ -12,10 +12,12 @@ from typing import Literal, get_args
 
 from attnswitch.errors import InvalidProblem
 
+__all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
+
 #: Storage types of query, key, value and output, with bytes per element.
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Types an additive mask may have besides ``bool``.
-_MASK_DTYPES = ("bool", *DTYPES)
+MASK_DTYPES = ("bool", *DTYPES)
 #: The longest axis that any library's arrays have.
 _MOST = 2**63 - 1
 #: Sizes and the least that each may be.
@@ -58,7 +60,7 @@ class Mask:
     axes: str = "qk"
 
     def __post_init__(self) -> None:
-        if self.dtype not in _MASK_DTYPES:
+        if self.dtype not in MASK_DTYPES:
             raise InvalidProblem(
                 f"attn_mask of dtype {self.dtype}: a mask is bool (True = attend) or one of {', '.join(DTYPES)} (added)"
             )

@@ -8,6 +8,22 @@ from typing import NamedTuple
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem, Window
 from attnswitch.problem.cost import kv_bytes
 
+__all__ = [
+    "HOPELESS",
+    "NEAR",
+    "NEIGHBOURS",
+    "TIE",
+    "TILE",
+    "SpeedClass",
+    "Traits",
+    "covers",
+    "doublings",
+    "representative",
+    "speed_class",
+    "traits",
+    "weight",
+]
+
 #: Doublings up to which a time serves a problem of another class (``fixtures/measure_classes.py``).
 NEAR = 12.0
 #: How many of the nearest classes are asked: kernels have steps in size, and one class alone may lie on either side.

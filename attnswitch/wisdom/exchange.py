@@ -22,7 +22,9 @@ from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
 from attnswitch.wisdom.view import Wisdom
 
-_VERSION = 1
+__all__ = ["adopt", "content", "foreign", "held", "newest", "read", "write"]
+
+VERSION = 1
 _HEAD = b'{"wisdom":'
 
 
@@ -35,7 +37,7 @@ def content(records: Iterable[Record]) -> bytes:
     """The bytes of such a file."""
     lines = [to_line(record) for record in records]
     body = b"".join(lines)
-    head = {"wisdom": _VERSION, "lines": len(lines), "sha256": hashlib.sha256(body).hexdigest()}
+    head = {"wisdom": VERSION, "lines": len(lines), "sha256": hashlib.sha256(body).hexdigest()}
     return json.dumps(head, separators=(",", ":")).encode() + b"\n" + body
 
 
@@ -57,8 +59,8 @@ def read(path: Path) -> list[Record]:
         version, lines, digest = fields["wisdom"], int(fields["lines"]), str(fields["sha256"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InvalidProblem(f"{path}, line 1: the head is damaged; export it again") from None
-    if version != _VERSION:
-        raise InvalidProblem(f"{path} is of version {version}, and this version reads version {_VERSION}")
+    if version != VERSION:
+        raise InvalidProblem(f"{path} is of version {version}, and this version reads version {VERSION}")
     records = []
     for number, line in enumerate(body.splitlines(keepends=True), 2):
         try:

@@ -16,6 +16,8 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem, cost
 from attnswitch.wisdom.signature import Signature
 
+__all__ = ["SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
+
 SCHEMA = 1
 
 

@@ -16,6 +16,8 @@ from attnswitch.machine.backend import Backend
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 
+__all__ = ["Signature", "machine", "sign"]
+
 #: What a kernel is written in.
 _SOURCES = frozenset((".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".c"))
 #: Packages whose versions count, by the library that a backend is native to. A Device knows the other versions.

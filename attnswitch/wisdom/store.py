@@ -18,6 +18,8 @@ from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 
+__all__ = ["NAME", "Contents", "Damage", "Store", "here"]
+
 NAME = "wisdom.jsonl"
 #: Seconds to wait for other writers. Each needs milliseconds.
 _PATIENCE = 60.0

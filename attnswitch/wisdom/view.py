@@ -21,6 +21,8 @@ from attnswitch.wisdom.classes import SpeedClass, Traits, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
+__all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now", "reload", "remember"]
+
 
 @dataclass(frozen=True, slots=True)
 class Near:
