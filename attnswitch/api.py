@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from attnswitch.arrays import Array, Intercepted
+from attnswitch.call import like_torch
 from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
@@ -99,19 +100,27 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """``attention`` with exactly the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+    """``attention`` as ``torch.nn.functional.scaled_dot_product_attention`` has it.
 
-    As in torch, unequal head counts need ``enable_gqa=True``. Raises what ``attention`` raises.
+    Args:
+        query: (..., Hq, Lq, D), two axes at least. Leading axes of query, key and value broadcast. Tensors of torch may
+            be nested; under autocast they are cast as torch casts them, float64 never.
+        key: (..., Hkv, Lk, D); see query.
+        value: (..., Hkv, Lk, Dv); see query.
+        attn_mask: as for ``attention``, broadcastable to (..., Hq, Lq, Lk), or a ``CausalBias`` of torch's. Together
+            with ``is_causal``, which torch refuses, both hide.
+        dropout_p: as for ``attention``, like is_causal and scale.
+        is_causal: see dropout_p.
+        scale: see dropout_p.
+        enable_gqa: needed for head counts of key and value that divide the query's; a single head needs none.
+
+    Returns:
+        The output (..., Hq, Lq, Dv); nested for nested tensors.
+
+    Raises what ``attention`` raises.
     """
-    return attention(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
+    return like_torch.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )
 
 

@@ -310,7 +310,7 @@ def test_scaled_dot_product_attention_is_torchs(options: dict[str, Any], dtype: 
 
 
 def test_scaled_dot_product_attention_needs_the_flag_for_shared_heads() -> None:
-    with pytest.raises(attnswitch.InvalidProblem, match="enable_gqa=False forbids"):
+    with pytest.raises(attnswitch.InvalidProblem, match="need enable_gqa=True"):
         attnswitch.scaled_dot_product_attention(*leaves())
 
 

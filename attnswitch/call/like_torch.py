@@ -1,0 +1,208 @@
+"""``scaled_dot_product_attention`` as torch has it: operands of any rank that broadcast, autocast, nested tensors.
+
+What ``attention`` takes as it is goes there at once. It is written to be traced by torch.compile.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from attnswitch.arrays import Array
+from attnswitch.call.entry import call
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["scaled_dot_product_attention"]
+
+#: What autocast leaves as it is.
+_KEPT = ("float64", "torch.float64")
+
+
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """What torch's function of that name returns. Raises what ``attention`` raises."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(query, torch.Tensor):
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value, attn_mask = (_cast(x, query.device, dtype) for x in (query, key, value, attn_mask))
+        if query.is_nested:
+            return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if type(attn_mask).__name__ == "CausalBias":
+            return _biased(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    numbers = dropout_p, is_causal, scale
+    if _fits(query, key, value, attn_mask, enable_gqa):
+        return _attention(query, key, value, attn_mask, *numbers, enable_gqa)
+    return _of_any_rank(query, key, value, attn_mask, numbers, enable_gqa)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool | None,
+    alignment: str = "top_left",
+) -> Any:
+    numbers = dropout_p, is_causal, scale, enable_gqa
+    rest = alignment, None, 0.0, False, "BHLD", False
+    return call(query, key, value, attn_mask, None, None, None, None, *numbers, *rest)
+
+
+def _fits(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) -> bool:
+    """Whether ``attention`` takes such shapes, or says what is wrong with them."""
+    try:
+        q, k, v = query.shape, key.shape, value.shape
+        if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1]):
+            return False
+        return q[1] > 0 and q[3] > 0 and v[3] > 0 and k[1] > 0 and (q[1] == k[1] or enable_gqa)
+    except (AttributeError, TypeError):  # no array, which ``attention`` tells
+        return True
+
+
+def _cast(tensor: Any, device: Any, dtype: Any) -> Any:
+    """``tensor`` as autocast hands it to operators of its lower type."""
+    if (
+        tensor is None
+        or not tensor.is_floating_point()
+        or tensor.device.type != device.type
+        or str(tensor.dtype) in _KEPT
+    ):
+        return tensor
+    return tensor.to(dtype)
+
+
+# -- other ranks, and axes that broadcast ------------------------------------------------------------------------------
+
+
+def _of_any_rank(
+    query: Any, key: Any, value: Any, attn_mask: Any, numbers: tuple[float, bool, float | None], enable_gqa: bool
+) -> Any:
+    """Leading axes broadcast, and become batch and heads."""
+    for role, operand in (("query", query), ("key", key), ("value", value)):
+        if len(operand.shape) < 2:
+            raise InvalidProblem(f"{role} has shape {tuple(operand.shape)}: expected at least two axes, (..., L, D)")
+    if 0 in (*value.shape, query.shape[-2]):
+        return _zeros(query, key, value, tuple(query.shape[:-1]))
+    if enable_gqa:
+        key, value = _heads_of_groups(query, key, value)
+    leading = _broadcast([tuple(x.shape[:-2]) for x in (query, key, value)], grouped=enable_gqa)
+    shared = (*leading[:-1], key.shape[-3]) if enable_gqa else leading
+    length, columns = query.shape[-2], value.shape[-1]
+    if 0 in leading:
+        return _zeros(query, key, value, (*leading, length))
+    if query.shape[-1] == key.shape[-1] == 0:  # every score is 0
+        query, key = query.sum(-1)[..., None], key.sum(-1)[..., None]
+        numbers = (*numbers[:2], 1.0)
+    # One axis is heads, and all before it are batch.
+    batch, heads = (math.prod(leading[:-1]), leading[-1]) if leading else (1, 1)
+    q = _expanded(query, leading).reshape(batch, heads, *query.shape[-2:])
+    k, v = (_expanded(x, shared).reshape(batch, shared[-1] if shared else 1, *x.shape[-2:]) for x in (key, value))
+    mask = attn_mask
+    if mask is not None and len(mask.shape) > 2 and (len(leading) != 2 or len(mask.shape) > 4):
+        mask = _expanded(mask, leading).reshape(batch, heads, *mask.shape[-2:])
+    out = _attention(q, k, v, mask, *numbers, True if enable_gqa else None)
+    return out.reshape(*leading, length, columns)
+
+
+def _heads_of_groups(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    """Key and value with as many heads: torch takes any two numbers that divide the query's."""
+    if min(len(x.shape) for x in (query, key, value)) < 3:
+        raise InvalidProblem("enable_gqa=True: expected query, key and value with an axis of heads, (..., H, L, D)")
+    heads, of_key, of_value = (x.shape[-3] for x in (query, key, value))
+    if not of_key or not of_value or heads % of_key or heads % of_value:
+        raise InvalidProblem(f"{heads} query heads: the {of_key} of key and {of_value} of value must each divide them")
+    if of_key == of_value:
+        return key, value
+    every = math.lcm(of_key, of_value)
+    return _repeated(key, every // of_key), _repeated(value, every // of_value)
+
+
+def _repeated(array: Any, times: int) -> Any:
+    """Each head so many times, one after the other."""
+    heads = array.shape[-3]
+    wide = _expanded(array[..., :, None, :, :], (*array.shape[:-2], times))
+    return wide.reshape(*array.shape[:-3], heads * times, *array.shape[-2:])
+
+
+def _broadcast(shapes: list[tuple[Any, ...]], *, grouped: bool) -> tuple[Any, ...]:
+    """The leading axes of the result; with ``grouped`` heads are those of the query, the first of ``shapes``."""
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    result = []
+    for axis, sizes in enumerate(zip(*padded, strict=True)):
+        if grouped and axis == rank - 1:
+            result.append(sizes[0])
+            continue
+        size = next((n for n in sizes if n != 1), 1)
+        if any(n not in (1, size) for n in sizes):
+            raise InvalidProblem(
+                f"query, key and value have leading axes {shapes[0]}, {shapes[1]} and {shapes[2]}, which do not"
+                " broadcast; unequal head counts need enable_gqa=True"
+            )
+        result.append(size)
+    return tuple(result)
+
+
+def _expanded(array: Any, leading: tuple[Any, ...]) -> Any:
+    """``array`` with these leading axes, each of its own as long or of length 1: a view."""
+    shape = (*leading, *array.shape[-2:])
+    if tuple(array.shape) == shape:
+        return array
+    if hasattr(array, "expand"):
+        try:
+            return array.expand(shape)
+        except RuntimeError as error:
+            raise InvalidProblem(f"attn_mask or operand of shape {tuple(array.shape)} as {shape}: {error}") from None
+    return sys.modules[type(array).__module__.partition(".")[0]].broadcast_to(array, shape)
+
+
+def _zeros(query: Any, key: Any, value: Any, rows: tuple[Any, ...]) -> Any:
+    """The result where there is nothing to weigh or nowhere to put it; it depends on all three as any other does."""
+    nothing = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+    shape = (*rows, value.shape[-1])
+    return nothing.expand(shape) if hasattr(nothing, "expand") else sys.modules["numpy"].broadcast_to(nothing, shape)
+
+
+# -- torch's own kinds of tensors --------------------------------------------------------------------------------------
+
+
+def _biased(query: Any, key: Any, value: Any, bias: Any, dropout_p: float, scale: float | None, gqa: bool) -> Any:
+    """A causal mask that is not written out: of the first query and key, or of the last."""
+    alignment = "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
+    return _attention(query, key, value, None, dropout_p, True, scale, gqa, alignment)
+
+
+def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest: Any) -> Any:
+    """Sequence by sequence, (B, H, ragged L, D) each, as torch's: memory for what there is, and no padding."""
+    if attn_mask is not None:
+        raise InvalidProblem("attn_mask beside nested tensors, whose sequences have lengths of their own: leave it out")
+    if not (key.is_nested and value.is_nested):
+        raise InvalidProblem("query is nested, key or value is not: pass all of one kind")
+    dropout_p, is_causal, scale, enable_gqa = rest
+    jagged = query.layout == torch.jagged
+    parts = [
+        scaled_dot_product_attention(q[None], k[None], v[None], None, dropout_p, is_causal, scale, enable_gqa)[0]
+        for q, k, v in zip(*(_sequences(x, jagged) for x in (query, key, value)), strict=True)
+    ]
+    if not jagged:
+        return torch.nested.as_nested_tensor(parts)
+    rows = torch.cat([part.transpose(0, 1) for part in parts])
+    return torch.nested.nested_tensor_from_jagged(rows, query.offsets()).transpose(1, 2)
+
+
+def _sequences(nested: Any, jagged: bool) -> Any:
+    """(H, L, D) of every sequence."""
+    return [x.transpose(0, 1) for x in nested.transpose(1, 2).unbind()] if jagged else nested.unbind()

@@ -1,0 +1,230 @@
+"""scaled_dot_product_attention beside torch's own: its samples, its shapes, autocast, nested tensors."""
+
+# mypy: disable-error-code="arg-type, misc, no-untyped-call"
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+import attnswitch
+from attnswitch.errors import AttnswitchError, InvalidProblem
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 3e-2}
+ours = attnswitch.scaled_dot_product_attention
+
+
+def outcome(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The result and the gradients of all that ask for them, or the error."""
+    torch.manual_seed(0)
+    try:
+        out = function(*operands, **keywords)
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+        return error
+    asked = [x for x in (*operands, *keywords.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not asked or not out.requires_grad:
+        return out, ()
+    upstream = torch.linspace(-1, 1, out.numel(), device=out.device).reshape(out.shape).to(out.dtype)
+    return out, torch.autograd.grad(out, asked, upstream, allow_unused=True)
+
+
+def check_alike(found: Any, expected: Any) -> None:
+    if isinstance(expected, Exception):
+        return  # what torch refuses may have an answer here
+    assert not isinstance(found, Exception), f"torch takes it: {found}"
+    assert found[0].dtype == expected[0].dtype
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        if other is not None and one is not None:
+            bound = TOLERANCE[other.dtype]
+            torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+def samples(device: str, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    yield from info.sample_inputs(device, dtype, requires_grad=grad)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)  # of its import
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_samples_of_torch(device: str, dtype: torch.dtype, grad: bool) -> None:
+    compared = 0
+    for sample in samples(device, dtype, grad):
+        operands, keywords = (sample.input, *sample.args), sample.kwargs
+        found = outcome(ours, operands, keywords)
+        if keywords.get("dropout_p"):  # each draws its own mask: what is kept of it is tested in test_semantics
+            assert found[0].shape == outcome(torch_attention, operands, keywords)[0].shape
+            continue
+        if dtype.itemsize < 4:  # torch's composite rounds in between: both are held against float64
+            operands, keywords = widened(operands), dict(zip(keywords, widened(tuple(keywords.values())), strict=True))
+            out, grads = outcome(torch_attention, operands, keywords)
+            check_alike(found, (out.to(dtype), tuple(None if x is None else x.to(dtype) for x in grads)))
+        else:
+            check_alike(found, outcome(torch_attention, operands, keywords))
+        compared += 1
+    assert compared > 10
+
+
+def widened(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        x.detach().double().requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        else x
+        for x in given
+    )
+
+
+def drawn(rng: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands and keywords, of which many make no sense."""
+    leading = [rng.choice((0, 1, 1, 2, 3)) for _ in range(rng.choice((0, 1, 2, 2, 2, 3, 4)))]
+
+    def axes() -> list[int]:
+        some = [n if rng.random() < 0.8 else 1 for n in leading]
+        return some[rng.choice((0, 0, 0, 0, 1)) :]
+
+    length, keys, dim, columns = (rng.choice((0, 1, 2, 5, 8)) for _ in range(4))
+    query, key, value = axes(), axes(), axes()
+    if rng.random() < 0.3 and len(query) > 0:
+        query[-1] = rng.choice((2, 4, 6))
+    shapes = (*query, length, dim), (*key, keys, dim), (*value, keys, columns or 3)
+    operands = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+    keywords: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        keywords["enable_gqa"] = True
+    if rng.random() < 0.3:
+        keywords["is_causal"] = True
+    elif rng.random() < 0.5:
+        mask = torch.randn((*axes()[rng.choice((0, 1, 2)) :], length, keys))
+        keywords["attn_mask"] = mask > -1 if rng.random() < 0.5 else mask.requires_grad_()
+    if rng.random() < 0.2:
+        keywords["scale"] = rng.choice((0.3, 1, 2.0))
+    return operands, keywords
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_shapes(seed: int) -> None:
+    rng, answered = random.Random(seed), 0
+    for _ in range(150):
+        operands, keywords = drawn(rng)
+        expected = outcome(torch_attention, operands, keywords)
+        found = outcome(ours, operands, keywords)
+        assert not isinstance(found, Exception) or isinstance(found, AttnswitchError), found
+        check_alike(found, expected)
+        answered += not isinstance(expected, Exception)
+    assert answered > 30
+
+
+def test_numpy_has_the_same_shapes() -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 4, 5, 8)).astype("float32")
+    for operands in ((q[0, 0, 0], k[0, 0, 0], v[0, 0, 0]), (q[0], k[0, 0], v[0]), (q, k, v[:1]), (q[:0], k[:0], v[:0])):
+        expected = torch_attention(*(torch.from_numpy(x) for x in operands)).numpy()
+        np.testing.assert_allclose(ours(*operands), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_causal_biases(bias: Any) -> None:
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    torch.testing.assert_close(ours(q, k, v, bias(3, 7)), torch_attention(q, k, v, bias(3, 7)))
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+MIXED = {
+    "float32": (torch.float32, torch.float32, torch.float32, None),
+    "mixed": (torch.float32, torch.bfloat16, torch.float16, None),
+    "mask": (torch.float32, torch.float32, torch.float32, torch.float32),
+    "float64": (torch.float64, torch.float64, torch.float64, None),
+    "bool": (torch.bfloat16, torch.float32, torch.float32, torch.bool),
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", MIXED)
+def test_autocast_casts_as_torch_does(kind: str, lower: torch.dtype, enabled: bool) -> None:
+    *dtypes, of_mask = MIXED[kind]
+    operands = tuple(torch.randn(2, 3, 5, 8).to(dtype).requires_grad_() for dtype in dtypes)
+    keywords = {} if of_mask is None else {"attn_mask": torch.rand(5, 5).to(of_mask)}
+    with torch.autocast("cpu", lower), torch.autocast("cpu", lower, enabled=enabled):
+        found, expected = (outcome(call, operands, keywords) for call in (ours, torch_attention))
+    check_alike(found, expected)
+    assert isinstance(found, Exception) == isinstance(expected, Exception)
+    if not isinstance(found, Exception):
+        assert [grad.dtype for grad in found[1]] == dtypes
+
+
+def test_a_training_step_under_autocast_is_torchs() -> None:
+    losses: dict[Any, list[float]] = {}
+    for call in (ours, torch_attention):
+        torch.manual_seed(0)
+        inner, outer = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        optimiser = torch.optim.SGD([*inner.parameters(), *outer.parameters()], lr=0.1)
+        x = torch.randn(2, 6, 16)
+        losses[call] = []
+        for _ in range(5):
+            with torch.autocast("cpu", torch.bfloat16):
+                q, k, v = inner(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+                out = outer(call(q, k, v.float(), is_causal=True).transpose(1, 2).flatten(2))
+                loss = (out.float() - x).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses[call].append(loss.item())
+    assert losses[ours] == pytest.approx(losses[torch_attention], rel=1e-2)
+    assert losses[ours][-1] < losses[ours][0]
+
+
+@pytest.mark.parametrize("lower", [None, torch.bfloat16])
+def test_other_ranks_and_autocast_compile_without_a_break(lower: torch.dtype | None) -> None:
+    torch.compiler.reset()
+    q, k, v = torch.randn(3, 5, 8), torch.randn(3, 7, 8), torch.randn(1, 7, 8)
+    with torch.autocast("cpu", lower or torch.bfloat16, enabled=lower is not None):
+        found = torch.compile(ours, fullgraph=True, backend="eager")(q, k, v)
+        expected = ours(q, k, v)
+    assert found.dtype == expected.dtype == (lower or torch.float32)
+    torch.testing.assert_close(found, expected)
+
+
+# -- nested tensors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_tensors(layout: torch.layout, causal: bool) -> None:
+    lengths = (3, 1, 6)
+    leaves = [[torch.randn(n, 2, 8, requires_grad=True) for n in lengths] for _ in range(3)]
+    if layout == torch.jagged:
+        first: Any = torch.nested.as_nested_tensor(leaves[0], layout=layout)
+        rest = (torch.nested.nested_tensor_from_jagged(torch.cat(x), first.offsets()) for x in leaves[1:])
+        operands = [x.transpose(1, 2) for x in (first, *rest)]
+    else:
+        operands = [torch.nested.as_nested_tensor([x.transpose(0, 1) for x in each]) for each in leaves]
+    out = ours(*operands, is_causal=causal)
+    assert out.is_nested
+    assert out.layout == layout
+    parts = [x.transpose(0, 1) for x in out.transpose(1, 2).unbind()] if layout == torch.jagged else out.unbind()
+    expected = [
+        torch_attention(*(x.transpose(0, 1)[None] for x in each), is_causal=causal)[0]
+        for each in zip(*leaves, strict=True)
+    ]
+    for part, other in zip(parts, expected, strict=True):
+        torch.testing.assert_close(part, other)
+    flat = [x for each in leaves for x in each]
+    sums = (torch.cat([part.square().flatten() for part in each]).sum() for each in (parts, expected))
+    torch.testing.assert_close(*(torch.autograd.grad(total, flat) for total in sums))
+    with pytest.raises(InvalidProblem, match="beside nested tensors"):
+        ours(*operands, attn_mask=torch.ones(6, 6, dtype=torch.bool))
