@@ -6,6 +6,8 @@ Importing this package imports no array library: arrays are recognised by the li
 """
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from attnswitch.api import (
     attention,
@@ -32,6 +34,9 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
 
+if _TYPE_CHECKING:
+    from attnswitch.integrations.torch import install, installed, uninstall
+
 # The folder of backends is empty but for its backends. Imported now, it does not take the function's place later.
 _backends = backends
 _import_module("attnswitch.backends")
@@ -56,15 +61,20 @@ __all__ = [
     "attention_backward",
     "backends",
     "explain",
+    "install",
+    "installed",
     "merge",
     "plan",
     "record",
     "scaled_dot_product_attention",
+    "uninstall",
     "using",
 ]
 
 
-def __getattr__(name: str) -> str:
+def __getattr__(name: str) -> _Any:
+    if name in ("install", "installed", "uninstall"):  # of torch, which is not imported before it is asked for
+        return getattr(_import_module("attnswitch.integrations.torch"), name)
     if name == "__version__":
         from importlib import metadata  # slow to import, and seldom needed
 

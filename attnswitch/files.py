@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 __all__ = ["beside", "cache_folder", "is_stream", "replace", "sync", "write"]
@@ -47,7 +45,7 @@ def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 def beside(path: Path) -> Path:
     """A new name in the folder of ``path``, for a file that is to replace it."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    return path.with_name(f"{path.name}.{os.urandom(4).hex()}.new")
 
 
 def is_stream(path: Path) -> bool:
@@ -93,6 +91,8 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _homeless() -> Path:
+    import tempfile  # slow to import
+
     if hasattr(os, "getuid"):  # not on Windows
         folder = Path(tempfile.gettempdir()) / f"attnswitch-{os.getuid()}"
         with contextlib.suppress(FileExistsError):

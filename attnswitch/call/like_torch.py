@@ -12,11 +12,12 @@ from typing import Any
 from attnswitch.arrays import Array
 from attnswitch.call.entry import call
 from attnswitch.errors import InvalidProblem
+from attnswitch.planning.policy import Policy
 
 __all__ = ["scaled_dot_product_attention"]
 
-#: What autocast leaves as it is.
-_KEPT = ("float64", "torch.float64")
+#: The backend and the policy that a call names.
+_Way = tuple[str | None, Policy | str | None]
 
 
 def scaled_dot_product_attention(
@@ -28,21 +29,24 @@ def scaled_dot_product_attention(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    backend: str | None = None,
+    policy: Policy | str | None = None,
 ) -> Any:
     """What torch's function of that name returns. Raises what ``attention`` raises."""
+    way = backend, policy
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(query, torch.Tensor):
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value, attn_mask = (_cast(x, query.device, dtype) for x in (query, key, value, attn_mask))
         if query.is_nested:
-            return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *way)
         if type(attn_mask).__name__ == "CausalBias":
-            return _biased(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+            return _biased(query, key, value, attn_mask, way, dropout_p, scale, enable_gqa)
     numbers = dropout_p, is_causal, scale
     if _fits(query, key, value, attn_mask, enable_gqa):
-        return _attention(query, key, value, attn_mask, *numbers, enable_gqa)
-    return _of_any_rank(query, key, value, attn_mask, numbers, enable_gqa)
+        return _attention(query, key, value, attn_mask, way, *numbers, enable_gqa)
+    return _of_any_rank(query, key, value, attn_mask, way, numbers, enable_gqa)
 
 
 def _attention(
@@ -50,6 +54,7 @@ def _attention(
     key: Any,
     value: Any,
     attn_mask: Any,
+    way: _Way,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -58,7 +63,7 @@ def _attention(
 ) -> Any:
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = alignment, None, 0.0, False, "BHLD", False
-    return call(query, key, value, attn_mask, None, None, None, None, *numbers, *rest)
+    return call(query, key, value, attn_mask, None, None, *way, *numbers, *rest)
 
 
 def _fits(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) -> bool:
@@ -78,7 +83,7 @@ def _cast(tensor: Any, device: Any, dtype: Any) -> Any:
         tensor is None
         or not tensor.is_floating_point()
         or tensor.device.type != device.type
-        or str(tensor.dtype) in _KEPT
+        or str(tensor.dtype) == "torch.float64"
     ):
         return tensor
     return tensor.to(dtype)
@@ -88,7 +93,13 @@ def _cast(tensor: Any, device: Any, dtype: Any) -> Any:
 
 
 def _of_any_rank(
-    query: Any, key: Any, value: Any, attn_mask: Any, numbers: tuple[float, bool, float | None], enable_gqa: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    way: _Way,
+    numbers: tuple[float, bool, float | None],
+    enable_gqa: bool,
 ) -> Any:
     """Leading axes broadcast, and become batch and heads."""
     for role, operand in (("query", query), ("key", key), ("value", value)):
@@ -113,7 +124,7 @@ def _of_any_rank(
     mask = attn_mask
     if mask is not None and len(mask.shape) > 2 and (len(leading) != 2 or len(mask.shape) > 4):
         mask = _expanded(mask, leading).reshape(batch, heads, *mask.shape[-2:])
-    out = _attention(q, k, v, mask, *numbers, True if enable_gqa else None)
+    out = _attention(q, k, v, mask, way, *numbers, True if enable_gqa else None)
     return out.reshape(*leading, length, columns)
 
 
@@ -179,10 +190,12 @@ def _zeros(query: Any, key: Any, value: Any, rows: tuple[Any, ...]) -> Any:
 # -- torch's own kinds of tensors --------------------------------------------------------------------------------------
 
 
-def _biased(query: Any, key: Any, value: Any, bias: Any, dropout_p: float, scale: float | None, gqa: bool) -> Any:
+def _biased(
+    query: Any, key: Any, value: Any, bias: Any, way: _Way, dropout_p: float, scale: float | None, gqa: bool
+) -> Any:
     """A causal mask that is not written out: of the first query and key, or of the last."""
     alignment = "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
-    return _attention(query, key, value, None, dropout_p, True, scale, gqa, alignment)
+    return _attention(query, key, value, None, way, dropout_p, True, scale, gqa, alignment)
 
 
 def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest: Any) -> Any:
@@ -191,10 +204,9 @@ def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest:
         raise InvalidProblem("attn_mask beside nested tensors, whose sequences have lengths of their own: leave it out")
     if not (key.is_nested and value.is_nested):
         raise InvalidProblem("query is nested, key or value is not: pass all of one kind")
-    dropout_p, is_causal, scale, enable_gqa = rest
     jagged = query.layout == torch.jagged
     parts = [
-        scaled_dot_product_attention(q[None], k[None], v[None], None, dropout_p, is_causal, scale, enable_gqa)[0]
+        scaled_dot_product_attention(q[None], k[None], v[None], None, *rest)[0]
         for q, k, v in zip(*(_sequences(x, jagged) for x in (query, key, value)), strict=True)
     ]
     if not jagged:

@@ -1,0 +1,148 @@
+"""attnswitch in place of torch's own attention, in programs that call ``F.scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
+
+from attnswitch import api
+from attnswitch.call import like_torch
+from attnswitch.errors import AttnswitchError
+from attnswitch.machine import registry
+from attnswitch.planning import policy as policies
+from attnswitch.planning.policy import Policy
+
+__all__ = ["install", "installed", "uninstall"]
+
+_NAME = "scaled_dot_product_attention"
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What stood there before: torch's function, and whether its modules may leave it out."""
+
+    function: Callable[..., Any]
+    fast_path: bool
+
+
+_before: _Before | None = None
+_ours: Callable[..., Any] | None = None
+
+
+def install(backend: str | None = None, policy: Policy | str | None = None) -> None:
+    """Have ``torch.nn.functional.scaled_dot_product_attention`` mean attnswitch, in the whole process.
+
+    Whoever looks the function up in ``torch.nn.functional`` gets it, ``nn.MultiheadAttention`` and the transformer
+    layers included: their fast path, which calls no attention function, is switched off until ``uninstall``. A module
+    that imported the function by name before keeps torch's. Calls within ``torch.nn.attention.sdpa_kernel``, which
+    names kernels of torch's, go to torch. Installed again, only ``backend`` and ``policy`` change.
+
+    Args:
+        backend: as for ``attention``: this one or an error; the planner's choice if None.
+        policy: as for ``attention``.
+
+    Raises:
+        InvalidProblem: the backend or the policy is not known.
+        AttnswitchError: something else has taken the function's place meanwhile.
+    """
+    global _before, _ours
+    if backend is not None:
+        registry.load(backend)
+    if policy is not None:
+        policy = policies.effective(policy)
+    with _lock:
+        _check_place()
+        if _before is None:
+            _before = _Before(getattr(F, _NAME), torch.backends.mha.get_fastpath_enabled())
+        _ours = _replacement(_before.function, backend, policy)
+        setattr(F, _NAME, _ours)
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+def uninstall() -> None:
+    """Put back what ``install`` replaced. Nothing happens where nothing is installed.
+
+    Raises ``AttnswitchError`` where something else has taken the function's place meanwhile: that is left as it is.
+    """
+    global _before, _ours
+    with _lock:
+        if _before is None:
+            return
+        _check_place()
+        setattr(F, _NAME, _before.function)
+        torch.backends.mha.set_fastpath_enabled(_before.fast_path)
+        _before = _ours = None
+
+
+@contextlib.contextmanager
+def installed(backend: str | None = None, policy: Policy | str | None = None) -> Iterator[None]:
+    """``install`` within the context, for the whole process; then what was installed before is again.
+
+    Raises what ``install`` and ``uninstall`` raise.
+    """
+    with _lock:
+        outer = _ours
+        install(backend, policy)
+    try:
+        yield
+    finally:
+        with _lock:
+            if outer is None:
+                uninstall()
+            else:
+                _put(outer)
+
+
+def _put(ours: Callable[..., Any]) -> None:
+    global _ours
+    _check_place()
+    _ours = ours
+    setattr(F, _NAME, ours)
+
+
+def _check_place() -> None:
+    if _before is not None and getattr(F, _NAME) is not _ours:
+        raise AttnswitchError(
+            f"torch.nn.functional.{_NAME} is no longer what attnswitch installed: undo what replaced it first"
+        )
+
+
+def _allowed() -> tuple[bool, ...]:
+    """Which of its kernels torch may choose, as ``sdpa_kernel`` sets it."""
+    of = torch._C
+    return (
+        of._get_flash_sdp_enabled(),
+        of._get_mem_efficient_sdp_enabled(),
+        of._get_math_sdp_enabled(),
+        of._get_cudnn_sdp_enabled(),
+    )
+
+
+def _replacement(function: Callable[..., Any], backend: str | None, policy: Policy | str | None) -> Callable[..., Any]:
+    usual = _allowed()
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if _allowed() != usual:
+            return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return like_torch.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend, policy
+        )
+
+    scaled_dot_product_attention.__doc__ = api.scaled_dot_product_attention.__doc__
+    return scaled_dot_product_attention

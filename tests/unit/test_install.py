@@ -1,0 +1,124 @@
+"""attnswitch in place of F.scaled_dot_product_attention, and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnswitch
+from attnswitch.errors import AttnswitchError, BackendUnavailable, InvalidProblem
+
+TORCHS = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    assert F.scaled_dot_product_attention is TORCHS
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def operands() -> tuple[torch.Tensor, ...]:
+    return torch.randn(3, 2, 4, 6, 8).unbind()
+
+
+def test_install_and_uninstall() -> None:
+    q, k, v = operands()
+    attnswitch.install()
+    assert F.scaled_dot_product_attention is not TORCHS
+    with attnswitch.record() as recording:
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attnswitch.uninstall()
+    attnswitch.uninstall()
+    assert len(recording.problems) == 1
+    torch.testing.assert_close(found, TORCHS(q, k, v, is_causal=True))
+
+
+def test_contexts_nest_and_end_with_errors() -> None:
+    q, k, v = operands()
+    with attnswitch.installed(backend="tiled"):
+        outer = F.scaled_dot_product_attention
+        with attnswitch.installed(backend="reference"):
+            assert F.scaled_dot_product_attention is not outer
+        assert F.scaled_dot_product_attention is outer
+        torch.testing.assert_close(outer(q, k, v), TORCHS(q, k, v))
+    with pytest.raises(KeyError), attnswitch.installed():
+        raise KeyError
+    with pytest.raises(InvalidProblem, match="backend 'no-such' is not known"):
+        attnswitch.install(backend="no-such")
+    with pytest.raises(InvalidProblem, match="policy='no-such'"):
+        attnswitch.install(policy="no-such")
+
+
+def test_the_backend_that_is_named_is_meant() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    q, k, v = operands()
+    with attnswitch.installed(backend="sdpa-cudnn"), pytest.raises(BackendUnavailable):
+        F.scaled_dot_product_attention(q, k, v)
+
+
+def test_what_replaced_it_since_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attnswitch.install()
+    ours = F.scaled_dot_product_attention
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda *_: None)
+        for change in (attnswitch.install, attnswitch.uninstall):
+            with pytest.raises(AttnswitchError, match="no longer what attnswitch installed"):
+                change()
+    assert F.scaled_dot_product_attention is ours
+    attnswitch.uninstall()
+
+
+def test_torchs_own_kernels_stay_torchs() -> None:
+    q, k, v = operands()
+    with attnswitch.installed(), attnswitch.record() as recording, sdpa_kernel(SDPBackend.MATH):
+        found = F.scaled_dot_product_attention(q, k, v)
+    assert not recording.problems
+    torch.testing.assert_close(found, TORCHS(q, k, v))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_modules_of_torch_go_there(training: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
+    x, hidden = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.set_grad_enabled(training):
+        expected = layer(x, src_key_padding_mask=hidden)
+        with attnswitch.installed(), attnswitch.record() as recording:
+            found = layer(x, src_key_padding_mask=hidden)
+    assert recording.problems
+    torch.testing.assert_close(found[~hidden], expected[~hidden])
+
+
+def test_a_graph_of_an_installed_program_has_no_break() -> None:
+    torch.compiler.reset()
+    q, k, v = operands()
+    with attnswitch.installed():
+        found = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="eager")(q, k, v)
+    torch.testing.assert_close(found, TORCHS(q, k, v))
+
+
+def test_threads_install_and_uninstall_together() -> None:
+    q, k, v = operands()
+    expected, wrong = TORCHS(q, k, v), []
+
+    def work() -> None:
+        for _ in range(50):
+            with attnswitch.installed():
+                pass
+            if not torch.allclose(F.scaled_dot_product_attention(q, k, v), expected, atol=1e-5):
+                wrong.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    attnswitch.uninstall()
+    assert not wrong
