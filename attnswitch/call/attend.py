@@ -110,14 +110,10 @@ def request(
     masked: bool,
     lengths: bool,
     grads: str,
-    within: Hashable = None,
 ) -> Request:
-    """The request that a call for gradients is, one for equal calls in equal contexts, ``within`` among them.
-
-    Raises ``InvalidProblem``.
-    """
+    """The request that a call for gradients is, one for equal calls in equal contexts. Raises ``InvalidProblem``."""
     modes = (_MODES.get(type(query)) or _modes_of(query))()
-    context = modes, _policy_of_context(), _look_of_context(), view.generation(), within
+    context = modes, _policy_of_context(), _look_of_context(), view.generation()
     said = options, not seeded, not masked, not lengths, backend, policy, None, grads, *context
     try:
         return _requests.get(said) or _requested(said)

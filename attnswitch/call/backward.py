@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from attnswitch import arrays
@@ -46,7 +46,6 @@ def _request(
     backend: str | None,
     policy: Policy | str | None,
     wanted: str,
-    within: Hashable,
 ) -> Request:
     return request(
         operands[0],
@@ -57,7 +56,6 @@ def _request(
         masked=len(operands) > 3,
         lengths=key_lengths is not None,
         grads=wanted,
-        within=within,
     )
 
 
@@ -88,15 +86,12 @@ def results(
     backend: str | None,
     policy: Policy | str | None,
     wanted: str,
-    within: Hashable = None,
 ) -> tuple[Array, Array]:
     """Output and lse for ``gradients`` of the same call, by the backend that these are computed by.
 
-    ``within`` is what else the context of the call is known by.
-
     Raises what ``attention`` raises.
     """
-    asked = _request(operands, key_lengths, seed, options, backend, policy, wanted, within)
+    asked = _request(operands, key_lengths, seed, options, backend, policy, wanted)
     launch = _latest(asked, operands)
     if launch is not None and launch.save is not None:
         recording.note(launch.problem)
@@ -119,7 +114,6 @@ def gradients(
     lse: Array | None,
     grad_lse: Array | None,
     wanted: str,
-    within: Hashable = None,
 ) -> Gradients:
     """Gradients of ``operands`` (query, key, value and maybe a mask) that ``wanted`` asks for, in the caller's library.
 
@@ -127,7 +121,7 @@ def gradients(
     """
     if grad_out is None:
         raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
-    asked = _request(operands, key_lengths, seed, options, backend, policy, wanted, within)
+    asked = _request(operands, key_lengths, seed, options, backend, policy, wanted)
     launch = _latest(asked, operands)
     prepared = None if launch is None else launch.differentiate
     if (

@@ -7,7 +7,9 @@ chosen when the graph runs, by the facts of its tensors there, as it is without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -112,10 +114,10 @@ def _attention(
     if seed is None and draws:
         seed = drawn_seed()
     unsigned = None if seed is None else seed % 2**64
-    with torch.no_grad():
+    with _as_without_graph():
         if grads:
             operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-            out, lse = results(operands, key_lengths, unsigned, options, backend, policy, grads, _within())
+            out, lse = results(operands, key_lengths, unsigned, options, backend, policy, grads)
         else:
             out, lse = attend(query, key, value, attn_mask, key_lengths, unsigned, options, backend, policy)
         rows: Any = lse if grads or options.return_lse else _none(query)
@@ -141,7 +143,7 @@ def _gradients(
     backend, policy, options = _read(said)
     seed = int(state[0]) % 2**64 if state.numel() else None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    with torch.no_grad():
+    with _as_without_graph():
         found = gradients(
             grad_out,
             operands,
@@ -154,7 +156,6 @@ def _gradients(
             lse=lse,
             grad_lse=grad_lse,
             wanted=grads,
-            within=_within(),
         )
         return [
             _laid(grad, like, options.layout) if name != "m" else grad.contiguous()  # type: ignore[union-attr]
@@ -163,9 +164,27 @@ def _gradients(
         ]
 
 
-def _within() -> int:
-    """What torch leaves out on this way through its dispatcher, by which guards tell tensors apart."""
-    return int(torch._C._dispatch_tls_local_exclude_set().raw_repr())
+def _sets() -> tuple[Any, Any]:
+    """What a thread that has just begun includes in a call, and leaves out, of torch's dispatch keys."""
+    sets: list[Any] = []
+    include, exclude = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    thread = threading.Thread(target=lambda: sets.extend((include(), exclude())))
+    thread.start()
+    thread.join()
+    return sets[0], sets[1]
+
+
+_SETS = _sets()
+
+
+@contextlib.contextmanager
+def _as_without_graph() -> Iterator[None]:
+    """As a program without autograd calls, wherever in torch's dispatcher this is: so that launches know it again."""
+    if torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch._C._ForceDispatchKeyGuard(*_SETS), torch.no_grad():
+        yield
 
 
 def _read(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
