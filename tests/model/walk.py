@@ -1,6 +1,6 @@
 """Every model class of the installed transformers, made small: eager attention against attnswitch.
 
-uv run --group model python tests/model/walk.py [--shard 0/2] [--json FILE] [FAMILY ...]
+uv run --group model python tests/model/walk.py [--shard 0/2] [FAMILY ...]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import logging
 import pkgutil
 import re
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ LENGTH, TARGET = 12, 7
 #: A model is cut down further, or given up, above so many weights.
 MOST = 40_000_000
 
-_LAYERS = re.compile(r"layers?$|_layers_|^depths?$|^n_layer|num_blocks$|layer_(num|count)|^num_stages?_blocks|_depths?$")
+_LAYERS = re.compile(
+    r"layers?$|_layers_|^depths?$|^n_layer|num_blocks$|layer_(num|count)|^num_stages?_blocks|_depths?$"
+)
 _WIDTH = re.compile(
     r"(hidden_|embed_|inner_|ffn_|_)?(size|dim|dims|sizes|width|widths|channels|rank)$|d_model|d_ff|d_kv|n_embd|n_inner"
     r"|intermediate|ffn_dim|mrope_section|rotary_dim|lora_rank|head_dim|embed_dims|_dim$|_features$"
@@ -75,14 +78,18 @@ def classes(family: str) -> Iterator[type[PreTrainedModel]]:
             module = importlib.import_module(f"{package.__name__}.{row.name}")
             for kind in list(vars(module).values()):
                 if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == module.__name__:
-                    if "forward" in dir(kind) and "PreTrained" not in kind.__name__ and "Pretrained" not in kind.__name__:
+                    if (
+                        "forward" in dir(kind)
+                        and "PreTrained" not in kind.__name__
+                        and "Pretrained" not in kind.__name__
+                    ):
                         yield kind
 
 
 # -- small configs -----------------------------------------------------------------------------------------------------
 
 
-def _shrunk(name: str, value: Any, factor: int) -> Any:
+def _shrunk(name: str, value: Any, factor: int, layers: int) -> Any:
     """One value of a config, made small."""
     given = factor
     if factor < 0:
@@ -94,7 +101,7 @@ def _shrunk(name: str, value: Any, factor: int) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, dict):  # rope_parameters and its kin
-        return {key: _shrunk(str(key), item, given) for key, item in value.items()}
+        return {key: _shrunk(str(key), item, given, layers) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and value and all(type(x) is int for x in value):
         if _TOKEN.search(name):
             return type(value)(_token(name, x) for x in value)
@@ -110,9 +117,15 @@ def _shrunk(name: str, value: Any, factor: int) -> Any:
     if re.search(r"vocab_size", name):
         return min(value, VOCABULARY)
     if name in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"):
-        return min(value, 8)
-    if _LAYERS.search(name) and not re.search(r"dense|sparse|type|index|adapter|out_|kv_shared|decoder_layers_to|feat_extract", name):
-        return min(value, 2)
+        return min(value, 32)
+    if (
+        layers
+        and _LAYERS.search(name)
+        and not re.search(r"dense|sparse|type|index|adapter|out_|kv_shared|decoder_layers_to|feat_extract", name)
+    ):
+        return min(value, layers)
+    if name == "image_size" and value > 256:
+        return 224
     if name in ("num_query_tokens", "num_queries"):
         return min(value, 8)
     if _WIDTH.search(name) and not _NOT_WIDTH.search(name) and value >= factor:
@@ -127,7 +140,7 @@ def _token(name: str, value: int) -> int:
     return VOCABULARY - 1 - sum(map(ord, name)) % 40 if value > 0 else value
 
 
-def small(kind: Any, factor: int, given: Any = None, extra: dict[str, Any] | None = None) -> Any:
+def small(kind: Any, factor: int, layers: int, given: Any = None) -> Any:
     """A config of the class with every count and width made small, sub-configs included."""
     default = given if given is not None else kind()
     values: dict[str, Any] = {}
@@ -137,32 +150,30 @@ def small(kind: Any, factor: int, given: Any = None, extra: dict[str, Any] | Non
         if name.startswith("_") or name in ("transformers_version", "model_type"):
             continue
         if isinstance(value, transformers.PreTrainedConfig):
-            values[name] = small(type(value), factor, value)
+            values[name] = small(type(value), factor, layers, value)
         elif name not in subs and (name in names or type(value) in (int, list, tuple, dict)):
-            made = _shrunk(name, value, factor)
+            made = _shrunk(name, value, factor, layers)
             if made != value:
                 values[name] = made
-    layers = values.get("num_hidden_layers", values.get("num_layers"))
+    kept = values.get("num_hidden_layers", values.get("num_layers"))
     for name, value in vars(default).items():
         # One entry a layer: kept as long as there are layers, the last kinds too.
-        if isinstance(value, (list, tuple)) and type(layers) is int and len(value) > layers:
+        if isinstance(value, (list, tuple)) and type(kept) is int and len(value) > kept:
             old = getattr(default, "num_hidden_layers", getattr(default, "num_layers", None))
             if len(value) == old:
-                values[name] = [value[0], *value[len(value) - layers + 1 :]] if layers > 1 else list(value[:1])
+                values[name] = [value[0], *value[len(value) - kept + 1 :]]
     if "pad_token_id" in vars(default) and default.pad_token_id is None:
         values["pad_token_id"] = 0
-    return type(default)(**(values | (extra or {})))
+    if getattr(default, "prediction_length", 1) is None:
+        values["prediction_length"] = 4
+    return type(default)(**values)
 
 
-#: In this order, until one can be made and run: the factor of widths, negative for fewer heads of the same width, and
-#: what else.
-ATTEMPTS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (SHRINK, {}),
-    (-4, {}),
-    (1, {}),
-    (4, {}),
-    (SHRINK, {"is_decoder": True}),
-)
+#: In this order, until one can be made and run: by what widths are divided, negative for fewer heads of the same width,
+#: and the most layers of a kind, 0 for as many as the default has.
+ATTEMPTS: tuple[tuple[int, int], ...] = ((SHRINK, 2), (-4, 2), (SHRINK, 0), (1, 2), (2, 4))
+#: Seconds after which no other attempt is made.
+PATIENCE = 3.0
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -208,8 +219,10 @@ def inputs(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     text = {name: value for name, value in text.items() if name in takes or name == "attention_mask"}
     target = {name: value for name, value in text.items() if name.startswith("decoder")}
     main = getattr(model, "main_input_name", "input_ids")
-    if "input_ids" in takes:
+    if "input_ids" in takes or not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in takes.values()):
         yield text
+        if "codebook_idx" in takes:
+            yield {"input_ids": ids[..., None].repeat(1, 1, 8), "codebook_idx": 2, "attention_mask": mask}
         if "bbox" in takes:
             yield {**text, "bbox": torch.zeros(3, LENGTH, 4, dtype=torch.int64)}
         if "MultipleChoice" in type(model).__name__:
@@ -229,6 +242,23 @@ def inputs(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": torch.randn(3, 3, 4 * patch, 4 * patch), **target}
         if "decoder_input_ids" not in target:
             yield {"pixel_values": image, "decoder_input_ids": ids[:, :TARGET]}
+    grid = next((x for x in ("grid_thw", "image_grid_thw") if x in takes), None)
+    if grid is not None and "input_ids" not in takes:
+        side = int(_find(config, "patch_size") or 14)
+        channels = int(_find(config, "in_channels", "in_chans", "num_channels") or 3)
+        patches = torch.randn(32, channels * int(_find(config, "temporal_patch_size") or 1) * side * side)
+        name = next((x for x in ("hidden_states", "pixel_values") if x in takes), main)
+        yield {name: patches, grid: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    if "past_time_features" in takes:
+        past = int(_find(config, "context_length") or 8) + max(_find(config, "lags_sequence") or [0])
+        ahead, times = int(_find(config, "prediction_length") or 4), int(_find(config, "num_time_features") or 0)
+        yield {
+            "past_values": torch.randn(3, past),
+            "past_time_features": torch.randn(3, past, times),
+            "past_observed_mask": torch.ones(3, past),
+            "future_values": torch.randn(3, ahead),
+            "future_time_features": torch.randn(3, ahead, times),
+        }
     for name in ("input_features", "input_values", "past_values", main):
         if name in takes and name not in ("input_ids", "pixel_values"):
             bins = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim") or 80
@@ -250,10 +280,13 @@ def inputs(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         width = int(_find(config, "hidden_size", "d_model", "dim") or 32)
         name = next(x for x in ("inputs_embeds", "hidden_states", "encoder_hidden_states") if x in takes)
         with_mask = {"attention_mask": mask} if "attention_mask" in takes else {}
+        if "encoder_hidden_states" in takes and "hidden_states" in takes:
+            yield {name: torch.randn(3, LENGTH, width), "encoder_hidden_states": torch.randn(3, TARGET, width)}
         yield {name: torch.randn(3, LENGTH, width), **with_mask}
         yield {name: torch.randn(3, LENGTH, width)}
     try:
-        yield dict(model.dummy_inputs)
+        if "input_ids" in takes:
+            yield dict(model.dummy_inputs)
     except Exception:  # noqa: BLE001 - most models have none
         return
 
@@ -343,34 +376,38 @@ def _short(error: BaseException) -> str:
 
 def _prepared(kind: Any) -> tuple[Any, PreTrainedModel, dict[str, Any], dict[str, torch.Tensor]]:
     """A small config, the model with eager attention, a batch that it takes and what comes out."""
-    last = "no inputs to try"
-    for factor, extra in ATTEMPTS:
+    errors: list[str] = []
+    began = time.perf_counter()
+    for factor, layers in ATTEMPTS:
+        if time.perf_counter() - began > PATIENCE:
+            break
         try:
-            config = small(kind.config_class, factor, extra=extra)
+            config = small(kind.config_class, factor, layers)
             with torch.device("meta"), no_init_weights():
                 weights = sum(p.numel() for p in kind._from_config(copy.deepcopy(config)).parameters())
         except Exception as error:  # noqa: BLE001 - told in the result
-            last = "config: " + _short(error)
+            errors.append("config: " + _short(error))
             continue
         if weights > MOST:
-            last = f"config: {weights:,} weights"
+            errors.append(f"config: {weights:,} weights")
             continue
         try:
             model = _made(kind, config, "eager")
         except Exception as error:  # noqa: BLE001
-            last = "model: " + _short(error)
+            errors.append("model: " + _short(error))
             continue
         torch.manual_seed(0)
         for batch in inputs(model):
             try:
                 out = _run(model, batch)
             except Exception as error:  # noqa: BLE001
-                last = f"run with {', '.join(batch)}: " + _short(error)
+                errors.append(f"run with {', '.join(batch)}: " + _short(error))
                 continue
             if any(bool(x.isfinite().any()) for x in out.values()):
                 return config, model, batch, out
-            last = "run: no finite output"
-    raise ValueError(last)
+            errors.append("run: no finite output")
+    ran = [error for error in errors if not re.search(r"missing \d|have to specify|unexpected keyword", error)]
+    raise ValueError((ran or errors or ["no inputs to try"])[0])
 
 
 def look(kind: Any) -> Result:
@@ -439,38 +476,33 @@ def look(kind: Any) -> Result:
     return result("wrong", why, calls.count, sdpa, right)
 
 
-def walk(chosen: list[str], shard: int = 0, shards: int = 1) -> list[Result]:
+def walk(chosen: list[str], shard: int = 0, shards: int = 1) -> Iterator[Result]:
     """Look at every class of these families."""
     register()
     transformers.logging.set_verbosity(logging.CRITICAL)
-    results = []
     for family in chosen[shard::shards]:
         try:
             kinds = list(classes(family))
         except ImportError as error:
-            results.append(Result(family, "", "not built", _short(error), 0, None, None, 0.0))
+            yield Result(family, "", "not built", _short(error), 0, None, None, 0.0)
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results += [look(kind) for kind in kinds]
-    return results
+            for kind in kinds:
+                yield look(kind)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--shard", default="0/1")
-    parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = walk(args.families or families(), *map(int, args.shard.split("/")))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump([row._asdict() for row in results], file, indent=0)
-    if args.families:
-        for row in results:
-            print(row)
-    print(collections.Counter(row.outcome for row in results))
+    counts: collections.Counter[str] = collections.Counter()
+    for row in walk(args.families or families(), *map(int, args.shard.split("/"))):
+        counts[row.outcome] += 1
+        print(json.dumps(row._asdict()), flush=True)
+    print(dict(counts), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from attnswitch import api
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
-from attnswitch.integrations.transformers.masks import biased, is_diagonal
+from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
 
 __all__ = ["attention"]
 
@@ -52,6 +52,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     deterministic: bool | None = None,
+    indices: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Output (B, Lq, Hq, Dv) for query (B, Hq, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv); no weights.
@@ -76,11 +77,14 @@ def attention(
     options: dict[str, Any] = {}
     if attention_mask is None:  # else the mask holds the diagonal and the window as well
         options = _positions(module, length_q, key.shape[2], is_causal, sliding_window)
-    elif length_q > 1 and position_bias is None and is_diagonal(attention_mask, length_q):
+    elif length_q > 1 and position_bias is None and indices is None and is_diagonal(attention_mask, length_q):
         key, value, attention_mask = key[:, :, :length_q], value[:, :, :length_q], None
         options["is_causal"] = True
     if position_bias is not None:
         attention_mask = position_bias if attention_mask is None else biased(attention_mask, position_bias)
+    if indices is not None:
+        chosen = _chosen(indices, length_q, key.shape[2])
+        attention_mask = chosen if attention_mask is None else only(attention_mask, chosen)
     if attention_mask is not None:
         options["attn_mask"] = attention_mask
     if dropout:
@@ -108,6 +112,15 @@ def _as_autocast(query: torch.Tensor, *others: Any) -> tuple[Any, ...]:
         x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in (query, *others)
     )
+
+
+def _chosen(indices: torch.Tensor, length_q: int, length_k: int) -> torch.Tensor:
+    """The mask (B, 1, Lq, Lk) of the keys that an indexer chose for each query: ``indices`` (B, Lq, N), -1 for none."""
+    if not isinstance(indices, torch.Tensor) or indices.ndim != 3 or indices.shape[1] != length_q:
+        raise Unsupported(f"transformers passes indices to attention, not (B, {length_q}, N) of keys: {_UNKNOWN}")
+    spare = torch.where(indices < 0, length_k, indices).long()
+    chosen = indices.new_zeros((*indices.shape[:2], length_k + 1), dtype=torch.bool).scatter(-1, spare, True)
+    return chosen[:, None, :, :length_k]
 
 
 def _positions(

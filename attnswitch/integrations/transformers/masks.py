@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 
 from attnswitch.integrations.transformers.fit import check_config
 
-__all__ = ["biased", "is_diagonal", "mask"]
+__all__ = ["biased", "is_diagonal", "mask", "only"]
 
 #: What a mask is marked by, with its version.
 _DIAGONAL = "_attnswitch_diagonal"
@@ -50,3 +50,8 @@ def is_diagonal(mask: torch.Tensor, queries: int) -> bool:
 def biased(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Add what ``mask`` adds or hides to ``bias``: a float mask."""
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+
+
+def only(mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Hide from ``mask`` what the bool mask ``chosen`` leaves out."""
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)
