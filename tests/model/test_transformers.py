@@ -154,7 +154,7 @@ def test_a_mask_is_refused_where_nobody_was_asked() -> None:
     config = transformers.MPNetConfig(vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     model = transformers.MPNetModel(config).eval()
     model.config._attn_implementation = "attnswitch"
-    with pytest.raises(attnswitch.Unsupported, match="MPNet.*cannot run"):
+    with pytest.raises(attnswitch.Unsupported, match=r"MPNet.*cannot run"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.tensor([[1, 1, 1, 0]]))
 
 
@@ -299,6 +299,17 @@ def test_what_is_not_honoured_is_refused(name: str, reason: str) -> None:
     with pytest.raises(attnswitch.Unsupported, match=f"{name} to attention: .*{reason}"):
         call(4, 4, **{name: "anything"})
     call(4, 4, **{name: None})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_that_an_indexer_chose_are_the_only_ones(masked: bool) -> None:
+    indices = torch.tensor([[[0, -1], [0, 1], [2, 0], [1, 3]]])
+    chosen = torch.zeros(4, 4, dtype=torch.bool)
+    for row, keys in enumerate(indices[0]):
+        chosen[row, keys[keys >= 0]] = True
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril() if masked else None
+    out, formula, i, j = call(4, 4, indices=indices, mask=mask)
+    torch.testing.assert_close(out, formula(chosen & (j <= i)))
 
 
 def test_more_queries_than_keys_need_a_mask_to_be_causal() -> None:

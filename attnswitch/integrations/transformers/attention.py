@@ -18,6 +18,7 @@ __all__ = ["attention"]
 #: and packing as state-space layers want it.
 _NO_EFFECT = {
     "cache_position",
+    "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -117,7 +118,7 @@ def _as_autocast(query: torch.Tensor, *others: Any) -> tuple[Any, ...]:
 def _chosen(indices: torch.Tensor, length_q: int, length_k: int) -> torch.Tensor:
     """The mask (B, 1, Lq, Lk) of the keys that an indexer chose for each query: ``indices`` (B, Lq, N), -1 for none."""
     if not isinstance(indices, torch.Tensor) or indices.ndim != 3 or indices.shape[1] != length_q:
-        raise Unsupported(f"transformers passes indices to attention, not (B, {length_q}, N) of keys: {_UNKNOWN}")
+        raise Unsupported(f"transformers passes indices to attention: not (B, {length_q}, N) of keys; {_UNKNOWN}")
     spare = torch.where(indices < 0, length_k, indices).long()
     chosen = indices.new_zeros((*indices.shape[:2], length_k + 1), dtype=torch.bool).scatter(-1, spare, True)
     return chosen[:, None, :, :length_k]
