@@ -29,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 
 import attnswitch
-from attnswitch.integrations.transformers import register
+from attnswitch.integrations.transformers import fit, register
 
 # -- what other models ask for: random weights, against eager ----------------------------------------------------------
 
@@ -51,6 +51,11 @@ def randomised(model: Any) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
+
+
+def llama(implementation: str) -> Any:
+    kind: Any = LlamaForCausalLM
+    return kind._from_config(LlamaConfig(**SMALL), attn_implementation=implementation)
 
 
 def both(model: Any, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,14 +150,29 @@ def test_models_that_never_call_a_registered_attention_are_refused(kind: str, wh
     for asked in ("attnswitch", {"": "attnswitch"}):
         with pytest.raises(attnswitch.Unsupported, match=message):
             made.set_attn_implementation(asked)
+        with pytest.raises(attnswitch.Unsupported, match=message):
+            made.set_attn_implementation(attn_implementation=asked)
     made.set_attn_implementation("eager")
+
+
+def test_what_asks_models_can_be_put_back() -> None:
+    register()
+    kind: Any = transformers.PreTrainedModel
+    wrapped = kind.set_attn_implementation, kind.get_correct_attn_implementation
+    register()
+    assert (kind.set_attn_implementation, kind.get_correct_attn_implementation) == wrapped
+    fit.unwatch()
+    plain = kind.set_attn_implementation, kind.get_correct_attn_implementation
+    assert plain == tuple(method.__wrapped__ for method in wrapped)
+    fit.watch()
+    assert kind.set_attn_implementation.__wrapped__ is plain[0]
 
 
 def test_a_mask_is_refused_where_nobody_was_asked() -> None:
     """Whoever writes to a config reaches no check of the model; its mask would be taken by eager attention."""
     register()
     config = transformers.MPNetConfig(vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    model = transformers.MPNetModel(config).eval()
+    model: Any = transformers.MPNetModel(config)
     model.config._attn_implementation = "attnswitch"
     with pytest.raises(attnswitch.Unsupported, match=r"MPNet.*cannot run"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.tensor([[1, 1, 1, 0]]))
@@ -164,7 +184,8 @@ def test_weights_are_what_they_are_with_sdpa(caplog: pytest.LogCaptureFixture) -
     model = randomised(LlamaForCausalLM(LlamaConfig(**SMALL)))
     ids = torch.arange(3, 9)[None]
     transformers.logging.enable_propagation()
-    transformers.logging.get_logger().warning_once.cache_clear()
+    warn: Any = transformers.logging.get_logger().warning_once
+    warn.cache_clear()
     weights = {}
     for name in ("sdpa", "attnswitch"):
         model.set_attn_implementation(name)
@@ -214,7 +235,7 @@ def test_the_trainer_runs_in_bfloat16(tmp_path: Path) -> None:
     losses = {}
     for name in ("sdpa", "attnswitch"):
         torch.manual_seed(0)
-        model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation=name)
+        model = llama(name)
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path),
             max_steps=3,
@@ -236,9 +257,9 @@ def test_the_trainer_runs_in_bfloat16(tmp_path: Path) -> None:
 
 def test_continuous_batching_is_refused() -> None:
     register()
-    model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation="attnswitch")
+    model = llama("attnswitch")
     with pytest.raises(ValueError, match="attnswitch is not supported for continuous batching"):
-        model.generate_batch(inputs=[[3, 4, 5]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
+        model.generate_batch(inputs=[[3, 4, 5]], max_new_tokens=2)
 
 
 # -- the function itself -----------------------------------------------------------------------------------------------

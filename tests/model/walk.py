@@ -88,7 +88,8 @@ def _made(kind: Any, config: Any, implementation: str) -> PreTrainedModel:
             else:
                 fan = weight[0].numel()
                 weight.copy_(torch.randn(weight.shape, generator=generator) * (1.2 / fan**0.5))
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def _tensors(out: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,11 +144,11 @@ class _Calls:
             self.count += 1
             return self._kept(*operands, **options)
 
-        api.attention = noted  # type: ignore[assignment]
+        api.attention = noted
         return self
 
     def __exit__(self, *_: object) -> None:
-        api.attention = self._kept  # type: ignore[assignment]
+        api.attention = self._kept
 
 
 def _short(error: BaseException) -> str:

@@ -53,11 +53,15 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     text: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     if "decoder_input_ids" in takes:
         text["decoder_input_ids"] = torch.randint(5, VOCABULARY - 45, (3, TARGET))
-    text = {name: value for name, value in text.items() if name in takes or name == "attention_mask"}
+    # A wrapper of *args and **kwargs says nothing of what it takes.
+    anything = not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in takes.values())
+    text = {name: value for name, value in text.items() if anything or name in takes or name == "attention_mask"}
     target = {name: value for name, value in text.items() if name.startswith("decoder")}
     main = getattr(model, "main_input_name", "input_ids")
-    if "input_ids" in takes or not any(p.kind is p.POSITIONAL_OR_KEYWORD for p in takes.values()):
+    if "input_ids" in takes or anything:
         yield text
+        if "use_cache" in takes:
+            yield {**text, "use_cache": False}
         if "codebook_idx" in takes:
             yield {"input_ids": ids[..., None].repeat(1, 1, 8), "codebook_idx": 2, "attention_mask": mask}
         if "bbox" in takes:

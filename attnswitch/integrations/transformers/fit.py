@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnswitch.errors import Unsupported
 
-__all__ = ["check_config", "check_layer", "names", "watch"]
+__all__ = ["check_config", "check_layer", "names", "unwatch", "watch"]
 
 #: The names that mean attnswitch.
 names: set[str] = set()
@@ -67,7 +67,7 @@ def _refuse(what: str, why: str) -> None:
     raise Unsupported(f"{what} cannot run on attnswitch: {why}; {_REMEDY}")
 
 
-def _models_of(module: str) -> list[type[PreTrainedModel]]:
+def _models_of(module: str) -> list[Any]:
     kinds = vars(sys.modules[module]).values() if module in sys.modules else ()
     return [
         kind
@@ -112,12 +112,14 @@ def _wrapped(method: Any) -> Any:
     """A method of models whose first argument is the attention asked for: refuse what cannot have it, then go on."""
 
     @functools.wraps(method)
-    def asked(self: PreTrainedModel, attention: Any, *rest: Any, **options: Any) -> Any:
+    def asked(self: PreTrainedModel, *given: Any, **named: Any) -> Any:
+        attention = given[0] if given else named.get("attn_implementation", named.get("requested_attention"))
         name = attention.get("") if isinstance(attention, dict) else attention
-        why = _why_not(type(self)) if isinstance(name, str) and name in names else None
+        kind: Any = type(self)
+        why = _why_not(kind) if isinstance(name, str) and name in names else None
         if why is not None:
-            _refuse(type(self).__name__, why)
-        return method(self, attention, *rest, **options)
+            _refuse(kind.__name__, why)
+        return method(self, *given, **named)
 
     asked._attnswitch = True  # type: ignore[attr-defined]
     return asked
