@@ -120,8 +120,10 @@ def _off(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], batch: dict
         y = two.get(name)
         if y is None or y.shape != x.shape:
             return float("inf")
-        if mask is not None and x.shape[:2] == mask.shape:
-            x, y = x[mask.bool()], y[mask.bool()]
+        if mask is not None and x.ndim > 1 and len(x) == len(mask) and 0 <= x.shape[1] - mask.shape[1] <= 1:
+            # One more is a token that the model puts behind the others.
+            seen = torch.nn.functional.pad(mask, (0, x.shape[1] - mask.shape[1]), value=1).bool()
+            x, y = x[seen], y[seen]
         x, y = x.to(torch.complex128), y.to(torch.complex128)
         x, y = torch.view_as_real(x), torch.view_as_real(y)
         # What eager attention makes NaN or infinite says nothing of another's numbers.
