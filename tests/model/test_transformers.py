@@ -5,12 +5,14 @@ uv run --group model pytest tests/model
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
+import transformers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -27,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 
 import attnswitch
-from attnswitch.integrations.transformers import register
+from attnswitch.integrations.transformers import fit, register
 
 # -- what other models ask for: random weights, against eager ----------------------------------------------------------
 
@@ -49,6 +51,11 @@ def randomised(model: Any) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
+
+
+def llama(implementation: str) -> Any:
+    kind: Any = LlamaForCausalLM
+    return kind._from_config(LlamaConfig(**SMALL), attn_implementation=implementation)
 
 
 def both(model: Any, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +120,146 @@ def test_a_model_made_for_eager_is_refused() -> None:
     small = {key: size for key, size in SMALL.items() if key not in ("num_key_value_heads", "head_dim")}
     register()
     model = SplinterModel(SplinterConfig(**small))
-    model.set_attn_implementation("attnswitch")
-    with pytest.raises(attnswitch.Unsupported, match=r"SplinterSelfAttention.*_supports_"):
+    with pytest.raises(attnswitch.Unsupported, match=r"SplinterModel.*_supports_"):
+        model.set_attn_implementation("attnswitch")
+    model.config._attn_implementation = "attnswitch"  # nobody is asked
+    with pytest.raises(attnswitch.Unsupported, match=r"Splinter.*_supports_"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("MPNetModel", "_supports_"),
+        ("BloomModel", "_supports_"),
+        ("FalconModel", "FALCON_ATTENTION_CLASSES"),
+        ("GPTJModel", "GPTJ_ATTENTION_CLASSES"),
+        ("GPTNeoModel", "GPT_NEO_ATTENTION_CLASSES"),
+    ],
+)
+def test_models_that_never_call_a_registered_attention_are_refused(kind: str, why: str) -> None:
+    """They took its mask and attended otherwise, or ended in a KeyError."""
+    register()
+    model = getattr(transformers, kind)
+    config = model.config_class()
+    message = rf"{kind} cannot run on attnswitch: .*{why}.*'eager'"
+    with torch.device("meta"):
+        with pytest.raises(attnswitch.Unsupported, match=message):
+            model._from_config(config, attn_implementation="attnswitch")
+        made = model._from_config(config, attn_implementation="eager")
+    for asked in ("attnswitch", {"": "attnswitch"}):
+        with pytest.raises(attnswitch.Unsupported, match=message):
+            made.set_attn_implementation(asked)
+        with pytest.raises(attnswitch.Unsupported, match=message):
+            made.set_attn_implementation(attn_implementation=asked)
+    made.set_attn_implementation("eager")
+
+
+def test_what_asks_models_can_be_put_back() -> None:
+    register()
+    kind: Any = transformers.PreTrainedModel
+    wrapped = kind.set_attn_implementation, kind.get_correct_attn_implementation
+    register()
+    assert (kind.set_attn_implementation, kind.get_correct_attn_implementation) == wrapped
+    fit.unwatch()
+    plain = kind.set_attn_implementation, kind.get_correct_attn_implementation
+    assert plain == tuple(method.__wrapped__ for method in wrapped)
+    fit.watch()
+    assert kind.set_attn_implementation.__wrapped__ is plain[0]
+
+
+def test_a_mask_is_refused_where_nobody_was_asked() -> None:
+    """Whoever writes to a config reaches no check of the model; its mask would be taken by eager attention."""
+    register()
+    config = transformers.MPNetConfig(vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model: Any = transformers.MPNetModel(config)
+    model.config._attn_implementation = "attnswitch"
+    with pytest.raises(attnswitch.Unsupported, match=r"MPNet.*cannot run"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.tensor([[1, 1, 1, 0]]))
+
+
+def test_weights_are_what_they_are_with_sdpa(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning, and None for every layer."""
+    register()
+    model = randomised(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    ids = torch.arange(3, 9)[None]
+    transformers.logging.enable_propagation()
+    warn: Any = transformers.logging.get_logger().warning_once
+    warn.cache_clear()
+    weights = {}
+    for name in ("sdpa", "attnswitch"):
+        model.set_attn_implementation(name)
+        out = model(input_ids=ids, output_attentions=True)
+        weights[name] = out.attentions
+    assert weights["attnswitch"] == weights["sdpa"]
+    assert [row for row in caplog.messages if row.startswith("attnswitch gives no attention weights")]
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.config.output_attentions = True
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast_is_that_of_sdpa(name: str) -> None:
+    """Rotary layers leave queries and keys in float32 beside values in bfloat16."""
+    kind, config = DECODERS[name]
+    model = randomised(kind(config))
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+
+    def run(model: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]  # type: ignore[no-any-return]
+
+    eager, ours = both(model, run)
+    assert eager.dtype == ours.dtype
+    # Eager attention rounds probabilities and logits to bfloat16 on its way.
+    assert (eager - ours).abs().max() <= 0.05 * eager.abs().max()
+
+
+def test_operands_are_cast_as_autocast_casts_them() -> None:
+    register()
+    q, k, v = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    bias = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    module = torch.nn.Module()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outs = [ATTENTIONS[name](module, q, k, v.bfloat16(), bias)[0] for name in ("sdpa", "attnswitch")]
+    assert [out.dtype for out in outs] == [torch.bfloat16] * 2
+    torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+
+
+def test_the_trainer_runs_in_bfloat16(tmp_path: Path) -> None:
+    """The losses of three steps, against sdpa's."""
+    register()
+    ids = torch.randint(3, 90, (6, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    losses = {}
+    for name in ("sdpa", "attnswitch"):
+        torch.manual_seed(0)
+        model = llama(name)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            bf16=True,
+            use_cpu=True,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            learning_rate=1e-2,
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses["attnswitch"]) == 3
+    assert losses["attnswitch"] == pytest.approx(losses["sdpa"], rel=1e-2)
+
+
+def test_continuous_batching_is_refused() -> None:
+    register()
+    model = llama("attnswitch")
+    with pytest.raises(ValueError, match="attnswitch is not supported for continuous batching"):
+        model.generate_batch(inputs=[[3, 4, 5]], max_new_tokens=2)
 
 
 # -- the function itself -----------------------------------------------------------------------------------------------
@@ -169,7 +313,6 @@ def test_is_causal_when_asked_outranks_the_module(asked: bool) -> None:
         ("cu_seq_lens_q", "position_ids"),
         ("cache", "pages"),
         ("indices", "may change the result"),
-        ("output_attentions", "eager"),
         ("never_heard_of", "may change the result"),
     ],
 )
@@ -177,6 +320,17 @@ def test_what_is_not_honoured_is_refused(name: str, reason: str) -> None:
     with pytest.raises(attnswitch.Unsupported, match=f"{name} to attention: .*{reason}"):
         call(4, 4, **{name: "anything"})
     call(4, 4, **{name: None})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_that_an_indexer_chose_are_the_only_ones(masked: bool) -> None:
+    indices = torch.tensor([[[0, -1], [0, 1], [2, 0], [1, 3]]])
+    chosen = torch.zeros(4, 4, dtype=torch.bool)
+    for row, keys in enumerate(indices[0]):
+        chosen[row, keys[keys >= 0]] = True
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril() if masked else None
+    out, formula, i, j = call(4, 4, indices=indices, mask=mask)
+    torch.testing.assert_close(out, formula(chosen & (j <= i)))
 
 
 def test_more_queries_than_keys_need_a_mask_to_be_causal() -> None:

@@ -1,0 +1,146 @@
+"""The attention function that transformers' layers call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from attnswitch import api
+from attnswitch.errors import Unsupported
+from attnswitch.integrations.transformers.fit import check_layer
+from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
+
+__all__ = ["attention"]
+
+#: Handed down to every layer, without a part in attention: what query, key and mask already carry, the model's outputs,
+#: and packing as state-space layers want it.
+_NO_EFFECT = {
+    "cache_position",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
+_PACKED = "packed sequences are taken as a mask, which transformers makes from position_ids; leave the lengths out"
+_REASONS = {
+    "cache": "keys and values in pages are not supported; generate without continuous batching",
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
+}
+_log = logging.get_logger(__name__)
+_UNKNOWN = "it may change the result in a way not known here; use attn_implementation='eager' for this model"
+
+
+def attention(
+    backend: str | None,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+    indices: torch.Tensor | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """Output (B, Lq, Hq, Dv) for query (B, Hq, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv); no weights.
+
+    Raises:
+        Unsupported: the layer's model was made for eager attention, or something is passed that is not honoured.
+    """
+    check_layer(type(module))
+    for name, given in rest.items():
+        if name == "output_attentions":
+            if given:
+                _log.warning_once(
+                    "attnswitch gives no attention weights; use attn_implementation='eager' to look at them"
+                )
+        elif name not in _NO_EFFECT and given is not None:
+            raise Unsupported(f"transformers passes {name} to attention: {_REASONS.get(name, _UNKNOWN)}")
+    query, key, value, attention_mask, position_bias = _as_autocast(query, key, value, attention_mask, position_bias)
+    length_q = query.shape[2]
+    if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries, the same for the whole batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+    # Only what is said is passed on: each keyword costs every call of every layer.
+    options: dict[str, Any] = {}
+    if attention_mask is None:  # else the mask holds the diagonal and the window as well
+        options = _positions(module, length_q, key.shape[2], is_causal, sliding_window)
+    elif length_q > 1 and position_bias is None and indices is None and is_diagonal(attention_mask, length_q):
+        key, value, attention_mask = key[:, :, :length_q], value[:, :, :length_q], None
+        options["is_causal"] = True
+    if position_bias is not None:
+        attention_mask = position_bias if attention_mask is None else biased(attention_mask, position_bias)
+    if indices is not None:
+        chosen = _chosen(indices, length_q, key.shape[2])
+        attention_mask = chosen if attention_mask is None else only(attention_mask, chosen)
+    if attention_mask is not None:
+        options["attn_mask"] = attention_mask
+    if dropout:
+        options["dropout_p"] = dropout
+    if softcap:
+        options["softcap"] = softcap
+    if deterministic:
+        options["deterministic"] = True
+    if s_aux is None:
+        out = api.attention(query, key, value, scale=scaling, backend=backend, **options)
+    else:
+        # A sink is one more key, of score s_aux and value 0: it takes 1 - sigmoid(lse - s_aux) of every row.
+        out, lse = api.attention(query, key, value, scale=scaling, backend=backend, return_lse=True, **options)
+        out = (out * torch.sigmoid(lse - s_aux.view(-1, 1))[..., None]).to(query.dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _as_autocast(query: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    """What autocast makes of the operands of torch's own attention: rotary layers leave them of several dtypes."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return (query, *others)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (query, *others)
+    )
+
+
+def _chosen(indices: torch.Tensor, length_q: int, length_k: int) -> torch.Tensor:
+    """The mask (B, 1, Lq, Lk) of the keys that an indexer chose for each query: ``indices`` (B, Lq, N), -1 for none."""
+    if not isinstance(indices, torch.Tensor) or indices.ndim != 3 or indices.shape[1] != length_q:
+        raise Unsupported(f"transformers passes indices to attention: not (B, {length_q}, N) of keys; {_UNKNOWN}")
+    spare = torch.where(indices < 0, length_k, indices).long()
+    chosen = indices.new_zeros((*indices.shape[:2], length_k + 1), dtype=torch.bool).scatter(-1, spare, True)
+    return chosen[:, None, :, :length_k]
+
+
+def _positions(
+    module: torch.nn.Module, length_q: int, length_k: int, is_causal: bool | None, sliding_window: int | None
+) -> dict[str, Any]:
+    """The keywords that say who sees what where there is no mask."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # True is sdpa's default too
+    causal = bool(causal) and length_q > 1
+    # Masks are left out while the window reaches every key; a model that makes none means what flash-attn does.
+    windowed = sliding_window is not None and sliding_window < length_k
+    if not causal and not windowed:
+        return {}
+    if length_q > length_k:
+        raise Unsupported(
+            f"causal or windowed, {length_q} queries, {length_k} keys and no mask: pass one to say who sees what"
+        )
+    options: dict[str, Any] = {"is_causal": causal}
+    if sliding_window is not None and windowed:
+        options["window"] = (sliding_window - 1, sliding_window - 1)
+    if length_q < length_k:
+        options["causal_alignment"] = "bottom_right"  # the queries are the newest tokens
+    return options

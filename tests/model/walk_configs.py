@@ -1,0 +1,110 @@
+"""Small configs of any model of transformers: fewer layers, narrower, a small vocabulary."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import transformers
+
+__all__ = ["SHRINK", "VOCABULARY", "small"]
+
+#: Widths of every kind are divided by the same number, so that what fits together still does.
+SHRINK = 8
+VOCABULARY = 128
+
+_LAYERS = re.compile(
+    r"layers?$|_layers_|^depths?$|^n_layer|num_blocks$|layer_(num|count)|^num_stages?_blocks|_depths?$"
+)
+_WIDTH = re.compile(
+    r"(hidden_|embed_|inner_|ffn_|_)?(size|dim|dims|sizes|width|widths|channels|rank)$|d_model|d_ff|d_kv|n_embd|n_inner"
+    r"|intermediate|ffn_dim|mrope_section|rotary_dim|lora_rank|head_dim|embed_dims|_dim$|_features$"
+)
+_NOT_WIDTH = re.compile(
+    r"vocab|image|patch|window|num_channels|in_channels|kernel|stride|batch|type_|chunk|pool|block|input_size|crop|tile"
+    r"|codebook_size|spatial|max_|group|_labels|beam|bin|state_size|conv_kernel|sequence|num_input|num_mel|temporal"
+)
+_HEADS = re.compile(r"heads?$|_heads_|n_head$|num_key_value")
+_HEAD_WIDTH = re.compile(r"head_dim|rotary_dim|mrope_section|d_kv")
+_TOKEN = re.compile(r"_token_(id|index)$|_token_ids$|^(image|audio|video)_token$")
+
+
+def _shrunk(name: str, value: Any, factor: int, layers: int) -> Any:
+    """One value of a config, made small."""
+    given = factor
+    if factor < 0:
+        if _HEAD_WIDTH.search(name):
+            return value
+        factor = -factor
+        if _HEADS.search(name) and type(value) is int:
+            return max(value // factor, 1)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, dict):  # rope_parameters and its kin
+        return {key: _shrunk(str(key), item, given, layers) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and value and all(type(x) is int for x in value):
+        if _TOKEN.search(name):
+            return type(value)(_token(name, x) for x in value)
+        if re.search(r"^depths$|_depths$|^layers$|num_blocks$|^num_layers$|num_hidden_layers$", name):
+            return type(value)(min(x, 1) for x in value)
+        if _WIDTH.search(name) and not _NOT_WIDTH.search(name):
+            return type(value)(max(x // factor, 1) for x in value)
+        return value
+    if type(value) is not int:
+        return value
+    if _TOKEN.search(name):
+        return _token(name, value)
+    if re.search(r"vocab_size", name):
+        return min(value, VOCABULARY)
+    if name in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"):
+        return min(value, 32)
+    if (
+        layers
+        and _LAYERS.search(name)
+        and not re.search(r"dense|sparse|type|index|adapter|out_|kv_shared|decoder_layers_to|feat_extract", name)
+    ):
+        return min(value, layers)
+    if name == "image_size" and value > 256:
+        return 224
+    if name in ("num_query_tokens", "num_queries"):
+        return min(value, 8)
+    if _WIDTH.search(name) and not _NOT_WIDTH.search(name) and value >= factor:
+        return value // factor
+    return value
+
+
+def _token(name: str, value: int) -> int:
+    """A token that a small vocabulary has: a different one for each name."""
+    if 0 <= value < 3:
+        return value
+    return VOCABULARY - 1 - sum(map(ord, name)) % 40 if value > 0 else value
+
+
+def small(kind: Any, factor: int, layers: int, given: Any = None) -> Any:
+    """A config of the class with every count and width made small, sub-configs included."""
+    default = given if given is not None else kind()
+    values: dict[str, Any] = {}
+    subs = getattr(default, "sub_configs", {})
+    names = inspect.signature(type(default).__init__).parameters
+    for name, value in vars(default).items():
+        if name.startswith("_") or name in ("transformers_version", "model_type"):
+            continue
+        if isinstance(value, transformers.PreTrainedConfig):
+            values[name] = small(type(value), factor, layers, value)
+        elif name not in subs and (name in names or type(value) in (int, list, tuple, dict)):
+            made = _shrunk(name, value, factor, layers)
+            if made != value:
+                values[name] = made
+    kept = values.get("num_hidden_layers", values.get("num_layers"))
+    for name, value in vars(default).items():
+        # One entry a layer: kept as long as there are layers, the last kinds too.
+        if isinstance(value, (list, tuple)) and type(kept) is int and len(value) > kept:
+            old = getattr(default, "num_hidden_layers", getattr(default, "num_layers", None))
+            if len(value) == old:
+                values[name] = [value[0], *value[len(value) - kept + 1 :]]
+    if "pad_token_id" in vars(default) and default.pad_token_id is None:
+        values["pad_token_id"] = 0
+    if getattr(default, "prediction_length", 1) is None:
+        values["prediction_length"] = 4
+    return type(default)(**values)
