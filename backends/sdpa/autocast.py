@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from attnswitch.machine.backend import Inputs
 
@@ -45,15 +44,25 @@ class _Shielded(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(kind, enabled=False):
             again = inputs._replace(query=query, key=key, value=value, attn_mask=mask)
             out, lse = compute(again)
-        ctx.kind, ctx.out, ctx.leaves = kind, out, leaves
+        ctx.kind, ctx.out, ctx.leaves, ctx.compute, ctx.inputs = kind, out, leaves, compute, inputs
+        ctx.save_for_backward(*operands)
         return out.detach(), None if lse is None else lse.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Any, _: Any) -> tuple[Any, ...]:
-        """Gradients through the graph that was kept."""
-        wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
+        """Gradients through the graph that was kept; to be differentiated again, through one of the operands."""
+        twice = torch.is_grad_enabled()  # create_graph=True
+        operands, out = ctx.leaves, ctx.out
         with torch.autocast(ctx.kind, enabled=False):
-            found = iter(torch.autograd.grad(ctx.out, wanted, grad_out, retain_graph=True, materialize_grads=True))
-        grads = (next(found) if x is not None and x.requires_grad else None for x in ctx.leaves)
+            if twice:
+                operands = ctx.saved_tensors
+                query, key, value, mask = operands
+                out, _ = ctx.compute(ctx.inputs._replace(query=query, key=key, value=value, attn_mask=mask))
+            wanted = [x for x in operands if x is not None and x.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    out, wanted, grad_out, retain_graph=True, create_graph=twice, materialize_grads=True
+                )
+            )
+        grads = (next(found) if x is not None and x.requires_grad else None for x in operands)
         return None, None, None, *grads

@@ -62,9 +62,9 @@ def test_some_families(record_property: Callable[[str, object], None]) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_walk_sees_a_model_that_only_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "_why_not", lambda model: None)
-    fit.check_config.cache_clear()
+    fit._why_not_config.cache_clear()
     results = list(walk.walk(["mpnet", "bloom"]))
-    fit.check_config.cache_clear()
+    fit._why_not_config.cache_clear()
     assert {row.outcome for row in results} == {"wrong"}
 
 

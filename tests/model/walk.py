@@ -121,7 +121,7 @@ def _off(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], batch: dict
         if y is None or y.shape != x.shape:
             return float("inf")
         flat = mask is not None and mask.ndim == 2 and x.ndim > 1 and len(x) == len(mask)
-        if flat and 0 <= x.shape[1] - mask.shape[1] <= 1:
+        if mask is not None and flat and 0 <= x.shape[1] - mask.shape[1] <= 1:
             # One more is a token that the model puts behind the others.
             seen = torch.nn.functional.pad(mask, (0, x.shape[1] - mask.shape[1]), value=1).bool()
             x, y = x[seen], y[seen]

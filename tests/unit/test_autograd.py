@@ -369,3 +369,24 @@ def test_the_graph_keeps_operands_as_saved_tensors_alone(options: dict[str, Any]
     assert [ref() for ref in kept] == [None] * 3
     out.sum().backward()
     assert all(operand.grad is not None for operand in operands)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_second_derivatives_do_not_vanish_under_autocast(masked: bool) -> None:
+    """They were 0 for whatever the upstream gradient did not depend on."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64).unbind()
+    v, mask = torch.randn(1, 2, 3, 6, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    operands = [x.requires_grad_() for x in (q, k, v, *([mask] if masked else []))]
+
+    def second() -> tuple[torch.Tensor, ...]:
+        options: dict[str, Any] = {"attn_mask": mask} if masked else {}
+        out = attnswitch.attention(q, k, v, backend="sdpa-math", **options)
+        first = torch.autograd.grad(out.sum(), operands, create_graph=True)
+        return torch.autograd.grad(sum((x * x.detach().cos()).sum() for x in first), operands)  # type: ignore[arg-type]
+
+    expected = second()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = second()
+    torch.testing.assert_close(found, expected)
+    assert all(x.abs().max() > 1e-4 for x in found)

@@ -24,6 +24,7 @@ from attnswitch.errors import InvalidProblem, Unsupported
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # opcheck's
 ]
 KINDS = ["plain", "causal", "bool mask", "float mask", "lengths", "window", "softcap", "lse", "BLHD", "GQA", "dropout"]

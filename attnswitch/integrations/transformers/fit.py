@@ -68,7 +68,7 @@ def _refuse(what: str, why: str) -> None:
 
 
 def _models_of(module: str) -> list[Any]:
-    kinds = vars(sys.modules[module]).values() if module in sys.modules else ()
+    kinds = list(vars(sys.modules[module]).values()) if module in sys.modules else ()
     return [
         kind
         for kind in kinds
@@ -77,35 +77,45 @@ def _models_of(module: str) -> list[Any]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
 def check_layer(layer: type) -> None:
     """Refuse layers of a model made for eager attention only: its causal flag, or what it does to a mask, may be wrong.
 
     Raises:
         Unsupported: no model of the layer's module supports sdpa or other attention backends.
     """
+    if why := _why_not_layer(layer):
+        _refuse(*why)
+
+
+@functools.cache
+def _why_not_layer(layer: type) -> tuple[str, str] | None:
     models = _models_of(layer.__module__)
     reasons = [_why_not(model) for model in models]
     if models and all(reasons):
-        _refuse(f"{layer.__name__}, part of {models[-1].__name__},", str(reasons[0]))
+        return f"{layer.__name__}, part of {models[-1].__name__},", str(reasons[0])
+    return None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
 def check_config(config: type) -> None:
     """Refuse the models of a config that would take a mask only: whoever wrote to a config was not asked before.
 
     Raises:
         Unsupported: no model made from this config, beside it in its package, calls a registered attention.
     """
+    if why := _why_not_config(config):
+        _refuse(*why)
+
+
+@functools.cache
+def _why_not_config(config: type) -> tuple[str, str] | None:
     models = [
         model
         for model in _models_of(config.__module__.replace(".configuration_", ".modeling_"))
         if model.config_class is config
     ]
     reasons = [_why_not(model) for model in models]
-    if models and all(reasons):
-        _refuse(models[-1].__name__, str(reasons[0]))
+    return (models[-1].__name__, str(reasons[0])) if models and all(reasons) else None
 
 
 def _wrapped(method: Any) -> Any:
