@@ -7,9 +7,9 @@ chosen when the graph runs, by the facts of its tensors there, as it is without 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -105,6 +105,33 @@ def told(
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
+def _sets() -> tuple[Any, Any]:
+    """What a thread that has just begun includes in a call, and leaves out, of torch's dispatch keys."""
+    sets: list[Any] = []
+    include, exclude = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    thread = threading.Thread(target=lambda: sets.extend((include(), exclude())))
+    thread.start()
+    thread.join()
+    return sets[0], sets[1]
+
+
+_SETS = _sets()
+
+
+def _as_without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as a program without autograd calls it, wherever torch's dispatcher is: so launches know it again."""
+
+    @functools.wraps(run)
+    def runs(*operands: Any, **said: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            return run(*operands, **said)
+        with torch._C._ForceDispatchKeyGuard(*_SETS), torch.no_grad():
+            return run(*operands, **said)
+
+    return runs
+
+
+@_as_without_graph
 def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, *, seed: int | None, grads: str, **said: Any
 ) -> tuple[Any, Any, Any]:
@@ -114,16 +141,16 @@ def _attention(
     if seed is None and draws:
         seed = drawn_seed()
     unsigned = None if seed is None else seed % 2**64
-    with _as_without_graph():
-        if grads:
-            operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-            out, lse = results(operands, key_lengths, unsigned, options, backend, policy, grads)
-        else:
-            out, lse = attend(query, key, value, attn_mask, key_lengths, unsigned, options, backend, policy)
-        rows: Any = lse if grads or options.return_lse else _none(query)
-        return _laid(out, query, options.layout), rows.contiguous(), _state(query, seed if draws else None)
+    if grads:
+        operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        out, lse = results(operands, key_lengths, unsigned, options, backend, policy, grads)
+    else:
+        out, lse = attend(query, key, value, attn_mask, key_lengths, unsigned, options, backend, policy)
+    rows: Any = lse if grads or options.return_lse else _none(query)
+    return _laid(out, query, options.layout), rows.contiguous(), _state(query, seed if draws else None)
 
 
+@_as_without_graph
 def _gradients(
     grad_out: Any,
     grad_lse: Any,
@@ -143,48 +170,24 @@ def _gradients(
     backend, policy, options = _read(said)
     seed = int(state[0]) % 2**64 if state.numel() else None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    with _as_without_graph():
-        found = gradients(
-            grad_out,
-            operands,
-            key_lengths,
-            seed,
-            options,
-            backend,
-            policy,
-            out=out,
-            lse=lse,
-            grad_lse=grad_lse,
-            wanted=grads,
-        )
-        return [
-            _laid(grad, like, options.layout) if name != "m" else grad.contiguous()  # type: ignore[union-attr]
-            for name, grad, like in zip(GRAD_OPERANDS, found, (query, key, value, attn_mask), strict=True)
-            if name in grads
-        ]
-
-
-def _sets() -> tuple[Any, Any]:
-    """What a thread that has just begun includes in a call, and leaves out, of torch's dispatch keys."""
-    sets: list[Any] = []
-    include, exclude = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-    thread = threading.Thread(target=lambda: sets.extend((include(), exclude())))
-    thread.start()
-    thread.join()
-    return sets[0], sets[1]
-
-
-_SETS = _sets()
-
-
-@contextlib.contextmanager
-def _as_without_graph() -> Iterator[None]:
-    """As a program without autograd calls, wherever in torch's dispatcher this is: so that launches know it again."""
-    if torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch._C._ForceDispatchKeyGuard(*_SETS), torch.no_grad():
-        yield
+    found = gradients(
+        grad_out,
+        operands,
+        key_lengths,
+        seed,
+        options,
+        backend,
+        policy,
+        out=out,
+        lse=lse,
+        grad_lse=grad_lse,
+        wanted=grads,
+    )
+    return [
+        _laid(grad, like, options.layout) if name != "m" else grad.contiguous()  # type: ignore[union-attr]
+        for name, grad, like in zip(GRAD_OPERANDS, found, (query, key, value, attn_mask), strict=True)
+        if name in grads
+    ]
 
 
 def _read(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:

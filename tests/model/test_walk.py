@@ -6,8 +6,9 @@ uv run --group model pytest tests/model/test_walk.py -m 'slow or not slow' -n 2
 from __future__ import annotations
 
 import collections
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,18 @@ SHARDS = 16
 SOME = ["bert", "llama", "t5", "vit", "whisper", "clip", "mamba", "mpnet", "bloom", "falcon"]
 
 
+#: Bytes of memory beyond which a model is given up as one that could not be made small.
+MOST_BYTES = 8 * 2**30
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> object:
-    """Tiny models: threads of two workers would wait for one another."""
-    threads = torch.get_num_threads()
+def modest() -> Iterator[None]:
+    """Tiny models: threads of two workers would wait for one another, and one that is not tiny ends the process."""
+    threads, limits = torch.get_num_threads(), resource.getrlimit(resource.RLIMIT_DATA)
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, limits[1]))
     yield
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
     torch.set_num_threads(threads)
 
 
