@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 from attnswitch import arrays
@@ -31,7 +30,7 @@ def call(
     *given: Any,
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    if "torch._dynamo" in sys.modules and _compiling():
+    if hasattr(query, "is_cuda") and _compiling():
         return _operated(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
     if seed is not None:
@@ -49,7 +48,7 @@ def run_plan(
     plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: Any, layout: str
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
-    compiling = "torch._dynamo" in sys.modules and _compiling()
+    compiling = hasattr(query, "is_cuda") and _compiling()
     if not compiling:
         seed = None if seed is None else seed_of(seed)
         options = _options_of(plan.problem, layout)
@@ -67,8 +66,13 @@ def run_plan(
 
 
 def _compiling() -> bool:
-    """Whether torch.compile is looking at the code that runs."""
-    return bool(sys.modules["torch"].compiler.is_dynamo_compiling())
+    """Whether torch.compile is looking at the code that runs; asked of torch's tensors alone, so that torch is there.
+
+    torch.compile would make a guard of every module in ``sys.modules``.
+    """
+    import torch
+
+    return torch.compiler.is_dynamo_compiling()
 
 
 def _operated(*call: Any) -> Any:

@@ -35,8 +35,9 @@ def scaled_dot_product_attention(
 ) -> Any:
     """What torch's function of that name returns. Raises what ``attention`` raises."""
     way = backend, policy
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(query, torch.Tensor):
+    if hasattr(query, "is_cuda"):
+        import torch  # which is there by now
+
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value, attn_mask = (
