@@ -18,6 +18,7 @@ __all__ = [
     "Array",
     "Facts",
     "address",
+    "check_alive",
     "facts",
     "lengths_as_array",
     "library_of",
@@ -89,6 +90,7 @@ def take(array: Array, role: str) -> tuple[Array, Facts]:
         return array, reader(array, role)
     library = library_of(array)
     if library == "dlpack":
+        check_alive(array, role)
         tensor = passage(array, "dlpack", "torch")
         name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
         return tensor, _torch_facts(tensor, role)._replace(library=name)
@@ -122,6 +124,15 @@ def facts(array: Array, role: str) -> Facts:
         f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with"
         " DLPack, holding numbers (a list becomes one by numpy.asarray; a tracer of jax.jit or jax.grad never does)"
     )
+
+
+def check_alive(array: Array, role: str) -> None:
+    """Raises ``InvalidProblem`` for an array of JAX whose memory was given away or deleted."""
+    deleted = getattr(array, "is_deleted", None)
+    if deleted is not None and deleted():
+        raise InvalidProblem(
+            f"{role} has been deleted, or donated to another call: pass an array that still has memory"
+        )
 
 
 def address(array: Array) -> int:
@@ -305,6 +316,11 @@ def _torch_to_dlpack(tensor: Array, like: Array) -> Array:
     if hasattr(like, "__array_namespace__"):
         return like.__array_namespace__().from_dlpack(tensor)
     library = importlib.import_module(type(like).__module__.partition(".")[0])
+    if not hasattr(library, "from_dlpack"):
+        raise InvalidProblem(
+            f"query is a {type(like).__name__}, and {library.__name__} has no from_dlpack to make the result with: pass"
+            " arrays of a library that reads DLPack, such as torch.from_dlpack(query)"
+        )
     return library.from_dlpack(tensor)
 
 

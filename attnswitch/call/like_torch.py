@@ -9,6 +9,7 @@ import math
 import sys
 from typing import Any
 
+from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call.entry import call
 from attnswitch.errors import InvalidProblem
@@ -39,11 +40,16 @@ def scaled_dot_product_attention(
 
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value, attn_mask = (_cast(x, query.device, dtype) for x in (query, key, value, attn_mask))
+            query, key, value, attn_mask = (
+                _cast(torch, x, query.device, dtype) for x in (query, key, value, attn_mask)
+            )
         if query.is_nested:
             return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *way)
         if type(attn_mask).__name__ == "CausalBias":
-            return _biased(query, key, value, attn_mask, way, dropout_p, scale, enable_gqa)
+            if is_causal:
+                raise InvalidProblem("is_causal=True beside a CausalBias, which is causal itself: pass one of the two")
+            alignment = _alignment(query, key, attn_mask)
+            return _of_any_rank(query, key, value, None, way, (dropout_p, True, scale), enable_gqa, alignment)
     numbers = dropout_p, is_causal, scale
     if _fits(query, key, value, attn_mask, enable_gqa):
         return _attention(query, key, value, attn_mask, way, *numbers, enable_gqa)
@@ -73,18 +79,20 @@ def _fits(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) ->
         q, k, v = query.shape, key.shape, value.shape
         if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1]):
             return False
+        if attn_mask is not None and len(attn_mask.shape) == 0:
+            return False
         return q[1] > 0 and q[3] > 0 and v[3] > 0 and k[1] > 0 and (q[1] == k[1] or enable_gqa)
     except (AttributeError, TypeError):  # no array, which ``attention`` tells
         return True
 
 
-def _cast(tensor: Any, device: Any, dtype: Any) -> Any:
+def _cast(torch: Any, tensor: Any, device: Any, dtype: Any) -> Any:
     """``tensor`` as autocast hands it to operators of its lower type."""
     if (
-        tensor is None
+        not isinstance(tensor, torch.Tensor)
         or not tensor.is_floating_point()
         or tensor.device.type != device.type
-        or str(tensor.dtype) == "torch.float64"
+        or tensor.dtype is torch.float64
     ):
         return tensor
     return tensor.to(dtype)
@@ -101,10 +109,13 @@ def _of_any_rank(
     way: _Way,
     numbers: tuple[float, bool, float | None],
     enable_gqa: bool,
+    alignment: str = "top_left",
 ) -> Any:
     """Leading axes broadcast, and become batch and heads."""
-    for role, operand in (("query", query), ("key", key), ("value", value)):
-        if len(operand.shape) < 2:
+    for role, operand in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if operand is not None:
+            _check_reshapes(operand, role)
+        if role != "attn_mask" and len(operand.shape) < 2:
             raise InvalidProblem(f"{role} has shape {tuple(operand.shape)}: expected at least two axes, (..., L, D)")
     if 0 in (*value.shape, query.shape[-2]):
         return _zeros(query, key, value, tuple(query.shape[:-1]))
@@ -123,9 +134,11 @@ def _of_any_rank(
     q = _expanded(query, leading).reshape(batch, heads, *query.shape[-2:])
     k, v = (_expanded(x, shared).reshape(batch, shared[-1] if shared else 1, *x.shape[-2:]) for x in (key, value))
     mask = attn_mask
-    if mask is not None and len(mask.shape) > 2 and (len(leading) != 2 or len(mask.shape) > 4):
-        mask = _expanded(mask, leading).reshape(batch, heads, *mask.shape[-2:])
-    out = _attention(q, k, v, mask, way, *numbers, True if enable_gqa else None)
+    if mask is not None and len(mask.shape) == 0:
+        mask = mask.reshape(1)
+    elif mask is not None and len(mask.shape) > 2 and (len(leading) != 2 or len(mask.shape) > 4):
+        mask = _expanded(mask, leading, "attn_mask").reshape(batch, heads, *mask.shape[-2:])
+    out = _attention(q, k, v, mask, way, *numbers, True if enable_gqa else None, alignment)
     return out.reshape(*leading, length, columns)
 
 
@@ -168,54 +181,76 @@ def _broadcast(shapes: list[tuple[Any, ...]], *, grouped: bool) -> tuple[Any, ..
     return tuple(result)
 
 
-def _expanded(array: Any, leading: tuple[Any, ...]) -> Any:
+def _check_reshapes(operand: Any, role: str) -> None:
+    """Raises ``InvalidProblem`` for what is no array, is gone, or cannot be given other axes."""
+    library = arrays.library_of(operand)
+    if not library:
+        arrays.facts(operand, role)  # tells what is expected instead
+    if library == "dlpack":
+        arrays.check_alive(operand, role)
+    if not hasattr(operand, "shape") or not hasattr(operand, "reshape"):
+        raise InvalidProblem(
+            f"{role} is a {type(operand).__name__}, which has no shape or no reshape: pass four axes of equal batch, or"
+            " an array of a library that reshapes"
+        )
+
+
+def _expanded(array: Any, leading: tuple[Any, ...], role: str = "an operand") -> Any:
     """``array`` with these leading axes, each of its own as long or of length 1: a view."""
     shape = (*leading, *array.shape[-2:])
     if tuple(array.shape) == shape:
         return array
+    try:
+        return _spread(array, shape)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise InvalidProblem(f"{role} of shape {tuple(array.shape)} as {shape}: {error}") from None
+
+
+def _spread(array: Any, shape: tuple[Any, ...]) -> Any:
     if hasattr(array, "expand"):
-        try:
-            return array.expand(shape)
-        except RuntimeError as error:
-            raise InvalidProblem(f"attn_mask or operand of shape {tuple(array.shape)} as {shape}: {error}") from None
+        return array.expand(shape)
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__().broadcast_to(array, shape)
     return sys.modules[type(array).__module__.partition(".")[0]].broadcast_to(array, shape)
 
 
 def _zeros(query: Any, key: Any, value: Any, rows: tuple[Any, ...]) -> Any:
     """The result where there is nothing to weigh or nowhere to put it; it depends on all three as any other does."""
     nothing = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
-    shape = (*rows, value.shape[-1])
-    return nothing.expand(shape) if hasattr(nothing, "expand") else sys.modules["numpy"].broadcast_to(nothing, shape)
+    return _spread(nothing, (*rows, value.shape[-1])) + 0  # memory of its own, which a program may write to
 
 
 # -- torch's own kinds of tensors --------------------------------------------------------------------------------------
 
 
-def _biased(
-    query: Any, key: Any, value: Any, bias: Any, way: _Way, dropout_p: float, scale: float | None, gqa: bool
-) -> Any:
-    """A causal mask that is not written out: of the first query and key, or of the last."""
-    alignment = "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
-    return _attention(query, key, value, None, way, dropout_p, True, scale, gqa, alignment)
+def _alignment(query: Any, key: Any, bias: Any) -> str:
+    """Where a causal mask begins that is not written out. A square one begins at the first query and key."""
+    made, found = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if bias.variant.name != "LOWER_RIGHT" or made[0] == made[1]:
+        return "top_left"
+    if made != found:
+        raise InvalidProblem(f"attn_mask is a CausalBias for {made} queries and keys, and there are {found}")
+    return "bottom_right"
 
 
 def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest: Any) -> Any:
-    """Sequence by sequence, (B, H, ragged L, D) each, as torch's: memory for what there is, and no padding."""
+    """Sequence by sequence, (..., L, D) each, as torch's: memory for what there is, and no padding."""
     if attn_mask is not None:
         raise InvalidProblem("attn_mask beside nested tensors, whose sequences have lengths of their own: leave it out")
     if not (key.is_nested and value.is_nested):
         raise InvalidProblem("query is nested, key or value is not: pass all of one kind")
-    jagged = query.layout == torch.jagged
+    counts = query.size(0), key.size(0), value.size(0)
+    if not counts[0] or counts[0] != counts[1] or counts[0] != counts[2]:
+        raise InvalidProblem(f"query, key and value hold {counts} sequences: expected as many of each, at least one")
     parts = [
         scaled_dot_product_attention(q[None], k[None], v[None], None, *rest)[0]
-        for q, k, v in zip(*(_sequences(x, jagged) for x in (query, key, value)), strict=True)
+        for q, k, v in zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
     ]
-    if not jagged:
+    if query.layout != torch.jagged:
         return torch.nested.as_nested_tensor(parts)
-    rows = torch.cat([part.transpose(0, 1) for part in parts])
-    return torch.nested.nested_tensor_from_jagged(rows, query.offsets()).transpose(1, 2)
-
-
-def _sequences(nested: Any, jagged: bool) -> Any:
-    """(H, L, D) of every sequence."""
-    return [x.transpose(0, 1) for x in nested.transpose(1, 2).unbind()] if jagged else nested.unbind()
+    axis = query._ragged_idx - 1  # of a sequence, the one whose length is its own
+    rows = torch.cat([part.transpose(0, axis) for part in parts])
+    offsets = query.offsets()
+    if query.lengths() is not None:  # the sequences have gaps between them, which the result has not
+        offsets = torch.nn.functional.pad(query.lengths().cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, axis + 1)

@@ -144,6 +144,116 @@ def test_causal_biases(bias: Any) -> None:
     torch.testing.assert_close(ours(q, k, v, bias(3, 7)), torch_attention(q, k, v, bias(3, 7)))
 
 
+@pytest.mark.parametrize("shape", [(3, 7, 8), (1, 3, 7, 8)])
+@pytest.mark.parametrize("made", [(5, 5), (5, 7)])
+def test_causal_biases_are_aligned_as_torch_aligns_them(made: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """A square one begins at the first query, whatever the lengths are."""
+    q, k = torch.randn(*shape[:-2], 5, 8), torch.randn(shape)
+    torch.testing.assert_close(
+        ours(q, k, k, causal_lower_right(*made)), torch_attention(q, k, k, causal_lower_right(*made))
+    )
+
+
+def test_causal_biases_that_torch_refuses() -> None:
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
+    with pytest.raises(InvalidProblem, match="CausalBias for"):
+        ours(q, k, k, causal_lower_right(4, 7))
+    with pytest.raises(InvalidProblem, match="one of the two"):
+        ours(q, k, k, causal_lower_right(5, 7), is_causal=True)
+
+
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.tensor(0.5, requires_grad=True)])
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 5, 8)])
+def test_a_mask_may_be_one_number(mask: Any, shape: tuple[int, ...]) -> None:
+    q = torch.randn(shape, requires_grad=True)
+    expected = outcome(torch_attention, (q, q, q), {"attn_mask": mask.expand(5, 5)})
+    found = outcome(ours, (q, q, q), {"attn_mask": mask})
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1][0], expected[1][0])
+
+
+def test_results_over_no_keys_can_be_written_to() -> None:
+    q, k = torch.randn(3, 5, 8), torch.randn(3, 0, 8)
+    assert ours(q, k, k).add_(1).eq(1).all()
+    assert ours(q.numpy(), k.numpy(), k.numpy()).flags.writeable
+
+
+# -- odd arrays --------------------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """An array of which only the memory is known."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.tensor.__dlpack__(**keywords)
+
+
+class Shaped(Foreign):
+    @property
+    def shape(self) -> Any:
+        return self.tensor.shape
+
+
+class Placed(Shaped):
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+RECORD = np.dtype([("a", "f4")])
+ODD: dict[str, Any] = {
+    "no device": Foreign,
+    "shape and no device": Shaped,
+    "no namespace": Placed,
+    "big-endian": lambda x: x.numpy().astype(">f4"),
+    "objects": lambda x: x.numpy().astype(object),
+    "records": lambda x: np.zeros(x.shape, RECORD),
+    "list": lambda x: x.tolist(),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 5, 8)])
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_arrays_get_a_sentence(kind: str, shape: tuple[int, ...]) -> None:
+    plain = torch.randn(shape)
+    odd = ODD[kind](plain)
+    for operands in (
+        (odd, odd, odd),
+        (plain, odd, odd),
+        (plain, plain, plain, ODD[kind](torch.ones((*shape[:-1], 5)))),
+    ):
+        with pytest.raises(InvalidProblem):
+            ours(*operands)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 5, 8)])
+def test_arrays_of_jax(shape: tuple[int, ...]) -> None:
+    jax = pytest.importorskip("jax")
+    there = jax.numpy.ones(shape)
+    assert isinstance(ours(there, there[:1], there[:1]), jax.Array)
+    with pytest.raises(InvalidProblem, match="tracer"):
+        jax.jit(lambda x: ours(x, x, x))(there)
+    gone = there + 1
+    gone.delete()
+    for operands in ((gone, there, there), (there, gone, there)):
+        with pytest.raises(InvalidProblem, match="deleted"):
+            ours(*operands)
+
+
+def test_a_mask_that_does_not_fit_numpy() -> None:
+    q = np.ones((3, 5, 8), "f4")
+    with pytest.raises(InvalidProblem, match="attn_mask"):
+        ours(q, q, q, np.zeros((4, 5, 5), "f4"))
+
+
+def test_autocast_leaves_other_libraries_to_the_message() -> None:
+    q = torch.randn(2, 3, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidProblem, match="library"):
+        ours(q, q.numpy(), q)
+
+
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
 MIXED = {
@@ -232,3 +342,31 @@ def test_nested_tensors(layout: torch.layout, causal: bool) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(total, flat) for total in sums))
     with pytest.raises(InvalidProblem, match="beside nested tensors"):
         ours(*operands, attn_mask=torch.ones(6, 6, dtype=torch.bool))
+
+
+def packed(values: torch.Tensor, lengths: Any = None) -> Any:
+    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 8, 12]), lengths).transpose(1, 2)
+
+
+def test_nested_tensors_with_gaps() -> None:
+    values, lengths = torch.randn(12, 2, 8), (2, 3, 1)
+    with_gaps = packed(values, torch.tensor(lengths))
+    out = ours(with_gaps, with_gaps, with_gaps)
+    for part, start, length in zip(out.unbind(), (0, 4, 8), lengths, strict=True):
+        x = values[start : start + length].transpose(0, 1)
+        torch.testing.assert_close(part, torch_attention(x, x, x))
+
+
+@pytest.mark.parametrize("width", [(8,), (2, 8)])
+def test_nested_tensors_whose_lengths_come_first(width: tuple[int, ...]) -> None:
+    rows = [torch.randn(n, *width) for n in (3, 1, 6)]
+    first = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for part, x in zip(ours(first, first, first).unbind(), rows, strict=True):
+        torch.testing.assert_close(part, torch_attention(x, x, x))
+
+
+def test_nested_tensors_of_other_counts() -> None:
+    three = packed(torch.randn(12, 2, 8))
+    two = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2, 8), torch.tensor([0, 4, 8])).transpose(1, 2)
+    with pytest.raises(InvalidProblem, match="sequences"):
+        ours(three, two, two)
