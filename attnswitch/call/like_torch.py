@@ -183,6 +183,8 @@ def _broadcast(shapes: list[tuple[Any, ...]], *, grouped: bool) -> tuple[Any, ..
 
 def _check_reshapes(operand: Any, role: str) -> None:
     """Raises ``InvalidProblem`` for what is no array, is gone, or cannot be given other axes."""
+    if hasattr(operand, "is_cuda"):  # torch's, which a trace may look at
+        return
     library = arrays.library_of(operand)
     if not library:
         arrays.facts(operand, role)  # tells what is expected instead
