@@ -14,7 +14,7 @@ from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 
-__all__ = ["check_beside", "describe", "lengths_beside", "swap_heads", "swapped"]
+__all__ = ["check_beside", "describe", "fitting", "lengths_beside", "swap_heads", "swapped"]
 
 _HEADS_LAST = (0, 2, 1, 3)
 

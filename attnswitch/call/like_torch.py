@@ -15,7 +15,7 @@ from attnswitch.call.entry import call
 from attnswitch.errors import InvalidProblem
 from attnswitch.planning.policy import Policy
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["as_autocast", "scaled_dot_product_attention"]
 
 #: The backend and the policy that a call names.
 _Way = tuple[str | None, Policy | str | None]
@@ -38,11 +38,7 @@ def scaled_dot_product_attention(
     if hasattr(query, "is_cuda"):
         import torch  # which is there by now
 
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value, attn_mask = (
-                _cast(torch, x, query.device, dtype) for x in (query, key, value, attn_mask)
-            )
+        query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
         if query.is_nested:
             return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *way)
         if type(attn_mask).__name__ == "CausalBias":
@@ -86,8 +82,18 @@ def _fits(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) ->
         return True
 
 
+def as_autocast(query: Any, *others: Any) -> tuple[Any, ...]:
+    """Torch's query and what stands beside it, as autocast hands them to operators of its lower type."""
+    import torch
+
+    device = query.device
+    if not torch.is_autocast_enabled(device.type):
+        return query, *others
+    dtype = torch.get_autocast_dtype(device.type)
+    return tuple(_cast(torch, x, device, dtype) for x in (query, *others))
+
+
 def _cast(torch: Any, tensor: Any, device: Any, dtype: Any) -> Any:
-    """``tensor`` as autocast hands it to operators of its lower type."""
     if (
         not isinstance(tensor, torch.Tensor)
         or not tensor.is_floating_point()

@@ -17,7 +17,7 @@ from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Problem, Window
 
-__all__ = ["Options", "of_call", "of_keywords", "of_problem", "seed_of"]
+__all__ = ["Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of"]
 
 _LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.

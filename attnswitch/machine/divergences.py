@@ -44,7 +44,7 @@ from attnswitch.problem import DTYPES, Alignment, Mask, Memory, Problem
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-__all__ = ["Divergence", "condition", "load", "refusals", "refused"]
+__all__ = ["Divergence", "condition", "load", "refused"]
 
 
 def _names(kind: type) -> set[str]:
@@ -303,8 +303,3 @@ def refused(backend: Any, problem: Problem, device: Device) -> Iterator[str]:
         for entry in _on(backend.divergences, backend.name, device):
             if entry.reason is not None and entry.covers(problem):
                 yield entry.why(problem)
-
-
-def refusals(backend: Any, problem: Problem, device: Device) -> tuple[str, ...]:
-    """Every one of ``refused``."""
-    return tuple(refused(backend, problem, device))

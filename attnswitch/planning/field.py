@@ -131,7 +131,7 @@ class Field:
         if row.broken:
             return Candidate(row.name, unavailable=row.unavailable, broken=True)
         try:
-            reasons = (*_sentences(backend.reasons(problem, device)), *divergences.refusals(backend, problem, device))
+            reasons = (*_sentences(backend.reasons(problem, device)), *divergences.refused(backend, problem, device))
             if not reasons:
                 next(iter(backend.configs(problem, device)))
         except Exception as error:  # a broken plug-in is a reason, not a crash

@@ -8,6 +8,7 @@ import torch
 from transformers.utils import logging
 
 from attnswitch import api
+from attnswitch.call.like_torch import as_autocast
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
 from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
@@ -70,7 +71,8 @@ def attention(
                 )
         elif name not in _NO_EFFECT and given is not None:
             raise Unsupported(f"transformers passes {name} to attention: {_REASONS.get(name, _UNKNOWN)}")
-    query, key, value, attention_mask, position_bias = _as_autocast(query, key, value, attention_mask, position_bias)
+    # Rotary layers leave operands of several dtypes.
+    query, key, value, attention_mask, position_bias = as_autocast(query, key, value, attention_mask, position_bias)
     length_q = query.shape[2]
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -101,18 +103,6 @@ def attention(
         out, lse = api.attention(query, key, value, scale=scaling, backend=backend, return_lse=True, **options)
         out = (out * torch.sigmoid(lse - s_aux.view(-1, 1))[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _as_autocast(query: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-    """What autocast makes of the operands of torch's own attention: rotary layers leave them of several dtypes."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return (query, *others)
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in (query, *others)
-    )
 
 
 def _chosen(indices: torch.Tensor, length_q: int, length_k: int) -> torch.Tensor:
