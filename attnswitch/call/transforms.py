@@ -55,8 +55,11 @@ def attention(
     if forward_mode or backend == _COMPOSITE:
         return _composite(query, key, value, attn_mask, key_lengths, seed, given)
     tensors, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given, _asked)
-    out, lse, _ = _Transformed.apply(*tensors, _Said(said | {"seed": signed(seed)}))
-    return (out, lse) if said["return_lse"] else out
+    said["seed"] = signed(seed)
+    if not ("grads" in said or "return_lse" in said):
+        return torch.ops.attnswitch.attention(*tensors, **said)
+    out, lse, _ = _Transformed.apply(*tensors, _Said(said))
+    return (out, lse) if "return_lse" in said else out
 
 
 def _asked(tensor: Any) -> bool:
@@ -104,7 +107,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, said: _Said) -> Any:
-        return torch.ops.attnswitch.attention(query, key, value, attn_mask, key_lengths, **said.by_name)
+        return torch.ops.attnswitch.attention_forward(query, key, value, attn_mask, key_lengths, **said.by_name)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -112,7 +115,7 @@ class _Transformed(torch.autograd.Function):
         ctx.said = _Said({name: x for name, x in said.by_name.items() if name != "seed"})
         out, lse, state = output
         ctx.save_for_backward(*tensors, out, lse, state)
-        ctx.mark_non_differentiable(*((state,) if said.by_name["return_lse"] else (lse, state)))
+        ctx.mark_non_differentiable(*((state,) if "return_lse" in said.by_name else (lse, state)))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -171,13 +174,21 @@ def _mask(mask: Any, axis: int | None, size: int, batch: int, *, own: bool) -> A
 
 
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
-    n = info.batch_size
+    out = torch.ops.attnswitch.attention(*_folded(info.batch_size, in_dims, tensors), **said)
+    return _apart((out,), info.batch_size)[0], 0
+
+
+def _map_forward(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    results = torch.ops.attnswitch.attention_forward(*_folded(info.batch_size, in_dims, tensors), **said)
+    return _apart(results, info.batch_size), tuple(None if x.dim() < 3 else 0 for x in results)
+
+
+def _folded(n: int, in_dims: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """What both operators are given of ``n`` examples at once."""
     query, key, value, mask, lengths = tensors
     q, k, v = (_batched(x, axis, n) for x, axis in zip((query, key, value), in_dims, strict=False))
     batch = q.shape[0] // n
-    mask = _mask(mask, in_dims[3], n, batch, own=False)
-    results = torch.ops.attnswitch.attention(q, k, v, mask, _batched(lengths, in_dims[4], n), **said)
-    return _apart(results, n), tuple(None if x.dim() < 3 else 0 for x in results)
+    return q, k, v, _mask(mask, in_dims[3], n, batch, own=False), _batched(lengths, in_dims[4], n)
 
 
 def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
@@ -201,4 +212,5 @@ def _apart(results: Sequence[Any], size: int) -> tuple[Any, ...]:
 
 
 torch.library.register_vmap("attnswitch::attention", _map_attention)
+torch.library.register_vmap("attnswitch::attention_forward", _map_forward)
 torch.library.register_vmap("attnswitch::attention_backward", _map_gradients)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnswitch
 from attnswitch.call import operators
-from attnswitch.call.options import Options
+from attnswitch.call.operators import schema
 from attnswitch.errors import InvalidProblem, Unsupported
 
 pytestmark = [
@@ -69,20 +69,29 @@ def loss(result: Any) -> torch.Tensor:
     return torch.stack([(part * torch.arange(part.numel()).view(part.shape).sin()).sum() for part in parts]).sum()
 
 
+def told(kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (q, k, v), keywords = call_of(kind)
+    options = [keywords.get(name, usual) for name, usual in schema.USUAL.items()]
+    return operators.told(q, k, v, keywords.get("attn_mask"), keywords.get("key_lengths"), None, None, options)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(kind: str) -> None:
-    operands, keywords = call_of(kind)
-    options = {name: keywords.get(name, getattr(Options(), name)) for name in operators._NAMES}
-    q, k, v = operands
-    given, said = operators.told(
-        q, k, v, keywords.get("attn_mask"), keywords.get("key_lengths"), None, None, tuple(options.values())
-    )
-    torch.library.opcheck(torch.ops.attnswitch.attention.default, given, {**said, "seed": 5})
-    out, lse, state = torch.ops.attnswitch.attention(*given, **said, seed=5)
+    given, said = told(kind)
+    torch.library.opcheck(torch.ops.attnswitch.attention_forward.default, given, {**said, "seed": 5})
+    out, lse, state = torch.ops.attnswitch.attention_forward(*given, **said, seed=5)
     upstream = torch.randn_like(out), torch.randn_like(lse) if kind == "lse" else None
     everything = *upstream, *given, out, lse, state
     detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in everything)
     torch.library.opcheck(torch.ops.attnswitch.attention_backward.default, detached, said)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lse"])
+def test_opcheck_of_a_call_that_keeps_nothing(kind: str) -> None:
+    with torch.no_grad():
+        given, said = told(kind)
+    detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in given)
+    torch.library.opcheck(torch.ops.attnswitch.attention_forward.default, detached, {**said, "seed": 5})
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -135,7 +144,7 @@ def test_a_plan_fixes_the_backend_of_a_graph() -> None:
 
     found = torch.compile(lambda *x: plan(*x), fullgraph=True, backend=noted)(*operands)
     torch.testing.assert_close(found, plan(*operands), rtol=0, atol=0)
-    (node,) = (node for node in graphs[0].graph.nodes if node.target is torch.ops.attnswitch.attention)
+    (node,) = (node for node in graphs[0].graph.nodes if node.target is torch.ops.attnswitch.attention_forward)
     assert node.kwargs["backend"] == "tiled"
 
 
@@ -191,7 +200,7 @@ def test_make_fx_records_the_operators(mode: str) -> None:
 
     graph = make_fx(step, tracing_mode=mode)(*operands)
     names = [str(node.target) for node in graph.graph.nodes]
-    assert "attnswitch.attention.default" in names
+    assert "attnswitch.attention_forward.default" in names
     assert "attnswitch.attention_backward.default" in names
     torch.testing.assert_close(graph(*operands), step(*operands))
 
@@ -287,7 +296,7 @@ def test_a_policy_of_checkpoints_keeps_what_attention_returned() -> None:
 
     def keep(ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         seen.append((str(op), ctx.is_recompute))
-        ours = op is torch.ops.attnswitch.attention.default
+        ours = op is torch.ops.attnswitch.attention_forward.default
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
     found = checkpoint(
@@ -299,7 +308,7 @@ def test_a_policy_of_checkpoints_keeps_what_attention_returned() -> None:
     grads = torch.autograd.grad(found.sum(), operands)
     expected = torch.autograd.grad(torch_attention(*(2 * y for y in operands)).sin().sum(), operands)
     torch.testing.assert_close(grads, expected)
-    assert ("attnswitch.attention.default", False) in seen
+    assert ("attnswitch.attention_forward.default", False) in seen
 
 
 def test_flops_are_counted() -> None:

@@ -1,0 +1,30 @@
+"""How results lie, which a graph has to know before anything runs: as their operand does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["laid", "like"]
+
+
+def like(operand: Any, columns: Any, layout: str) -> Any:
+    """Dense memory for an array as ``operand`` with so many columns: heads inside L, or L inside, as they lie there."""
+    b, first, second, _ = operand.shape
+    if _heads_inside(operand, layout) == (layout == "BLHD"):
+        return operand.new_empty((b, first, second, columns))
+    return operand.new_empty((b, second, first, columns)).swapaxes(1, 2)
+
+
+def laid(array: Any, operand: Any, layout: str) -> Any:
+    """``array`` in such memory, if it is not in it."""
+    plain = _heads_inside(operand, layout) == (layout == "BLHD")
+    if (array if plain else array.swapaxes(1, 2)).is_contiguous():
+        return array
+    return like(operand, array.shape[-1], layout).copy_(array)
+
+
+def _heads_inside(operand: Any, layout: str) -> bool:
+    """Whether heads lie inside L, as a program has them that splits rows into heads."""
+    heads, length = (1, 2) if layout == "BHLD" else (2, 1)
+    long = operand.shape[heads] > 1 and operand.shape[length] > 1
+    return bool(long and operand.stride(heads) < operand.stride(length))

@@ -1,0 +1,133 @@
+"""What the operators do when a graph runs: the same as calls without one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnswitch.call.attend import attend
+from attnswitch.call.backward import gradients, results
+from attnswitch.call.operators.memory import laid
+from attnswitch.call.operators.schema import read_said
+from attnswitch.call.run import drawn_seed
+from attnswitch.problem import GRAD_OPERANDS
+
+__all__ = ["backward", "forward", "plain", "signed"]
+
+
+def signed(seed: int | None) -> int | None:
+    """A seed as the 64 bits with a sign that a schema has for integers."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64
+
+
+def _sets() -> tuple[Any, Any]:
+    """What a thread that has just begun includes in a call, and leaves out, of torch's dispatch keys."""
+    sets: list[Any] = []
+    include, exclude = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    thread = threading.Thread(target=lambda: sets.extend((include(), exclude())))
+    thread.start()
+    thread.join()
+    return sets[0], sets[1]
+
+
+_SETS = _sets()
+
+
+def _as_without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as a program without autograd calls it, wherever torch's dispatcher is: so launches know it again."""
+
+    @functools.wraps(run)
+    def runs(*operands: Any, **said: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            return run(*operands, **said)
+        with torch._C._ForceDispatchKeyGuard(*_SETS):
+            if not torch.is_grad_enabled():
+                return run(*operands, **said)
+            with torch.no_grad():
+                return run(*operands, **said)
+
+    return runs
+
+
+@_as_without_graph
+def plain(
+    query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, *, seed: int | None = None, **said: Any
+) -> Any:
+    """Output."""
+    backend, policy, options = read_said(said)
+    out, _ = attend(query, key, value, attn_mask, key_lengths, _unsigned(seed), options, backend, policy)
+    return laid(out, query, options.layout)
+
+
+@_as_without_graph
+def forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    *,
+    grads: str = "",
+    seed: int | None = None,
+    **said: Any,
+) -> tuple[Any, Any, Any]:
+    """Output, lse, and the seed of a dropout mask that is made again."""
+    backend, policy, options = read_said(said)
+    draws = bool(grads) and options.dropout_p > 0.0
+    if seed is None and draws:
+        seed = drawn_seed()
+    if grads:
+        operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        out, lse = results(operands, key_lengths, _unsigned(seed), options, backend, policy, grads)
+    else:
+        out, lse = attend(query, key, value, attn_mask, key_lengths, _unsigned(seed), options, backend, policy)
+    state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
+    return laid(out, query, options.layout), lse.contiguous(), state
+
+
+@_as_without_graph
+def backward(
+    grad_out: Any,
+    grad_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    out: Any,
+    lse: Any,
+    state: Any,
+    *,
+    grads: str,
+    **said: Any,
+) -> list[Any]:
+    """Gradients of what ``grads`` names, in that order."""
+    backend, policy, options = read_said(said)
+    seed = _unsigned(int(state[0])) if options.dropout_p > 0.0 else None
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    found = gradients(
+        grad_out,
+        operands,
+        key_lengths,
+        seed,
+        options,
+        backend,
+        policy,
+        out=out,
+        lse=lse,
+        grad_lse=grad_lse,
+        wanted=grads,
+    )
+    return [
+        laid(grad, like, options.layout) if name != "m" else grad.contiguous()  # type: ignore[union-attr]
+        for name, grad, like in zip(GRAD_OPERANDS, found, operands, strict=False)
+        if name in grads
+    ]
+
+
+def _unsigned(seed: int | None) -> int | None:
+    return None if seed is None else seed % 2**64
