@@ -14,6 +14,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
+from ..own.preference import few_scores
 from . import config, emulator
 from .config import CudaConfig
 from .families import against_hopper
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaBackend"]
 
-#: Scores up to which the device is done before the host has launched what comes next (8 heads of 512 x 512).
-_FEW_SCORES = 2**21
 #: Positions and their differences are held in 32 bits.
 _MOST_POSITIONS = 2**29
 
@@ -57,16 +56,15 @@ class CudaBackend(Backend):
 
         Those are what Hopper's kernel takes, and a few rows.
 
-        The order that it so comes to takes 1.07 times as long as the fastest of each row in place of 1.60, in training
-        1.18 in place of 1.23: ``fixtures/measure_classes.py`` with the suite ``unseen-gpu`` of an H200.
+        The order that it so comes to takes 1.03 times as long forward as the fastest of each row in place of 1.60:
+        ``fixtures/measure_classes.py`` with the suite ``unseen-gpu`` of an H200.
 
-        Of few scores the host's part decides, which is the least here, gradients and any mask included: on an H200 a
-        training step of 8 heads of 512 x 512 with a bool mask takes 206 us, through cuDNN 563, by torch's call 215.
+        Of few scores the host's part decides, which is the least here (``own.preference``): on an H200 a training step
+        of 8 heads of 512 x 512 with a bool mask takes 206 us, through cuDNN 563, by torch's call 215.
         """
         if device.capability != (9, 0):
             return False
-        few = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k <= _FEW_SCORES
-        if few and DTYPES[problem.dtype] == 2:
+        if few_scores(problem):
             return not problem.dropout
         plain = not problem.dropout and (problem.mask is None or problem.mask.is_bool)
         if not on_tensor_cores(problem):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from attnswitch.problem import Problem
 
 from .masks import SATURATED, Hiding
 
-__all__ = ["Given", "composite", "log_sum", "of_group", "relative"]
+__all__ = ["Given", "composite", "log_sum", "no_state", "of_group", "relative"]
 
 
 class Given(NamedTuple):
@@ -39,16 +40,22 @@ def relative(given: Given, *, renewed: bool) -> Any:
     keys that are not here: then its lse differs by more than its rounding, and is taken as it is.
     """
     wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
-    lse = given.lse.to(wide)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    lift = given.hiding.lift
-    if lift is None:
+    lse, lift = given.lse.to(wide), given.hiding.lift
+    if lift is None:  # no mask, so that every row sees a key
         return lse.contiguous()
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     rest = lse - lift
     if renewed:
         own = given.launch(given.hiding)(given.query, given.key, given.value)[1]
         rest = torch.where((lift.abs() > SATURATED) & _as_far(own, rest, lse), own, rest)
     return rest.contiguous()
+
+
+@functools.cache
+def no_state(device: torch.device) -> tuple[Any, ...]:
+    """Seed and offset of a generator, for operators that are told of no dropout."""
+    with torch.inference_mode(mode=False):
+        return tuple(torch.empty(2, 0, dtype=torch.int64, device=device).unbind())
 
 
 def composite(problem: Problem, mask: Any, given: Given) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnswitch.errors import Unsupported
-from attnswitch.machine.backend import Backend, Config, Forward, Gradients, Inputs, Kernel, Precision, Shows
+from attnswitch.machine.backend import Backend, Backward, Config, Forward, Gradients, Inputs, Kernel, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
@@ -190,6 +190,22 @@ class SdpaKernel(Kernel):
         with torch.no_grad():
             return self._from_results(inputs, out, lse, grad_out)
 
+    def prepared_backward(self, inputs: Inputs) -> Backward:
+        """``backward``; the operator's alone, where these fit it as they are, nothing hides and torch takes no note."""
+        watched = torch.is_grad_enabled() or (self.autocasts is not None and torch.is_autocast_enabled(self.autocasts))
+        if self.plain is None or self.problem.dropout or watched:
+            return self.backward
+        if any(self.fit(operand) is not operand for operand in inputs[:3]):
+            return self.backward
+
+        def backward(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+            if grad_lse is not None:
+                return self.backward(inputs, out, lse, grad_out, grad_lse)
+            given = Given(*inputs[:3], self.plain, self.fit(out), lse, self.fit(grad_out), self.launch)
+            return self._shaped(self.backend.gradients(self.problem, self.device, given))
+
+        return backward
+
     def _again(self, inputs: Inputs, grad_out: Any) -> Gradients:
         with torch.inference_mode(mode=False), torch.enable_grad():
             operands = {letter: _leaf(x) for letter, x in zip("qkvm", inputs[:4], strict=True)}
@@ -212,7 +228,11 @@ class SdpaKernel(Kernel):
         query, key, value = (self.fit(operand) for operand in inputs[:3])
         out, grad_out = (self.fit(x.to(query.dtype)) for x in (out, grad_out))
         given = Given(query, key, value, hiding, out, lse, grad_out, self.launch)
-        grads = self.backend.gradients(p, self.device, given)
+        return self._shaped(self.backend.gradients(p, self.device, given))
+
+    def _shaped(self, grads: tuple[Any, ...]) -> Gradients:
+        """Those that the problem asks for, without what made the operands fit."""
+        p = self.problem
         cut = zip(grads[:3], (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
         shaped = (*(x if x.shape[-1] == width else x[..., :width] for x, width in cut), grads[3])
         return Gradients(*(x if letter in p.grads else None for letter, x in zip("qkvm", shaped, strict=True)))

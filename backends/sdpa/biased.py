@@ -14,7 +14,7 @@ from attnswitch.problem import Problem
 
 from . import compose, masks
 from .arguments import Operator, told
-from .backward import Given, relative
+from .backward import Given, no_state, relative
 from .base import Compose, Launch
 from .masks import Hiding
 from .operands import bias, with_aligned_gradient
@@ -82,8 +82,7 @@ def gradients(
     far = problem.mask is not None and not problem.mask.is_bool
     if far:
         given = given._replace(launch=launcher(problem.replace(lse=True), operator))
-    state = torch.empty(2, 0, dtype=torch.int64, device=given.query.device).unbind()
-    grads = backward(problem, given, added, relative(given, renewed=far), state)
+    grads = backward(problem, given, added, relative(given, renewed=far), no_state(given.query.device))
     if "m" not in problem.grads:
         return grads
     dmask = grads[3][..., : problem.seq_k].sum_to_size(*problem.mask_shape or ())

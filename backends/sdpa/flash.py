@@ -15,7 +15,7 @@ from attnswitch.problem import Problem
 
 from . import memory
 from .arguments import told
-from .backward import Given, relative
+from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
 from .masks import Hiding, added, compose_plain, ends
 from .operands import dense_rows, padded, with_aligned_gradient
@@ -115,9 +115,8 @@ class FlashBackend(SdpaBackend):
             back = aten._scaled_dot_product_flash_attention_for_cpu_backward
             return *back(*operands, 0.0, hiding.causal, attn_mask=hiding.mask, scale=scale), None
         lengths = None, None, problem.seq_q, problem.seq_k
-        state = torch.empty(2, 0, dtype=torch.int64, device=query.device).unbind()
         back = aten._scaled_dot_product_flash_attention_backward
-        return *back(*operands, *lengths, 0.0, hiding.causal, *state, scale=scale), None
+        return *back(*operands, *lengths, 0.0, hiding.causal, *no_state(query.device), scale=scale), None
 
 
 def _cpu_limits(problem: Problem) -> Iterator[str]:

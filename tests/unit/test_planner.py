@@ -132,10 +132,10 @@ CHOICES = [
     ("b2.h16.s1024.d512.bf16", H200, "sdpa-efficient", {"sdpa-cudnn": "at most 256", "sdpa-flash": "at most 256"}),
     ("b2.h16.s1024.d192/128.bf16", A100, "sdpa-efficient", {"sdpa-flash": "head dimensions 192 and 128 differ"}),
     ("b2.h16.s1024.d64.fp16.mask=bool", H200, "cuda", {"sdpa-flash": "needs a mask"}),
-    ("b2.h16.s1024.d64.fp16.mask=bool.grad", H200, "sdpa-cudnn", {"sdpa-flash": "needs a mask"}),
+    ("b2.h16.s1024.d64.fp16.mask=bool.grad", H200, "cuda", {"sdpa-flash": "needs a mask"}),
     ("b2.h16.s1024.d64.fp16.lengths", T4, "sdpa-efficient", {}),
     ("b2.h16.s1024.d64.fp16.mask=fp32", H200, "triton", {"sdpa-cudnn": "float32", "sdpa-efficient": "float32"}),
-    ("b2.h16.s1024.d64.fp16.mask=fp16.grad=m", H200, "sdpa-efficient", {"sdpa-cudnn": "gradient of attn_mask"}),
+    ("b2.h16.s1024.d64.fp16.mask=fp16.grad=m", H200, "cuda", {"sdpa-cudnn": "gradient of attn_mask"}),
     ("b2.h16.s512x1024.d64.fp16.causal", T4, "sdpa-efficient", {}),
     ("b2.h16.s512x1024.d64.fp16.causal", gpu("A100", (8, 0), cudnn="9.10.0"), "sdpa-cudnn", {"sdpa-flash": "diagonal"}),
     ("b2.h16.s1024.d64.fp16.scale=0.0", H200, "sdpa-efficient", {"sdpa-cudnn": "scale=0.0", "sdpa-flash": "scale=0.0"}),
@@ -361,6 +361,21 @@ def test_what_was_measured_to_be_the_fastest_goes_first(installed: Callable[...,
     assert planner.ordered(plain, Device.cpu()) == registry.names()
     assert (attnswitch.plan(causal).backend, attnswitch.plan(plain).backend) == ("plugin", "sdpa-flash")
     assert "stands behind plugin in the declared order" in reasons(attnswitch.plan(causal), "sdpa-flash")
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("b2.h16/4.s1024.d64.bf16.mask=bool:bqk.grad", "cuda"),  # the host decides
+        ("b2.h32/8.s2048.d128.bf16.mask=bool:bqk.grad", "triton"),  # 0.71 ms there, 1.84 through cuDNN
+        ("b4.h32.s2847.d128.bf16.causal-br.lengths.grad", "triton"),
+        ("b2.h32/8.s2048.d128.bf16.mask=bf16:bqk.grad", "sdpa-cudnn"),
+        ("b2.h32/8.s2048.d128.bf16.causal.grad", "sdpa-cudnn"),
+        ("b2.h32/8.s2048.d128.bf16.mask=bool:bqk", "cuda"),
+    ],
+)
+def test_the_declared_order_on_hopper(text: str, first: str) -> None:
+    assert planner.ordered(Problem.parse(text), Device.named("h200"))[0] == first
 
 
 def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -> None:
