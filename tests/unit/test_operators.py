@@ -169,6 +169,9 @@ def test_export_at_any_length(strict: bool) -> None:
     torch.testing.assert_close(exported.module()(*other), torch_attention(*other, is_causal=True))
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.__version__ < "2.12", reason="torch 2.11's loader ends the process beside a GPU"
+)
 @pytest.mark.slow
 def test_aot_inductor_packages_the_call(tmp_path: Any) -> None:
     operands = tuple(tensors())
