@@ -32,6 +32,7 @@ def test_no_heavy_library_is_loaded() -> None:
         "ml_dtypes",
         "platformdirs",
         "transformers",
+        "diffusers",
     }
     assert not heavy & set(loaded)
     assert not [
