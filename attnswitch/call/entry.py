@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from attnswitch import arrays
@@ -81,13 +82,24 @@ def _operated(*call: Any) -> Any:
     return operators.attention(*call)
 
 
-def _intercepted(*call: Any) -> Any:
+def _intercepted(*given: Any) -> Any:
     from attnswitch.call import transforms
 
-    for role, tensor in zip(arrays.ROLES, call, strict=False):
+    for role, tensor in zip(arrays.ROLES, given, strict=False):
         if tensor is not None:
             arrays.check_dense(tensor, role)
-    return transforms.attention(*call) if transforms.looks(*call[:4]) else _operated(*call)
+    if _are_sharded(given[:4]):
+        from attnswitch.call import sharded
+
+        part, whole = sharded.parts(*given)
+        return whole(call(*part))
+    return transforms.attention(*given) if transforms.looks(*given[:4]) else _operated(*given)
+
+
+def _are_sharded(tensors: Any) -> bool:
+    """Whether one is a DTensor, of which a program without torch.distributed has none."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and any(isinstance(x, distributed.DTensor) for x in tensors)
 
 
 def _options_of(problem: Problem, layout: Any) -> Options:
