@@ -128,7 +128,8 @@ def facts(array: Array, role: str) -> Facts:
         return Facts(library, where, array.dtype.name, array.shape, array.strides, array.data.ptr % 16)
     raise InvalidProblem(
         f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with"
-        " DLPack, holding numbers (a list becomes one by numpy.asarray; a tracer of jax.jit or jax.grad never does)"
+        " DLPack, holding numbers (a list becomes one by numpy.asarray; for a tracer of jax.jit or jax.grad there is"
+        " attnswitch.integrations.jax.attention)"
     )
 
 
