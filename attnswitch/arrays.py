@@ -128,7 +128,8 @@ def facts(array: Array, role: str) -> Facts:
         return Facts(library, where, array.dtype.name, array.shape, array.strides, array.data.ptr % 16)
     raise InvalidProblem(
         f"{role} is a {type(array).__name__}: expected an array of NumPy, CuPy, torch, or another library with"
-        " DLPack, holding numbers (a list becomes one by numpy.asarray; a tracer of jax.jit or jax.grad never does)"
+        " DLPack, holding numbers (a list becomes one by numpy.asarray; for a tracer of jax.jit or jax.grad there is"
+        " attnswitch.integrations.jax.attention)"
     )
 
 
@@ -157,6 +158,8 @@ class Intercepted(Exception):
 _UNLIKE = {
     "CausalBias": "whose elements are never written: pass is_causal=True, with causal_alignment for lower right",
     "MaskedTensor": "whose mask would be lost: pass attn_mask or key_lengths",
+    "UninitializedParameter": "which has no shape yet: run its module once",
+    "UninitializedBuffer": "which has no shape yet: run its module once",
 }
 
 
@@ -174,11 +177,19 @@ def _torch_facts(tensor: Array, role: str) -> Facts:
         raise Intercepted
     if forward_ad._current_level >= 0 and is_dual(tensor):
         raise Intercepted
-    return _of_torch(tensor, tensor.data_ptr() & 15)
+    start = tensor.data_ptr()
+    if not start and tensor.numel():
+        raise InvalidProblem(f"{role} has no memory any more: something freed its storage")
+    return _of_torch(tensor, start & 15)
 
 
 def check_dense(tensor: Array, role: str) -> None:
-    """Raises ``InvalidProblem`` for a torch tensor that is no dense array."""
+    """Raises ``InvalidProblem`` for what is no dense tensor of torch, where only torch can read the operands."""
+    if library_of(tensor) != "torch":
+        raise InvalidProblem(
+            f"{role} is a {type(tensor).__name__} beside tensors that only torch can read (of a mode, on the meta"
+            " device, of a subclass): pass all of torch"
+        )
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
@@ -312,7 +323,7 @@ def _dlpack_to_torch(array: Array, _: Array) -> Array:
     torch = importlib.import_module("torch")
     try:
         return torch.from_dlpack(array)
-    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, BufferError, TypeError, ValueError, RuntimeError) as error:
         raise InvalidProblem(
             f"an array of {type(array).__module__.partition('.')[0]} could not be read through DLPack: {error}"
         ) from error

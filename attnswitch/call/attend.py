@@ -11,7 +11,7 @@ from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.launch import DUAL, Launch, Request
-from attnswitch.call.options import Options
+from attnswitch.call.options import Options, text_of
 from attnswitch.call.run import run
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
@@ -86,17 +86,24 @@ def attend(
 def lies_alike(launch: Launch, query: Array, key: Array, value: Array, attn_mask: Array | None) -> bool:
     """Whether operands lie as those of ``launch``, the latest of its request; their facts take longer to read."""
     try:
-        # Guards end the process where an operand has no sizes, so that those come last.
+        # Guards end the process where an operand has no sizes, and kernels where it has no memory: those come last.
         if attn_mask is None:
-            at = query.data_ptr() | key.data_ptr() | value.data_ptr()
-            if at & 15 or query.is_nested or key.is_nested or value.is_nested:
+            q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+            if (q | k | v) & 15 or not (q and k and v) or query.is_nested or key.is_nested or value.is_nested:
                 return False
             return launch.alike(query, key, value)  # type: ignore[misc]
-        at = query.data_ptr() | key.data_ptr() | value.data_ptr() | attn_mask.data_ptr()
-        if at & 15 or query.is_nested or key.is_nested or value.is_nested or attn_mask.is_nested:
+        q, k, v, m = query.data_ptr(), key.data_ptr(), value.data_ptr(), attn_mask.data_ptr()
+        if (
+            (q | k | v | m) & 15
+            or not (q and k and v and m)
+            or query.is_nested
+            or key.is_nested
+            or value.is_nested
+            or attn_mask.is_nested
+        ):
             return False
         return launch.alike(query, key, value, attn_mask)  # type: ignore[misc]
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
         return False
 
 
@@ -134,7 +141,7 @@ def _requested(said: tuple[Any, ...]) -> Request:
 
 def _unhashable(backend: Any, policy: Any) -> InvalidProblem:
     policies.effective(policy)
-    return InvalidProblem(f"backend={backend!r}: expected the name of a backend, or None to choose")
+    return InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
 
 
 def forget() -> None:

@@ -154,17 +154,21 @@ def _are_of(asked: Request, launch: Launch, query: Any, results: tuple[Any, ...]
     torch: Any = sys.modules["torch"]
     rows = p.batch, p.heads_q, p.seq_q
     shape = (p.batch, p.seq_q, p.heads_q, p.dim_v) if asked.options.layout == "BLHD" else (*rows, p.dim_v)
-    return (
-        type(out) is type(lse) is type(grad_out) is torch.Tensor
-        and (grad_lse is None or (type(grad_lse) is torch.Tensor and grad_lse.shape == rows))
-        and out.shape == grad_out.shape == shape
-        and lse.shape == rows
-        and out.dtype == grad_out.dtype == query.dtype
-        and out.device == grad_out.device == lse.device == query.device
-        and lse.dtype == (torch.float64 if p.dtype == "float64" else torch.float32)
-        and lse.is_contiguous()
-        and not (out.data_ptr() | lse.data_ptr()) & 15
-    )
+    try:
+        return (
+            type(out) is type(lse) is type(grad_out) is torch.Tensor
+            and (grad_lse is None or (type(grad_lse) is torch.Tensor and grad_lse.shape == rows))
+            and out.shape == grad_out.shape == shape
+            and lse.shape == rows
+            and out.dtype == grad_out.dtype == query.dtype
+            and out.device == grad_out.device == lse.device == query.device
+            and lse.dtype == (torch.float64 if p.dtype == "float64" else torch.float32)
+            and lse.is_contiguous()
+            and grad_out.layout is torch.strided
+            and not (out.data_ptr() | lse.data_ptr()) & 15
+        )
+    except RuntimeError:  # sparse or nested: no sizes, or no memory of its own
+        return False
 
 
 def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:

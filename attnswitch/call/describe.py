@@ -17,6 +17,7 @@ from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 __all__ = ["check_beside", "describe", "fitting", "lengths_beside", "swap_heads", "swapped"]
 
 _HEADS_LAST = (0, 2, 1, 3)
+_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 def describe(
@@ -197,8 +198,8 @@ def lengths_beside(lengths: Any, query: Facts, seq_k: int) -> Array:
         raise InvalidProblem(
             f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
         )
-    if batch and not facts.dtype.startswith(("int", "uint")):
-        raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers")
+    if batch and facts.dtype not in _INTEGERS:
+        raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers of 8 to 64 bits")
     if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation
         _check_lengths(lengths.tolist(), seq_k)
     return lengths.copy() if facts.memory.negative else lengths  # a handful of integers

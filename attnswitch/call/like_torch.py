@@ -35,8 +35,8 @@ def scaled_dot_product_attention(
 ) -> Any:
     """What torch's function of that name returns. Raises what ``attention`` raises."""
     way = backend, policy
-    if hasattr(query, "is_cuda"):
-        import torch  # which is there by now
+    if _is_tensor(query):
+        import torch
 
         query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
         if query.is_nested:
@@ -50,6 +50,15 @@ def scaled_dot_product_attention(
     if _fits(query, key, value, attn_mask, enable_gqa):
         return _attention(query, key, value, attn_mask, way, *numbers, enable_gqa)
     return _of_any_rank(query, key, value, attn_mask, way, numbers, enable_gqa)
+
+
+def _is_tensor(array: Any) -> bool:
+    """Whether it is torch's, asked without ``sys.modules``, of which torch.compile would make guards."""
+    if not hasattr(array, "is_cuda"):
+        return False
+    import torch  # which is there by now
+
+    return isinstance(array, torch.Tensor)
 
 
 def _attention(
@@ -78,7 +87,7 @@ def _fits(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) ->
         if attn_mask is not None and len(attn_mask.shape) == 0:
             return False
         return q[1] > 0 and q[3] > 0 and v[3] > 0 and k[1] > 0 and (q[1] == k[1] or enable_gqa)
-    except (AttributeError, TypeError):  # no array, which ``attention`` tells
+    except (AttributeError, RuntimeError, TypeError):  # no array, or one without a shape, which ``attention`` tells
         return True
 
 
@@ -87,7 +96,10 @@ def as_autocast(query: Any, *others: Any) -> tuple[Any, ...]:
     import torch
 
     device = query.device
-    if not torch.is_autocast_enabled(device.type):
+    try:
+        if not torch.is_autocast_enabled(device.type):
+            return query, *others
+    except RuntimeError:  # a device that has none: meta
         return query, *others
     dtype = torch.get_autocast_dtype(device.type)
     return tuple(_cast(torch, x, device, dtype) for x in (query, *others))
@@ -189,7 +201,9 @@ def _broadcast(shapes: list[tuple[Any, ...]], *, grouped: bool) -> tuple[Any, ..
 
 def _check_reshapes(operand: Any, role: str) -> None:
     """Raises ``InvalidProblem`` for what is no array, is gone, or cannot be given other axes."""
-    if hasattr(operand, "is_cuda"):  # torch's, which a trace may look at
+    if _is_tensor(operand):
+        if str(operand.layout) != "torch.strided" or operand.is_nested:
+            arrays.check_dense(operand, role)
         return
     library = arrays.library_of(operand)
     if not library:
@@ -245,7 +259,7 @@ def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest:
     """Sequence by sequence, (..., L, D) each, as torch's: memory for what there is, and no padding."""
     if attn_mask is not None:
         raise InvalidProblem("attn_mask beside nested tensors, whose sequences have lengths of their own: leave it out")
-    if not (key.is_nested and value.is_nested):
+    if not all(_is_tensor(x) and x.is_nested for x in (key, value)):
         raise InvalidProblem("query is nested, key or value is not: pass all of one kind")
     counts = query.size(0), key.size(0), value.size(0)
     if not counts[0] or counts[0] != counts[1] or counts[0] != counts[2]:

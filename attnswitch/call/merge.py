@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from attnswitch import arrays
-from attnswitch.arrays import Array
+from attnswitch.arrays import Array, Facts, Intercepted
 from attnswitch.errors import InvalidProblem
+from attnswitch.problem import DTYPES
 
 __all__ = ["merge"]
 
@@ -61,11 +62,23 @@ def _as(array: Array, dtype: Any) -> Array:
     return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
 
 
+def _facts(array: Array, role: str) -> Facts:
+    try:
+        facts = arrays.take(array, role)[1]
+    except Intercepted:  # all that is done with it is torch's, which needs no address
+        arrays.check_dense(array, role)
+        facts = arrays.outline(array)
+    if facts.dtype not in DTYPES:
+        raise InvalidProblem(f"merge: {role} have dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
+    return facts
+
+
 def _checked(outs: Sequence[Array], lses: Sequence[Array], layout: str) -> tuple[str, Array]:
     """The library of the parts, and one of its arrays. Raises ``InvalidProblem`` where they differ."""
     library = arrays.library_of(outs[0])
-    out_facts = [arrays.take(out, "outs")[1] for out in outs]
-    lse_facts = [arrays.take(lse, "lses")[1] for lse in lses]
+    out_facts, lse_facts = (
+        [_facts(array, role) for array in parts] for role, parts in (("outs", outs), ("lses", lses))
+    )
     first, rows = out_facts[0], lse_facts[0]
     wanted = (*first.shape[:1], *(first.shape[1:3] if layout == "BHLD" else first.shape[2:0:-1]))
     for facts, role, shape, beside in (

@@ -17,7 +17,7 @@ from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Problem, Window
 
-__all__ = ["Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of"]
+__all__ = ["Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of", "text_of"]
 
 _LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.
@@ -50,7 +50,7 @@ def of_call(*given: Any) -> Options:
     if given[_WINDOW] is None:
         try:
             return _shared(*given)
-        except TypeError:  # what is not hashable, or can change, is read every time
+        except (TypeError, ValueError):  # what is not hashable, or can change, is read every time
             pass
     return _shared(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
 
@@ -78,7 +78,7 @@ def seed_of(value: Any) -> int:
     try:
         seed = _index(value)
     except TypeError:
-        raise InvalidProblem(f"seed={value!r}: expected an integer") from None
+        raise InvalidProblem(f"seed={text_of(value)}: expected an integer") from None
     if not 0 <= seed < 2**64:
         raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
     return seed
@@ -95,20 +95,20 @@ def _shared(*given: Any) -> Options:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidProblem(f"{name}={value!r}: expected True or False")
+        raise InvalidProblem(f"{name}={text_of(value)}: expected True or False")
     return value
 
 
 def _maybe_flag(name: str, value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool):
-        raise InvalidProblem(f"{name}={value!r}: expected True, False or None")
+        raise InvalidProblem(f"{name}={text_of(value)}: expected True, False or None")
     return value
 
 
 def _one_of(*known: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
-        if value not in known:
-            raise InvalidProblem(f"{name}={value!r}: expected one of {', '.join(known)}")
+        if not isinstance(value, str) or value not in known:
+            raise InvalidProblem(f"{name}={text_of(value)}: expected one of {', '.join(known)}")
         return str(value)
 
     return check
@@ -120,15 +120,28 @@ def _window(name: str, value: Any) -> Window | None:
     try:
         left, right = (None if side is None else _index(side) for side in value)
     except (TypeError, ValueError):
-        raise InvalidProblem(f"{name}={value!r}: expected (left, right), each a number of keys or None") from None
+        raise InvalidProblem(
+            f"{name}={text_of(value)}: expected (left, right), each a number of keys or None"
+        ) from None
     return left, right
 
 
 def _index(value: Any) -> int:
     """``value`` as an integer. Raises ``TypeError`` for what is none, bools included."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         raise TypeError("a bool is not a count")
-    return operator.index(value)
+    try:
+        return operator.index(value)
+    except (RuntimeError, ValueError) as error:  # of an array that is deleted, or never had numbers
+        raise TypeError(str(error)) from error
+
+
+def text_of(value: Any) -> str:
+    """``value`` for a message; its type where it has no text, as arrays without memory have none."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def _real(name: str, value: Any) -> float:
@@ -140,14 +153,17 @@ def _real(name: str, value: Any) -> float:
             return float(value)
         except OverflowError:
             raise InvalidProblem(f"{name}={value}: expected a number that a float can hold") from None
-    kind = getattr(getattr(value, "dtype", None), "name", str(getattr(value, "dtype", "")))
     if getattr(value, "requires_grad", False):
         raise InvalidProblem(f"{name}={value!r} requires_grad, and its gradient would be lost: multiply query by it")
     if arrays.library_of(value) == "torch" and arrays.is_wrapped(value):
         raise InvalidProblem(f"{name} is inside torch.func or forward mode, and its derivative would be lost")
-    if getattr(value, "shape", None) == () and kind.removeprefix("torch.").startswith(("float", "bfloat", "int")):
-        return float(value)
-    raise InvalidProblem(f"{name}={value!r}: expected a number")
+    try:
+        kind = str(value.dtype).removeprefix("torch.")
+        if value.shape == () and kind.startswith(("float", "bfloat", "int")) and not getattr(value, "mask", False):
+            return float(value)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # without a number: deleted, masked, traced by JAX
+        pass
+    raise InvalidProblem(f"{name}={text_of(value)}: expected a number")
 
 
 def _maybe_real(name: str, value: Any) -> float | None:
