@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -128,7 +129,14 @@ def process(rank: int, world: int, store: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
-    multiprocessing.spawn(process, (2, str(tmp_path / "store")), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    """This file as a program: pytest's own name of it cannot be imported in another process."""
+    world, store = 2, str(tmp_path / "store")
+    started = [
+        subprocess.Popen([sys.executable, "-P", __file__, str(rank), str(world), store], stderr=subprocess.PIPE)
+        for rank in range(world)
+    ]
+    errors = [process.communicate(timeout=300)[1].decode() for process in started]
+    assert [process.returncode for process in started] == [0] * world, "\n".join(errors)
 
 
 @pytest.fixture
@@ -150,3 +158,7 @@ def test_operands_that_are_no_dtensors_are_refused(mesh: Any) -> None:
         attnswitch.attention(q.to_local(), k, v)
     with pytest.raises(Unsupported, match=r"dropout_p=0\.5 of DTensors"):
         attnswitch.attention(q, k, v, dropout_p=0.5)
+
+
+if __name__ == "__main__":
+    process(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
