@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.attention
 
 from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
@@ -18,6 +19,7 @@ __all__ = [
     "needs_cuda",
     "needs_half",
     "no_gpu",
+    "replaced",
     "usual",
     "version",
 ]
@@ -83,6 +85,13 @@ def needs_cuda(device: Device, least: tuple[int, int]) -> str | None:
     if "+cpu" in (pytorch := dict(device.versions).get("torch", "")):
         return f"torch {pytorch} was built without CUDA; install a CUDA build"
     return None
+
+
+def replaced() -> str | None:
+    """Its operators are another implementation's, until ``torch.nn.attention.restore_flash_attention_impl``."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    name = current and current()
+    return f"torch's flash attention is {name} now, by activate_flash_attention_impl" if name else None
 
 
 def needs_half(problem: Problem) -> Iterator[str]:
