@@ -65,7 +65,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("queries", "padded", "keys", "dim", "dim_v")),
         *((name, ctypes.c_int32) for name in ("left", "right", "bottom_right", "section", "splits", "chunk")),
         *((name, Divisor) for name in ("by_splits", "by_tiles", "by_packs", "by_pack", "by_group")),
-        ("length_bytes", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("length_bytes", "turned")),
         *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
         *((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "threshold")),
     ]

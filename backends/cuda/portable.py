@@ -134,14 +134,10 @@ class Backward:
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         self.constants = arguments.constants(p)
-        keys = p.batch, p.heads_kv, p.seq_k
-        #: Of the gradients of query, key, value and mask; None where one is not asked for.
-        self.shapes = (
-            (p.batch, p.heads_q, p.seq_q, p.dim_qk) if "q" in p.grads else None,
-            (*keys, p.dim_qk) if "k" in p.grads else None,
-            (*keys, p.dim_v) if "v" in p.grads else None,
-            p.mask_shape if "m" in p.grads else None,
-        )
+        dims = zip("qkv", (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
+        #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
+        self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
+        self.mask_shape = p.mask_shape if "m" in p.grads else None
         #: Numbers of base, and of delta.
         self.rows = p.batch * p.heads_q * arithmetic.padded(p)
         self._dtype = p.dtype
@@ -193,13 +189,12 @@ class Backward:
         a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
         saved = memory.empty((self.rows,), lse), memory.empty((self.rows,), lse)
         a.base, a.delta = map(memory.address, saved)
-        operands = inputs.query, inputs.key, inputs.value, inputs.attn_mask
-        grads = Gradients(
-            *(
-                None if shape is None else memory.empty(shape, like)
-                for shape, like in zip(self.shapes, operands, strict=True)
-            )
+        a.turned = turned(inputs)
+        q, k, v = (
+            None if dim is None else memory.like(operand, dim)
+            for operand, dim in zip(inputs[:3], self.dims, strict=True)
         )
+        grads = Gradients(q, k, v, self.mask_shape and memory.empty(self.mask_shape, inputs.attn_mask))
         a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
             None if grad is None else memory.address(grad) for grad in grads
         )
@@ -207,6 +202,11 @@ class Backward:
             a.section = step.section
             run.start(step.variant, step.blocks, a, lse)
         return grads
+
+
+def turned(inputs: Inputs) -> int:
+    """Bits of the gradients of query, key and value whose heads lie inside L, as those of their operands."""
+    return sum(memory.turned(operand) << at for at, operand in enumerate(inputs[:3]))
 
 
 # -- what a kernel is compiled for -------------------------------------------------------------------------------------

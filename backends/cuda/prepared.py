@@ -32,7 +32,7 @@ def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs:
     index = inputs.query.get_device()
     with memory.on(inputs.query):
         send = launch.bound(inputs, index)
-    shape, steps = _result(problem, inputs.query)
+    shape, steps = _lying(inputs.query, problem.dim_v)
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
     wanted = problem.lse or bool(problem.grads) or launch.needs_lse
     b, h, length, _ = shape
@@ -69,8 +69,11 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
     index = inputs.query.get_device()
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-    constants = arguments.with_mask(launch.constants, inputs.attn_mask)
-    of_query, of_key, of_value, of_mask = launch.shapes
+    constants = Arguments.from_buffer_copy(arguments.with_mask(launch.constants, inputs.attn_mask))
+    constants.turned = portable.turned(inputs)
+    lying = zip(inputs[:3], launch.dims, strict=True)
+    of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
+    of_mask = launch.mask_shape
     rows = launch.rows
     bytes_of_rows = rows * (8 if problem.dtype == "float64" else 4)
     known: dict[tuple[Any, ...], list[tuple[Any, portable.Step]]] = {}
@@ -90,9 +93,9 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         space = lse.new_empty(2 * rows)
-        grad_query = None if of_query is None else query.new_empty(of_query)
-        grad_key = None if of_key is None else query.new_empty(of_key)
-        grad_value = None if of_value is None else query.new_empty(of_value)
+        grad_query = None if of_query is None else query.new_empty_strided(*of_query)
+        grad_key = None if of_key is None else query.new_empty_strided(*of_key)
+        grad_value = None if of_value is None else query.new_empty_strided(*of_value)
         grad_mask = None if of_mask is None or mask is None else mask.new_empty(of_mask)
         a = Arguments.from_buffer_copy(constants)
         operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
@@ -118,8 +121,8 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
     return differentiate
 
 
-def _result(problem: Problem, query: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of an output that lies as ``memory.like`` has it."""
-    b, h, length, dim = problem.batch, problem.heads_q, problem.seq_q, problem.dim_v
-    inner = (dim, h * dim) if memory.turned(query) else (length * dim, dim)
+def _lying(operand: Any, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of (batch, heads, L, dim) as ``memory.like`` has it lie."""
+    b, h, length, _ = operand.shape
+    inner = (dim, h * dim) if memory.turned(operand) else (length * dim, dim)
     return (b, h, length, dim), (h * length * dim, *inner, 1)

@@ -11,16 +11,18 @@ from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
 from .config import Tile, block
-from .kernels.parameters import Random, Reach, Scores, Sizes, Steps, Strides
+from .kernels.parameters import Random, Reach, Rows, Scores, Sizes, Steps, Strides
 from .kernels.variant import Variant
 
 __all__ = [
+    "alike",
     "as_bytes",
     "dense",
     "early",
     "options",
     "random",
     "reach",
+    "rows",
     "scores",
     "sizes",
     "steps",
@@ -115,6 +117,16 @@ def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(steps[::-1])
 
 
+def alike(array: Any, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same for (B, H, L, dim) that lies in the order of ``array``, heads inside L or L inside."""
+    b, h, length, _ = array.shape
+    shape, strides = dense(b, h, length, dim)
+    if h > 1 and length > 1 and array.stride(1) < array.stride(2):
+        _, (by_b, by_l, by_h, by_d) = dense(b, length, h, dim)
+        strides = by_b, by_h, by_l, by_d
+    return shape, strides
+
+
 def as_bytes(mask: Any) -> Any:
     """A bool mask as bytes: the same memory, in a type whose loads mean the same in every version of Triton."""
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
@@ -127,6 +139,12 @@ def steps(array: Any) -> Steps:
     if 1 not in array.shape:
         return Steps(*array.stride())
     return Steps(*[0 if size == 1 else stride for size, stride in zip(array.shape, array.stride(), strict=True)])
+
+
+def rows(grad: Any) -> Rows:
+    """Those of a gradient whose rows are whole: of one that ``alike`` describes."""
+    _, head, row, _ = grad.stride()
+    return Rows(head // grad.shape[3], row // grad.shape[3])
 
 
 def strides(query: Any, key: Any, value: Any, other: Any, mask: Any) -> Strides:

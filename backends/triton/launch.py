@@ -15,11 +15,13 @@ from ..own import arithmetic
 from ..own.order import Saved
 from . import config
 from .arguments import (
+    alike,
     dense,
     early,
     options,
     random,
     reach,
+    rows,
     scores,
     sizes,
     steps,
@@ -58,13 +60,15 @@ class Forward:
         self._heads = p.batch * p.heads_q // (p.group if self._packed else 1)
         self._lists = None if self._packed or splits > 1 else listing(make, p, device, tile)
         self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
-        rows = p.batch, p.heads_q, p.seq_q
-        self._rows, self._out = dense(*rows), dense(*rows, p.dim_v)
+        lines = p.batch, p.heads_q, p.seq_q
+        self._lse = dense(*lines)
+        #: Shape and strides of the output, known from the first query.
+        self._out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         programs = self._heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
         self._launch = make(forward_kernels.forward, programs, self._passed)
         self._merge = None
         if splits > 1:
-            self._parts, self._sums = dense(splits, *rows, p.dim_v), dense(2, splits, *rows)
+            self._parts, self._sums = dense(splits, *lines, p.dim_v), dense(2, splits, *lines)
             self._merge = make(forward_kernels.merge, p.batch * p.heads_q * p.seq_q, self._merged)
 
     def __call__(
@@ -83,11 +87,9 @@ class Forward:
 
     def results(self, query: Any) -> tuple[Any, Any]:
         """Output and lse, yet to be written. The output lies in the order of query, heads inside L or L inside."""
-        shape, strides = self._out
-        if self._p.heads_q > 1 and self._p.seq_q > 1 and query.stride(1) < query.stride(2):
-            _, (by_b, by_l, by_h, by_d) = dense(shape[0], shape[2], shape[1], shape[3])
-            strides = by_b, by_h, by_l, by_d
-        return query.new_empty_strided(shape, strides), query.new_empty_strided(*self._rows, dtype=torch.float32)
+        if self._out is None:
+            self._out = alike(query, self._p.dim_v)
+        return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, out, _, mask, *_ = arrays
@@ -178,12 +180,12 @@ class Prepare:
 
 
 class QueryGradient:
-    """Gradient of query, (B, Hq, Lq, D)."""
+    """Gradient of query, (B, Hq, Lq, D), that lies as query does."""
 
     def __init__(self, make: Make, p: Problem, device: Device, chosen: TritonConfig) -> None:
         self._p, self._device, self._tile = p, device, chosen.query_gradient
         self._lists = listing(make, p, device, self._tile)
-        self._shape = dense(p.batch, p.heads_q, p.seq_q, p.dim_qk)
+        self._grad: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._heads = p.batch * p.heads_q
         programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
         self._launch = make(backward_kernels.query_gradient, programs, self._passed)
@@ -191,13 +193,15 @@ class QueryGradient:
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
-        grad = query.new_empty_strided(*self._shape)
+        if self._grad is None:
+            self._grad = alike(query, self._p.dim_qk)
+        grad = query.new_empty_strided(*self._grad)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
         self._launch(query, key, value, *saved, mask, lengths, *lists, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_ = arrays
+        query, key, value, grad_out, _, _, mask, *_, grad = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         dealt = p.dropout > 0.0
@@ -214,6 +218,7 @@ class QueryGradient:
         return Passed(
             values=(
                 by,
+                rows(grad),
                 _visits(self._lists),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
@@ -228,13 +233,12 @@ class QueryGradient:
 
 
 class KeyGradients:
-    """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv)."""
+    """Gradients of key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv), that lie as these do."""
 
     def __init__(self, make: Make, p: Problem, device: Device, chosen: TritonConfig) -> None:
         self._p, self._device, self._tile = p, device, chosen.key_gradients
         self._lists = listing(make, p, device, self._tile, by_keys=True)
-        rows = p.batch, p.heads_kv, p.seq_k
-        self._key, self._value = dense(*rows, p.dim_qk), dense(*rows, p.dim_v)
+        self._grads: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
         self._heads = p.batch * p.heads_kv
         programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
         self._launch = make(backward_kernels.key_gradients, programs, self._passed)
@@ -242,13 +246,15 @@ class KeyGradients:
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""
         query, key, value, mask, lengths, seed = inputs
-        by_key, by_value = key.new_empty_strided(*self._key), key.new_empty_strided(*self._value)
+        if not self._grads:
+            self._grads = alike(key, self._p.dim_qk), alike(value, self._p.dim_v)
+        by_key, by_value = (key.new_empty_strided(*grad) for grad in self._grads)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
         self._launch(query, key, value, *saved, mask, lengths, *lists, by_key, by_value, seed=seed)
         return by_key if "k" in self._p.grads else None, by_value if "v" in self._p.grads else None
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_ = arrays
+        query, key, value, grad_out, _, _, mask, *_, by_key, by_value = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         tma = suits(p, self._device, query, grad_out)
@@ -265,6 +271,8 @@ class KeyGradients:
         return Passed(
             values=(
                 by,
+                rows(by_key),
+                rows(by_value),
                 _visits(self._lists),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),

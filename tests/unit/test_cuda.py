@@ -126,10 +126,13 @@ def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_that_it_can_be_emulated() -> None:
+    pytest.importorskip("cupy")
     assert VARIABLE in backend.CudaBackend().unavailable()
 
 
 def test_without_its_compiler_it_says_so_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+
     def missing() -> None:
         raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
 
@@ -696,6 +699,23 @@ def test_output_lies_as_query_does() -> None:
     inside = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert attnswitch.attention(inside, k, v, backend="cuda").transpose(1, 2).is_contiguous()
     assert attnswitch.attention(q, k, v, backend="cuda").is_contiguous()
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("turned", ["", "q", "k", "qv", "qkv"])
+def test_gradients_lie_as_operands_do(turned: str) -> None:
+    plain = operands()
+    grad = torch.randn(*plain[0].shape[:3], plain[2].shape[3])
+    given = [
+        x.swapaxes(1, 2).contiguous().swapaxes(1, 2) if n in turned else x for n, x in zip("qkv", plain, strict=True)
+    ]
+    expected = attnswitch.attention_backward(grad, *plain, is_causal=True, backend="reference")
+    found = attnswitch.attention_backward(grad, *given, is_causal=True, backend="cuda")
+    for name, ours, theirs in zip("qkv", found, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert ours is not None
+        assert (ours.swapaxes(1, 2) if name in turned else ours).is_contiguous()
 
 
 @compiled

@@ -50,6 +50,7 @@ def check_alike(found: Any, expected: Any) -> None:
 
 
 def samples(device: str, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
+    pytest.importorskip("expecttest")  # of which torch's module makes use
     from torch.testing._internal.common_methods_invocations import op_db
 
     (info,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")

@@ -623,6 +623,26 @@ def test_the_output_lies_as_query_does() -> None:
     assert attnswitch.attention(q, k, v, backend="triton").stride() == (480, 4, 12, 1)
 
 
+@interpreted
+def test_gradients_lie_as_operands_do() -> None:
+    plain = operands((2, 4, 40, 8), (2, 2, 50, 8), (2, 2, 50, 4))
+    for turned in ("", "q", "k", "qv", "qkv"):
+        check_gradients_lie(turned, plain)
+
+
+def check_gradients_lie(turned: str, plain: Any) -> None:
+    grad = torch.randn(2, 4, 40, 4)
+    given = [
+        x.swapaxes(1, 2).contiguous().swapaxes(1, 2) if n in turned else x for n, x in zip("qkv", plain, strict=True)
+    ]
+    expected = attnswitch.attention_backward(grad, *plain, is_causal=True, backend="reference")
+    found = attnswitch.attention_backward(grad, *given, is_causal=True, backend="triton")
+    for name, ours, theirs in zip("qkv", found, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert ours is not None
+        assert (ours.swapaxes(1, 2) if name in turned else ours).is_contiguous()
+
+
 # -- the process that interprets ---------------------------------------------------------------------------------------
 
 

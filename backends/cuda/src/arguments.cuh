@@ -33,7 +33,7 @@ struct Arguments {
     void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums
     void* base;        // (batch, heads, padded): lse in the unit of the exponential, +inf where a row weighs nothing
     void* delta;       // (batch, heads, padded): rowsum(dO O) - dlse
-    void* grad_query;  // like its operand, contiguous
+    void* grad_query;  // like its operand, dense; `turned` says in which order
     void* grad_key;
     void* grad_value;
     void* grad_mask;
@@ -54,6 +54,7 @@ struct Arguments {
     int splits, chunk; // parts of the keys, and keys of each
     Divisor by_splits, by_tiles, by_packs, by_pack, by_group;
     int length_bytes;  // 0 without lengths
+    int turned;        // bits of the gradients (query, key, value) whose heads lie inside their rows
     int mask_batch, mask_heads, mask_rows, mask_columns;  // its shape
     u32 seed_low, seed_high;
     u32 threshold;     // a weight is dropped where its random word is below

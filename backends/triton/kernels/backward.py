@@ -152,7 +152,7 @@ def _over_queries(
 @triton.jit
 def key_gradients(
     Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, TILES, COUNTS, DK, DV,
-    by, visits, sizes, dims, reach, section, scores, random,
+    by, by_key, by_value, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """DK (batch, heads_kv, Lk, dim) and DV (batch, heads_kv, Lk, dim_v): one tile of keys of one key head a program."""
@@ -240,9 +240,10 @@ def key_gradients(
     kept_rows = exists[:, None]
     dk = tl.where(kept_rows, dk * scores.scale, 0.0)
     dv = tl.where(kept_rows, dv, 0.0)
-    out = (b64 * heads + head64) * seq_k + j64
-    store_rows(DK + (out * dims.qk)[:, None], dk, inside, 1, dims.qk, BLOCK_D, how.even_d)
-    store_rows(DV + (out * dims.v)[:, None], dv, inside, 1, dims.v, BLOCK_DV, how.even_dv)
+    keys = b64 * heads * seq_k + head64 * by_key.h + j64 * by_key.l
+    values = b64 * heads * seq_k + head64 * by_value.h + j64 * by_value.l
+    store_rows(DK + (keys * dims.qk)[:, None], dk, inside, 1, dims.qk, BLOCK_D, how.even_d)
+    store_rows(DV + (values * dims.v)[:, None], dv, inside, 1, dims.v, BLOCK_DV, how.even_dv)
 
 
 @triton.jit
@@ -285,7 +286,7 @@ def _over_keys(
 @triton.jit
 def query_gradient(
     Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, TILES, COUNTS, DQ,
-    by, visits, sizes, dims, reach, section, scores, random,
+    by, by_grad, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """DQ (batch, heads_q, Lq, dim): one tile of queries of one head a program, in the order of the forward."""
@@ -375,5 +376,5 @@ def query_gradient(
                 part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
                 part != 1 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
-    rows = (b64 * heads_q + h64) * seq_q + i64
+    rows = b64 * heads_q * seq_q + h64 * by_grad.h + i64 * by_grad.l
     store_rows(DQ + (rows * dims.qk)[:, None], dq * scores.scale, inside, 1, dims.qk, BLOCK_D, how.even_d)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dims", "Random", "Reach", "Scores", "Sizes", "Splits", "Steps", "Strides", "Visits"]
+__all__ = ["Dims", "Random", "Reach", "Rows", "Scores", "Sizes", "Splits", "Steps", "Strides", "Visits"]
 
 #: A number on the host, and a scalar or a constant in a kernel.
 Number = Any
@@ -31,6 +31,13 @@ class Strides(NamedTuple):
     v: Steps
     o: Steps
     m: Steps
+
+
+class Rows(NamedTuple):
+    """Rows of a gradient from one head to the next, and from one position."""
+
+    h: Number
+    l: Number  # noqa: E741
 
 
 class Sizes(NamedTuple):

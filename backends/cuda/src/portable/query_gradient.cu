@@ -83,7 +83,7 @@ KERNEL query_gradient(const Arguments a) {
         const int i = mine(m);
         if (i >= a.queries) continue;
         UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) sums[m][c] *= Real(a.scale);
-        const i64 to = ((i64(b) * a.heads + h) * a.queries + i) * a.dim;
+        const i64 to = gradient_row(a, OF_QUERY, b, h, i, a.heads, a.queries) * a.dim;
         store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_query) + to, sums[m], a.dim);
     }
 }
