@@ -189,7 +189,7 @@ def _broadcast(shapes: list[tuple[Any, ...]], *, grouped: bool) -> tuple[Any, ..
         if grouped and axis == rank - 1:
             result.append(sizes[0])
             continue
-        size = next((n for n in sizes if n != 1), 1)
+        size = ([n for n in sizes if n != 1] or [1])[0]  # a list: torch.compile of 2.8 has no generators
         if any(n not in (1, size) for n in sizes):
             raise InvalidProblem(
                 f"query, key and value have leading axes {shapes[0]}, {shapes[1]} and {shapes[2]}, which do not"

@@ -183,6 +183,8 @@ def test_torch_default_is_given_the_whole_problem(problem: str, direction: Any) 
 def test_flex_is_given_the_whole_problem(problem: str) -> None:
     """Uncompiled, which is the same functions on dense scores."""
     work = workload.make(row(problem), "forward", "cpu")
+    if "mask" in problem and not hasattr(torch.nn.attention, "list_flash_attention_impls"):
+        pytest.skip("flex_attention before torch 2.11 asks a mask for its elements within vmap")
     attend = peers.flex(work, compiler=lambda function, **_: function)
     assert deviation.make(work).deviation((attend(),)) < 1e-5
 

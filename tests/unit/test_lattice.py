@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from attnswitch.errors import Unsupported
 from attnswitch.verify import Case, Space, examine
 from attnswitch.verify.checks import named
 from attnswitch.verify.checks.probes import _targets
@@ -111,6 +112,8 @@ def test_probes_hold_at_tile_edges(backend: str) -> None:
     edges = [case for case in PROBES if case.seq_k in (63, 64, 65, 129, 1025)]
     for case in edges:
         (outcome,) = examine(case, (backend,), only=True)
+        if outcome.verdict == "refused":  # of a torch before 2.11, grouped heads are: conftest skips
+            raise Unsupported(" ".join(outcome.reasons))
         assert outcome.verdict == "verified", outcome
     assert len(edges) == 10
 

@@ -94,6 +94,14 @@ def test_opcheck_of_a_call_that_keeps_nothing(kind: str) -> None:
     torch.library.opcheck(torch.ops.attnswitch.attention_forward.default, detached, {**said, "seed": 5})
 
 
+def test_the_lse_is_there_whether_or_not_it_was_asked_for() -> None:
+    q, k, v = (x.detach() for x in tensors())
+    _, lse, _ = torch.ops.attnswitch.attention_forward(q, k, v, None, None, backend="tiled")
+    torch.testing.assert_close(lse, attnswitch.attention(q, k, v, return_lse=True)[1])
+    with pytest.raises(Unsupported, match="return_lse"):
+        torch.ops.attnswitch.attention_forward(q, k, v, None, None, backend="sdpa-math")
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_graph_gives_what_a_call_gives(kind: str, backend: str) -> None:

@@ -20,7 +20,7 @@ from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 
 ROOT = Path(__file__).parents[2]
 masks = importlib.import_module("attnswitch.backends.sdpa.masks")

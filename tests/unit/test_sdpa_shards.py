@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnswitch import Problem, Unsupported
-from attnswitch.machine import registry
+from attnswitch.machine import divergences, registry
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
@@ -22,6 +22,8 @@ MASKS = ("", ".mask=bool:bqk", ".mask=fp64:hqk", ".mask=fp64:bhqk")
 def kernel_of(name: str, problem: Problem) -> Any:
     backend = registry.loaded(name)
     assert not backend.supports(problem, CPU)
+    for reason in divergences.refused(backend, problem, CPU):  # of another torch: it may end the process
+        pytest.skip(reason)
     return backend.compile(problem, CPU, next(iter(backend.configs(problem, CPU))))
 
 

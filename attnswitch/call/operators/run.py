@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,7 +85,10 @@ def forward(
         operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         out, lse = results(operands, key_lengths, _unsigned(seed), options, backend, policy, grads)
     else:
+        if not options.return_lse:  # an output of the operator, whether or not the call wants it
+            options = replace(options, return_lse=True)
         out, lse = attend(query, key, value, attn_mask, key_lengths, _unsigned(seed), options, backend, policy)
+        assert lse is not None
     state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
     return laid(out, query, options.layout), lse.contiguous(), state
 
