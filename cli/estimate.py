@@ -81,7 +81,7 @@ def _show(estimate: Estimate) -> None:
     whose = "" if estimate.device.shared_memory else ", as every GPU from compute capability 8.6 on has"
     lines = (
         f"tiled without a cache: {_bytes(estimate.tiled)} forward, in tiles of {estimate.queries} queries{seen}",
-        f"bound on any tiling with {_bytes(estimate.shared)} on the chip{whose}: {_bytes(estimate.sram)} (N²D²/M)",
+        f"bound on any tiling with {_bytes(estimate.shared)} on the chip{whose}: {_bytes(estimate.sram)} (N^2 D^2 / M)",
         f"memory beside operands and results: {beside}" + (" (backward included)" if p.grads else ""),
     )
     for line in lines:

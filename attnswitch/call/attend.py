@@ -86,7 +86,7 @@ def attend(
 def lies_alike(launch: Launch, query: Array, key: Array, value: Array, attn_mask: Array | None) -> bool:
     """Whether operands lie as those of ``launch``, the latest of its request; their facts take longer to read."""
     try:
-        # Guards end the process where an operand has no sizes, and kernels where it has no memory: those come last.
+        # Asked first: without sizes guards would end the process, and without memory kernels would.
         if attn_mask is None:
             q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
             if (q | k | v) & 15 or not (q and k and v) or query.is_nested or key.is_nested or value.is_nested:

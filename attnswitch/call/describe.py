@@ -136,11 +136,11 @@ def _check_shapes(q: Facts, k: Facts, v: Facts, options: Options) -> None:
         raise InvalidProblem(f"{shapes}: {wrong}{expected}")
 
 
-def check_beside(facts: Facts, role: str, query: Facts) -> None:
-    """``role`` lives in the library and on the device of query. Raises ``InvalidProblem``."""
+def check_beside(facts: Facts, role: str, query: Facts, first: str = "query") -> None:
+    """``role`` lives in the library and on the device of query, or what is ``first``. Raises ``InvalidProblem``."""
     if facts[:2] != query[:2]:
         raise InvalidProblem(
-            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, query a {query.library} array"
+            f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, {first} a {query.library} array"
             f" on {query.device[0]}:{query.device[1]}: pass both in one library, on one device"
         )
 

@@ -88,7 +88,7 @@ def _intercepted(*given: Any) -> Any:
     for role, tensor in zip(arrays.ROLES, given, strict=False):
         if tensor is not None:
             arrays.check_dense(tensor, role)
-    if _are_sharded(given[:4]):
+    if _are_sharded(given[:5]):
         from attnswitch.call import sharded
 
         part, whole = sharded.parts(*given)

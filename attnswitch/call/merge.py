@@ -8,6 +8,7 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
+from attnswitch.call.describe import check_beside
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import DTYPES
 
@@ -30,7 +31,10 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     Raises:
         InvalidProblem: there are no parts, or they do not go together.
     """
-    outs, lses = list(outs), list(lses)
+    try:
+        outs, lses = list(outs), list(lses)
+    except TypeError as error:
+        raise InvalidProblem(f"merge takes a list of outs and a list of lses: {error}") from None
     if not outs or len(outs) != len(lses):
         raise InvalidProblem(f"merge of {len(outs)} outs and {len(lses)} lses: expected as many of each, at least one")
     if layout not in ("BHLD", "BLHD"):
@@ -80,19 +84,19 @@ def _checked(outs: Sequence[Array], lses: Sequence[Array], layout: str) -> tuple
         [_facts(array, role) for array in parts] for role, parts in (("outs", outs), ("lses", lses))
     )
     first, rows = out_facts[0], lse_facts[0]
+    if len(first.shape) != 4:
+        raise InvalidProblem(f"merge: outs have shape {first.shape}: expected four axes each, {', '.join(layout)}")
+    for facts, role in (*((f, "outs") for f in out_facts), *((f, "lses") for f in lse_facts)):
+        check_beside(facts, f"merge: one of {role}", first, "the first of outs")
     wanted = (*first.shape[:1], *(first.shape[1:3] if layout == "BHLD" else first.shape[2:0:-1]))
     for facts, role, shape, beside in (
         *((f, "out", first.shape, first) for f in out_facts),
         *((f, "lse", wanted, rows) for f in lse_facts),
     ):
-        if facts.shape != shape or (facts.library, facts.device) != (first.library, first.device):
-            place = f"{facts.library} array {facts.shape} on {facts.device[0]}:{facts.device[1]}"
+        if facts.shape != shape:
             raise InvalidProblem(
-                f"merge: one {role} is a {place}; expected {shape} beside outs {first.shape} ({layout}) of"
-                f" {first.library} on {first.device[0]}:{first.device[1]}"
+                f"merge: one {role} has shape {facts.shape}; expected {shape} beside outs {first.shape} ({layout})"
             )
         if facts.dtype != beside.dtype:
             raise InvalidProblem(f"merge: the {role}s have dtypes {beside.dtype} and {facts.dtype}: cast them to one")
-    if len(first.shape) != 4:
-        raise InvalidProblem(f"merge: outs have shape {first.shape}: expected four axes, {', '.join(layout)}")
     return library, outs[0]

@@ -42,6 +42,11 @@ def parts(
     operands = dict(zip(arrays.ROLES, (query, key, value, attn_mask), strict=False))
     operands["key_lengths"] = key_lengths
     mesh = _mesh(operands)
+    for role in arrays.ROLES[:3]:
+        if operands[role].dim() != 4:
+            raise InvalidProblem(
+                f"{role} has shape {tuple(operands[role].shape)}: expected four axes, {', '.join(options.layout)}"
+            )
     heads = 1 if options.layout == "BHLD" else 2
     split = _split(query, key, heads, options)
 
@@ -87,7 +92,8 @@ def _mesh(operands: dict[str, Any]) -> Any:
     meshes = [x.device_mesh for x in known.values() if isinstance(x, DTensor)]
     for role, x in known.items():
         if not isinstance(x, DTensor):
-            raise InvalidProblem(f"{role} is no DTensor, and others are: pass distribute_tensor({role}, mesh)")
+            tensor = role if hasattr(x, "is_cuda") else f"torch.tensor({role})"
+            raise InvalidProblem(f"{role} is no DTensor, and others are: pass distribute_tensor({tensor}, mesh)")
         if x.device_mesh != meshes[0]:
             raise InvalidProblem(f"{role} is on {x.device_mesh}, and others are on {meshes[0]}: redistribute it")
     return meshes[0]

@@ -1,12 +1,14 @@
 """``attention`` within torch.func and forward mode: by the operators, or by a composite that torch differentiates.
 
-Under ``vmap`` the mapped axis becomes part of the batch. Under ``grad`` the operators give first derivatives. Forward
+Under ``vmap`` the mapped axis becomes part of the batch; with dropout, whose mask counts batch entries, examples are
+called one by one. Under ``grad`` the operators give first derivatives. Forward
 mode, and derivatives of derivatives, are torch's own of ``sdpa-math``, whose memory is O(Lq * Lk).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,8 @@ from attnswitch.call import options as read
 from attnswitch.call.describe import describe, swap_heads
 from attnswitch.call.launch import straight
 from attnswitch.call.operators import signed, told
-from attnswitch.errors import Unsupported
+from attnswitch.call.run import drawn_seed
+from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.problem import GRAD_OPERANDS
@@ -174,13 +177,41 @@ def _mask(mask: Any, axis: int | None, size: int, batch: int, *, own: bool) -> A
 
 
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    if said.get("dropout_p"):
+        said = _seeded(info, said)
+        return _one_by_one(lambda *x: (torch.ops.attnswitch.attention(*x, **said),), info, in_dims, tensors)[0], 0
     out = torch.ops.attnswitch.attention(*_folded(info.batch_size, in_dims, tensors), **said)
     return _apart((out,), info.batch_size)[0], 0
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    if said.get("dropout_p"):
+        operator = functools.partial(torch.ops.attnswitch.attention_forward, **_seeded(info, said))
+        return _one_by_one(operator, info, in_dims, tensors), (0, 0, 0)
     results = torch.ops.attnswitch.attention_forward(*_folded(info.batch_size, in_dims, tensors), **said)
     return _apart(results, info.batch_size), tuple(None if x.dim() < 3 else 0 for x in results)
+
+
+def _seeded(info: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """What examples are told of dropout without a seed: one drawn for all, or none, as ``vmap``'s randomness says."""
+    if said.get("seed") is not None or info.randomness == "different":
+        return said
+    if info.randomness == "error":
+        raise InvalidProblem(
+            "dropout under vmap: say randomness='same' or 'different' to it, or give a seed, which is the same for all"
+        )
+    return {**said, "seed": signed(drawn_seed())}
+
+
+def _one_by_one(
+    operator: Callable[..., Sequence[Any]], info: Any, in_dims: tuple[Any, ...], tensors: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Results of a call for each example, stacked."""
+    results = [
+        operator(*(x if axis is None else x.select(axis, n) for x, axis in zip(tensors, in_dims, strict=True)))
+        for n in range(info.batch_size)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
 def _folded(n: int, in_dims: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -192,6 +223,10 @@ def _folded(n: int, in_dims: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[A
 
 
 def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    if said.get("dropout_p"):
+        operator = functools.partial(torch.ops.attnswitch.attention_backward, **said)
+        grads = _one_by_one(operator, info, in_dims, tensors)
+        return list(grads), [0] * len(grads)
     n = info.batch_size
     grad_out, grad_lse, q, k, v, mask, lengths, out, lse, state = (
         x if role in (5, 9) else _batched(x, axis, n)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn import attention as of_torch
 
-from attnswitch.call import attend
 from attnswitch.call.operators import run
 from attnswitch.errors import Unsupported
 from attnswitch.machine import registry
+from attnswitch.planning import planner
 from attnswitch.planning import policy as policies
 from attnswitch.planning.policy import Policy
 
@@ -59,14 +59,14 @@ class Replaced:
 
     def __init__(self, library: torch.library.Library) -> None:
         self._library: torch.library.Library | None = library
-        attend.forget()  # launches of what torch's operators were
+        planner.forget()  # what was planned for what torch's operators were
 
     def remove(self) -> None:
         """Give them back to torch."""
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
-            attend.forget()
+            planner.forget()
 
 
 def replaced(said: dict[str, Any], key: str) -> Replaced:

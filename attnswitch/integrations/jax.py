@@ -97,7 +97,7 @@ def attention(
             inside.
     """
     for name, option in options.items():
-        if isinstance(option, jax.core.Tracer):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(option)):
             raise InvalidProblem(
                 f"{name} is traced by JAX: expected a plain value (jit's static_argnames makes it one)"
             )
@@ -113,6 +113,8 @@ def attention(
     problem = describe((*facts, mask), said, lengths=key_lengths is not None, seeded=seed is not None)
     if attn_mask is not None:  # all four axes, so that those of vmap can be told from them
         attn_mask = jnp.reshape(attn_mask, (1,) * (4 - attn_mask.ndim) + attn_mask.shape)
+    if isinstance(key_lengths, Sequence) and any(isinstance(x, jax.core.Tracer) for x in key_lengths):
+        key_lengths = jnp.stack(key_lengths)
     lengths = None if key_lengths is None else _lengths(key_lengths, facts[0], problem)
     out, lse = _attend(call, _Operands(query, key, value, attn_mask, lengths, drawn))
     return (out, lse) if said.return_lse else out
@@ -124,7 +126,7 @@ def attention(
 def _facts(array: Any, role: str) -> Facts:
     """Of an array that XLA will hand over dense."""
     if not isinstance(array, jax.Array):
-        raise InvalidProblem(f"{role} is a {type(array).__name__}: expected an array of JAX (jax.numpy.asarray)")
+        raise InvalidProblem(f"{role} is no array of JAX but {type(array).__name__}: jax.numpy.asarray makes it one")
     if not isinstance(array, jax.core.Tracer):
         arrays.check_alive(array, role)
     shape, size = array.shape, getattr(array.dtype, "itemsize", 0)

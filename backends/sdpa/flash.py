@@ -19,7 +19,7 @@ from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
 from .masks import Hiding, added, compose_plain, ends
 from .operands import dense_rows, padded, with_aligned_gradient
-from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, replaced
+from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
 
 __all__ = ["FlashBackend"]
 
@@ -40,7 +40,7 @@ class FlashBackend(SdpaBackend):
         if not on_cpu and (elsewhere := needs_cuda(device, (8, 0))):
             yield elsewhere
             return
-        if not on_cpu and (other := replaced()):
+        if not on_cpu and (other := stands_aside()):
             yield other
         if problem.dim_qk != problem.dim_v:
             yield f"head dimensions {problem.dim_qk} and {problem.dim_v} differ: the kernel has one for both"

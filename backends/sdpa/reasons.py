@@ -19,7 +19,7 @@ __all__ = [
     "needs_cuda",
     "needs_half",
     "no_gpu",
-    "replaced",
+    "stands_aside",
     "usual",
     "version",
 ]
@@ -87,7 +87,7 @@ def needs_cuda(device: Device, least: tuple[int, int]) -> str | None:
     return None
 
 
-def replaced() -> str | None:
+def stands_aside() -> str | None:
     """Its operators are another implementation's, until ``torch.nn.attention.restore_flash_attention_impl``."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name = current and current()

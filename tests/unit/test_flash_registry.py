@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -136,7 +137,11 @@ def test_what_is_no_longer_flashattention_2_is_refused(activated: None) -> None:
     gpu = Device("cuda", "NVIDIA H100", (9, 0))
     flash_2: Any = registry.load("sdpa-flash")
     assert any("attnswitch" in reason for reason in flash_2.reasons(problem, gpu))
+    planned = functools.partial(attnswitch.plan, problem, device="h200", backend="sdpa-flash")
+    with pytest.raises(Unsupported, match="flash attention is attnswitch now"):
+        planned()
     of_torch.restore_flash_attention_impl()
+    assert planned().backend == "sdpa-flash"
     assert not any("attnswitch" in reason for reason in flash_2.reasons(problem, gpu))
     of_torch.activate_flash_attention_impl(flash.NAME)
 

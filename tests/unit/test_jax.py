@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "rank of the mask": (InvalidProblem, "does not broadcast", {"attn_mask": jnp.ones(())}),
     "mask": (InvalidProblem, "does not broadcast", {"attn_mask": jnp.ones((3, 7), bool)}),
     "integer mask": (InvalidProblem, "attn_mask has dtype int32", {"attn_mask": jnp.ones((6, 7), "int32")}),
-    "mask of another library": (InvalidProblem, "attn_mask is a ndarray", {"attn_mask": np.ones((6, 7), bool)}),
+    "mask of another library": (InvalidProblem, "attn_mask is no array of JAX", {"attn_mask": np.ones((6, 7), bool)}),
     "lengths": (InvalidProblem, "key_lengths holds 8", {"key_lengths": jnp.array([8, 1])}),
     "list of lengths": (InvalidProblem, "key_lengths has shape", {"key_lengths": [1]}),
     "float lengths": (InvalidProblem, "expected integers", {"key_lengths": jnp.array([1.0, 2.0])}),
@@ -302,7 +302,12 @@ def test_refused_during_the_trace(kind: str) -> None:
 def test_operands_that_are_refused() -> None:
     host, gone = np.asarray(Q), Q + 1
     gone.delete()
-    for query, sentence in ((host, "query is a ndarray"), (gone, "deleted"), (Q[0], "four axes"), (K, "must agree")):
+    for query, sentence in (
+        (host, "query is no array of JAX"),
+        (gone, "deleted"),
+        (Q[0], "four axes"),
+        (K, "must agree"),
+    ):
         with pytest.raises(InvalidProblem, match=sentence):
             attention(query, K[:1] if query is K else K, V)
     with pytest.raises(InvalidProblem, match="dtype int32"):
@@ -315,6 +320,13 @@ def test_options_are_not_traced(name: str) -> None:
         jax.jit(lambda x: attention(Q, K, V, **{name: x}))(0.5)
     with pytest.raises(InvalidProblem, match=f"{name} is traced"):
         jax.grad(lambda x: attention(Q, K, V, **{name: x}).sum())(0.5)
+
+
+def test_what_is_traced_within_a_container() -> None:
+    with pytest.raises(InvalidProblem, match="window is traced"):
+        jax.jit(lambda x: attention(Q, K, V, window=(x, 0)))(2)
+    found = jax.jit(lambda n: attention(Q, K, V, key_lengths=[n, n + 1]))(3)
+    same(found, attnswitch.attention(Q, K, V, key_lengths=[3, 4]))
 
 
 def test_traced_lengths() -> None:

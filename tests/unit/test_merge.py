@@ -95,8 +95,10 @@ def test_gradients_of_parts_add_up(backend: str) -> None:
     [
         ([], [], "merge of 0 outs and 0 lses"),
         ([torch.ones(1, 1, 2, 4)], [], "merge of 1 outs and 0 lses"),
-        ([torch.ones(1, 1, 2, 4)], [torch.ones(1, 2, 1)], r"one lse is a torch array \(1, 2, 1\)"),
-        ([torch.ones(1, 1, 2, 4)] * 2, [torch.ones(1, 1, 2), np.ones((1, 1, 2))], "one lse is a numpy array"),
+        (torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2), r"outs have shape \(1, 2, 4\): expected four axes each"),
+        (None, None, "merge takes a list of outs"),
+        ([torch.ones(1, 1, 2, 4)], [torch.ones(1, 2, 1)], r"one lse has shape \(1, 2, 1\); expected \(1, 1, 2\)"),
+        ([torch.ones(1, 1, 2, 4)] * 2, [torch.ones(1, 1, 2), np.ones((1, 1, 2))], "one of lses is a numpy array"),
         ([torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4).half()], [torch.ones(1, 1, 2)] * 2, "cast them to one"),
     ],
 )

@@ -255,6 +255,38 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+def dropped(seed: int | None) -> Callable[..., Any]:
+    return lambda q, k, v: attnswitch.attention(q, k, v, dropout_p=0.5, seed=seed)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, None)], ids=str)
+def test_vmap_draws_the_dropout_of_each_call(axes: tuple[int | None, ...]) -> None:
+    q, k, v = tensors(length=5)
+    given = [
+        x if axis is None else torch.stack((x, x.flip(0), x * 2), axis) for x, axis in zip((q, k, v), axes, strict=True)
+    ]
+
+    def both(*operands: torch.Tensor) -> Any:
+        return dropped(7)(*operands), torch.func.grad(squared(dropped(7)), (0, 1, 2))(*operands)
+
+    found = torch.func.vmap(both, axes)(*given)
+    calls = [
+        both(*(x if axis is None else x.select(axis, n) for x, axis in zip(given, axes, strict=True))) for n in range(3)
+    ]
+    torch.testing.assert_close(found, torch.utils._pytree.tree_map(lambda *parts: torch.stack(parts), *calls))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_vmap_without_a_seed_does_as_its_randomness_says(grad: bool) -> None:
+    q, k, v = (x.expand(3, *x.shape) for x in tensors(grad, length=5))
+    with pytest.raises(InvalidProblem, match="randomness"):
+        torch.func.vmap(dropped(None))(q, k, v)
+    same = torch.func.vmap(dropped(None), randomness="same")(q, k, v)
+    other = torch.func.vmap(dropped(None), randomness="different")(q, k, v)
+    assert torch.equal(same[0], same[2])
+    assert not torch.equal(other[0], other[2])
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_function_transforms(name: str) -> None:
     q, k, v = tensors(length=3, dtype=torch.float64)

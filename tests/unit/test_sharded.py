@@ -156,6 +156,15 @@ def test_operands_that_are_no_dtensors_are_refused(mesh: Any) -> None:
         attnswitch.attention(q, k, v, attn_mask=torch.zeros(9, 9, dtype=torch.float64))
     with pytest.raises(InvalidProblem, match="query is no DTensor"):
         attnswitch.attention(q.to_local(), k, v)
+    with pytest.raises(InvalidProblem, match="query is no DTensor"):
+        attnswitch.attention(
+            q.to_local(), k.to_local(), v.to_local(), key_lengths=distribute_tensor(torch.ones(4), mesh)
+        )
+    with pytest.raises(InvalidProblem, match=r"torch\.tensor\(key_lengths\)"):
+        attnswitch.attention(q, k, v, key_lengths=[9, 9, 9, 9])
+    row = distribute_tensor(torch.randn(8), mesh)
+    with pytest.raises(InvalidProblem, match=r"query has shape .*expected four axes"):
+        attnswitch.attention(row, row, row)
     with pytest.raises(Unsupported, match=r"dropout_p=0\.5 of DTensors"):
         attnswitch.attention(q, k, v, dropout_p=0.5)
 
