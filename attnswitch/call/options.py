@@ -154,7 +154,9 @@ def _real(name: str, value: Any) -> float:
         except OverflowError:
             raise InvalidProblem(f"{name}={value}: expected a number that a float can hold") from None
     if getattr(value, "requires_grad", False):
-        raise InvalidProblem(f"{name}={text_of(value)} requires_grad, and its gradient would be lost: multiply query by it")
+        raise InvalidProblem(
+            f"{name}={text_of(value)} requires_grad, and its gradient would be lost: multiply query by it"
+        )
     if arrays.library_of(value) == "torch" and arrays.is_wrapped(value):
         raise InvalidProblem(f"{name} is inside torch.func or forward mode, and its derivative would be lost")
     try:
