@@ -119,9 +119,9 @@ def scaled_dot_product_attention(
 
     Raises what ``attention`` raises.
     """
-    return like_torch.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
+    numbers = dropout_p, is_causal, scale, enable_gqa
+    function = scaled_dot_product_attention
+    return like_torch.scaled_dot_product_attention(query, key, value, attn_mask, *numbers, function=function)
 
 
 def attention_backward(

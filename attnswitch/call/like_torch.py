@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from attnswitch import arrays
@@ -32,12 +33,19 @@ def scaled_dot_product_attention(
     enable_gqa: bool,
     backend: str | None = None,
     policy: Policy | str | None = None,
+    function: Callable[..., Any] | None = None,
 ) -> Any:
-    """What torch's function of that name returns. Raises what ``attention`` raises."""
+    """What torch's function of that name returns. Raises what ``attention`` raises.
+
+    ``function`` is what the program called, for tensors and modes that look at functions of torch's.
+    """
     way = backend, policy
     if _is_tensor(query):
         import torch
 
+        if function is not None and _is_looked_at(torch, query, key, value, attn_mask):
+            said = dropout_p, is_causal, scale, enable_gqa
+            return _handed_over(torch, function, (query, key, value), attn_mask, *said)
         query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
         if query.is_nested:
             return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *way)
@@ -54,11 +62,36 @@ def scaled_dot_product_attention(
 
 def _is_tensor(array: Any) -> bool:
     """Whether it is torch's, asked without ``sys.modules``, of which torch.compile would make guards."""
-    if not hasattr(array, "is_cuda"):
+    if not hasattr(type(array), "is_cuda"):  # of the type: modes look at what is asked of a tensor
         return False
     import torch  # which is there by now
 
     return isinstance(array, torch.Tensor)
+
+
+def _is_looked_at(torch: Any, query: Any, *others: Any) -> bool:
+    """Whether a ``__torch_function__`` wants to see the call; nested tensors and biases are torch's, and known here."""
+    if not torch.overrides.has_torch_function((query, *others)) or torch.compiler.is_dynamo_compiling():
+        return False
+    with torch._C.DisableTorchFunction():
+        return not query.is_nested and type(others[-1]).__name__ != "CausalBias"
+
+
+def _handed_over(
+    torch: Any,
+    function: Callable[..., Any],
+    operands: tuple[Any, ...],
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """The call as whoever looks at it answers it, which is told no more than the program said."""
+    said = {} if attn_mask is None else {"attn_mask": attn_mask}
+    numbers = ("dropout_p", dropout_p, 0.0), ("is_causal", is_causal, False), ("enable_gqa", enable_gqa, False)
+    said |= {name: given for name, given, usual in (*numbers, ("scale", scale, None)) if given != usual}
+    return torch.overrides.handle_torch_function(function, (*operands, attn_mask), *operands, **said)
 
 
 def _attention(

@@ -371,3 +371,62 @@ def test_nested_tensors_of_other_counts() -> None:
     two = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2, 8), torch.tensor([0, 4, 8])).transpose(1, 2)
     with pytest.raises(InvalidProblem, match="sequences"):
         ours(three, two, two)
+
+
+class Plain(torch.Tensor):
+    """A subclass with torch's own ``__torch_function__``."""
+
+
+class Answering(torch.Tensor):
+    """A subclass that answers for itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func.__name__, kwargs
+
+
+class Noting(torch.overrides.TorchFunctionMode):
+    """A mode that notes the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_subclass_comes_back_as_it_does_from_torch() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    kinds = [type(function(q, k.as_subclass(Plain), v)) for function in (torch_attention, ours)]
+    assert kinds == [Plain, Plain]
+    torch.testing.assert_close(ours(q.as_subclass(Plain), k, v).as_subclass(torch.Tensor), ours(q, k, v))
+
+
+def test_a_subclass_may_answer_for_itself() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    name, said = ours(q, k, v.as_subclass(Answering), is_causal=True)
+    assert name == "scaled_dot_product_attention"
+    assert said == {"is_causal": True}
+
+
+def test_a_mode_sees_the_function_that_was_called() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    with Noting() as noting:
+        found = ours(q, k, v, scale=0.5)
+    assert noting.seen[0] == (ours, {"scale": 0.5})
+    assert sum(function is ours for function, _ in noting.seen) == 1
+    torch.testing.assert_close(found, torch_attention(q, k, v, scale=0.5))
+    with attnswitch.installed(), Noting() as noting:
+        installed = torch.nn.functional.scaled_dot_product_attention
+        installed(q, k, v)
+    assert noting.seen[0][0] is installed
+
+
+def test_a_mode_sees_biases_and_nested_tensors_answered() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    with Noting():
+        found = ours(q, k, v, causal_upper_left(3, 3))
+        assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, torch_attention(q, k, v, is_causal=True))
