@@ -5,6 +5,7 @@ No array library is imported here: an array of a library can only exist once tha
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "dispatches",
     "facts",
     "is_dual",
+    "is_unlike",
     "is_wrapped",
     "lengths_as_array",
     "library_of",
@@ -58,6 +60,16 @@ class Facts(NamedTuple):
     def memory(self) -> Memory:
         """How it lies in memory, with what has no effect (strides of axes of length 1) left out."""
         shape, strides, bits = self.shape, self.strides, self.offset
+        if len(strides) == 4:  # as most arrays lie, seen at a glance
+            b, h, length, unit = strides
+            if (
+                not (bits | b | h | length) & 15
+                and b > 0
+                and h > 0
+                and length > 0
+                and unit == _ITEMSIZE.get(self.dtype)
+            ):
+                return CONTIGUOUS
         expanded = negative = False
         wide = bool(shape) and shape[-1] > 1
         unit = wide and strides[-1] == _ITEMSIZE.get(self.dtype)
@@ -163,24 +175,48 @@ _UNLIKE = {
 }
 
 
-def _torch_facts(tensor: Array, role: str) -> Facts:
+@functools.cache
+def _torch_reader() -> Callable[[Array, str], Facts]:
+    """What reads the facts of dense tensors of torch: every call reads three or four."""
     torch: Any = sys.modules["torch"]
-    kind = type(tensor)
+    forward_ad, grad_enabled = torch.autograd.forward_ad, torch.is_grad_enabled
+
+    def read(tensor: Array, role: str) -> Facts:
+        try:
+            start = tensor.data_ptr()
+            kind, item = _KINDS[tensor.dtype]
+            strides = tuple([stride * item for stride in tensor.stride()])
+            grad = tensor.requires_grad and grad_enabled()
+            # As a tuple: the class's own ``__new__`` takes longer than the rest of it.
+            whole = "torch", _PLACES[tensor.device], kind, tuple(tensor.shape), strides, start & 15, grad
+        except RuntimeError:  # nested, sparse, or wrapped: no sizes, or no memory
+            _check_torch(tensor, role)
+            raise
+        if not start or forward_ad._current_level >= 0 or tensor.is_quantized:
+            _check_torch(tensor, role)
+            if not start and tensor.numel():
+                raise InvalidProblem(f"{role} has no memory any more: something freed its storage")
+        return tuple.__new__(Facts, whole)
+
+    return read
+
+
+def _check_torch(tensor: Array, role: str) -> None:
+    """Raises ``InvalidProblem`` for what is not dense, ``Intercepted`` for what stands for other tensors."""
+    check_dense(tensor, role)
+    if tensor.is_meta or is_wrapped(tensor):
+        raise Intercepted
+
+
+def _torch_facts(tensor: Array, role: str) -> Facts:
+    """Facts of a tensor of a type that is met seldom, or for the first time."""
+    torch: Any = sys.modules["torch"]
+    kind, read = type(tensor), _torch_reader()
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        _READERS[kind] = _torch_facts
+        _READERS[kind] = read
     else:
         _check_subclass(tensor, role)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        check_dense(tensor, role)
-    forward_ad = torch.autograd.forward_ad
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta:
-        raise Intercepted
-    if forward_ad._current_level >= 0 and is_dual(tensor):
-        raise Intercepted
-    start = tensor.data_ptr()
-    if not start and tensor.numel():
-        raise InvalidProblem(f"{role} has no memory any more: something freed its storage")
-    return _of_torch(tensor, start & 15)
+    return read(tensor, role)
 
 
 def check_dense(tensor: Array, role: str) -> None:
@@ -209,21 +245,11 @@ def is_dual(tensor: Array) -> bool:
 
 def outline(tensor: Array) -> Facts:
     """Facts of a torch tensor of which no address can be asked; it counts as aligned."""
-    return _of_torch(tensor, 0)
-
-
-def _of_torch(tensor: Array, offset: int) -> Facts:
     torch: Any = sys.modules["torch"]
-    item = tensor.element_size()
-    return Facts(
-        "torch",
-        _PLACES[tensor.device],
-        _DTYPES[tensor.dtype],
-        tuple(tensor.shape),
-        tuple([stride * item for stride in tensor.stride()]),
-        offset,
-        tensor.requires_grad and torch.is_grad_enabled(),
-    )
+    kind, item = _KINDS[tensor.dtype]
+    strides = tuple([stride * item for stride in tensor.stride()])
+    grad = tensor.requires_grad and torch.is_grad_enabled()
+    return Facts("torch", _PLACES[tensor.device], kind, tuple(tensor.shape), strides, 0, grad)
 
 
 class _Known(dict[Any, Any]):
@@ -237,15 +263,21 @@ class _Known(dict[Any, Any]):
 
 
 _PLACES = _Known(lambda device: (device.type, device.index or 0))
-_DTYPES = _Known(lambda dtype: str(dtype).removeprefix("torch."))
+#: Name and bytes of an element.
+_KINDS = _Known(lambda dtype: (str(dtype).removeprefix("torch."), dtype.itemsize))
 
 
 def _check_subclass(tensor: Array, role: str) -> None:
-    name = type(tensor).__name__
-    if name in _UNLIKE and type(tensor).__module__.startswith("torch."):
+    if is_unlike(tensor):
+        name = type(tensor).__name__
         raise InvalidProblem(f"{role} is a {name}, {_UNLIKE[name]}")
     if dispatches(type(tensor)):
         raise Intercepted
+
+
+def is_unlike(tensor: Array) -> bool:
+    """Whether it is a tensor of torch whose meaning is not in its elements."""
+    return type(tensor).__name__ in _UNLIKE and type(tensor).__module__.startswith("torch.")
 
 
 def dispatches(kind: type) -> bool:

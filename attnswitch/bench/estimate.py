@@ -6,7 +6,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from itertools import islice
 from typing import Any
@@ -85,7 +85,7 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self) | {"problem": str(self.problem), "device": str(self.device)}
+        return asdict(replace(self, problem=str(self.problem), device=str(self.device)))  # type: ignore[arg-type]
 
 
 def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bool = False) -> Estimate:

@@ -41,31 +41,12 @@ def describe(
         asks = q.grad or k.grad or v.grad or (m is not None and m.grad)
         grads = "".join([a for a, f in zip(GRAD_OPERANDS, facts, strict=True) if f and f.grad]) if asks else ""
     (batch, heads_q, seq_q, dim_qk), (_, heads_kv, seq_k, dim_v) = q.shape, v.shape
-    return Problem(
-        batch=batch,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        seq_q=seq_q,
-        seq_k=seq_k,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
-        dtype=q.dtype,
-        causal=options.is_causal,
-        alignment=options.causal_alignment,
-        window=options.window,
-        mask=mask,
-        key_lengths=lengths,
-        scale=options.scale,
-        softcap=options.softcap,
-        dropout=options.dropout_p,
-        seeded=seeded and options.dropout_p > 0.0,
-        lse=options.return_lse,
-        grads=grads,
-        deterministic=options.deterministic,
-        query=q.memory,
-        key=k.memory,
-        value=v.memory,
-        attn_mask=mask_memory,
+    o = options
+    return Problem.of(
+        *(batch, heads_q, heads_kv, seq_q, seq_k, dim_qk, dim_v, q.dtype),
+        *(o.is_causal, o.causal_alignment, o.window, mask, lengths, o.scale, o.softcap),
+        *(o.dropout_p, seeded and o.dropout_p > 0.0, o.return_lse, grads, o.deterministic),
+        *(q.memory, k.memory, v.memory, mask_memory, False),
     )
 
 

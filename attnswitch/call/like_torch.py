@@ -70,11 +70,11 @@ def _is_tensor(array: Any) -> bool:
 
 
 def _is_looked_at(torch: Any, query: Any, *others: Any) -> bool:
-    """Whether a ``__torch_function__`` wants to see the call; nested tensors and biases are torch's, and known here."""
+    """Whether a ``__torch_function__`` wants to see the call, of no kind of torch's own that is known here."""
     if not torch.overrides.has_torch_function((query, *others)) or torch.compiler.is_dynamo_compiling():
         return False
     with torch._C.DisableTorchFunction():
-        return not query.is_nested and type(others[-1]).__name__ != "CausalBias"
+        return not query.is_nested and not any(map(arrays.is_unlike, (query, *others)))
 
 
 def _handed_over(

@@ -49,7 +49,7 @@ __all__ = ["Divergence", "condition", "load", "refused"]
 
 def _names(kind: type) -> set[str]:
     derived = {name for name, member in vars(kind).items() if isinstance(member, property)}
-    return derived | {field.name for field in fields(kind)}
+    return derived | set(getattr(kind, "_fields", None) or (field.name for field in fields(kind)))
 
 
 #: Fields that have facts of their own, with a problem that has them all.

@@ -32,7 +32,7 @@ class Row:
     unavailable: str | None
     #: Whether it raised when it was asked.
     broken: bool
-    #: Whether it says of a problem that it goes before the others.
+    #: Whether it can run and says of a problem that it goes before the others.
     ranks: bool
 
 
@@ -47,9 +47,10 @@ def _row(name: str, device: Device) -> Row:
         return Row(name, backend, backend.reason, False, False)
     ranks = type(backend).goes_first is not Backend.goes_first
     try:
-        return Row(name, backend, backend.unavailable() if device.present else None, False, ranks)
+        why = backend.unavailable() if device.present else None
+        return Row(name, backend, why, False, ranks and why is None)
     except Exception as error:  # a broken plug-in is a reason, not a crash
-        return Row(name, backend, _raised(error), True, ranks)
+        return Row(name, backend, _raised(error), True, False)
 
 
 def _raised(error: Exception) -> str:

@@ -7,8 +7,8 @@ command line, in test ids, in saved cases. ``attnswitch.problem.notation`` holds
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from attnswitch.errors import InvalidProblem
 
@@ -73,14 +73,7 @@ class Mask:
         return self.dtype == "bool"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One attention call without its arrays.
-
-    Shapes: query (batch, heads_q, seq_q, dim_qk), key (batch, heads_kv, seq_k, dim_qk),
-    value (batch, heads_kv, seq_k, dim_v). Raises ``InvalidProblem`` for what no backend could mean.
-    """
-
+class _Fields(NamedTuple):
     batch: int
     heads_q: int
     heads_kv: int
@@ -109,13 +102,35 @@ class Problem:
     #: there alone, and nothing elsewhere unless ATTNSWITCH_CHECK_FINITE=always: reading costs a synchronisation.
     nonfinite: bool = False
 
-    def __post_init__(self) -> None:
+
+class Problem(_Fields):
+    """One attention call without its arrays.
+
+    Shapes: query (batch, heads_q, seq_q, dim_qk), key (batch, heads_kv, seq_k, dim_qk),
+    value (batch, heads_kv, seq_k, dim_v). Raises ``InvalidProblem`` for what no backend could mean.
+
+    It is a tuple, since every call with a length not met before makes one: that takes a tenth of a dataclass's time.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Problem:
+        """A problem of the fields that are given, in their order or by name."""
+        return _Fields.__new__(cls, *args, **kwargs)._checked()
+
+    @staticmethod
+    def of(*fields: Any) -> Problem:
+        """The same of all fields, in their order."""
+        return tuple.__new__(Problem, fields)._checked()
+
+    def _checked(self) -> Problem:
+        """Itself in the one spelling for what it means, so that equal problems compare equal."""
         if self._plain():
-            return
+            return self
         self._check_sizes()
         self._check_numbers()
         self._check_choices()
-        self._normalise()
+        return self._normal()
 
     def _plain(self) -> bool:
         """Whether there is nothing to check one by one: what most problems are, seen at a glance."""
@@ -144,18 +159,16 @@ class Problem:
         sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k}
         return "".join([axis for axis in axes if sizes[axis] != 1])
 
-    def _normalise(self) -> None:
-        """One spelling for each meaning, so that equal problems compare equal."""
-        if self.window is not None:  # no query is further from a key than all of both
+    def _normal(self) -> Problem:
+        window, mask = self.window, self.mask
+        if window is not None:  # no query is further from a key than all of both
             reach = self.seq_q + self.seq_k
-            left, right = (None if side is None or side >= reach else side for side in self.window)
-            object.__setattr__(self, "window", (left, right))
-        if self.window == (None, None):
-            object.__setattr__(self, "window", None)
-        if not self.positional:
-            object.__setattr__(self, "alignment", "top_left")
-        if self.mask is not None:
-            object.__setattr__(self, "mask", Mask(self.mask.dtype, self._long(self.mask.axes)))
+            left, right = (None if side is None or side >= reach else side for side in window)
+            window = None if left is right is None else (left, right)
+        alignment = self.alignment if self.causal or window is not None else "top_left"
+        if mask is not None:
+            mask = Mask(mask.dtype, self._long(mask.axes))
+        return self._replace(window=window, mask=mask, alignment=alignment)
 
     def _check_sizes(self) -> None:
         for name, least in _LEAST.items():
@@ -276,7 +289,7 @@ class Problem:
 
     def replace(self, **changes: object) -> Problem:
         """A copy with some fields changed, validated again."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return Problem(**{**self._asdict(), **changes})
 
     def __str__(self) -> str:
         from attnswitch.problem import notation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = ["available", "shielded"]
 Compute = Callable[[Inputs], tuple[Any, Any]]
 
 
+@functools.cache
 def available(kind: str) -> str | None:
     """What torch calls this kind of device, if it has autocast regions for it."""
     kind = "cuda" if kind == "rocm" else kind

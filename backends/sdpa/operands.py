@@ -55,9 +55,12 @@ def copied_if_expanded(tensor: Any) -> Any:
 
 def dense_rows(tensor: Any) -> Any:
     """``tensor``, or a copy where a row is not dense or overlaps the next: torch's CPU kernel misreads such rows."""
-    dense = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-    apart = tensor.shape[-2] == 1 or tensor.stride(-2) >= tensor.shape[-1]
-    return tensor if dense and apart else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.is_contiguous():
+        return tensor
+    (*_, rows, columns), (*_, step, unit) = tensor.shape, tensor.stride()
+    if (columns == 1 or unit == 1) and (rows == 1 or step >= columns):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def bias(mask: Any, like: Any, scores: tuple[int, int, int, int]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -77,8 +78,22 @@ def test_a_mask_of_integers_is_refused() -> None:
 
 
 def test_a_problem_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError, match="batch"):
+    with pytest.raises(AttributeError, match="set attribute"):
         PLAIN.batch = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="no attribute"):
+        PLAIN.note = ""  # type: ignore[attr-defined]
+
+
+def test_a_problem_travels_and_is_checked_on_arrival() -> None:
+    problem = PLAIN.replace(window=(3, None), mask=Mask("bool", "bk"))
+    assert pickle.loads(pickle.dumps(problem)) == copy.deepcopy(problem) == problem
+    assert type(pickle.loads(pickle.dumps(problem))) is Problem
+
+
+def test_fields_in_their_order_are_checked_as_by_name() -> None:
+    assert Problem.of(*PLAIN) == PLAIN
+    with pytest.raises(InvalidProblem, match="batch=-1"):
+        Problem.of(-1, *PLAIN[1:])
 
 
 # -- one spelling ------------------------------------------------------------------------------------------------------
