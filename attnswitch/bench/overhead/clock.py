@@ -1,12 +1,14 @@
 """Ways to call timed in turn, a batch of each in a round, until the calls return or until the device is done.
 
 The device is waited for between batches, so that no queue fills up. A few calls before each batch are not counted:
-whatever ran before, a batch finds its own code in the caches. The order is another in each round.
+whatever ran before, a batch finds its own code in the caches. The order is drawn anew in each round, so that no way
+always follows the same other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +45,7 @@ LEAST = 3
 #: Seconds that a batch of torch's own calls takes at most, unless one call takes longer.
 _BATCH = 0.005
 #: Calls, uncounted calls and rounds at most where each number of keys is new: a row is about numbers near its own.
-_NEW_CALLS, _NEW_UNCOUNTED, _NEW_ROUNDS = 5, 1, 30
+_NEW_CALLS, _NEW_UNCOUNTED, _NEW_ROUNDS = 5, 3, 30
 
 
 def paced(effort: Effort, one: float, *, new_lengths: bool) -> Effort:
@@ -52,7 +54,8 @@ def paced(effort: Effort, one: float, *, new_lengths: bool) -> Effort:
     uncounted = min(effort.uncounted, calls // 5)
     rounds = effort.rounds
     if new_lengths:
-        calls, uncounted, rounds = min(calls, _NEW_CALLS), min(uncounted, _NEW_UNCOUNTED), min(rounds, _NEW_ROUNDS)
+        calls, rounds = min(calls, _NEW_CALLS), min(rounds, _NEW_ROUNDS)
+        uncounted = min(effort.uncounted, _NEW_UNCOUNTED)
     return replace(effort, calls=calls, uncounted=uncounted, rounds=rounds)
 
 
@@ -60,6 +63,7 @@ def turns(ways: Mapping[str, Way], feed: Feed, device: str, effort: Effort, *, d
     """Microseconds of a call for each round; with ``done``, until the device is done with the batch."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     names, count, timed = list(ways), effort.uncounted + effort.calls, 0
+    deal = random.Random(0)
     start = time.perf_counter()
     for turn in range(effort.warm + effort.rounds):
         spent = time.perf_counter() - start
@@ -67,8 +71,7 @@ def turns(ways: Mapping[str, Way], feed: Feed, device: str, effort: Effort, *, d
             timed, start = turn, time.perf_counter()
         elif timed and (turn - timed == effort.rounds or (turn - timed >= LEAST and spent > effort.seconds)):
             break
-        for place in range(len(names)):
-            name = names[(place + turn) % len(names)]
+        for place, name in enumerate(deal.sample(names, len(names))):
             calls = [ways[name].of(operands) for operands in feed.take(count, place, len(names))]
             with ways[name].within():
                 taken = _batch(calls, effort.uncounted, device, done=done)

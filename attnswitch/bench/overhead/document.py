@@ -33,7 +33,7 @@ def to_json(
         "device": device,
         "seconds": round(seconds, 3),
         "environment": dict(environment),
-        "protocol": {**asdict(effort), "order": "rounds, each begins with the next", "threads": 1},
+        "protocol": {**asdict(effort), "order": "rounds, each in an order of its own", "threads": 1},
         "costs": [
             {name: round(value, _digits(name)) if isinstance(value, float) else value for name, value in each.items()}
             for each in map(asdict, made)
