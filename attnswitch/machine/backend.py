@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from attnswitch.arrays import Array
+from attnswitch.machine.builds import Build
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem, cost
 
@@ -92,6 +93,13 @@ class Kernel:
         lse may be None unless the problem asks for it, or for gradients that this kernel's ``backward`` computes.
         """
         raise NotImplementedError
+
+    def builds(self) -> Sequence[Build]:
+        """What compiles the kernels of its calls, forward and backward: those that it does not know to be compiled.
+
+        A call compiles what it needs and does not find.
+        """
+        return ()
 
     def results(self, inputs: Inputs) -> tuple[Array, Array]:
         """Output and lse for ``backward``, whatever the problem asks for; torch's autograd takes no note of them."""

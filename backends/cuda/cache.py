@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from attnswitch import files
 
 __all__ = ["kept"]
+
+#: A lock for each file that a thread is making: another that wants it waits, and finds it there.
+_making: weakref.WeakValueDictionary[Path, threading.Lock] = weakref.WeakValueDictionary()
+_guard = threading.Lock()
 
 
 def kept(parts: tuple[str, ...], suffix: str, make: Callable[[], bytes]) -> Path:
@@ -23,11 +29,17 @@ def kept(parts: tuple[str, ...], suffix: str, make: Callable[[], bytes]) -> Path
     target = files.cache_folder() / "cuda" / digest[:2] / (digest + suffix)
     if target.is_file():
         return target
-    content = make()
+    with _guard:
+        lock = _making.setdefault(target, threading.Lock())
+    with lock:
+        return target if target.is_file() else _made(target, make())
+
+
+def _made(target: Path, content: bytes) -> Path:
     try:
         files.replace(target, content)
     except OSError:
-        handle, temporary = tempfile.mkstemp(suffix=suffix)
+        handle, temporary = tempfile.mkstemp(suffix=target.suffix)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         return Path(temporary)

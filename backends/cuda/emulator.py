@@ -22,7 +22,7 @@ from . import cache, sources
 from .arguments import Arguments
 from .variant import Variant
 
-__all__ = ["VARIABLE", "Library", "is_wanted", "launch", "load", "unavailable"]
+__all__ = ["VARIABLE", "Library", "build", "is_wanted", "launch", "load", "unavailable"]
 
 #: The environment variable that has kernels emulated.
 VARIABLE = "ATTNSWITCH_CUDA_EMULATE"
@@ -56,9 +56,13 @@ def unavailable() -> str | None:
 
 def launch(variant: Variant, blocks: int, arguments: Arguments) -> None:
     """Run ``blocks`` blocks. Raises ``RuntimeError`` for what a GPU would do at random: races, barriers not met."""
-    names = tuple(name for name, _ in variant.flags)
-    library = _loaded(variant._replace(flags=()), names)
+    library = build(variant)
     library.run(variant.threads, blocks, arguments, variant.shared, tuple(value for _, value in variant.flags))
+
+
+def build(variant: Variant) -> Library:
+    """The kernel of ``variant``, which is one build for all values of its flags. Raises ``CompileError``."""
+    return _loaded(variant._replace(flags=()), tuple(name for name, _ in variant.flags))
 
 
 class Library:

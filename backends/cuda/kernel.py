@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import hopper, memory, portable, prepared
+from . import hopper, memory, portable, prepared, run
 from .config import CudaConfig
 from .tiles import HopperTile
 from .variant import Variant
 
 __all__ = ["CudaKernel"]
+
+#: Training steps whose kernels were compiled, or are known not to compile.
+_met: set[tuple[Variant, CudaConfig, str]] = set()
 
 
 class CudaKernel(Kernel):
@@ -26,7 +31,7 @@ class CudaKernel(Kernel):
 
     def __init__(self, problem: Problem, config: CudaConfig, device: Device) -> None:
         p = self.problem = problem
-        self._config = config
+        self._config, self._device = config, device
         own = isinstance(config.forward, HopperTile)
         self._forward = hopper.Forward(p, config, device) if own else portable.Forward(p, config)
 
@@ -39,8 +44,25 @@ class CudaKernel(Kernel):
         backward = self._backward.steps(16) if self.problem.grads else ()
         return (*self._forward.variants(), *(step.variant for step in backward))
 
+    def builds(self) -> Sequence[Build]:
+        """Of each variant."""
+        device = self._device
+        if device.kind == "cuda" and device.capability is None:
+            return ()
+        return run.builds(self.variants(), device.capability)
+
+    def _build(self) -> None:
+        """Have the kernels of a training step compiled at once, before the first of them is needed."""
+        if not self.problem.grads:
+            return
+        met = self._forward.variant, self._config, self.problem.grads
+        if met not in _met:
+            _met.add(met)
+            side_by_side(self.builds())
+
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""
+        self._build()
         with memory.on(inputs.query):
             out = memory.like(inputs.query, self.problem.dim_v)
             p = self.problem
@@ -54,10 +76,12 @@ class CudaKernel(Kernel):
         general = super().prepared(inputs)
         if self._is_general(inputs) or not self._forward.blocks:
             return general
+        self._build()
         return prepared.forward(self.problem, self._forward, inputs, general)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
+        self._build()
         with memory.on(inputs.query):
             return self._backward(inputs, out, lse, grad_out, grad_lse)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from attnswitch.errors import CompileError
+from attnswitch.machine.builds import Build
 
 from . import emulator, memory, workspace
 from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
 
-__all__ = ["clear", "loaded", "send", "start"]
+__all__ = ["builds", "clear", "loaded", "send", "start"]
 
 #: Addresses of a kernel's parameters: three tensor maps at most, and the arguments.
 _Parameters = ctypes.c_void_p * 4
@@ -122,24 +124,50 @@ def clear(array: Any, stream: int) -> None:
     runtime.memsetAsync(memory.address(array), 0, array.nbytes, stream)
 
 
+#: What was compiled by this process, or found compiled, for a capability; None stands for the emulator.
+_built: set[tuple[Variant, tuple[int, int] | None]] = set()
+
+
+def builds(variants: Sequence[Variant], capability: tuple[int, int] | None) -> list[Build]:
+    """What compiles those of ``variants`` that are not known to be compiled; None stands for the emulator."""
+    if capability is None:  # which is given the values of flags with a launch
+        variants = [variant._replace(flags=tuple((name, 0) for name, _ in variant.flags)) for variant in variants]
+    new = [variant for variant in dict.fromkeys(variants) if (variant, capability) not in _built]
+    return [functools.partial(_build, variant, capability) for variant in new]
+
+
+def _build(variant: Variant, capability: tuple[int, int] | None) -> None:
+    if capability is None:
+        emulator.build(variant)
+    else:
+        _compiled(variant, capability)
+    _built.add((variant, capability))
+
+
+def _compiled(variant: Variant, capability: tuple[int, int]) -> bytes:
+    """The kernel for GPUs of ``capability``. Raises ``CompileError``."""
+    from . import nvrtc
+
+    arch = nvrtc.architecture(capability)
+    if arch is None:
+        version = ".".join(map(str, nvrtc.version()))
+        raise CompileError(
+            f"{variant} for compute capability {capability[0]}.{capability[1]}: NVRTC {version} compiles for none that"
+            " it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
+        )
+    return nvrtc.cubin(variant, arch)
+
+
 @functools.cache
 def loaded(variant: Variant, index: int) -> Any:
     """The kernel on GPU ``index``, which is the current one. Raises ``CompileError``."""
     from cupy.cuda import function
     from cupy_backends.cuda.api import driver, runtime
 
-    from . import nvrtc
-
     major, minor = (runtime.deviceGetAttribute(attribute, index) for attribute in (75, 76))  # compute capability
-    arch = nvrtc.architecture((major, minor))
-    if arch is None:
-        version = ".".join(map(str, nvrtc.version()))
-        raise CompileError(
-            f"{variant} for compute capability {major}.{minor}: NVRTC {version} compiles for none that it runs; install"
-            " a CuPy for the CUDA of the driver, with its NVRTC"
-        )
     module = function.Module()
-    module.load(nvrtc.cubin(variant, arch))
+    module.load(_compiled(variant, (major, minor)))
+    _built.add((variant, (major, minor)))
     kernel = module.get_function(variant.kernel)
     if variant.shared > _UNASKED:
         driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from attnswitch.machine import backend
 from attnswitch.machine.backend import Gradients, Inputs, Kernel
+from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own.order import Backward
-from . import launch
+from . import ahead, launch, run
 from .config import TritonConfig, small
 from .operands import copied, mask_even, mask_in_steps, uneven
 from .run import Launch
@@ -23,6 +24,10 @@ from .tiles import Make
 __all__ = ["TritonKernel"]
 
 _HERE = contextlib.nullcontext()
+#: Where a problem's fields begin that are not batch, heads and lengths; and the longest side of a tile.
+_DIMS, _TILE = Problem._fields.index("dim_qk"), 128
+#: Training steps whose kernels were compiled, or are known not to compile.
+_met: set[tuple[Any, ...]] = set()
 #: Ways to lie that one kernel remembers; beyond, it forgets them all.
 _MOST = 256
 
@@ -36,11 +41,33 @@ class TritonKernel(Kernel):
 
     def __init__(self, problem: Problem, device: Device, config: TritonConfig, make: Make = Launch) -> None:
         self.problem, self._device, self._config, self._make = problem, device, config, make
+        self._is_real = make is Launch
         self._sees_nothing = problem.is_empty or problem.seq_k == 0
         self._uneven = uneven(problem)
         self._copies_mask = problem.mask is not None and not small(problem, device)
         self._forwards: dict[Any, launch.Forward] = {}
         self._backwards: dict[Any, Backward] = {}
+
+    def builds(self) -> Sequence[Build]:
+        """Of each launch, for arrays that lie as the problem says."""
+        with contextlib.suppress(RuntimeError):  # no GPU to ask for the architecture
+            return run.builds(self._launches(ahead.inputs_of(self.problem)))
+        return ()
+
+    def _launches(self, inputs: Inputs) -> list[ahead.Launched]:
+        p, device, config = self.problem, self._device, self._config
+        return ahead.launches(p, lambda make: TritonKernel(p, device, config, make), inputs)
+
+    def _build(self, inputs: Inputs) -> None:
+        """Have the kernels of a training step compiled at once, before the first of them is needed."""
+        p = self.problem
+        if not (p.grads and self._is_real and inputs.query.is_cuda):
+            return
+        # Lengths count by whether tiles are whole.
+        met = (*p[_DIMS:], self._config, p.seq_q % _TILE == 0, p.seq_k % _TILE == 0)
+        if met not in _met:
+            _met.add(met)
+            side_by_side(run.builds(self._launches(ahead.inputs_like(inputs))))
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse. The output lies in memory in the order of query, heads inside L or L inside."""
@@ -101,6 +128,7 @@ class TritonKernel(Kernel):
         lie = _lie(inputs.query, *inputs[:5])
         found = self._forwards.get(lie)
         if found is None:
+            self._build(inputs)
             made = launch.Forward(self._make, self.problem, self._device, self._config)
             found = _keep(self._forwards, lie, made)
         return found

@@ -8,7 +8,8 @@ prepared once for arrays that lie alike, and is given addresses after that. What
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ from triton.compiler import compile as compile_source
 from triton.runtime import driver
 from triton.runtime.jit import mangle_type
 
+from attnswitch.machine.builds import Build
+
 from .arguments import as_bytes, words
 from .kernels.parameters import Dims, Steps, Strides
 
-__all__ = ["Launch", "Passed", "source"]
+__all__ = ["Launch", "Passed", "builds", "source"]
 
 #: Triton's own options, which are no parameters of a kernel.
 _OPTIONS = frozenset(("num_warps", "num_stages", "maxnreg", "launch_pdl"))
@@ -146,18 +149,36 @@ def _starter(
     values, flags, described = passed
     if _INTERPRETED:
         return _interpreter(kernel, programs, values, flags)
-    descriptors = [(kernel.arg_names.index(name), made) for name, made in described.items()]
     device = torch.cuda.current_device()
-    lie = [None if x is None else (x.dtype, x.data_ptr() & 15) for x in arrays]
-    key = id(kernel), device, *flags.values(), *described, *lie, *_kinds(values)
+    key = _key(kernel, arrays, passed, device)
     compiled = _compiled.get(key)
     if compiled is None:
-        given = list(arrays)
-        for at, made in descriptors:
-            given[at] = made(arrays[at])
-        compiled = _compiled[key] = _build(kernel, given, values, flags)
+        compiled = _compiled[key] = _build(kernel, arrays, passed, driver.active.get_current_target())
+    descriptors = [(kernel.arg_names.index(name), made) for name, made in described.items()]
     constants = tuple(flags[name] for name in kernel.arg_names[len(arrays) + len(values) :])
     return _launcher(compiled, programs, device, descriptors, _leaves(values), constants)
+
+
+def builds(launches: Iterable[tuple[Any, Sequence[Any], Passed]]) -> list[Build]:
+    """What compiles kernels for such launches on the current device, if they are not compiled: kernel, arrays, passed.
+
+    The arrays need no memory.
+    """
+    if _INTERPRETED or not torch.cuda.is_available():
+        return []
+    device, target = torch.cuda.current_device(), driver.active.get_current_target()
+    new = {_key(kernel, arrays, passed, device): (kernel, arrays, passed) for kernel, arrays, passed in launches}
+
+    def built(key: tuple[Any, ...]) -> None:
+        _compiled[key] = _build(*new[key], target)
+
+    return [functools.partial(built, key) for key in new if key not in _compiled]
+
+
+def _key(kernel: Any, arrays: Sequence[Any], passed: Passed, device: int) -> tuple[Any, ...]:
+    """What tells apart launches that are compiled differently."""
+    lie = [None if x is None else (x.dtype, x.data_ptr() & 15) for x in arrays]
+    return id(kernel), device, *passed.flags.values(), *passed.described, *lie, *_kinds(passed.values)
 
 
 def _interpreter(
@@ -173,14 +194,18 @@ def _interpreter(
     return start
 
 
-def _build(kernel: Any, arrays: Sequence[Any], values: tuple[Any, ...], flags: dict[str, Any]) -> Any:
-    """The kernel of a launch, compiled for the current device, to be launched with the leaves of its structs.
+def _build(kernel: Any, arrays: Sequence[Any], passed: Passed, target: Any) -> Any:
+    """The kernel of a launch, compiled for ``target``, to be launched with the leaves of its structs.
 
     Triton's launcher takes structs apart at every launch: 5 us on a host that takes 0.9 to pass their leaves (3.6).
     """
-    made, options = source(kernel, arrays, values, flags)
-    compiled = compile_source(made, target=driver.active.get_current_target(), options=options)
-    types = _leaves(tuple(made.signature.values()))
+    given = list(arrays)
+    for name, made in passed.described.items():
+        at = kernel.arg_names.index(name)
+        given[at] = made(arrays[at])
+    whole, options = source(kernel, given, passed.values, passed.flags)
+    compiled = compile_source(whole, target=target, options=options)
+    types = _leaves(tuple(whole.signature.values()))
     compiled.src = ASTSource(kernel, {str(at): kind for at, kind in enumerate(types)})
     return compiled
 

@@ -20,6 +20,7 @@ from attnswitch.machine.device import Device
 
 triton = pytest.importorskip("triton")
 
+ahead = importlib.import_module("attnswitch.backends.triton.ahead")
 arguments = importlib.import_module("attnswitch.backends.triton.arguments")
 config = importlib.import_module("attnswitch.backends.triton.config")
 kernel = importlib.import_module("attnswitch.backends.triton.kernel")
@@ -63,9 +64,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Built]]:
     """What is compiled, on a GPU that is not there: the current device, and Triton's driver of it."""
     made: list[Built] = []
 
-    def build(*asked: Any) -> Compiled:
-        kernel, arrays, values, flags = asked
-        made.append(Built(kernel, arrays, values, flags, Compiled()))
+    def build(kernel: Any, arrays: Sequence[Any], passed: Any, target: str) -> Compiled:
+        assert target == "target"
+        given = dict(zip(kernel.arg_names, arrays, strict=False))
+        given |= {name: make(given[name]) for name, make in passed.described.items()}
+        made.append(Built(kernel, tuple(given.values()), passed.values, passed.flags, Compiled()))
         return made[-1].compiled
 
     monkeypatch.setattr(run, "_build", build)
@@ -73,7 +76,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Built]]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     driver = triton.runtime.driver
     before = driver._active
-    driver.set_active(SimpleNamespace(get_current_stream=lambda index: STREAM + index))
+    driver.set_active(
+        SimpleNamespace(get_current_stream=lambda index: STREAM + index, get_current_target=lambda: "target")
+    )
     yield made
     driver.set_active(before)
 
@@ -371,6 +376,33 @@ def test_a_second_call_computes_nothing_anew(
                 assert same or address == array.data_ptr(), name
             if p.dropout and "random" in one.kernel.arg_names:
                 assert tuple(given["random"][:2]) == words
+
+
+@pytest.mark.parametrize("by", ["operands", "problem"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b1.h8/2.s1x8192.d64.bf16",
+        "b8.h4.s512.d64.bf16.mask=bool.grad",
+        "b1.h8.s77.d64.bf16.mask=bf16.grad=qkvm",
+        "b2.h4.s1024.d128.fp16.causal.dropout=0.5.lse.grad",
+    ],
+)
+def test_what_was_built_before_is_what_calls_launch(
+    text: str, by: str, built: list[Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    p = Problem.parse(text)
+    made, inputs = made_for(p), operands(p, 1 if p.dropout else None)
+    for build in made.builds() if by == "problem" else run.builds(made._launches(ahead.inputs_like(inputs))):
+        build()
+    ahead_of_calls = names(built)
+    assert ahead_of_calls
+    assert len(made.builds()) == 0
+    out, lse = made.forward(inputs)
+    if p.grads:
+        made.backward(inputs, out, lse, torch.zeros_like(out), torch.zeros_like(lse) if p.lse else None)
+    assert names(built) == ahead_of_calls
 
 
 def test_a_new_length_is_launched_by_the_kernel_that_is_there(built: list[Built]) -> None:
