@@ -114,15 +114,15 @@ def _check_place() -> None:
         )
 
 
-def _allowed() -> tuple[bool, ...]:
-    """Which of its kernels torch may choose, as ``sdpa_kernel`` sets it."""
+def _allowed() -> int:
+    """Which of its kernels torch may choose, as ``sdpa_kernel`` sets it: a bit each."""
     of = torch._C
-    return (
-        of._get_flash_sdp_enabled(),
-        of._get_mem_efficient_sdp_enabled(),
-        of._get_math_sdp_enabled(),
-        of._get_cudnn_sdp_enabled(),
-    )
+    efficient, cudnn = of._get_mem_efficient_sdp_enabled(), of._get_cudnn_sdp_enabled()
+    return of._get_flash_sdp_enabled() + 2 * efficient + 4 * of._get_math_sdp_enabled() + 8 * cudnn
+
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # whose graphs cannot ask: as it is while they are made
+    _allowed = torch.compiler.assume_constant_result(_allowed)  # type: ignore[no-untyped-call]
 
 
 def _replacement(function: Callable[..., Any], backend: str | None, policy: Policy | str | None) -> Callable[..., Any]:

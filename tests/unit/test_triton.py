@@ -31,7 +31,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
 from attnswitch.problem.philox import keep_mask
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 
 ROOT = Path(__file__).parents[2]
 config = importlib.import_module("attnswitch.backends.triton.config")

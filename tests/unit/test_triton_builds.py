@@ -17,7 +17,7 @@ from attnswitch import Problem
 from attnswitch.machine.device import Device
 from attnswitch.problem import Memory
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", "3.6")
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("make_builds", ROOT / "fixtures" / "make_builds.py")

@@ -18,7 +18,7 @@ from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", "3.6")
 
 ahead = importlib.import_module("attnswitch.backends.triton.ahead")
 arguments = importlib.import_module("attnswitch.backends.triton.arguments")

@@ -9,7 +9,7 @@ import torch
 
 from attnswitch import Problem
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 
 operands = importlib.import_module("attnswitch.backends.triton.operands")
 
