@@ -63,7 +63,8 @@ def verify(
     ] = None,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes for each device. Default: 1 a GPU; 1 a CPU core, at most 8.")
+        int | None,
+        typer.Option(min=1, help="Processes for each device. Default: 1 a core, for a GPU 1 for each 2; at most 8."),
     ] = None,
     isolate: Annotated[
         bool, typer.Option(help="Run kernels in processes of their own: a crash is a finding, and not the end.")

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from attnswitch import VerificationError
+from attnswitch.machine import builds
+from attnswitch.machine.device import Device
 from attnswitch.verify import Case, Plan, Report, Space, Target, load, run
 from attnswitch.verify.session import apart, conduct, pool
 from attnswitch.verify.session.process import Process
@@ -185,3 +187,27 @@ print(report.stopped, report.verified > 0, report.exit_code)
 def _children() -> list[str]:
     listed = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
     return [line for line in listed.stdout.splitlines() if "session.worker" in line]
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpu", "gpus", "asked", "workers"),
+    [
+        (16, "h100", 1, None, 8),
+        (32, "h100", 2, None, 8),
+        (16, "h100", 2, None, 4),
+        (16, "rtx3090", 1, None, 3),  # 24 GiB
+        (16, "t4", 4, None, 2),
+        (1, "h100", 1, None, 1),
+        (16, "h100", 1, 15, 15),
+        (16, None, 0, None, 8),
+        (2, None, 0, None, 2),
+    ],
+)
+def test_a_gpu_has_workers_for_its_cores_and_its_memory(
+    cores: int, gpu: str | None, gpus: int, asked: int | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builds, "cores", lambda: cores)
+    monkeypatch.setattr(Device, "parse", staticmethod(lambda name: Device.named(gpu or "cpu")))
+    devices = [f"cuda:{n}" for n in range(gpus)] or ["cpu"]
+    plan = Plan(tuple(Target(name, ("tiled",), Space()) for name in devices), 1, 0, isolate=True, workers=asked)
+    assert pool.Isolated(plan).size == workers * len(devices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,8 @@ from types import TracebackType
 from typing import Protocol
 
 from attnswitch.errors import InvalidProblem, VerificationError
+from attnswitch.machine import builds
+from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
@@ -22,6 +23,8 @@ from attnswitch.verify.session.worker import recording
 
 __all__ = ["Here", "Isolated", "Pool"]
 
+#: Workers of a device at the most, and bytes of a GPU's memory for each.
+_MOST, _MEMORY = 8, 8 * 2**30
 #: Seconds between two looks at workers that send nothing.
 _GLANCE = 0.5
 #: Jobs by the device to carry them out on.
@@ -166,7 +169,9 @@ class Isolated:
     def _process(self, device: str, number: int = 1) -> Process:
         """A new process. On the CPU each has one thread; the first has two, as some faults need two threads to show."""
         self._go_on()
-        return Process(device, (2 if number == 0 else 1) if device == "cpu" else None, self._emulation[device])
+        if device == "cpu":
+            return Process(device, 2 if number == 0 else 1, self._emulation[device])
+        return Process(device, max(1, builds.cores() // self.size), self._emulation[device])
 
     def _go_on(self) -> None:
         """Raise ``VerificationError`` if the pool was closed while another thread ran a case."""
@@ -313,7 +318,15 @@ def _rest(job: Job, at: int) -> Job | None:
 
 
 def _workers(plan: Plan, device: str) -> int:
-    """The number of workers of a device: as asked for, else one for a GPU and one for each CPU core, up to eight."""
+    """The number of workers of a device: as asked for, else one for each CPU core, up to eight.
+
+    Those of a GPU mostly compile: they share the cores of as many GPUs as there are to try, two for each worker, and
+    its memory.
+    """
     if plan.workers is not None:
         return plan.workers
-    return 1 if device != "cpu" else min(8, os.cpu_count() or 1)
+    cores = builds.cores()
+    if device == "cpu":
+        return min(_MOST, cores)
+    gpus = sum(target.on_gpu for target in plan.targets)
+    return max(1, min(_MOST, cores // (2 * gpus), Device.parse(device).memory // _MEMORY))
