@@ -32,7 +32,8 @@ def call(
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
     if hasattr(query, "is_cuda") and _compiling():
-        return _operated(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+        way = _by_parts if type(query).__name__ == "DTensor" else _operated
+        return way(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
     if seed is not None:
         seed = seed_of(seed)
@@ -89,11 +90,16 @@ def _intercepted(*given: Any) -> Any:
         if tensor is not None:
             arrays.check_dense(tensor, role)
     if _are_sharded(given[:5]):
-        from attnswitch.call import sharded
-
-        part, whole = sharded.parts(*given)
-        return whole(call(*part))
+        return _by_parts(*given)
     return transforms.attention(*given) if transforms.looks(*given[:4]) else _operated(*given)
+
+
+def _by_parts(*given: Any) -> Any:
+    """Of DTensors: the call that this process makes of the parts it has."""
+    from attnswitch.call import sharded
+
+    part, whole = sharded.parts(*given)
+    return whole(call(*part))
 
 
 def _are_sharded(tensors: Any) -> bool:

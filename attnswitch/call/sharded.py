@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from attnswitch import arrays
@@ -36,7 +37,8 @@ def parts(
 
     Raises ``InvalidProblem`` for operands that are not on one mesh, ``Unsupported`` for dropout without a seed.
     """
-    options = read.of_call(*given)
+    # In a graph the call that is made of the parts is what checks them.
+    options = Options(*given) if torch.compiler.is_dynamo_compiling() else read.of_call(*given)
     if options.dropout_p and seed is None:
         raise Unsupported(f"dropout_p={options.dropout_p} of DTensors: processes would draw their own; pass a seed")
     operands = dict(zip(arrays.ROLES, (query, key, value, attn_mask), strict=False))
@@ -103,7 +105,8 @@ def _split(query: Any, key: Any, heads: int, options: Options) -> list[str]:
     """What each axis of the mesh divides. Dropout is a function of the whole's positions, and divides nothing."""
     left = {_BATCH: [query.shape[0]], _HEADS: [query.shape[heads], key.shape[heads]]}
     axes, split = {0: _BATCH, heads: _HEADS}, []
-    for placement, size in zip(query.placements, query.device_mesh.shape, strict=True):
+    for at, placement in enumerate(query.placements):
+        size = query.device_mesh.size(at)
         name = axes.get(placement.dim, _WHOLE) if type(placement) is Shard and not options.dropout_p else _WHOLE
         if name != _WHOLE and any(length % size for length in left[name]):
             name = _WHOLE

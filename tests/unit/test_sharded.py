@@ -78,6 +78,21 @@ def check_cases(mesh: Any) -> None:
             torch.testing.assert_close(ours.full_tensor(), theirs, msg=f"{name}: result {number}")
 
 
+def check_compiled(mesh: Any) -> None:
+    """One graph without a break, each process of its own part."""
+    for name in ("batch", "heads", "keys and queries", "heads inside"):
+        placement, _, keywords = CASES[name]
+        tensors = operands(name)
+        torch.compiler.reset()
+        attend = torch.compile(attnswitch.attention, fullgraph=True, backend="aot_eager")
+        leaves = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in tensors]
+        found = attend(*leaves, **keywords)
+        parts = found if isinstance(found, tuple) else (found,)
+        grads = torch.autograd.grad(sum((part * part).sum() for part in parts), leaves)
+        for ours, theirs in zip((*parts, *grads), results(name, tensors, None, keywords), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, msg=name)
+
+
 class Layer(torch.nn.Module):
     """Self-attention of one projection."""
 
@@ -122,6 +137,7 @@ def process(rank: int, world: int, store: str) -> None:
     try:
         mesh = init_device_mesh("cpu", (world,))
         check_cases(mesh)
+        check_compiled(mesh)
         check_modules(mesh)
     finally:
         dist.destroy_process_group()
@@ -148,6 +164,10 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 def test_a_mesh_of_one_process(mesh: Any) -> None:
     check_cases(mesh)
+
+
+def test_a_graph_of_a_mesh_of_one_process(mesh: Any) -> None:
+    check_compiled(mesh)
 
 
 def test_operands_that_are_no_dtensors_are_refused(mesh: Any) -> None:
