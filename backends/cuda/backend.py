@@ -99,7 +99,7 @@ class CudaBackend(Backend):
         return Precision("float64" if wide else "float32", weights="storage", statistics="lse")
 
     def compile(self, problem: Problem, device: Device, config: CudaConfig) -> CudaKernel:
-        """The kernels for ``problem``; NVRTC compiles each at its first launch, unless it is in the cache."""
+        """The kernels for ``problem``; NVRTC compiles those of a first call side by side, if the cache has none."""
         from .kernel import CudaKernel
 
         return CudaKernel(problem, config, device)
