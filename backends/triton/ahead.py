@@ -63,7 +63,7 @@ def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
         stand_in((p.batch, p.heads_kv, p.seq_k, p.dim_qk), p.dtype, p.key, far=far),
         stand_in((p.batch, p.heads_kv, p.seq_k, p.dim_v), p.dtype, p.value, far=far),
         stand_in(p.mask_shape, p.mask.dtype, p.attn_mask, far=far) if p.mask and p.mask_shape else None,
-        torch.empty(p.batch, dtype=torch.int64, device="meta") if p.key_lengths else None,
+        torch.empty(p.batch, dtype=torch.int32, device="meta") if p.key_lengths else None,
         seed=1 if p.dropout else None,
     )
 
