@@ -1,8 +1,8 @@
 """``attention`` within torch.func and forward mode: by the operators, or by a composite that torch differentiates.
 
 Under ``vmap`` the mapped axis becomes part of the batch; with dropout, whose mask counts batch entries, examples are
-called one by one. Under ``grad`` the operators give first derivatives. Forward
-mode, and derivatives of derivatives, are torch's own of ``sdpa-math``, whose memory is O(Lq * Lk).
+called one by one. Under ``grad`` the operators give first derivatives. Forward mode, and derivatives of derivatives,
+are torch's own of ``sdpa-math``, whose memory is O(Lq * Lk).
 """
 
 from __future__ import annotations

@@ -140,8 +140,9 @@ def _replacement(function: Callable[..., Any], backend: str | None, policy: Poli
     ) -> Any:
         if _allowed() != usual:
             return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        numbers, way = (dropout_p, is_causal, scale, enable_gqa), (backend, policy, scaled_dot_product_attention)
-        return like_torch.scaled_dot_product_attention(query, key, value, attn_mask, *numbers, *way)
+        numbers, way = (dropout_p, is_causal, scale, enable_gqa), (backend, policy)
+        called = scaled_dot_product_attention
+        return like_torch.scaled_dot_product_attention(query, key, value, attn_mask, *numbers, *way, function=called)
 
     scaled_dot_product_attention.__doc__ = api.scaled_dot_product_attention.__doc__
     return scaled_dot_product_attention

@@ -121,7 +121,7 @@ class Problem(_Fields):
     @staticmethod
     def of(*fields: Any) -> Problem:
         """The same of all fields, in their order."""
-        return tuple.__new__(Problem, fields)._checked()
+        return Problem._make(fields)._checked()
 
     def _checked(self) -> Problem:
         """Itself in the one spelling for what it means, so that equal problems compare equal."""

@@ -27,9 +27,7 @@ class Launched(NamedTuple):
     passed: Passed
 
 
-def launches(
-    problem: Problem, kernel_of: Callable[[Make], Any], inputs: Inputs, grad_out: Any = None
-) -> list[Launched]:
+def launches(kernel_of: Callable[[Make], Any], inputs: Inputs, grad_out: Any = None) -> list[Launched]:
     """What forward and backward of the kernel that ``kernel_of`` makes launch for inputs without memory."""
     listed: list[Launched] = []
 
@@ -40,6 +38,7 @@ def launches(
         return launch
 
     kernel = kernel_of(lister)
+    problem = kernel.problem
     out, lse = kernel.forward(inputs)
     if problem.grads:
         grad_out = torch.empty_like(out) if grad_out is None else grad_out

@@ -41,7 +41,6 @@ class TritonKernel(Kernel):
 
     def __init__(self, problem: Problem, device: Device, config: TritonConfig, make: Make = Launch) -> None:
         self.problem, self._device, self._config, self._make = problem, device, config, make
-        self._is_real = make is Launch
         self._sees_nothing = problem.is_empty or problem.seq_k == 0
         self._uneven = uneven(problem)
         self._copies_mask = problem.mask is not None and not small(problem, device)
@@ -50,18 +49,16 @@ class TritonKernel(Kernel):
 
     def builds(self) -> Sequence[Build]:
         """Of each launch, for arrays that lie as the problem says."""
-        with contextlib.suppress(RuntimeError):  # no GPU to ask for the architecture
-            return run.builds(self._launches(ahead.inputs_of(self.problem)))
-        return ()
+        return run.builds(self._launches(ahead.inputs_of(self.problem)))
 
     def _launches(self, inputs: Inputs) -> list[ahead.Launched]:
         p, device, config = self.problem, self._device, self._config
-        return ahead.launches(p, lambda make: TritonKernel(p, device, config, make), inputs)
+        return ahead.launches(lambda make: TritonKernel(p, device, config, make), inputs)
 
     def _build(self, inputs: Inputs) -> None:
         """Have the kernels of a training step compiled at once, before the first of them is needed."""
         p = self.problem
-        if not (p.grads and self._is_real and inputs.query.is_cuda):
+        if not (p.grads and self._make is Launch and inputs.query.is_cuda):
             return
         # Lengths count by whether tiles are whole.
         met = (*p[_DIMS:], self._config, p.seq_q % _TILE == 0, p.seq_k % _TILE == 0)

@@ -25,7 +25,7 @@ from attnswitch.machine.builds import Build
 from .arguments import as_bytes, words
 from .kernels.parameters import Dims, Steps, Strides
 
-__all__ = ["Launch", "Passed", "builds", "source"]
+__all__ = ["Launch", "Passed", "as_passed", "builds", "source"]
 
 #: Triton's own options, which are no parameters of a kernel.
 _OPTIONS = frozenset(("num_warps", "num_stages", "maxnreg", "launch_pdl"))
@@ -175,6 +175,12 @@ def builds(launches: Iterable[tuple[Any, Sequence[Any], Passed]]) -> list[Build]
     return [functools.partial(built, key) for key in new if key not in _compiled]
 
 
+def as_passed(kernel: Any, arrays: Sequence[Any], passed: Passed) -> tuple[Any, ...]:
+    """The arrays of a launch as its kernel takes them: some by descriptors."""
+    names = zip(kernel.arg_names, arrays, strict=False)
+    return tuple(passed.described[name](array) if name in passed.described else array for name, array in names)
+
+
 def _key(kernel: Any, arrays: Sequence[Any], passed: Passed, device: int) -> tuple[Any, ...]:
     """What tells apart launches that are compiled differently."""
     lie = [None if x is None else (x.dtype, x.data_ptr() & 15) for x in arrays]
@@ -199,11 +205,7 @@ def _build(kernel: Any, arrays: Sequence[Any], passed: Passed, target: Any) -> A
 
     Triton's launcher takes structs apart at every launch: 5 us on a host that takes 0.9 to pass their leaves (3.6).
     """
-    given = list(arrays)
-    for name, made in passed.described.items():
-        at = kernel.arg_names.index(name)
-        given[at] = made(arrays[at])
-    whole, options = source(kernel, given, passed.values, passed.flags)
+    whole, options = source(kernel, as_passed(kernel, arrays, passed), passed.values, passed.flags)
     compiled = compile_source(whole, target=target, options=options)
     types = _leaves(tuple(whole.signature.values()))
     compiled.src = ASTSource(kernel, {str(at): kind for at, kind in enumerate(types)})

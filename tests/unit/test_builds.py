@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from attnswitch import CompileError
 from attnswitch.machine import builds, registry
 from attnswitch.machine.builds import side_by_side
 from attnswitch.machine.device import Device
@@ -97,7 +98,7 @@ def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
     kernel = kernel_of("b1.h1.s16.d16.fp32.grad")
     side_by_side(kernel.builds())
     assert len(kernel.builds()) == 4
-    with pytest.raises(Exception, match="broken"):
+    with pytest.raises(CompileError, match="broken"):
         run._compiled(kernel.variants()[0], H200.capability)
 
 

@@ -66,9 +66,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Built]]:
 
     def build(kernel: Any, arrays: Sequence[Any], passed: Any, target: str) -> Compiled:
         assert target == "target"
-        given = dict(zip(kernel.arg_names, arrays, strict=False))
-        given |= {name: make(given[name]) for name, make in passed.described.items()}
-        made.append(Built(kernel, tuple(given.values()), passed.values, passed.flags, Compiled()))
+        made.append(Built(kernel, run.as_passed(kernel, arrays, passed), passed.values, passed.flags, Compiled()))
         return made[-1].compiled
 
     monkeypatch.setattr(run, "_build", build)
