@@ -13,7 +13,7 @@ from attnswitch.call import finite, recording
 from attnswitch.errors import AttnswitchError
 from attnswitch.planning import policy
 
-from . import backends, benches, estimate, explain, replay, tune, verify, wisdom
+from . import backends, benches, build, estimate, explain, replay, tune, verify, wisdom
 from .render import error
 
 __all__ = ["app", "main"]
@@ -36,6 +36,7 @@ app.command("backends")(backends.backends)
 app.command("explain")(explain.explain)
 app.command("estimate")(estimate.estimate)
 app.command("tune")(tune.tune)
+app.command("build")(build.build)
 app.add_typer(benches.app, name="bench")
 app.add_typer(wisdom.app, name="wisdom")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from attnswitch.arrays import Array
@@ -20,7 +21,9 @@ __all__ = [
     "Gradients",
     "Inputs",
     "Kernel",
+    "Packed",
     "Precision",
+    "Progress",
     "Shows",
     "Tile",
 ]
@@ -29,6 +32,8 @@ __all__ = [
 Forward = Callable[..., tuple[Array, Array | None]]
 #: What ``Kernel.backward`` takes and gives.
 Backward = Callable[..., "Gradients"]
+#: Told how many of how many are done, and of which.
+Progress = Callable[[int, int, str], None]
 
 
 class Inputs(NamedTuple):
@@ -176,6 +181,16 @@ class Precision:
     exp: float = 0.0
 
 
+class Packed(NamedTuple):
+    """A pack of kernels that were compiled ahead, for one architecture: how many, their bytes before compression."""
+
+    path: Path
+    arch: str
+    kernels: int
+    bytes: int
+    compiler: str
+
+
 class Backend:
     """One way to compute attention. A subclass says its name, its library, ``reasons`` and ``compile``."""
 
@@ -244,6 +259,13 @@ class Backend:
         ``config`` is the text of one of its configs, or "" for the first.
         """
         return ()
+
+    def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
+        """Compile the kernels of usual problems on ``devices`` ahead into ``folder``, None being where it looks.
+
+        Nothing where a backend has no such kernels. Raises ``CompileError``.
+        """
+        return iter(())
 
     def native(self, library: str) -> str:
         """The library whose arrays its kernels are given for a caller's of ``library``: the same, if they take them."""

@@ -6,10 +6,11 @@ import ctypes
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from attnswitch.machine.backend import Backend, Precision, Tile
+from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Tile
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
@@ -104,6 +105,13 @@ class CudaBackend(Backend):
 
         return CudaKernel(problem, config, device)
 
+    def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
+        """See ``ahead``."""
+        from . import ahead
+
+        by_architecture = ahead.variants(devices, lambda p, device: not next(self.reasons(p, device), None))
+        yield from ahead.pack(by_architecture, folder, progress)
+
 
 def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     if device.kind == "cpu":
@@ -128,6 +136,20 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     for reason in (requirements.countable(problem), requirements.sealed(problem)):
         if reason:
             yield reason
+    if device.kind == "cuda" and device.present and (why := _uncompiled(problem, device)):
+        yield why
+
+
+def _uncompiled(problem: Problem, device: Device) -> str | None:
+    """Why there is no kernel where nothing can be compiled: packs hold those of usual problems."""
+    from . import cubins, nvrtc
+    from .kernel import CudaKernel
+
+    if nvrtc.known() or device.capability is None or _unavailable() is not None:
+        return None
+    variants = CudaKernel(problem, next(config.configs(problem, device)), device).variants()
+    why = cubins.missing(variants, device.capability)
+    return why and f"no pack has its kernels: {why}"
 
 
 @functools.cache
@@ -136,9 +158,9 @@ def _unavailable() -> str | None:
         return "CuPy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for drivers of CUDA 12"
     if why := _no_gpu():
         return f"{why}; {emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
-    from . import nvrtc
+    from . import nvrtc, packs
 
-    return nvrtc.unavailable()
+    return None if packs.any_there() else nvrtc.unavailable()
 
 
 def _no_gpu() -> str | None:

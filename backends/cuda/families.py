@@ -82,11 +82,13 @@ def _memory(p: Problem) -> Iterator[str]:
 @functools.cache
 def _missing() -> str | None:
     """What this machine lacks for it."""
-    from . import nvrtc
+    from . import cubins, nvrtc
 
     for package in ("cupy", "cuda.bindings"):
         if not _installed(package):
             return f"{package} is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
+    if cubins.honoured("sm_90a"):
+        return None
     if why := nvrtc.unavailable():
         return why
     if not nvrtc.honours("sm_90a"):

@@ -83,7 +83,7 @@ class Forward:
 
             def merged(a: Arguments, _: Any, like: Any, stream: int) -> None:
                 places = workspace.blank(left, like, stream)
-                a.parts = memory.address(places)
+                a.parts = places.address
                 run.send(function, variant, blocks, stream, ctypes.addressof(a))
 
             return merged

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from attnswitch.errors import CompileError
 from attnswitch.machine.builds import Build
 
-from . import emulator, memory, workspace
+from . import cubins, emulator, memory, workspace
 from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
@@ -51,9 +50,9 @@ def start(
         if counter is not None:
             counter[...] = 0
         if left:
-            places = memory.empty((left,), like, "uint8")
-            places[...] = workspace.BLANK
-            arguments.parts = memory.address(places)
+            array = memory.empty((left,), like, "uint8")
+            array[...] = workspace.BLANK
+            arguments.parts = memory.address(array)
         emulator.launch(variant, blocks, arguments)
         return
     function = loaded(variant, memory.index(like))
@@ -62,12 +61,12 @@ def start(
         clear(counter, stream)
     if left:
         places = workspace.blank(left, like, stream)
-        arguments.parts = memory.address(places)
+        arguments.parts = places.address
     pointers = (*(tensor_map.pointer for tensor_map in maps), ctypes.addressof(arguments))
     send(function, variant, blocks, stream, *pointers, beside=beside)
 
 
-def send(function: Any, variant: Variant, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
+def send(function: int, variant: Variant, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
     """Launch ``function``, with parameters that the driver has copied from ``pointers`` when this returns.
 
     ``beside`` is as for ``start``. CuPy's own way to launch takes twice as long.
@@ -77,27 +76,27 @@ def send(function: Any, variant: Variant, blocks: int, stream: int, *pointers: i
         return
     driver: Any = sys.modules["cupy_backends.cuda.api.driver"]
     if not driver.ctxGetCurrent():  # a thread that has not called CUDA yet
-        sys.modules["cupy_backends.cuda.api.runtime"].free(0)
+        _have_context()
     passed = _Parameters(*pointers)
     grid, block = (blocks, 1, 1), (variant.threads, 1, 1)
-    driver.launchKernel(function.ptr, *grid, *block, variant.shared, stream, ctypes.addressof(passed), 0)
+    driver.launchKernel(function, *grid, *block, variant.shared, stream, ctypes.addressof(passed), 0)
 
 
 @functools.cache
 def _overlaps() -> bool:
     """Whether the driver lets launches overlap, in a captured graph as well."""
-    from cupy.cuda import runtime
+    from cupy_backends.cuda.api import runtime
 
     return int(runtime.driverGetVersion()) >= _OVERLAPS
 
 
-def _send_beside(function: Any, variant: Variant, blocks: int, stream: int, *pointers: int) -> None:
+def _send_beside(function: int, variant: Variant, blocks: int, stream: int, *pointers: int) -> None:
     """``send`` without waiting for the end of the launch before: programmatic dependent launch."""
     from cuda.bindings import driver
 
     passed = _Parameters(*pointers)
     config = _beside(blocks, variant.threads, variant.shared, stream)
-    (error,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function.ptr), ctypes.addressof(passed), 0)
+    (error,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function), ctypes.addressof(passed), 0)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the driver does not launch {variant}: {error.name}")
 
@@ -119,7 +118,7 @@ def _beside(blocks: int, threads: int, shared: int, stream: int) -> Any:
 
 def clear(array: Any, stream: int) -> None:
     """Zero ``array`` on ``stream``; a graph that is captured has a node for it."""
-    from cupy.cuda import runtime
+    from cupy_backends.cuda.api import runtime
 
     runtime.memsetAsync(memory.address(array), 0, array.nbytes, stream)
 
@@ -133,6 +132,8 @@ def builds(variants: Sequence[Variant], capability: tuple[int, int] | None) -> l
     if capability is None:  # which is given the values of flags with a launch
         variants = [variant._replace(flags=tuple((name, 0) for name, _ in variant.flags)) for variant in variants]
     new = [variant for variant in dict.fromkeys(variants) if (variant, capability) not in _built]
+    if capability is not None:
+        new = [variant for variant in new if not cubins.packed(variant, capability)]
     return [functools.partial(_build, variant, capability) for variant in new]
 
 
@@ -140,35 +141,43 @@ def _build(variant: Variant, capability: tuple[int, int] | None) -> None:
     if capability is None:
         emulator.build(variant)
     else:
-        _compiled(variant, capability)
+        next(cubins.cubins(variant, capability))
     _built.add((variant, capability))
 
 
-def _compiled(variant: Variant, capability: tuple[int, int]) -> bytes:
-    """The kernel for GPUs of ``capability``. Raises ``CompileError``."""
-    from . import nvrtc
-
-    arch = nvrtc.architecture(capability)
-    if arch is None:
-        version = ".".join(map(str, nvrtc.version()))
-        raise CompileError(
-            f"{variant} for compute capability {capability[0]}.{capability[1]}: NVRTC {version} compiles for none that"
-            " it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
-        )
-    return nvrtc.cubin(variant, arch)
-
-
 @functools.cache
-def loaded(variant: Variant, index: int) -> Any:
-    """The kernel on GPU ``index``, which is the current one. Raises ``CompileError``."""
-    from cupy.cuda import function
+def loaded(variant: Variant, index: int) -> int:
+    """The kernel on GPU ``index``, which is the current one, as the driver names it. Raises ``CompileError``.
+
+    By the lowest layer of CuPy, which takes a millisecond to import where CuPy takes half a second.
+    """
     from cupy_backends.cuda.api import driver, runtime
 
     major, minor = (runtime.deviceGetAttribute(attribute, index) for attribute in (75, 76))  # compute capability
-    module = function.Module()
-    module.load(_compiled(variant, (major, minor)))
+    if not driver.ctxGetCurrent():
+        _have_context()
+    kernel = int(driver.moduleGetFunction(_module(driver, variant, (major, minor)), variant.kernel))
     _built.add((variant, (major, minor)))
-    kernel = module.get_function(variant.kernel)
     if variant.shared > _UNASKED:
-        driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared)
+        driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared)
     return kernel
+
+
+def _module(driver: Any, variant: Variant, capability: tuple[int, int]) -> int:
+    """The first cubin that the driver loads: one that is older than the compiler of a pack may not know what it wrote.
+
+    Raises ``CompileError``, and what the driver says of the last.
+    """
+    refused: Exception | None = None
+    for cubin in cubins.cubins(variant, capability):
+        try:
+            return int(driver.moduleLoadData(cubin))
+        except driver.CUDADriverError as error:
+            refused = error
+    assert refused is not None
+    raise refused
+
+
+def _have_context() -> None:
+    """Give this thread the context that the first call of CUDA makes."""
+    sys.modules["cupy_backends.cuda.api.runtime"].free(0)

@@ -19,6 +19,7 @@ DATA = {
     "attnswitch/bench/peaks.toml",
     "attnswitch/py.typed",
     *(f"attnswitch/{path.relative_to(ROOT)}" for path in (ROOT / "backends/cuda/src").rglob("*.*")),
+    "attnswitch/backends/cuda/usual.toml",
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",
     "attnswitch/tune/catalogue.toml",
@@ -104,6 +105,14 @@ def test_the_source_distribution_makes_the_same_wheel(source: Path, tmp_path: Pa
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert names(build(unpacked, "wheel", tmp_path / "dist")) == wanted()
+
+
+def test_packs_that_are_there_go_into_the_wheel(source: Path, tmp_path: Path) -> None:
+    tree = shutil.copytree(source, tmp_path / "tree")
+    packs = tree / "backends/cuda/packs"
+    packs.mkdir()
+    (packs / "sm_90a.zip").write_bytes(b"cubins")
+    assert names(build(tree, "wheel", tmp_path / "dist")) == wanted() | {"attnswitch/backends/cuda/packs/sm_90a.zip"}
 
 
 def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_training_step_needs_nothing_more_once_it_is_built(tmp_path: Path, mon
     pytest.importorskip("cupy")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
     run = importlib.import_module("attnswitch.backends.cuda.run")
+    cubins = importlib.import_module("attnswitch.backends.cuda.cubins")
     nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
     monkeypatch.setattr(run, "_built", set())
     kernel = kernel_of("b1.h1.s16.d16.fp32.grad")
@@ -82,7 +83,7 @@ def test_a_training_step_needs_nothing_more_once_it_is_built(tmp_path: Path, mon
     assert kernel_of("b2.h4.s16.d16.fp32.grad").builds() == []
     monkeypatch.setattr(nvrtc, "_compile", None)  # nothing is compiled again
     for variant in kernel.variants():
-        assert run._compiled(variant, H200.capability)[:4] == b"\x7fELF"
+        assert next(cubins.cubins(variant, H200.capability))[:4] == b"\x7fELF"
 
 
 def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
@@ -91,6 +92,7 @@ def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
     pytest.importorskip("cupy")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
     run = importlib.import_module("attnswitch.backends.cuda.run")
+    cubins = importlib.import_module("attnswitch.backends.cuda.cubins")
     sources = importlib.import_module("attnswitch.backends.cuda.sources")
     monkeypatch.setattr(run, "_built", set())
     broken = {name: text + "\n#error broken" for name, text in sources.of_gpus().items()}
@@ -99,7 +101,7 @@ def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
     side_by_side(kernel.builds())
     assert len(kernel.builds()) == 4
     with pytest.raises(CompileError, match="broken"):
-        run._compiled(kernel.variants()[0], H200.capability)
+        next(cubins.cubins(kernel.variants()[0], H200.capability))
 
 
 def test_threads_that_want_one_file_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,7 @@ def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest
 
 
 def test_a_counter_is_cleared_on_the_stream_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = pytest.importorskip("cupy.cuda.runtime")
+    runtime = pytest.importorskip("cupy_backends.cuda.api.runtime")
     calls: list[Any] = []
     monkeypatch.setattr(runtime, "memsetAsync", lambda *call: calls.append(call))
     counter = torch.zeros(1, dtype=torch.int32)

@@ -191,12 +191,15 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def send(_: Any, variant: Any, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
         emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]))
 
+    def blank(size: int, *_: Any) -> Any:
+        array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)
+        return run.workspace.Places(array.data_ptr(), size, array)
+
     def start() -> None:
         monkeypatch.setattr(run, "send", send)
         monkeypatch.setattr(run, "loaded", lambda *which: which)
         monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
-        blank = run.workspace.BLANK
-        monkeypatch.setattr(run.workspace, "blank", lambda size, *_: torch.full((size,), blank, dtype=torch.uint8))
+        monkeypatch.setattr(run.workspace, "blank", blank)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
 

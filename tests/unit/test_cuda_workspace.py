@@ -45,11 +45,11 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
-    cuda = pytest.importorskip("cupy.cuda")
+    cuda = pytest.importorskip("cupy_backends.cuda.api.runtime")
     for name in ("streamIsCapturing", "memsetAsync"):
-        monkeypatch.setattr(cuda.runtime, name, getattr(made, name))
+        monkeypatch.setattr(cuda, name, getattr(made, name))
     monkeypatch.setattr(workspace, "_kept", {})
-    monkeypatch.setattr(workspace, "_allocated", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(workspace, "_allocated", lambda size: workspace._of_caller(size, 0))
     monkeypatch.setattr(workspace.memory, "index", lambda like: like)
     monkeypatch.setattr(workspace.memory, "empty", lambda shape, *_: torch.empty(shape, dtype=torch.uint8))
     return made
@@ -57,11 +57,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def test_launches_of_a_stream_share_memory_that_was_filled_once(runtime: Runtime) -> None:
     first = workspace.blank(4000, 0, 7)
-    assert runtime.filled == [(first.data_ptr(), 0xFF, 4096, 7)]
+    assert runtime.filled == [(first.address, 0xFF, 4096, 7)]
     assert workspace.blank(4000, 0, 7) is first
     assert workspace.blank(400, 0, 7) is first
     larger = workspace.blank(8000, 0, 7)
-    assert runtime.filled[1:] == [(larger.data_ptr(), 0xFF, 8192, 7)]
+    assert runtime.filled[1:] == [(larger.address, 0xFF, 8192, 7)]
     assert workspace.blank(4000, 0, 7) is larger
 
 
@@ -69,7 +69,7 @@ def test_where_there_is_no_memory_left_that_of_the_caller_serves_a_launch(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process whose allocator holds the whole GPU has room there."""
-    out_of_memory = pytest.importorskip("cupy.cuda").runtime.CUDARuntimeError(2)
+    out_of_memory = pytest.importorskip("cupy_backends.cuda.api.runtime").CUDARuntimeError(2)
 
     def refused(size: int) -> Any:
         raise out_of_memory
@@ -77,18 +77,30 @@ def test_where_there_is_no_memory_left_that_of_the_caller_serves_a_launch(
     monkeypatch.setattr(workspace, "_allocated", refused)
     first, second = workspace.blank(4000, 0, 7), workspace.blank(4000, 0, 7)
     assert first is not second
-    assert runtime.filled == [(array.data_ptr(), 0xFF, 4000, 7) for array in (first, second)]
+    assert runtime.filled == [(array.address, 0xFF, 4000, 7) for array in (first, second)]
 
 
 def test_what_may_run_at_once_shares_none(runtime: Runtime) -> None:
     first, second, third = (workspace.blank(4000, *where) for where in ((0, 7), (0, 8), (1, 7)))
-    assert len({first.data_ptr(), second.data_ptr(), third.data_ptr()}) == 3
+    assert len({first.address, second.address, third.address}) == 3
     runtime.captured = {7}
     one, another = workspace.blank(4000, 0, 7), workspace.blank(4000, 0, 7)
-    assert len({first.data_ptr(), one.data_ptr(), another.data_ptr()}) == 3
+    assert len({first.address, one.address, another.address}) == 3
     assert [stream for *_, stream in runtime.filled] == [7, 8, 7, 7, 7]
     runtime.captured = set()
     assert workspace.blank(4000, 0, 7) is first
+
+
+def test_memory_is_freed_when_nobody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = pytest.importorskip("cupy_backends.cuda.api.runtime")
+    freed: list[int] = []
+    monkeypatch.setattr(cuda, "malloc", lambda size: 2 * size)
+    monkeypatch.setattr(cuda, "free", freed.append)
+    places = workspace._allocated(4096)
+    assert (places.address, places.nbytes) == (8192, 4096)
+    assert not freed
+    del places
+    assert freed == [8192]
 
 
 def test_the_stream_of_each_thread_is_one_by_thread(runtime: Runtime) -> None:

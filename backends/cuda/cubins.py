@@ -1,0 +1,62 @@
+"""Where the cubin of a kernel comes from: a pack, what this machine compiled before, or NVRTC, in that order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+
+from attnswitch.errors import CompileError
+
+from . import nvrtc, packs
+from .variant import Variant
+
+__all__ = ["architectures", "cubins", "honoured", "missing", "packed"]
+
+Capability = tuple[int, int]
+
+
+def cubins(variant: Variant, capability: Capability) -> Iterator[bytes]:
+    """The kernel for a GPU of ``capability``, best first: a driver may be older than the compiler of a pack.
+
+    Raises ``CompileError`` where nothing more can be had.
+    """
+    for family in architectures(capability):
+        if packs.there(family):
+            found = packs.kernel(family, nvrtc.digest(variant, family))
+            if found is not None:
+                yield found
+    if why := nvrtc.unavailable():
+        raise CompileError(f"{variant}: {why}")
+    arch = nvrtc.architecture(capability)
+    if arch is None:
+        version = ".".join(map(str, nvrtc.version()))
+        raise CompileError(
+            f"{variant} for compute capability {capability[0]}.{capability[1]}: NVRTC {version} compiles for none that"
+            " it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
+        )
+    yield nvrtc.cubin(variant, arch)
+
+
+def architectures(capability: Capability) -> tuple[str, ...]:
+    """Those whose cubins a GPU of ``capability`` runs, its own first: sm_86 and sm_80; sm_90a and sm_90."""
+    major, minor = capability
+    own = (f"sm_{major}{minor}a",) if major >= 9 else ()
+    return *own, *(f"sm_{major}{lower}" for lower in range(minor, -1, -1))
+
+
+def honoured(arch: str) -> bool:
+    """Whether kernels for ``arch`` can be had here."""
+    return packs.there(arch) or (nvrtc.unavailable() is None and nvrtc.honours(arch))
+
+
+def missing(variants: Iterable[Variant], capability: Capability) -> str | None:
+    """Why one of ``variants`` cannot be had; None if all can. NVRTC is loaded if a pack lacks one, and not before."""
+    if nvrtc.known() or all(packed(variant, capability) for variant in variants):
+        return None
+    return nvrtc.unavailable()
+
+
+@functools.cache
+def packed(variant: Variant, capability: Capability) -> bool:
+    """Whether a pack has it."""
+    return any(packs.there(arch) and packs.has(arch, nvrtc.digest(variant, arch)) for arch in architectures(capability))

@@ -1,0 +1,278 @@
+"""Packs: kernels that were compiled ahead are taken in place of compiling, and nothing else is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from attnswitch import CompileError, Problem
+from attnswitch.machine import registry
+from attnswitch.machine.device import KNOWN, Device
+
+pytest.importorskip("cupy")
+app = importlib.import_module("attnswitch.cli.app").app
+ahead = importlib.import_module("attnswitch.backends.cuda.ahead")
+backend = importlib.import_module("attnswitch.backends.cuda.backend")
+cubins = importlib.import_module("attnswitch.backends.cuda.cubins")
+families = importlib.import_module("attnswitch.backends.cuda.families")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+packs = importlib.import_module("attnswitch.backends.cuda.packs")
+run = importlib.import_module("attnswitch.backends.cuda.run")
+
+H200, A10 = Device.named("h200"), Device.named("a10")
+SMALL = Problem.parse("b1.h1.s16.d16.fp32.grad")
+CACHES = (packs._opened, cubins.packed, backend._unavailable, nvrtc.unavailable, nvrtc._facts, families._missing)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(packs, "OWN", tmp_path / "own")
+    monkeypatch.setattr(ahead, "usual", lambda: iter([SMALL]))
+    for cached in CACHES:
+        cached.cache_clear()
+    yield
+    for cached in CACHES:
+        cached.cache_clear()
+
+
+def packed(*devices: Device, folder: Path | None = None) -> list[Any]:
+    return list(registry.loaded("cuda").pack(devices, folder, lambda *_: None))
+
+
+def kernels(problem: Problem, device: Device) -> tuple[Any, ...]:
+    cuda: Any = registry.loaded("cuda")
+    found: tuple[Any, ...] = cuda.compile(problem, device, next(cuda.configs(problem, device))).variants()
+    return found
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of NVRTC."""
+    asked: list[str] = []
+    cubin = nvrtc.cubin
+
+    def ask(variant: Any, arch: str) -> bytes:
+        asked.append(arch)
+        found: bytes = cubin(variant, arch)
+        return found
+
+    monkeypatch.setattr(nvrtc, "cubin", ask)
+    return asked
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_pack_gives_what_would_be_compiled(own: bool, compiles: list[str]) -> None:
+    (pack,) = packed(H200, folder=packs.OWN if own else None)
+    assert pack.path == (packs.OWN if own else packs.cached()) / "sm_90a.zip"
+    assert (pack.arch, pack.kernels, len(compiles)) == ("sm_90a", 4, 4)
+    variants = kernels(SMALL, H200)
+    taken = [next(cubins.cubins(variant, (9, 0))) for variant in variants]
+    assert len(compiles) == 4
+    assert taken == [nvrtc.cubin(variant, "sm_90a") for variant in variants]
+    assert run.builds(variants, (9, 0)) == []
+
+
+def test_what_a_pack_lacks_is_compiled(compiles: list[str]) -> None:
+    packed(H200)
+    del compiles[:]
+    other = kernels(SMALL.replace(softcap=3.0), H200)[0]
+    assert next(cubins.cubins(other, (9, 0)))[:4] == b"\x7fELF"
+    assert compiles == ["sm_90a"]
+    assert next(cubins.cubins(kernels(SMALL, A10)[0], (8, 6)))[:4] == b"\x7fELF"
+    assert compiles == ["sm_90a", "sm_86"]
+
+
+def test_kernels_of_other_sources_are_not_taken(compiles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed(H200)
+    del compiles[:]
+    cubins.packed.cache_clear()
+    monkeypatch.setattr(nvrtc, "_headers", lambda: "others")
+    next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))
+    assert compiles == ["sm_90a"]
+
+
+def test_gpus_of_8_6_and_8_9_take_what_is_compiled_for_8_0(compiles: list[str]) -> None:
+    (pack,) = packed(A10, Device.named("l4"), Device.named("a100"))
+    assert pack.arch == "sm_80"
+    del compiles[:]
+    for capability in ((8, 0), (8, 6), (8, 9)):
+        next(cubins.cubins(kernels(SMALL, A10)[0], capability))
+    assert compiles == []
+
+
+def test_the_same_kernels_are_the_same_bytes(tmp_path: Path) -> None:
+    paths = tmp_path / "one.zip", tmp_path / "two.zip"
+    packs.write(paths[0], "NVRTC 1.2", {"b": b"second", "a": b"first"})
+    packs.write(paths[1], "NVRTC 1.2", {"a": b"first", "b": b"second"})
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    pack = packs.Pack(paths[0])
+    assert (pack.compiler, len(pack), pack.take("a"), "c" in pack) == ("NVRTC 1.2", 2, b"first", False)
+
+
+def test_a_kernel_that_is_not_what_was_put_in_is_compiled(compiles: list[str]) -> None:
+    (pack,) = packed(H200)
+    with zipfile.ZipFile(pack.path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(pack.path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content if name == "index.json" else content[:-1] + b"?")
+    packs._opened.cache_clear()
+    del compiles[:]
+    with pytest.warns(RuntimeWarning, match=r"sm_90a.zip: .* is damaged; its kernels are compiled instead"):
+        next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))
+    assert compiles == ["sm_90a"]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"no archive at all"])
+def test_a_damaged_pack_is_told_of_once(content: bytes, compiles: list[str]) -> None:
+    path = packs.cached() / "sm_90a.zip"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="`attnswitch build` makes it anew") as warned:
+        taken = [next(cubins.cubins(variant, (9, 0))) for variant in kernels(SMALL, H200)]
+    assert len(taken) == 4
+    assert len(warned) == 1
+    assert compiles == ["sm_90a"] * 4
+
+
+# -- without NVRTC -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has none, with an H200."""
+
+    def missing() -> None:
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(nvrtc, "_library", missing)
+    monkeypatch.setattr(backend, "_no_gpu", lambda: None)
+    for path in packs.cached().parent.rglob("*"):
+        if path.is_file() and path.suffix != ".zip":
+            path.unlink()
+    for cached in CACHES:
+        cached.cache_clear()
+
+
+HERE = Device("cuda", "NVIDIA H200", (9, 0), 132, H200.memory, H200.shared_memory, present=True)
+
+
+def test_without_a_compiler_a_pack_is_enough(request: pytest.FixtureRequest) -> None:
+    packed(H200)
+    request.getfixturevalue("no_nvrtc")
+    cuda = registry.loaded("cuda")
+    assert cuda.unavailable() is None
+    assert cuda.supports(SMALL, HERE) == ()
+    (reason,) = cuda.supports(SMALL.replace(softcap=3.0), HERE)
+    assert "no pack has its kernels: NVRTC, which compiles the kernels, cannot be loaded" in reason
+    assert next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))[:4] == b"\x7fELF"
+    with pytest.raises(CompileError, match=r"softcap|SOFTCAP.*libnvrtc\.so\.13"):
+        next(cubins.cubins(kernels(SMALL.replace(softcap=3.0), H200)[0], (9, 0)))
+
+
+@pytest.mark.usefixtures("no_nvrtc")
+def test_without_both_it_says_what_to_install() -> None:
+    assert "libnvrtc.so.13" in str(registry.loaded("cuda").unavailable())
+
+
+def test_the_hopper_family_needs_no_compiler_where_there_is_a_pack(request: pytest.FixtureRequest) -> None:
+    half = Problem.parse("b4.h16.s2048.d64.bf16")
+    packs.write(packs.cached() / "sm_90a.zip", "NVRTC 1.2", {})
+    request.getfixturevalue("no_nvrtc")
+    pytest.importorskip("cuda.bindings")
+    assert families.against_hopper(half, HERE) == ()
+
+
+# -- what NVRTC says of itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="which file is loaded is read from /proc")
+def test_what_is_known_of_nvrtc_is_kept_without_loading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not nvrtc.known()
+    version, hopper = nvrtc.version(), nvrtc.honours("sm_90a")
+    nvrtc._facts.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "_library", lambda: pytest.fail("it was loaded"))
+        assert nvrtc.known()
+        assert (nvrtc.version(), nvrtc.honours("sm_90a")) == (version, hopper)
+    nvrtc._facts.cache_clear()
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    assert not nvrtc.known()
+    assert nvrtc.version() == version
+
+
+@pytest.mark.parametrize("kept", ["", "[]", "{}", '{"file": null, "surroundings": []}'])
+def test_what_is_not_understood_is_asked_again(kept: str) -> None:
+    path = nvrtc._kept()
+    path.parent.mkdir(parents=True)
+    path.write_text(kept)
+    assert not nvrtc.known()
+    assert nvrtc.version() == tuple(nvrtc._library().getVersion())
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """What a driver says of a cubin that is newer than it."""
+
+
+def test_where_the_driver_does_not_know_a_pack_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[bytes] = []
+
+    class Driver:
+        CUDADriverError = Refused
+
+        @staticmethod
+        def moduleLoadData(cubin: bytes) -> int:  # noqa: N802 - CuPy's name
+            loaded.append(cubin)
+            if cubin == b"newer":
+                raise Refused
+            return 7
+
+    variant = kernels(SMALL, H200)[0]
+    monkeypatch.setattr(cubins, "cubins", lambda *_: iter([b"newer", b"own"]))
+    assert run._module(Driver, variant, (9, 0)) == 7
+    assert loaded == [b"newer", b"own"]
+    monkeypatch.setattr(cubins, "cubins", lambda *_: iter([b"newer"]))
+    with pytest.raises(Refused):
+        run._module(Driver, variant, (9, 0))
+
+
+# -- the usual, and the command ----------------------------------------------------------------------------------------
+
+
+def test_the_usual_problems_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cuda, usual = registry.loaded("cuda"), list(ahead.usual())
+    assert len(usual) == len(set(usual)) > 80
+    for device in (device for device in map(Device.named, KNOWN) if (device.capability or (0, 0)) >= (8, 0)):
+        assert not [problem for problem in usual if cuda.supports(problem, device)]
+
+
+def test_the_command_builds_packs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = CliRunner().invoke(app, ["build", "--device", "h200", "--device", "a10", "--out", str(out), "--json"])
+    assert ran.exit_code == 0, ran.output
+    built = json.loads(ran.output)
+    assert [(pack["arch"], pack["kernels"]) for pack in built] == [("sm_90a", 4), ("sm_80", 4)]
+    assert {path.name for path in out.iterdir()} == {"sm_90a.zip", "sm_80.zip"}
+    for pack in built:
+        assert pack["bytes"] > pack["compressed"] == Path(pack["path"]).stat().st_size
+    assert not packs.cached().exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "abacus"])
+def test_the_command_says_which_devices_there_are(device: str) -> None:
+    ran = CliRunner().invoke(app, ["build", "--device", device])
+    assert ran.exit_code != 0
+    assert "h200" in ran.output + str(ran.exception)
