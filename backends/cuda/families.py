@@ -84,9 +84,8 @@ def _missing() -> str | None:
     """What this machine lacks for it."""
     from . import cubins, nvrtc
 
-    for package in ("cupy", "cuda.bindings"):
-        if not _installed(package):
-            return f"{package} is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
+    if importlib.util.find_spec("cupy") is None:
+        return "cupy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
     if cubins.honoured("sm_90a"):
         return None
     if why := nvrtc.unavailable():
@@ -95,10 +94,3 @@ def _missing() -> str | None:
         version = ".".join(map(str, nvrtc.version()))
         return f"NVRTC {version} does not compile for sm_90a; install that of CUDA 12 or later"
     return None
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor what it is a part of
-        return False

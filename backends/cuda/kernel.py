@@ -40,8 +40,8 @@ class CudaKernel(Kernel):
         return portable.Backward(self.problem, self._config)
 
     def variants(self) -> tuple[Variant, ...]:
-        """The kernels that forward and backward launch, in that order, for aligned gradients of the output."""
-        backward = self._backward.steps(16) if self.problem.grads else ()
+        """The kernels that forward and backward launch, in that order."""
+        backward = self._backward.steps if self.problem.grads else ()
         return (*self._forward.variants(), *(step.variant for step in backward))
 
     def builds(self) -> Sequence[Build]:

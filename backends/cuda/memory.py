@@ -12,7 +12,7 @@ from typing import Any
 
 from attnswitch.arrays import library_of
 
-__all__ = ["address", "dtype_name", "empty", "index", "like", "on", "on_cpu", "place", "stream", "turned"]
+__all__ = ["address", "dense", "dtype_name", "empty", "index", "like", "on", "on_cpu", "place", "stream", "turned"]
 
 
 _HERE = contextlib.nullcontext()
@@ -62,6 +62,13 @@ def like(query: Any, dim: int) -> Any:
     if turned(query):
         return empty((b, length, h, dim), query).swapaxes(1, 2)
     return empty((b, h, length, dim), query)
+
+
+def dense(array: Any) -> Any:
+    """The same elements without gaps, in the order of the axes, in memory of their own."""
+    if _library(array) == "torch":
+        return array.clone(memory_format=sys.modules["torch"].contiguous_format)
+    return array.copy(order="C")
 
 
 def turned(query: Any) -> bool:

@@ -141,8 +141,12 @@ class Backward:
         #: Numbers of base, and of delta.
         self.rows = p.batch * p.heads_q * arithmetic.padded(p)
         self._dtype = p.dtype
-        self._steps: dict[int, list[Step]] = {}
-        self._plain = list(self._launches(p, chosen))
+        #: Bytes of the gradient of the output that one copy moves: what rows without gaps allow.
+        self._bytes = math.gcd(16, p.dim_v * DTYPES[p.dtype])
+        prepare, *rest = self._launches(p, chosen)
+        flag = ("GRAD_OUT_BYTES", self._bytes)
+        #: What is launched, in that order.
+        self.steps = [prepare, *(s._replace(variant=s.variant._replace(flags=(*s.variant.flags, flag))) for s in rest)]
 
     def _launches(self, p: Problem, chosen: CudaConfig) -> Iterator[Step]:
         yield Step(_of_rows(p, "prepare"), arithmetic.tiles(self.rows, ROWS_A_BLOCK), 0)
@@ -166,24 +170,18 @@ class Backward:
             across = arithmetic.tiles(k, tile.keys) if k != 1 else 1
             yield Step(_gradient(p, "mask_gradient", tile), b * h * down * across, 0)
 
-    def copied(self, grad_out: Any) -> int:
-        """Bytes of the gradient of the output that one copy may move, which is no part of the problem."""
-        return _copied(_memory(grad_out), self._dtype)
+    def readable(self, grad_out: Any) -> Any:
+        """The gradient of the output, or a dense copy where rows lie so that the kernels would read less at once.
 
-    def steps(self, copied: int) -> list[Step]:
-        """What is launched where copies move so many bytes of the gradient of the output."""
-        steps = self._steps.get(copied)
-        if steps is None:
-            prepare, *rest = self._plain
-            flag = ("GRAD_OUT_BYTES", copied)
-            with_flag = [s._replace(variant=s.variant._replace(flags=(*s.variant.flags, flag))) for s in rest]
-            steps = self._steps[copied] = [prepare, *with_flag]
-        return steps
+        How it lies is no part of the problem, and each way would be one more kernel to compile.
+        """
+        return grad_out if _copied(_memory(grad_out), self._dtype) >= self._bytes else memory.dense(grad_out)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Launch it."""
         a = arguments.of_call(self.constants, inputs)
         put(a, Arguments.out.offset, out)
+        grad_out = self.readable(grad_out)
         put(a, Arguments.grad_out.offset, grad_out)
         lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
         a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
@@ -198,7 +196,7 @@ class Backward:
         a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
             None if grad is None else memory.address(grad) for grad in grads
         )
-        for step in self.steps(self.copied(grad_out)):
+        for step in self.steps:
             a.section = step.section
             run.start(step.variant, step.blocks, a, lse)
         return grads

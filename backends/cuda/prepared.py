@@ -76,20 +76,20 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
     of_mask = launch.mask_shape
     rows = launch.rows
     bytes_of_rows = rows * (8 if problem.dtype == "float64" else 4)
-    known: dict[tuple[Any, ...], list[tuple[Any, portable.Step]]] = {}
-
-    def loaded(grad_out: Any) -> list[tuple[Any, portable.Step]]:
-        """What is launched, as it is loaded on the GPU, for gradients that lie like this one."""
-        return [(run.loaded(step.variant, index), step) for step in launch.steps(launch.copied(grad_out))]
+    launches = [(run.loaded(step.variant, index), step) for step in launch.steps]
+    #: Strides of gradients of the output that are read where they lie, if their address is a multiple of 16.
+    known: set[tuple[int, ...]] = set()
 
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         if current() != index or inputs.key_lengths is not None or inputs.seed is not None:
             return general(inputs, out, lse, grad_out, grad_lse)
         query, key, value, mask = inputs[:4]
         by_grad, at_grad = grad_out.stride(), grad_out.data_ptr()
-        launches = known.get((by_grad, at_grad & 15))
-        if launches is None:
-            launches = known[by_grad, at_grad & 15] = loaded(grad_out)
+        if by_grad not in known or at_grad & 15:
+            grad_out = launch.readable(grad_out)
+            by_grad, at_grad = grad_out.stride(), grad_out.data_ptr()
+            if not at_grad & 15:
+                known.add(by_grad)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         space = lse.new_empty(2 * rows)

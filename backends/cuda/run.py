@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from attnswitch.machine.builds import Build
 
-from . import cubins, emulator, memory, workspace
+from . import cubins, driver, emulator, memory, workspace
 from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
@@ -19,10 +18,6 @@ __all__ = ["builds", "clear", "loaded", "send", "start"]
 
 #: Addresses of a kernel's parameters: three tensor maps at most, and the arguments.
 _Parameters = ctypes.c_void_p * 4
-#: Of CUfunction_attribute.
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-#: Shared memory that a block has without asking.
-_UNASKED = 48 * 1024
 #: The driver from which on overlapping launches can be captured in a graph: that of CUDA 12.3.
 _OVERLAPS = 12030
 
@@ -69,17 +64,11 @@ def start(
 def send(function: int, variant: Variant, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
     """Launch ``function``, with parameters that the driver has copied from ``pointers`` when this returns.
 
-    ``beside`` is as for ``start``. CuPy's own way to launch takes twice as long.
+    ``beside`` is as for ``start``.
     """
-    if beside and _overlaps():
-        _send_beside(function, variant, blocks, stream, *pointers)
-        return
-    driver: Any = sys.modules["cupy_backends.cuda.api.driver"]
-    if not driver.ctxGetCurrent():  # a thread that has not called CUDA yet
-        _have_context()
     passed = _Parameters(*pointers)
-    grid, block = (blocks, 1, 1), (variant.threads, 1, 1)
-    driver.launchKernel(function, *grid, *block, variant.shared, stream, ctypes.addressof(passed), 0)
+    launch = driver.launch_beside if beside and _overlaps() else driver.launch
+    launch(function, blocks, variant.threads, variant.shared, stream, ctypes.addressof(passed))
 
 
 @functools.cache
@@ -88,32 +77,6 @@ def _overlaps() -> bool:
     from cupy_backends.cuda.api import runtime
 
     return int(runtime.driverGetVersion()) >= _OVERLAPS
-
-
-def _send_beside(function: int, variant: Variant, blocks: int, stream: int, *pointers: int) -> None:
-    """``send`` without waiting for the end of the launch before: programmatic dependent launch."""
-    from cuda.bindings import driver
-
-    passed = _Parameters(*pointers)
-    config = _beside(blocks, variant.threads, variant.shared, stream)
-    (error,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function), ctypes.addressof(passed), 0)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the driver does not launch {variant}: {error.name}")
-
-
-@functools.lru_cache(maxsize=256)
-def _beside(blocks: int, threads: int, shared: int, stream: int) -> Any:
-    from cuda.bindings import driver
-
-    overlap = driver.CUlaunchAttribute()
-    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    overlap.value.programmaticStreamSerializationAllowed = 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared, driver.CUstream(stream)
-    config.attrs, config.numAttrs = [overlap], 1
-    return config
 
 
 def clear(array: Any, stream: int) -> None:
@@ -147,23 +110,19 @@ def _build(variant: Variant, capability: tuple[int, int] | None) -> None:
 
 @functools.cache
 def loaded(variant: Variant, index: int) -> int:
-    """The kernel on GPU ``index``, which is the current one, as the driver names it. Raises ``CompileError``.
+    """The kernel on GPU ``index``, which is the current one, as the driver names it.
 
-    By the lowest layer of CuPy, which takes a millisecond to import where CuPy takes half a second.
+    Raises ``CompileError`` and ``driver.DriverError``.
     """
-    from cupy_backends.cuda.api import driver, runtime
+    from cupy_backends.cuda.api import runtime
 
     major, minor = (runtime.deviceGetAttribute(attribute, index) for attribute in (75, 76))  # compute capability
-    if not driver.ctxGetCurrent():
-        _have_context()
-    kernel = int(driver.moduleGetFunction(_module(driver, variant, (major, minor)), variant.kernel))
+    kernel = driver.function(_module(variant, (major, minor)), variant.kernel, variant.shared)
     _built.add((variant, (major, minor)))
-    if variant.shared > _UNASKED:
-        driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared)
     return kernel
 
 
-def _module(driver: Any, variant: Variant, capability: tuple[int, int]) -> int:
+def _module(variant: Variant, capability: tuple[int, int]) -> int:
     """The first cubin that the driver loads: one that is older than the compiler of a pack may not know what it wrote.
 
     Raises ``CompileError``, and what the driver says of the last.
@@ -171,13 +130,8 @@ def _module(driver: Any, variant: Variant, capability: tuple[int, int]) -> int:
     refused: Exception | None = None
     for cubin in cubins.cubins(variant, capability):
         try:
-            return int(driver.moduleLoadData(cubin))
-        except driver.CUDADriverError as error:
+            return driver.load(cubin)
+        except driver.DriverError as error:
             refused = error
     assert refused is not None
     raise refused
-
-
-def _have_context() -> None:
-    """Give this thread the context that the first call of CUDA makes."""
-    sys.modules["cupy_backends.cuda.api.runtime"].free(0)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from attnswitch.problem import DTYPES
+
+from . import driver
 
 __all__ = ["COLUMNS", "TensorMap", "tensor_map"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
-#: A CUtensorMap.
-_BY_VALUE = np.dtype("V128")
 #: Maps that are kept: buffers take turns, and a graph holds its own copies.
 _KEPT = 768
 
@@ -35,50 +32,14 @@ class TensorMap:
     box: int
 
     @functools.cached_property
-    def encoded(self) -> np.ndarray[Any, Any]:
-        """An array of one element of 128 bytes. Raises ``RuntimeError`` if it is refused."""
-        from cuda.bindings import driver
+    def _encoded(self) -> tuple[int, Any]:
+        shape, strides = self.shape[::-1], self.strides[::-1]
+        return driver.encode(self.dtype, self.address, shape, strides, (COLUMNS, self.box, 1, 1))
 
-        kinds, ones, rest = _constants()
-        error, encoded = driver.cuTensorMapEncodeTiled(
-            kinds[self.dtype],
-            4,
-            self.address,
-            [driver.cuuint64_t(length) for length in reversed(self.shape)],
-            [driver.cuuint64_t(stride) for stride in reversed(self.strides)],
-            [driver.cuuint32_t(COLUMNS), driver.cuuint32_t(self.box), *ones[2:]],
-            ones,
-            *rest,
-        )
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the driver does not encode {self}: {error.name}")
-        return np.frombuffer(ctypes.string_at(encoded.getPtr(), _BY_VALUE.itemsize), _BY_VALUE)
-
-    @functools.cached_property
+    @property
     def pointer(self) -> int:
-        """Where the encoded map is, as a launch passes it. Raises as ``encoded`` does."""
-        return int(self.encoded.ctypes.data)
-
-
-@functools.cache
-def _constants() -> tuple[dict[str, Any], list[Any], tuple[Any, ...]]:
-    """What every map has: its types by name, steps of 1 along each axis, and how loads go."""
-    from cuda.bindings import driver
-
-    kinds = driver.CUtensorMapDataType
-    return (
-        {
-            "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        },
-        [driver.cuuint32_t(1)] * 4,
-        (
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # 0, and no NaN
-        ),
-    )
+        """Where the encoded map is, as a launch passes it. Raises ``driver.DriverError`` if it is refused."""
+        return self._encoded[0]
 
 
 @functools.lru_cache(maxsize=_KEPT)

@@ -26,6 +26,7 @@ from attnswitch.verify.launch.layouts import place
 
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
+libcuda = importlib.import_module("attnswitch.backends.cuda.driver")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 splits = importlib.import_module("attnswitch.backends.cuda.splits")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
@@ -269,49 +270,64 @@ def test_head_dimensions_are_padded_to_steps(dim: int, dtype: str, padded: int) 
 
 
 class Driver:
-    """CuPy's, which notes launches: a thread has no context until it has called the runtime."""
+    """libcuda, which notes launches: a thread has no context until it has called CUDA's runtime."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
         self.freed: list[int] = []
 
-    def ctxGetCurrent(self) -> int:  # noqa: N802 - CuPy's name
-        return len(self.freed)
-
     def free(self, address: int) -> None:
         self.freed.append(address)
 
-    def launchKernel(self, *passed: Any) -> None:  # noqa: N802 - CuPy's name
+    def cuLaunchKernel(self, *passed: Any) -> int:  # noqa: N802 - CUDA's name
+        if not self.freed:
+            return 201
         *launch, pointers, extra = passed
         self.launched.append((*launch, list((ctypes.c_void_p * 4).from_address(pointers)), extra))
+        return 0
+
+    def cuLaunchKernelEx(self, at: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802 - as above
+        given = libcuda._Config.from_address(at)
+        attributes = [(given.attributes[n].id, given.attributes[n].value[0]) for n in range(given.count)]
+        passed = list((ctypes.c_void_p * 4).from_address(parameters))
+        sizes = tuple(given.grid), tuple(given.block), given.shared, given.stream
+        self.launched.append((function, *sizes, passed, attributes))
+        return 0 if given.grid[0] < 9 else 1
+
+    def cuGetErrorName(self, result: int, said: Any) -> int:  # noqa: N802 - as above
+        said._obj.value = f"CUDA_ERROR_{result}".encode()
+        return 0
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    for name in ("driver", "runtime"):
-        monkeypatch.setitem(sys.modules, f"cupy_backends.cuda.api.{name}", made)
-    return made
-
-
-def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
-    variant = importlib.import_module("attnswitch.backends.cuda.variant").Variant("merge", "float32", warps=4, shared=7)
-    cleared: list[Any] = []
+    monkeypatch.setattr(libcuda, "_library", lambda: made)
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api.runtime", made)
     monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
     monkeypatch.setattr(run.memory, "stream", lambda _: 17)
     monkeypatch.setattr(run.memory, "index", lambda _: 3)
-    monkeypatch.setattr(run, "loaded", lambda what, index: (what, index))
+    monkeypatch.setattr(run, "loaded", lambda what, index: 1000 + index)
+    return made
+
+
+def variant_of(kernel: str) -> Any:
+    return importlib.import_module("attnswitch.backends.cuda.variant").Variant(kernel, "float32", warps=4, shared=7)
+
+
+def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy_backends")
+    cleared: list[Any] = []
     monkeypatch.setattr(run, "clear", lambda *what: cleared.append(what))
-    a = arguments.Arguments(batch=3, scale=0.5)
-    run.start(variant, 0, a, None, (), "a counter")
+    a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3, scale=0.5)
+    run.start(variant_of("merge"), 0, a, None, (), "a counter")
     assert (driver.launched, cleared) == ([], [])
-    run.start(variant, 5, a, None)
-    launch = ((variant, 3), 5, 1, 1, 128, 1, 1, 7, 17)
-    assert driver.launched == [(*launch, [ctypes.addressof(a), None, None, None], 0)]
+    run.start(variant_of("merge"), 5, a, None)
+    launch = (1003, 5, 1, 1, 128, 1, 1, 7, 17)
+    assert driver.launched == [(*launch, [ctypes.addressof(a), None, None, None], None)]
     maps = [type("Map", (), {"pointer": pointer}) for pointer in (64, 128)]
-    run.start(variant, 5, a, None, maps, "a counter")
-    assert driver.launched[1] == (*launch, [64, 128, ctypes.addressof(a), None], 0)
+    run.start(variant_of("merge"), 5, a, None, maps, "a counter")
+    assert driver.launched[1] == (*launch, [64, 128, ctypes.addressof(a), None], None)
     assert cleared == [("a counter", 17)]
     assert driver.freed == [0]  # once, for a context
 
@@ -319,33 +335,38 @@ def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, mon
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_launch_beside_another_says_so(driver: Driver, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the driver knows how; the kernel waits by itself in either case."""
-    bindings = pytest.importorskip("cuda.bindings.driver")
-    arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
-    variant = importlib.import_module("attnswitch.backends.cuda.variant").Variant("forward", "float16", shared=7)
-    sent: list[Any] = []
-
-    def launch(launched: Any, function: Any, parameters: int, extra: int) -> tuple[Any]:
-        passed = list((ctypes.c_void_p * 4).from_address(parameters))
-        (attribute,) = launched.attrs
-        overlap = attribute.value.programmaticStreamSerializationAllowed
-        grid, block = launched.gridDimX, launched.blockDimX
-        sent.append((grid, block, launched.sharedMemBytes, int(launched.hStream), int(function), passed, overlap))
-        return (bindings.CUresult.CUDA_SUCCESS if grid < 9 else bindings.CUresult.CUDA_ERROR_INVALID_VALUE,)
-
-    monkeypatch.setattr(bindings, "cuLaunchKernelEx", launch)
-    monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
-    monkeypatch.setattr(run.memory, "stream", lambda _: 17)
-    monkeypatch.setattr(run.memory, "index", lambda _: 3)
-    monkeypatch.setattr(run, "loaded", lambda what, index: 1000 + index)
+    pytest.importorskip("cupy_backends")
     monkeypatch.setattr(run, "_overlaps", lambda: overlaps)
-    a = arguments.Arguments(batch=3)
-    run.start(variant, 5, a, None, beside=True)
-    run.start(variant, 5, a, None)
-    assert sent == [(5, 128, 7, 17, 1003, [ctypes.addressof(a), None, None, None], 1)] * overlaps
-    assert len(driver.launched) == 2 - overlaps
+    driver.free(0)
+    a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3)
+    run.start(variant_of("forward"), 5, a, None, beside=True)
+    parameters = [ctypes.addressof(a), None, None, None]
     if overlaps:
-        with pytest.raises(RuntimeError, match=r"does not launch forward float16 .*CUDA_ERROR_INVALID_VALUE"):
-            run.start(variant, 9, a, None, beside=True)
+        assert driver.launched == [(1003, (5, 1, 1), (128, 1, 1), 7, 17, parameters, [(6, 1)])]
+        with pytest.raises(libcuda.DriverError, match="cuLaunchKernelEx: CUDA_ERROR_1"):
+            run.start(variant_of("forward"), 9, a, None, beside=True)
+    else:
+        assert driver.launched == [(1003, 5, 1, 1, 128, 1, 1, 7, 17, parameters, None)]
+
+
+def test_the_structures_are_as_large_as_those_of_cuda() -> None:
+    """64-bit systems: CUlaunchConfig and CUlaunchAttribute of cuda.h."""
+    assert ctypes.sizeof(libcuda._Attribute) == 72
+    assert ctypes.sizeof(libcuda._Config) == 56
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    assert bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6
+    kinds = bindings.CUtensorMapDataType
+    assert libcuda._TYPES == {
+        "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }
+    assert bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE == libcuda._INTERLEAVE
+    assert bindings.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B == libcuda._SWIZZLE
+    assert bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B == libcuda._PROMOTION
+    assert bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE == libcuda._FILL
+    attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert attribute == libcuda._MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT == libcuda._INVALID_CONTEXT
 
 
 # -- launches, emulated ------------------------------------------------------------------------------------------------
@@ -391,6 +412,41 @@ def compare(arrays: Any, tolerance: float, mask: Any = None, **options: Any) -> 
     for got, expected in zip(*results, strict=True):
         size = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("lies", ["expanded", "every other", "reversed"])
+def test_however_a_gradient_lies_its_kernels_are_those_that_were_listed(
+    lies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a sum, which is one number everywhere: nothing is compiled for it."""
+    launched: list[Any] = []
+    launch = run.emulator.launch
+
+    def noting(variant: Any, *passed: Any) -> None:
+        launched.append(variant)
+        launch(variant, *passed)
+
+    monkeypatch.setattr(run.emulator, "launch", noting)
+    query, key, value = (x.requires_grad_() for x in operands())
+    out = attnswitch.attention(query, key, value, backend="cuda")
+    dense = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    upstream = {
+        "expanded": torch.ones(()).expand(out.shape),
+        "every other": torch.stack((dense, dense), -1).flatten(-2)[..., ::2],
+        "reversed": dense.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    }[lies]
+    found = torch.autograd.grad(out, (query, key, value), upstream)
+    plain = attnswitch.attention(query, key, value, backend="tiled")
+    for gradient, expected in zip(
+        found, torch.autograd.grad(plain, (query, key, value), upstream.clone()), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=2e-5)
+    p = attnswitch.Problem.parse("b2.h4/2.s37x53.d24/40.fp32.grad")
+    cpu = Device.parse("cpu")
+    kernel: Any = backend.CudaBackend().compile(p, cpu, next(backend.CudaBackend().configs(p, cpu)))
+    assert set(launched) <= set(kernel.variants())
 
 
 @compiled

@@ -35,7 +35,7 @@ def worked_out(problem: Problem, device: Device) -> Any:
     config = next(CUDA.configs(problem, device))
     kernel = CUDA.compile(problem, device, config)
     launch = kernel._forward
-    steps = kernel._backward.steps(16) if problem.grads else ()
+    steps = kernel._backward.steps if problem.grads else ()
     return config, kernel.variants(), launch.blocks, bytes(launch.constants), steps, CUDA.goes_first(problem, device)
 
 

@@ -222,30 +222,23 @@ def test_what_is_not_understood_is_asked_again(kept: str) -> None:
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-class Refused(Exception):
-    """What a driver says of a cubin that is newer than it."""
-
-
 def test_where_the_driver_does_not_know_a_pack_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[bytes] = []
 
-    class Driver:
-        CUDADriverError = Refused
-
-        @staticmethod
-        def moduleLoadData(cubin: bytes) -> int:  # noqa: N802 - CuPy's name
-            loaded.append(cubin)
-            if cubin == b"newer":
-                raise Refused
-            return 7
+    def load(cubin: bytes) -> int:
+        loaded.append(cubin)
+        if cubin == b"newer":
+            raise run.driver.DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+        return 7
 
     variant = kernels(SMALL, H200)[0]
+    monkeypatch.setattr(run.driver, "load", load)
     monkeypatch.setattr(cubins, "cubins", lambda *_: iter([b"newer", b"own"]))
-    assert run._module(Driver, variant, (9, 0)) == 7
+    assert run._module(variant, (9, 0)) == 7
     assert loaded == [b"newer", b"own"]
     monkeypatch.setattr(cubins, "cubins", lambda *_: iter([b"newer"]))
-    with pytest.raises(Refused):
-        run._module(Driver, variant, (9, 0))
+    with pytest.raises(run.driver.DriverError):
+        run._module(variant, (9, 0))
 
 
 # -- the usual, and the command ----------------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""NVIDIA's driver by ctypes: what launches ask of it, field for field as ``cuda.h`` has it.
+
+CuPy's binding brings all of CuPy along at its first call, 0.1 s and more, and ``cuda.bindings`` takes 0.04 s to import;
+a first call has neither to spare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+__all__ = ["DriverError", "TensorMapBytes", "encode", "function", "launch", "launch_beside", "load"]
+
+#: Bytes of a CUtensorMap, and of which multiple its address is.
+TensorMapBytes, _ALIGNED = 128, 64
+#: Of CUresult.
+_INVALID_CONTEXT = 201
+#: Of CUfunction_attribute.
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+#: Of CUlaunchAttributeID.
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+#: Of CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion and CUtensorMapFloatOOBfill: none, 128 bytes,
+#: 256 bytes, and 0 for what lies outside.
+_INTERLEAVE, _SWIZZLE, _PROMOTION, _FILL = 0, 3, 3, 0
+#: Of CUtensorMapDataType.
+_TYPES = {"float16": 6, "bfloat16": 9}
+
+
+class DriverError(RuntimeError):
+    """What the driver refused, by the name of its error."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_: ClassVar = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_: ClassVar = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_OVERLAPS = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
+_POINTER, _UINT = ctypes.c_void_p, ctypes.c_uint
+
+
+@functools.cache
+def _library() -> Any:
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library.cuModuleLoadData.argtypes = _POINTER, ctypes.c_char_p
+    library.cuModuleGetFunction.argtypes = _POINTER, _POINTER, ctypes.c_char_p
+    library.cuFuncSetAttribute.argtypes = _POINTER, ctypes.c_int, ctypes.c_int
+    library.cuLaunchKernel.argtypes = _POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER
+    library.cuLaunchKernelEx.argtypes = _POINTER, _POINTER, _POINTER, _POINTER
+    sizes = _POINTER, _POINTER, _POINTER, _POINTER
+    library.cuTensorMapEncodeTiled.argtypes = _POINTER, ctypes.c_int, _UINT, _POINTER, *sizes, *[ctypes.c_int] * 4
+    return library
+
+
+def load(cubin: bytes) -> int:
+    """The module of a cubin, on the current GPU. Raises ``DriverError``."""
+    module = ctypes.c_void_p()
+    _do("cuModuleLoadData", ctypes.addressof(module), cubin)
+    return module.value or 0
+
+
+def function(module: int, name: str, shared: int) -> int:
+    """A kernel of a module, whose blocks may have ``shared`` bytes of shared memory. Raises ``DriverError``."""
+    found = ctypes.c_void_p()
+    _do("cuModuleGetFunction", ctypes.addressof(found), module, name.encode())
+    _do("cuFuncSetAttribute", found.value, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    return found.value or 0
+
+
+def launch(function: int, blocks: int, threads: int, shared: int, stream: int, parameters: int) -> None:
+    """Launch ``blocks`` blocks; ``parameters`` is where their addresses are. Raises ``DriverError``."""
+    _do("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+
+
+def launch_beside(function: int, blocks: int, threads: int, shared: int, stream: int, parameters: int) -> None:
+    """The same without waiting for the end of the launch before: programmatic dependent launch."""
+    config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPS), 1)
+    _do("cuLaunchKernelEx", ctypes.addressof(config), function, parameters, None)
+
+
+def encode(
+    dtype: str, address: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> tuple[int, Any]:
+    """The address of a CUtensorMap of rows of 128 bytes, and what it is in; shape and box from the last axis on.
+
+    ``strides`` are bytes, of all axes but the last, in the same order. Raises ``DriverError``.
+    """
+    buffer = ctypes.create_string_buffer(TensorMapBytes + _ALIGNED)
+    at = -(-ctypes.addressof(buffer) // _ALIGNED) * _ALIGNED
+    rank = len(shape)
+    sizes = (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * rank)(*strides)
+    boxes = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
+    arrays = [ctypes.addressof(array) for array in (*sizes, *boxes)]
+    _do("cuTensorMapEncodeTiled", at, _TYPES[dtype], rank, address, *arrays, _INTERLEAVE, _SWIZZLE, _PROMOTION, _FILL)
+    return at, buffer
+
+
+def _do(name: str, *passed: Any) -> None:
+    library = _library()
+    call = getattr(library, name)
+    result = call(*passed)
+    if result == _INVALID_CONTEXT:  # a thread that has not called CUDA yet
+        from cupy_backends.cuda.api import runtime
+
+        runtime.free(0)
+        result = call(*passed)
+    if result:
+        said = ctypes.c_char_p()
+        library.cuGetErrorName(result, ctypes.byref(said))
+        raise DriverError(f"{name}: {said.value.decode() if said.value else result}")
