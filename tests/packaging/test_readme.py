@@ -26,7 +26,7 @@ READMES = (
     README,
     *sorted(path for room in ("attnswitch", "backends", "fixtures") for path in (ROOT / room).rglob("README.md")),
 )
-COMMANDS = ("verify", "replay", "backends", "explain", "bench", "estimate", "tune", "wisdom")
+COMMANDS = ("verify", "replay", "backends", "explain", "bench", "estimate", "tune", "build", "wisdom")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
@@ -72,7 +72,7 @@ PYTHON = [block for block in BLOCKS if block.language == "python" and not block.
 SHELLS = ("console", "bash", "sh", "shell")
 SHELL = [block for block in BLOCKS if block.language in SHELLS and not block.left_out]
 #: Verifying every backend takes seconds, however few cases there are.
-SLOW = {"verify", "tune", "bench"}
+SLOW = {"verify", "tune", "build", "bench"}
 LINES = [
     pytest.param(words, id=f"{block}-{'-'.join(words[:2])}", marks=[pytest.mark.slow] if words[0] in SLOW else [])
     for block in SHELL
