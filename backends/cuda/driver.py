@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-__all__ = ["DriverError", "TensorMapBytes", "encode", "function", "launch", "launch_beside", "load"]
+__all__ = ["DriverError", "encode", "function", "launch", "load"]
 
 #: Bytes of a CUtensorMap, and of which multiple its address is.
-TensorMapBytes, _ALIGNED = 128, 64
+_MAP_BYTES, _ALIGNED = 128, 64
 #: Of CUresult.
 _INVALID_CONTEXT = 201
 #: Of CUfunction_attribute.
@@ -62,7 +62,6 @@ def _library() -> Any:
     library.cuModuleLoadData.argtypes = _POINTER, ctypes.c_char_p
     library.cuModuleGetFunction.argtypes = _POINTER, _POINTER, ctypes.c_char_p
     library.cuFuncSetAttribute.argtypes = _POINTER, ctypes.c_int, ctypes.c_int
-    library.cuLaunchKernel.argtypes = _POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER
     library.cuLaunchKernelEx.argtypes = _POINTER, _POINTER, _POINTER, _POINTER
     sizes = _POINTER, _POINTER, _POINTER, _POINTER
     library.cuTensorMapEncodeTiled.argtypes = _POINTER, ctypes.c_int, _UINT, _POINTER, *sizes, *[ctypes.c_int] * 4
@@ -84,15 +83,24 @@ def function(module: int, name: str, shared: int) -> int:
     return found.value or 0
 
 
-def launch(function: int, blocks: int, threads: int, shared: int, stream: int, parameters: int) -> None:
-    """Launch ``blocks`` blocks; ``parameters`` is where their addresses are. Raises ``DriverError``."""
-    _do("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+def launch(
+    function: int, blocks: int, threads: int, shared: int, stream: int, parameters: int, *, beside: bool = False
+) -> None:
+    """Launch ``blocks`` blocks; ``parameters`` is where their addresses are. Raises ``DriverError``.
+
+    ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch.
+    """
+    config = _config(blocks, threads, shared, stream, beside)
+    result = _library().cuLaunchKernelEx(config[0], function, parameters, None)
+    if result:
+        _do("cuLaunchKernelEx", config[0], function, parameters, None, result=result)
 
 
-def launch_beside(function: int, blocks: int, threads: int, shared: int, stream: int, parameters: int) -> None:
-    """The same without waiting for the end of the launch before: programmatic dependent launch."""
-    config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPS), 1)
-    _do("cuLaunchKernelEx", ctypes.addressof(config), function, parameters, None)
+@functools.lru_cache(maxsize=1024)
+def _config(blocks: int, threads: int, shared: int, stream: int, beside: bool) -> tuple[int, _Config]:
+    """The address of a CUlaunchConfig, and what is there: kept, since ctypes takes longer to fill one than to call."""
+    config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPS), int(beside))
+    return ctypes.addressof(config), config
 
 
 def encode(
@@ -102,7 +110,7 @@ def encode(
 
     ``strides`` are bytes, of all axes but the last, in the same order. Raises ``DriverError``.
     """
-    buffer = ctypes.create_string_buffer(TensorMapBytes + _ALIGNED)
+    buffer = ctypes.create_string_buffer(_MAP_BYTES + _ALIGNED)
     at = -(-ctypes.addressof(buffer) // _ALIGNED) * _ALIGNED
     rank = len(shape)
     sizes = (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * rank)(*strides)
@@ -112,10 +120,11 @@ def encode(
     return at, buffer
 
 
-def _do(name: str, *passed: Any) -> None:
-    library = _library()
-    call = getattr(library, name)
-    result = call(*passed)
+def _do(name: str, *passed: Any, result: int | None = None) -> None:
+    """Call ``name``, whose first ``result`` may be known already. Raises ``DriverError``."""
+    call = getattr(_library(), name)
+    if result is None:
+        result = call(*passed)
     if result == _INVALID_CONTEXT:  # a thread that has not called CUDA yet
         from cupy_backends.cuda.api import runtime
 
@@ -123,5 +132,5 @@ def _do(name: str, *passed: Any) -> None:
         result = call(*passed)
     if result:
         said = ctypes.c_char_p()
-        library.cuGetErrorName(result, ctypes.byref(said))
+        _library().cuGetErrorName(result, ctypes.byref(said))
         raise DriverError(f"{name}: {said.value.decode() if said.value else result}")

@@ -67,8 +67,8 @@ def send(function: int, variant: Variant, blocks: int, stream: int, *pointers: i
     ``beside`` is as for ``start``.
     """
     passed = _Parameters(*pointers)
-    launch = driver.launch_beside if beside and _overlaps() else driver.launch
-    launch(function, blocks, variant.threads, variant.shared, stream, ctypes.addressof(passed))
+    at = ctypes.addressof(passed)
+    driver.launch(function, blocks, variant.threads, variant.shared, stream, at, beside=beside and _overlaps())
 
 
 @functools.cache

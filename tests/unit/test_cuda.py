@@ -279,14 +279,9 @@ class Driver:
     def free(self, address: int) -> None:
         self.freed.append(address)
 
-    def cuLaunchKernel(self, *passed: Any) -> int:  # noqa: N802 - CUDA's name
+    def cuLaunchKernelEx(self, at: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802 - CUDA's name
         if not self.freed:
             return 201
-        *launch, pointers, extra = passed
-        self.launched.append((*launch, list((ctypes.c_void_p * 4).from_address(pointers)), extra))
-        return 0
-
-    def cuLaunchKernelEx(self, at: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802 - as above
         given = libcuda._Config.from_address(at)
         attributes = [(given.attributes[n].id, given.attributes[n].value[0]) for n in range(given.count)]
         passed = list((ctypes.c_void_p * 4).from_address(parameters))
@@ -323,11 +318,11 @@ def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, mon
     run.start(variant_of("merge"), 0, a, None, (), "a counter")
     assert (driver.launched, cleared) == ([], [])
     run.start(variant_of("merge"), 5, a, None)
-    launch = (1003, 5, 1, 1, 128, 1, 1, 7, 17)
-    assert driver.launched == [(*launch, [ctypes.addressof(a), None, None, None], None)]
+    launch = (1003, (5, 1, 1), (128, 1, 1), 7, 17)
+    assert driver.launched == [(*launch, [ctypes.addressof(a), None, None, None], [])]
     maps = [type("Map", (), {"pointer": pointer}) for pointer in (64, 128)]
     run.start(variant_of("merge"), 5, a, None, maps, "a counter")
-    assert driver.launched[1] == (*launch, [64, 128, ctypes.addressof(a), None], None)
+    assert driver.launched[1] == (*launch, [64, 128, ctypes.addressof(a), None], [])
     assert cleared == [("a counter", 17)]
     assert driver.freed == [0]  # once, for a context
 
@@ -340,13 +335,10 @@ def test_a_launch_beside_another_says_so(driver: Driver, overlaps: bool, monkeyp
     driver.free(0)
     a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3)
     run.start(variant_of("forward"), 5, a, None, beside=True)
-    parameters = [ctypes.addressof(a), None, None, None]
-    if overlaps:
-        assert driver.launched == [(1003, (5, 1, 1), (128, 1, 1), 7, 17, parameters, [(6, 1)])]
-        with pytest.raises(libcuda.DriverError, match="cuLaunchKernelEx: CUDA_ERROR_1"):
-            run.start(variant_of("forward"), 9, a, None, beside=True)
-    else:
-        assert driver.launched == [(1003, 5, 1, 1, 128, 1, 1, 7, 17, parameters, None)]
+    parameters, attributes = [ctypes.addressof(a), None, None, None], [(6, 1)] * overlaps
+    assert driver.launched == [(1003, (5, 1, 1), (128, 1, 1), 7, 17, parameters, attributes)]
+    with pytest.raises(libcuda.DriverError, match="cuLaunchKernelEx: CUDA_ERROR_1"):
+        run.start(variant_of("forward"), 9, a, None, beside=True)
 
 
 def test_the_structures_are_as_large_as_those_of_cuda() -> None:
