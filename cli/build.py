@@ -38,6 +38,8 @@ def build(
     A process whose kernels are in a pack compiles nothing. The list of problems is backends/cuda/usual.toml.
     """
     devices = _devices(device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # before anything is compiled for it
     columns = (
         TextColumn("[progress.description]{task.description}"),
         BarColumn(),
@@ -75,7 +77,7 @@ def _devices(names: list[str] | None) -> list[Device]:
         if not here:
             raise InvalidProblem("no NVIDIA GPU is here; name one for which to compile, such as --device h200")
         return list(dict.fromkeys(here))
-    if names == [_ALL]:
+    if _ALL in names:
         return [device for device in map(Device.named, KNOWN) if device.capability and device.capability >= _LEAST]
     devices = [Device.parse(name) for name in names]
     for name, device in zip(names, devices, strict=True):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
+from attnswitch.errors import CompileError
 from attnswitch.machine.backend import Packed, Progress
 from attnswitch.machine.builds import cores
 from attnswitch.machine.device import Device
@@ -53,6 +54,8 @@ def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progres
 
     None is the cache folder. Raises ``CompileError``.
     """
+    if why := nvrtc.unavailable():
+        raise CompileError(why)
     compiler = "NVRTC " + ".".join(map(str, nvrtc.version()))
     done, of_all = itertools.count(1), sum(map(len, by_architecture.values()))
     with ThreadPoolExecutor(cores(), "attnswitch-build") as pool:

@@ -49,11 +49,16 @@ def _library() -> Any:
 
 @functools.cache
 def _facts() -> Facts:
-    facts = _read(_kept())
+    facts = _remembered()
     if facts is None:
         facts = _asked()
         _keep(_kept(), facts)
     return facts
+
+
+@functools.cache
+def _remembered() -> Facts | None:
+    return _read(_kept())
 
 
 def _kept() -> Path:
@@ -104,7 +109,7 @@ def _surroundings(library: str) -> list[str]:
 
 def known() -> bool:
     """Whether NVRTC is known to be there without loading it."""
-    return bool(_facts.cache_info().currsize) or _read(_kept()) is not None
+    return bool(_facts.cache_info().currsize) or _remembered() is not None
 
 
 def version() -> tuple[int, int]:

@@ -29,7 +29,15 @@ run = importlib.import_module("attnswitch.backends.cuda.run")
 
 H200, A10 = Device.named("h200"), Device.named("a10")
 SMALL = Problem.parse("b1.h1.s16.d16.fp32.grad")
-CACHES = (packs._opened, cubins.packed, backend._unavailable, nvrtc.unavailable, nvrtc._facts, families._missing)
+CACHES = (
+    packs._opened,
+    cubins.packed,
+    backend._unavailable,
+    nvrtc.unavailable,
+    nvrtc._facts,
+    nvrtc._remembered,
+    families._missing,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +190,8 @@ def test_without_a_compiler_a_pack_is_enough(request: pytest.FixtureRequest) -> 
 @pytest.mark.usefixtures("no_nvrtc")
 def test_without_both_it_says_what_to_install() -> None:
     assert "libnvrtc.so.13" in str(registry.loaded("cuda").unavailable())
+    with pytest.raises(CompileError, match=r"libnvrtc\.so\.13"):
+        packed(H200)
 
 
 def test_the_hopper_family_needs_no_compiler_where_there_is_a_pack(request: pytest.FixtureRequest) -> None:
@@ -197,14 +207,18 @@ def test_the_hopper_family_needs_no_compiler_where_there_is_a_pack(request: pyte
 
 @pytest.mark.skipif(sys.platform != "linux", reason="which file is loaded is read from /proc")
 def test_what_is_known_of_nvrtc_is_kept_without_loading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again() -> None:
+        nvrtc._facts.cache_clear()
+        nvrtc._remembered.cache_clear()
+
     assert not nvrtc.known()
     version, hopper = nvrtc.version(), nvrtc.honours("sm_90a")
-    nvrtc._facts.cache_clear()
+    again()
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "_library", lambda: pytest.fail("it was loaded"))
         assert nvrtc.known()
         assert (nvrtc.version(), nvrtc.honours("sm_90a")) == (version, hopper)
-    nvrtc._facts.cache_clear()
+    again()
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
     assert not nvrtc.known()
     assert nvrtc.version() == version
@@ -269,3 +283,11 @@ def test_the_command_says_which_devices_there_are(device: str) -> None:
     ran = CliRunner().invoke(app, ["build", "--device", device])
     assert ran.exit_code != 0
     assert "h200" in ran.output + str(ran.exception)
+
+
+def test_the_command_finds_out_beforehand_that_it_cannot_write(tmp_path: Path, compiles: list[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    ran = CliRunner().invoke(app, ["build", "--device", "all", "--device", "h200", "--out", str(file)])
+    assert isinstance(ran.exception, FileExistsError)
+    assert compiles == []
