@@ -182,7 +182,7 @@ class Precision:
 
 
 class Packed(NamedTuple):
-    """A pack of kernels that were compiled ahead, for one architecture: how many, their bytes before compression."""
+    """A pack of kernels compiled ahead for one architecture; ``bytes`` is their size before compression."""
 
     path: Path
     arch: str

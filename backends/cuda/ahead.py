@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
-from attnswitch.errors import CompileError
+from attnswitch.errors import CompileError, InvalidProblem
 from attnswitch.machine.backend import Packed, Progress
 from attnswitch.machine.builds import cores
 from attnswitch.machine.device import Device
@@ -39,23 +39,41 @@ def architecture(device: Device) -> str:
     return f"sm_{major}{minor}a" if major >= 9 else "sm_80" if major == 8 else f"sm_{major}{minor}"
 
 
-def variants(devices: Iterable[Device], takes: Callable[[Problem, Device], bool]) -> dict[str, list[Variant]]:
-    """By architecture, what the usual problems launch on ``devices`` that ``takes`` says are taken there."""
+def variants(
+    devices: Iterable[Device], refused: Callable[[Problem, Device], Iterator[str]]
+) -> dict[str, list[Variant]]:
+    """By architecture, what those of the usual problems launch that nothing is ``refused`` of.
+
+    Raises ``InvalidProblem`` for a device of which all are.
+    """
     found: dict[str, dict[Variant, None]] = {}
-    for device, problem in itertools.product(devices, usual()):
-        if takes(problem, device):
-            kernel = CudaKernel(problem, next(configs(problem, device)), device)
-            found.setdefault(architecture(device), {}).update(dict.fromkeys(kernel.variants()))
+    for device in devices:
+        taken: dict[Variant, None] = {}
+        reasons = []
+        for problem in usual():
+            reason = next(refused(problem, device), None)
+            if reason is None:
+                kernel = CudaKernel(problem, next(configs(problem, device)), device)
+                taken.update(dict.fromkeys(kernel.variants()))
+            else:
+                reasons.append(reason)
+        if not taken:
+            raise InvalidProblem(f"there are no kernels for {device}: {reasons[0]}")
+        found.setdefault(architecture(device), {}).update(taken)
     return {arch: list(each) for arch, each in found.items()}
 
 
 def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progress: Progress) -> Iterator[Packed]:
     """Compile them, as many at a time as there are cores, and write a pack for each architecture into ``folder``.
 
-    None is the cache folder. Raises ``CompileError``.
+    None is the cache folder. A pack that is there keeps its kernels of the same sources: another GPU of its
+    architecture may have other tiles. Raises ``CompileError``.
     """
     if why := nvrtc.unavailable():
         raise CompileError(why)
+    if unknown := [arch for arch in by_architecture if not nvrtc.honours(arch)]:
+        version = ".".join(map(str, nvrtc.version()))
+        raise CompileError(f"NVRTC {version} does not compile for {', '.join(unknown)}: install a newer one")
     compiler = "NVRTC " + ".".join(map(str, nvrtc.version()))
     done, of_all = itertools.count(1), sum(map(len, by_architecture.values()))
     with ThreadPoolExecutor(cores(), "attnswitch-build") as pool:
@@ -65,5 +83,6 @@ def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progres
                 kernels[nvrtc.digest(variant, arch)] = cubin
                 progress(next(done), of_all, f"{arch} {variant}")
             path = (folder or packs.cached()) / f"{arch}.zip"
-            packs.write(path, compiler, kernels)
+            kernels = packs.kept(path, nvrtc.headers()) | kernels
+            packs.write(path, compiler, nvrtc.headers(), kernels)
             yield Packed(path, arch, len(kernels), sum(map(len, kernels.values())), compiler)

@@ -109,11 +109,19 @@ class CudaBackend(Backend):
         """See ``ahead``."""
         from . import ahead
 
-        by_architecture = ahead.variants(devices, lambda p, device: not next(self.reasons(p, device), None))
-        yield from ahead.pack(by_architecture, folder, progress)
+        yield from ahead.pack(ahead.variants(devices, _refused), folder, progress)
 
 
 def _reasons(problem: Problem, device: Device) -> Iterator[str]:
+    taken = True
+    for reason in _refused(problem, device):
+        taken = False
+        yield reason
+    if taken and device.kind == "cuda" and device.present and (why := _uncompiled(problem, device)):
+        yield why
+
+
+def _refused(problem: Problem, device: Device) -> Iterator[str]:
     if device.kind == "cpu":
         if not emulator.is_wanted():
             yield f"it runs on GPUs, and the arrays are on the CPU; {emulator.VARIABLE}=1 emulates it there, slowly"
@@ -136,8 +144,6 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     for reason in (requirements.countable(problem), requirements.sealed(problem)):
         if reason:
             yield reason
-    if device.kind == "cuda" and device.present and (why := _uncompiled(problem, device)):
-        yield why
 
 
 def _uncompiled(problem: Problem, device: Device) -> str | None:

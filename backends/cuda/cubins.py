@@ -10,7 +10,7 @@ from attnswitch.errors import CompileError
 from . import nvrtc, packs
 from .variant import Variant
 
-__all__ = ["architectures", "cubins", "honoured", "missing", "packed"]
+__all__ = ["architectures", "cubins", "missing", "obtainable", "packed"]
 
 Capability = tuple[int, int]
 
@@ -44,9 +44,11 @@ def architectures(capability: Capability) -> tuple[str, ...]:
     return *own, *(f"sm_{major}{lower}" for lower in range(minor, -1, -1))
 
 
-def honoured(arch: str) -> bool:
-    """Whether kernels for ``arch`` can be had here."""
-    return packs.there(arch) or (nvrtc.unavailable() is None and nvrtc.honours(arch))
+def obtainable(arch: str) -> bool:
+    """Whether kernels for ``arch`` can be had here: by NVRTC where it is known, or as far as a pack goes."""
+    if not nvrtc.known() and packs.there(arch):
+        return True
+    return nvrtc.unavailable() is None and nvrtc.honours(arch)
 
 
 def missing(variants: Iterable[Variant], capability: Capability) -> str | None:

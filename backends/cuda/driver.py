@@ -63,8 +63,9 @@ def _library() -> Any:
     library.cuModuleGetFunction.argtypes = _POINTER, _POINTER, ctypes.c_char_p
     library.cuFuncSetAttribute.argtypes = _POINTER, ctypes.c_int, ctypes.c_int
     library.cuLaunchKernelEx.argtypes = _POINTER, _POINTER, _POINTER, _POINTER
-    sizes = _POINTER, _POINTER, _POINTER, _POINTER
-    library.cuTensorMapEncodeTiled.argtypes = _POINTER, ctypes.c_int, _UINT, _POINTER, *sizes, *[ctypes.c_int] * 4
+    if hasattr(library, "cuTensorMapEncodeTiled"):  # from CUDA 12 on
+        arrays = _POINTER, _POINTER, _POINTER, _POINTER
+        library.cuTensorMapEncodeTiled.argtypes = _POINTER, ctypes.c_int, _UINT, _POINTER, *arrays, *[ctypes.c_int] * 4
     return library
 
 

@@ -86,7 +86,7 @@ def _missing() -> str | None:
 
     if importlib.util.find_spec("cupy") is None:
         return "cupy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
-    if cubins.honoured("sm_90a"):
+    if cubins.obtainable("sm_90a"):
         return None
     if why := nvrtc.unavailable():
         return why

@@ -22,7 +22,7 @@ from attnswitch.errors import CompileError
 from . import cache, sources
 from .variant import Variant
 
-__all__ = ["architecture", "compiled", "cubin", "digest", "honours", "known", "unavailable", "version"]
+__all__ = ["architecture", "compiled", "cubin", "digest", "headers", "honours", "known", "unavailable", "version"]
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 #: What a log ends with.
@@ -92,16 +92,16 @@ def _read(path: Path) -> Facts | None:
 
 def _keep(path: Path, facts: Facts) -> None:
     try:
-        mapped = Path("/proc/self/maps").read_text().splitlines()
+        mapped = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
         loaded = next(line.split()[-1] for line in mapped if "/libnvrtc.so" in line)
         kept = {"file": loaded, "surroundings": _surroundings(loaded), "facts": facts}
         files.replace(path, json.dumps(kept).encode(), durable=False)
-    except (OSError, StopIteration):  # it is asked again next time
+    except (OSError, StopIteration, ValueError):  # it is asked again next time
         pass
 
 
 def _surroundings(library: str) -> list[str]:
-    """Where CuPy and libraries are looked for, and when this file and CuPy were written."""
+    """Where CuPy and libraries are looked for, and when the library's file and CuPy's were last modified."""
     cupy = util.find_spec("cupy")
     written = [f"{path}:{os.stat(path).st_mtime_ns}" for path in (library, cupy.origin if cupy else None) if path]
     return [sys.prefix, *written, *(os.environ.get(name, "") for name in _PATHS)]
@@ -157,7 +157,7 @@ def cubin(variant: Variant, arch: str) -> bytes:
 
 def digest(variant: Variant, arch: str) -> str:
     """By what the kernel of ``variant`` for ``arch`` is known, whatever compiles it."""
-    said = (sources.of_gpus()[variant.source], f"-arch={arch}", *_OPTIONS, *_macros(variant), _headers())
+    said = (sources.of_gpus()[variant.source], f"-arch={arch}", *_OPTIONS, *_macros(variant), headers())
     return hashlib.sha256("\0".join(said).encode()).hexdigest()
 
 
@@ -166,7 +166,7 @@ def _macros(variant: Variant) -> tuple[str, ...]:
 
 
 @functools.cache
-def _headers() -> str:
+def headers() -> str:
     """A digest of all that a source may include."""
     texts = (text for pair in sources.of_gpus().items() for text in pair)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
@@ -181,10 +181,13 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = (), name: str = 
 
 
 def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> bytes:
-    nvrtc = _library()
     headers = sources.of_gpus()
     texts, names = (tuple(text.encode() for text in part) for part in (headers.values(), headers))
-    program = nvrtc.createProgram(source, name, texts, names)
+    try:
+        nvrtc = _library()
+        program = nvrtc.createProgram(source, name, texts, names)
+    except Exception as error:  # it was there when it was last asked
+        raise CompileError(f"NVRTC, which is to compile {what}, cannot be loaded: {error}") from error
     try:
         try:
             nvrtc.compileProgram(program, options)

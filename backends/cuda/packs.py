@@ -17,7 +17,7 @@ from pathlib import Path
 
 from attnswitch import files
 
-__all__ = ["OWN", "Pack", "any_there", "cached", "has", "kernel", "there", "write"]
+__all__ = ["OWN", "Pack", "any_there", "cached", "has", "kept", "kernel", "there", "write"]
 
 #: What comes with the package.
 OWN = Path(__file__).parent / "packs"
@@ -30,19 +30,23 @@ def cached() -> Path:
 
 
 class Pack:
-    """One archive, opened: its ``compiler``, and the digests of its kernels."""
+    """One archive, opened: its ``compiler``, a digest of the ``sources``, and the digests of its kernels."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._archive = path, zipfile.ZipFile(io.BytesIO(path.read_bytes()))
         index = json.loads(self._archive.read(_INDEX))
         self.compiler: str = index["compiler"]
-        self._hashes: dict[str, str] = index["kernels"]
+        self.sources: str = index["sources"]
+        self._hashes: dict[str, str] = dict(index["kernels"])
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._hashes
 
     def __len__(self) -> int:
         return len(self._hashes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hashes)
 
     def take(self, digest: str) -> bytes:
         """The cubin known by ``digest``. Raises ``ValueError`` if it is not what was put in."""
@@ -52,12 +56,22 @@ class Pack:
         return cubin
 
 
-def write(path: Path, compiler: str, kernels: Mapping[str, bytes]) -> None:
+def kept(path: Path, sources: str) -> dict[str, bytes]:
+    """The kernels of the pack at ``path``, if it is of these sources; none of one that is damaged."""
+    try:
+        pack = Pack(path)
+        return {digest: pack.take(digest) for digest in pack} if pack.sources == sources else {}
+    except Exception:  # whatever zipfile, lzma and the file system make of it
+        return {}
+
+
+def write(path: Path, compiler: str, sources: str, kernels: Mapping[str, bytes]) -> None:
     """Write a pack of cubins by their digests. The same kernels come to the same bytes."""
     content = io.BytesIO()
     hashes = {digest: hashlib.sha256(kernels[digest]).hexdigest() for digest in sorted(kernels)}
+    index = {"compiler": compiler, "sources": sources, "kernels": hashes}
     with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as archive:
-        members = {_INDEX: json.dumps({"compiler": compiler, "kernels": hashes}).encode(), **kernels}
+        members = {_INDEX: json.dumps(index).encode(), **kernels}
         for name in sorted(members):
             archive.writestr(zipfile.ZipInfo(name), members[name], zipfile.ZIP_LZMA)
     files.replace(path, content.getvalue())
@@ -98,10 +112,10 @@ def _packs(arch: str) -> Iterator[Pack]:
 
 @functools.lru_cache(maxsize=64)
 def _opened(path: Path) -> Pack | None:
-    if not path.is_file():
-        return None
     try:
         return Pack(path)
+    except FileNotFoundError:
+        return None
     except Exception as error:  # as above
         _warn(path, error)
         return None

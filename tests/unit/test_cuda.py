@@ -298,7 +298,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(libcuda, "_library", lambda: made)
-    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api.runtime", made)
+    monkeypatch.setattr(pytest.importorskip("cupy_backends.cuda.api.runtime"), "free", made.free)
     monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
     monkeypatch.setattr(run.memory, "stream", lambda _: 17)
     monkeypatch.setattr(run.memory, "index", lambda _: 3)
@@ -345,6 +345,8 @@ def test_the_structures_are_as_large_as_those_of_cuda() -> None:
     """64-bit systems: CUlaunchConfig and CUlaunchAttribute of cuda.h."""
     assert ctypes.sizeof(libcuda._Attribute) == 72
     assert ctypes.sizeof(libcuda._Config) == 56
+    assert libcuda._Attribute.value.offset == 8
+    assert [getattr(libcuda._Config, name).offset for name in ("stream", "attributes", "count")] == [32, 40, 48]
     bindings = pytest.importorskip("cuda.bindings.driver")
     assert bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6
     kinds = bindings.CUtensorMapDataType

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
+import os
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -103,7 +106,7 @@ def test_kernels_of_other_sources_are_not_taken(compiles: list[str], monkeypatch
     packed(H200)
     del compiles[:]
     cubins.packed.cache_clear()
-    monkeypatch.setattr(nvrtc, "_headers", lambda: "others")
+    monkeypatch.setattr(nvrtc, "headers", lambda: "others")
     next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))
     assert compiles == ["sm_90a"]
 
@@ -117,10 +120,23 @@ def test_gpus_of_8_6_and_8_9_take_what_is_compiled_for_8_0(compiles: list[str]) 
     assert compiles == []
 
 
+def test_another_gpu_of_the_architecture_adds_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = SMALL.replace(dim_qk=128, dim_v=128, dtype="float32", grads="")
+    monkeypatch.setattr(ahead, "usual", lambda: iter([wide]))
+    a100 = Device.named("a100")
+    other = [variant for variant in kernels(wide, A10) if variant not in kernels(wide, a100)]
+    assert other
+    one, both = packed(a100)[0].kernels, packed(A10)[0].kernels
+    assert both == one + len(other)
+    assert all(cubins.packed(variant, (8, 0)) for variant in (*kernels(wide, a100), *kernels(wide, A10)))
+    monkeypatch.setattr(nvrtc, "headers", lambda: "others")
+    assert packed(A10)[0].kernels == len(kernels(wide, A10))
+
+
 def test_the_same_kernels_are_the_same_bytes(tmp_path: Path) -> None:
     paths = tmp_path / "one.zip", tmp_path / "two.zip"
-    packs.write(paths[0], "NVRTC 1.2", {"b": b"second", "a": b"first"})
-    packs.write(paths[1], "NVRTC 1.2", {"a": b"first", "b": b"second"})
+    packs.write(paths[0], "NVRTC 1.2", "sources", {"b": b"second", "a": b"first"})
+    packs.write(paths[1], "NVRTC 1.2", "sources", {"a": b"first", "b": b"second"})
     assert paths[0].read_bytes() == paths[1].read_bytes()
     pack = packs.Pack(paths[0])
     assert (pack.compiler, len(pack), pack.take("a"), "c" in pack) == ("NVRTC 1.2", 2, b"first", False)
@@ -183,6 +199,8 @@ def test_without_a_compiler_a_pack_is_enough(request: pytest.FixtureRequest) -> 
     (reason,) = cuda.supports(SMALL.replace(softcap=3.0), HERE)
     assert "no pack has its kernels: NVRTC, which compiles the kernels, cannot be loaded" in reason
     assert next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))[:4] == b"\x7fELF"
+    huge = SMALL.replace(seq_q=4 * 10**9, seq_k=4 * 10**9)
+    assert not any("pack" in reason for reason in cuda.supports(huge, HERE))
     with pytest.raises(CompileError, match=r"softcap|SOFTCAP.*libnvrtc\.so\.13"):
         next(cubins.cubins(kernels(SMALL.replace(softcap=3.0), H200)[0], (9, 0)))
 
@@ -196,9 +214,8 @@ def test_without_both_it_says_what_to_install() -> None:
 
 def test_the_hopper_family_needs_no_compiler_where_there_is_a_pack(request: pytest.FixtureRequest) -> None:
     half = Problem.parse("b4.h16.s2048.d64.bf16")
-    packs.write(packs.cached() / "sm_90a.zip", "NVRTC 1.2", {})
+    packs.write(packs.cached() / "sm_90a.zip", "NVRTC 1.2", "sources", {})
     request.getfixturevalue("no_nvrtc")
-    pytest.importorskip("cuda.bindings")
     assert families.against_hopper(half, HERE) == ()
 
 
@@ -222,6 +239,27 @@ def test_what_is_known_of_nvrtc_is_kept_without_loading_it(monkeypatch: pytest.M
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
     assert not nvrtc.known()
     assert nvrtc.version() == version
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="which file is loaded is read from /proc")
+def test_names_of_any_bytes_may_be_mapped(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.bin"
+    with open(path, "wb") as written:
+        written.write(b"x" * 4096)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert nvrtc.unavailable() is None
+    assert nvrtc._kept().exists()
+
+
+def test_a_library_that_is_gone_since_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc.version()
+
+    def gone() -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(nvrtc, "_library", gone)
+    with pytest.raises(CompileError, match="cannot be loaded: undefined symbol"):
+        next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))
 
 
 @pytest.mark.parametrize("kept", ["", "[]", "{}", '{"file": null, "surroundings": []}'])
@@ -278,11 +316,19 @@ def test_the_command_builds_packs(tmp_path: Path) -> None:
     assert not packs.cached().exists()
 
 
-@pytest.mark.parametrize("device", ["cpu", "abacus"])
-def test_the_command_says_which_devices_there_are(device: str) -> None:
-    ran = CliRunner().invoke(app, ["build", "--device", device])
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (["cpu"], "expected an NVIDIA GPU, by one of .*h200"),
+        (["all", "abacus"], "'abacus' is not known"),
+        (["h200", "v100"], "no kernels for .*V100.*: .*needs compute capability 7.5"),
+    ],
+)
+def test_the_command_says_which_devices_there_are(devices: list[str], said: str, compiles: list[str]) -> None:
+    ran = CliRunner().invoke(app, ["build", *(word for device in devices for word in ("--device", device))])
     assert ran.exit_code != 0
-    assert "h200" in ran.output + str(ran.exception)
+    assert re.search(said, ran.output + str(ran.exception))
+    assert compiles == []
 
 
 def test_the_command_finds_out_beforehand_that_it_cannot_write(tmp_path: Path, compiles: list[str]) -> None:
