@@ -37,8 +37,8 @@ def build(
 ) -> None:
     """Compile the kernels of usual problems ahead, into packs. Needs no GPU.
 
-    A process whose kernels are in a pack compiles nothing. Usual are prompts, training and decoding with head dimensions
-    of 64 and 128, and a few others.
+    A process whose kernels are in a pack compiles nothing. Usual are prompts, training and decoding with head
+    dimensions of 64 and 128, and a few others.
     """
     devices = _devices(device)
     if out is not None:

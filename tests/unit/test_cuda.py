@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
