@@ -72,9 +72,7 @@ def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progres
     if why := nvrtc.unavailable():
         raise CompileError(why)
     if unknown := [arch for arch in by_architecture if not nvrtc.honours(arch)]:
-        version = ".".join(map(str, nvrtc.version()))
-        raise CompileError(f"NVRTC {version} does not compile for {', '.join(unknown)}: install a newer one")
-    compiler = "NVRTC " + ".".join(map(str, nvrtc.version()))
+        raise CompileError(f"{nvrtc.full_name()} does not compile for {', '.join(unknown)}: install a newer one")
     done, of_all = itertools.count(1), sum(map(len, by_architecture.values()))
     with ThreadPoolExecutor(cores(), "attnswitch-build") as pool:
         for arch, each in by_architecture.items():
@@ -84,5 +82,5 @@ def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progres
                 progress(next(done), of_all, f"{arch} {variant}")
             path = (folder or packs.cached()) / f"{arch}.zip"
             kernels = packs.kept(path, nvrtc.headers()) | kernels
-            packs.write(path, compiler, nvrtc.headers(), kernels)
-            yield Packed(path, arch, len(kernels), sum(map(len, kernels.values())), compiler)
+            packs.write(path, nvrtc.full_name(), nvrtc.headers(), kernels)
+            yield Packed(path, arch, len(kernels), sum(map(len, kernels.values())), nvrtc.full_name())

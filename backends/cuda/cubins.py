@@ -10,7 +10,7 @@ from attnswitch.errors import CompileError
 from . import nvrtc, packs
 from .variant import Variant
 
-__all__ = ["architectures", "cubins", "missing", "obtainable", "packed"]
+__all__ = ["cubins", "missing", "obtainable", "packed"]
 
 Capability = tuple[int, int]
 
@@ -20,7 +20,7 @@ def cubins(variant: Variant, capability: Capability) -> Iterator[bytes]:
 
     Raises ``CompileError`` where nothing more can be had.
     """
-    for family in architectures(capability):
+    for family in nvrtc.architectures(capability):
         if packs.there(family):
             found = packs.kernel(family, nvrtc.digest(variant, family))
             if found is not None:
@@ -29,19 +29,11 @@ def cubins(variant: Variant, capability: Capability) -> Iterator[bytes]:
         raise CompileError(f"{variant}: {why}")
     arch = nvrtc.architecture(capability)
     if arch is None:
-        version = ".".join(map(str, nvrtc.version()))
         raise CompileError(
-            f"{variant} for compute capability {capability[0]}.{capability[1]}: NVRTC {version} compiles for none that"
+            f"{variant} for compute capability {capability[0]}.{capability[1]}: {nvrtc.full_name()} compiles for none that"
             " it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
         )
     yield nvrtc.cubin(variant, arch)
-
-
-def architectures(capability: Capability) -> tuple[str, ...]:
-    """Those whose cubins a GPU of ``capability`` runs, its own first: sm_86 and sm_80; sm_90a and sm_90."""
-    major, minor = capability
-    own = (f"sm_{major}{minor}a",) if major >= 9 else ()
-    return *own, *(f"sm_{major}{lower}" for lower in range(minor, -1, -1))
 
 
 def obtainable(arch: str) -> bool:
@@ -61,4 +53,6 @@ def missing(variants: Iterable[Variant], capability: Capability) -> str | None:
 @functools.cache
 def packed(variant: Variant, capability: Capability) -> bool:
     """Whether a pack has it."""
-    return any(packs.there(arch) and packs.has(arch, nvrtc.digest(variant, arch)) for arch in architectures(capability))
+    return any(
+        packs.there(arch) and packs.has(arch, nvrtc.digest(variant, arch)) for arch in nvrtc.architectures(capability)
+    )

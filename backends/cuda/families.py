@@ -88,9 +88,4 @@ def _missing() -> str | None:
         return "cupy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"
     if cubins.obtainable("sm_90a"):
         return None
-    if why := nvrtc.unavailable():
-        return why
-    if not nvrtc.honours("sm_90a"):
-        version = ".".join(map(str, nvrtc.version()))
-        return f"NVRTC {version} does not compile for sm_90a; install that of CUDA 12 or later"
-    return None
+    return nvrtc.unavailable() or f"{nvrtc.full_name()} does not compile for sm_90a; install that of CUDA 12 or later"

@@ -22,7 +22,19 @@ from attnswitch.errors import CompileError
 from . import cache, sources
 from .variant import Variant
 
-__all__ = ["architecture", "compiled", "cubin", "digest", "headers", "honours", "known", "unavailable", "version"]
+__all__ = [
+    "architecture",
+    "architectures",
+    "compiled",
+    "cubin",
+    "digest",
+    "headers",
+    "honours",
+    "known",
+    "name",
+    "unavailable",
+    "version",
+]
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 #: What a log ends with.
@@ -117,6 +129,11 @@ def version() -> tuple[int, int]:
     return _facts().version
 
 
+def full_name() -> str:
+    """NVRTC with its version, as messages call it."""
+    return "NVRTC " + ".".join(map(str, version()))
+
+
 @functools.cache
 def unavailable() -> str | None:
     """Why nothing can be compiled here; None if it can."""
@@ -142,12 +159,14 @@ def architecture(capability: tuple[int, int]) -> str | None:
 
     None where NVRTC knows none.
     """
+    return next((arch for arch in architectures(capability) if honours(arch)), None)
+
+
+def architectures(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Those whose cubins a GPU of ``capability`` runs, its own first: sm_86 and sm_80; sm_90a and sm_90."""
     major, minor = capability
-    own = f"sm_{major}{minor}a"
-    if major >= 9 and honours(own):
-        return own
-    known = (f"sm_{major}{lower}" for lower in range(minor, -1, -1))
-    return next((arch for arch in known if honours(arch)), None)
+    own = (f"sm_{major}{minor}a",) if major >= 9 else ()
+    return *own, *(f"sm_{major}{lower}" for lower in range(minor, -1, -1))
 
 
 def cubin(variant: Variant, arch: str) -> bytes:
@@ -193,7 +212,7 @@ def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> byt
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             raise CompileError(
-                f"NVRTC {'.'.join(map(str, version()))} could not compile {what} with {' '.join(options)}:"
+                f"{full_name()} could not compile {what} with {' '.join(options)}:"
                 f" {error}\n{nvrtc.getProgramLog(program).rstrip(_BLANK)}"
             ) from None
         cubin: bytes = nvrtc.getCUBIN(program)
