@@ -30,8 +30,8 @@ def cubins(variant: Variant, capability: Capability) -> Iterator[bytes]:
     arch = nvrtc.architecture(capability)
     if arch is None:
         raise CompileError(
-            f"{variant} for compute capability {capability[0]}.{capability[1]}: {nvrtc.full_name()} compiles for none that"
-            " it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
+            f"{variant} for compute capability {capability[0]}.{capability[1]}: {nvrtc.full_name()} compiles for none"
+            " that it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
         )
     yield nvrtc.cubin(variant, arch)
 

@@ -28,10 +28,10 @@ __all__ = [
     "compiled",
     "cubin",
     "digest",
+    "full_name",
     "headers",
     "honours",
     "known",
-    "name",
     "unavailable",
     "version",
 ]
