@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import bench, compare, generate, overhead, plot, resident
+from . import bench, choice, compare, generate, overhead, plot, resident
 
 __all__ = ["app"]
 
@@ -24,11 +24,13 @@ class _RunByDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_RunByDefault,
-    help="Time backends beside peers (run, which is the default), compare two runs, draw one; what calls cost the host"
+    help="Time backends beside peers (run, which is the default), compare two runs, draw one; how"
+    " good the choice is on problems drawn for it (choice); what calls cost the host"
     " (overhead), tokens per second of transformers (generate), memory on the CPU (resident).",
     rich_markup_mode=None,
 )
 app.command("run")(bench.bench)
+app.command("choice")(choice.choice)
 app.command("compare")(compare.compare)
 app.command("plot")(plot.plot)
 app.command("overhead")(overhead.overhead)

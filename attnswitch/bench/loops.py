@@ -1,0 +1,114 @@
+"""The application's clock: calls in a loop that waits for nothing, so that the host counts wherever the device waits.
+
+``measure`` in ``attnswitch.bench.measure`` has the device's. Here candidates take turns as there, each with a loop of
+calls, and the device is waited for before and after a loop alone. Caches are as warm as a loop leaves them.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from attnswitch.bench.measure import Budget, Failed, current, wait
+
+__all__ = ["Loop", "loops"]
+
+#: Calls of a loop: as many as take so many milliseconds, far fewer than a GPU queues.
+_LOOP, _FEWEST, _MOST = 4.0, 2, 50
+#: Loops of each candidate.
+_LEAST, _ROUNDS = 3, 15
+#: A candidate that takes so many times as long as the fastest is left at its first loop.
+_SLOW = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Milliseconds of one call in a loop: the median, the 20th and 80th percentile of ``loops`` loops.
+
+    ``host`` is how long one call takes to return, the median; on the CPU the same as ``median``.
+    """
+
+    median: float
+    low: float
+    high: float
+    host: float
+    loops: int
+
+
+def loops(
+    candidates: Mapping[str, Callable[[], object]],
+    device: str,
+    *,
+    budget: Budget | None = None,
+    failed: Failed | None = None,
+) -> dict[str, Loop]:
+    """Time ``candidates`` in turn, on ``device`` as torch spells it, each for about the budget's milliseconds.
+
+    One that raises is left out, and ``failed`` told; without ``failed`` the exception is raised.
+    """
+    budget = budget or Budget()
+    found: dict[str, list[tuple[float, float]]] = {}
+    counts: dict[str, int] = {}
+    live = dict(candidates)
+
+    def run(name: str, calls: int) -> tuple[float, float] | None:
+        try:
+            return _loop(live[name], calls, device)
+        except Exception as error:  # a candidate may fail in any way
+            if failed is None:
+                raise
+            del live[name]
+            found.pop(name, None)
+            failed(name, error)
+            return None
+
+    with current(device):
+        for name in candidates:
+            for calls in (1, 1, 2):  # what is built at first sight is built in the first
+                made = run(name, calls) if name in live else None
+            if made is not None:
+                found[name], counts[name] = [made], _calls(made[0])
+        fastest = min((times[0][0] for times in found.values()), default=0.0)
+        worth = [name for name in live if found[name][0][0] <= _SLOW * fastest]
+        rounds = {name: _rounds(budget.run, found[name][0][0] * counts[name]) for name in worth}
+        for name in worth:
+            found[name].clear()
+        order, deal = list(worth), random.Random(0)
+        for turn in range(max(rounds.values(), default=0)):
+            deal.shuffle(order)
+            for name in order:
+                if name in live and turn < rounds[name]:
+                    made = run(name, counts[name])
+                    if made is not None:
+                        found[name].append(made)
+    return {name: _summary(found[name]) for name in live}
+
+
+def _calls(one: float) -> int:
+    return max(_FEWEST, min(_MOST, round(_LOOP / max(one, 1e-6))))
+
+
+def _rounds(budget: float, one: float) -> int:
+    return max(_LEAST, min(_ROUNDS, round(budget / max(one, 1e-6))))
+
+
+def _loop(call: Callable[[], object], calls: int, device: str) -> tuple[float, float]:
+    """Milliseconds of one of so many calls: until all are done, and until the last has returned."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    returned = time.perf_counter()
+    wait(device)
+    done = time.perf_counter()
+    return (done - start) * 1e3 / calls, (returned - start) * 1e3 / calls
+
+
+def _summary(times: list[tuple[float, float]]) -> Loop:
+    done = sorted(whole for whole, _ in times)
+    last = len(done) - 1
+    low, high = done[round(0.2 * last)], done[round(0.8 * last)]
+    return Loop(statistics.median(done), low, high, statistics.median(host for _, host in times), len(done))
