@@ -131,6 +131,7 @@ def plan_json(plan: Planned) -> dict[str, Any]:
                 "fits": candidate.fits,
                 "unavailable": candidate.unavailable,
                 "ms": None if candidate.time is None else candidate.time.ms,
+                "expected_ms": candidate.expected,
                 "why_not": list(plan.why_not(candidate)),
                 "remarks": list(plan.remarks(candidate)),
             }

@@ -97,7 +97,7 @@ def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bo
         problem,
         device,
         peak,
-        traffic.visible(problem),
+        cost.visible(problem),
         _direction(problem, peak, backward=False),
         _direction(problem, peak, backward=True) if problem.grads else None,
         queries,

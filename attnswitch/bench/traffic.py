@@ -7,37 +7,13 @@ does.
 from __future__ import annotations
 
 from attnswitch.problem import DTYPES, Problem
-from attnswitch.problem.cost import STATISTIC, kv_bytes, least_bytes, mask_bytes, query_bytes, rows
+from attnswitch.problem.cost import STATISTIC, kv_bytes, least_bytes, mask_bytes, query_bytes, rows, visible
 
-__all__ = ["extra_standard", "roofline", "sram_bytes", "standard_bytes", "tiled_bytes", "visible"]
+__all__ = ["extra_standard", "roofline", "sram_bytes", "standard_bytes", "tiled_bytes"]
 
 #: Passes of the standard algorithm over arrays the size of the scores. Forward: S is written and read, P is written and
 #: read. Backward: P is read for dV, dP written, both read and dS written, dS read for dQ and for dK.
 _PASSES, _PASSES_BACKWARD = 4, 7
-
-
-def visible(problem: Problem) -> float:
-    """The share of all pairs of query and key that causal and window leave; lengths and masks hide more."""
-    p = problem
-    if not p.positional or not p.seq_q or not p.seq_k:
-        return 1.0
-    left, right = p.reach
-    pairs = p.seq_q * p.seq_k
-    seen = pairs if right is None else _nearer(p, right + 1)
-    seen -= 0 if left is None else _nearer(p, -left)
-    return seen / pairs
-
-
-def _nearer(p: Problem, distance: int) -> int:
-    """Pairs whose key is less than ``distance`` after the query's own: of each query, as many as lie from 0 to Lk."""
-    first = distance + (p.seq_k - p.seq_q if p.bottom_right else 0)
-    return _clipped(first + p.seq_q, p.seq_k) - _clipped(first, p.seq_k)
-
-
-def _clipped(end: int, most: int) -> int:
-    """The sum of the numbers below ``end``, each held to at least 0 and at most ``most``."""
-    below = min(max(end, 0), most)
-    return below * (below - 1) // 2 + most * max(0, end - most)
 
 
 def standard_bytes(problem: Problem, *, backward: bool = False) -> int:

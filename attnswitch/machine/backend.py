@@ -238,13 +238,6 @@ class Backend:
         """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""
         raise NotImplementedError
 
-    def goes_first(self, problem: Problem, device: Device) -> bool:
-        """Whether it was measured to be the fastest of most problems like this one on such a device.
-
-        It then stands before the other rows of the registry where nothing was measured on this machine.
-        """
-        return False
-
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """Bytes beside operands and results that a call holds at its peak."""
         return cost.extra_tiled(problem)

@@ -25,6 +25,8 @@ class Candidate:
     untimed: Untimed | None = None
     #: How it did on the nearest problems that were measured, where those of this class tell too little.
     near: Near | None = None
+    #: Milliseconds that it is expected to take, where there is a forecast.
+    expected: float | None = None
     #: A mismatch that was seen on this machine and concerns the problem.
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.

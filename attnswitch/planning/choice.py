@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnswitch.planning.field import Field, Row
+from attnswitch.planning.forecast import forecast
 from attnswitch.planning.policy import Policy
 from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import TIE
@@ -22,6 +23,7 @@ class Basis(enum.Enum):
     FORCED = enum.auto()
     MEASURED = enum.auto()
     NEAREST = enum.auto()
+    FORECAST = enum.auto()
     DECLARED = enum.auto()
     #: The backend that was asked for does not take the problem.
     REFUSED = enum.auto()
@@ -42,7 +44,7 @@ class Choice:
 
 
 def choose(field: Field, named: str | None, policy: Policy) -> Choice:
-    """The backend for the problem of ``field``: ``named``, else the fastest that was measured, else by the order.
+    """The backend for the problem of ``field``: ``named``, else the fastest that was measured, else the first in order.
 
     One that holds much memory stands back where another does without (``Field.heavy``).
     """
@@ -63,9 +65,9 @@ def _free(field: Field, policy: Policy) -> Choice:
         heavy = None
         for row in field.trusted():
             if not field.heavy(row):
-                return Choice(row.name, Basis.DECLARED)
+                return _first(field, row)
             heavy = heavy or row
-        return _nothing(field) if heavy is None else Choice(heavy.name, Basis.DECLARED)
+        return _nothing(field) if heavy is None else _first(field, heavy)
     trusted = list(field.trusted())
     trusted = [row for row in trusted if not field.heavy(row)] or trusted
     if not trusted:
@@ -83,11 +85,17 @@ def _free(field: Field, policy: Policy) -> Choice:
         row = next(row for row in trusted if row.name in near and near[row.name].slower <= TIE * best)
         ranked = tuple(sorted(near.items(), key=lambda entry: entry[1].slower))
         return Choice(row.name, Basis.NEAREST, _config(known[row.name]), ranked)
-    return Choice(trusted[0].name, Basis.DECLARED, _config(known[trusted[0].name]))
+    return _first(field, trusted[0], _config(known[trusted[0].name]))
+
+
+def _first(field: Field, row: Row, config: str = "") -> Choice:
+    """The first in order, which is that of the forecast or the declared one."""
+    expected = row.name in forecast(field.problem, field.device).ms
+    return Choice(row.name, Basis.FORECAST if expected else Basis.DECLARED, config)
 
 
 def compared(trusted: Sequence[Row], known: dict[str, Time | Untimed | None]) -> bool:
-    """Whether there are times to choose by, of which one is, or might be, of the first in the declared order.
+    """Whether there are times to choose by, of which one is, or might be, of the first in order.
 
     Where others alone were tried, as after another version of its library came, nothing is known to be faster than it.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from attnswitch.machine.backend import Backend, Config
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.candidate import Candidate
+from attnswitch.planning.forecast import Forecast, forecast
 from attnswitch.problem import Problem, cost
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
@@ -32,8 +34,6 @@ class Row:
     unavailable: str | None
     #: Whether it raised when it was asked.
     broken: bool
-    #: Whether it can run and says of a problem that it goes before the others.
-    ranks: bool
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,13 +44,11 @@ def _rows(device: Device, generation: int) -> tuple[Row, ...]:
 def _row(name: str, device: Device) -> Row:
     backend = registry.load(name)
     if isinstance(backend, Missing):
-        return Row(name, backend, backend.reason, False, False)
-    ranks = type(backend).goes_first is not Backend.goes_first
+        return Row(name, backend, backend.reason, False)
     try:
-        why = backend.unavailable() if device.present else None
-        return Row(name, backend, why, False, ranks and why is None)
+        return Row(name, backend, backend.unavailable() if device.present else None, False)
     except Exception as error:  # a broken plug-in is a reason, not a crash
-        return Row(name, backend, _raised(error), True, False)
+        return Row(name, backend, _raised(error), True)
 
 
 def _raised(error: Exception) -> str:
@@ -58,17 +56,17 @@ def _raised(error: Exception) -> str:
 
 
 def order(problem: Problem, device: Device) -> tuple[Row, ...]:
-    """All backends in the order that stands for ``problem`` where nothing was measured."""
-    rows = _rows(device, view.generation())
-    first = [row for row in rows if row.ranks and _goes_first(row, problem, device)]
-    return (*first, *(row for row in rows if row not in first)) if first else rows
+    """All backends in the order that stands for ``problem`` where nothing was measured: the least forecast first.
+
+    A backend without one stands behind those that have one, as the registry has them.
+    """
+    return _ranked(device, view.generation(), forecast(problem, device))
 
 
-def _goes_first(row: Row, problem: Problem, device: Device) -> bool:
-    try:
-        return not isinstance(row.backend, Missing) and bool(row.backend.goes_first(problem, device))
-    except Exception:  # a broken plug-in stands where its row does
-        return False
+@functools.lru_cache(maxsize=4096)
+def _ranked(device: Device, generation: int, expected: Forecast) -> tuple[Row, ...]:
+    rows = _rows(device, generation)
+    return tuple(sorted(rows, key=lambda row: expected.ms.get(row.name, math.inf))) if expected.ms else rows
 
 
 class Field:
@@ -139,7 +137,8 @@ class Field:
             return Candidate(row.name, unavailable=_raised(error), broken=True)
         if reasons or row.unavailable is not None:
             return Candidate(row.name, reasons, row.unavailable)
-        return replace(self._known(row.name), heavy=self.heavy(row))
+        expected = forecast(problem, device).ms.get(row.name)
+        return replace(self._known(row.name), heavy=self.heavy(row), expected=expected)
 
     def _known(self, name: str) -> Candidate:
         """A backend that takes the problem, with what this machine knows of it."""

@@ -13,6 +13,7 @@ from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.choice import Basis
+from attnswitch.planning.forecast import forecast
 from attnswitch.problem import Problem
 from attnswitch.wisdom.record import Time
 
@@ -89,10 +90,10 @@ class Plan:
                 return f"measured here on {self._times()}"
             case Basis.NEAREST:
                 return self._nearest()
+            case Basis.FORECAST:
+                return f"{self._unmeasured()}; {self._expected()}"
             case Basis.DECLARED:
-                times = any(candidate.time for candidate in self.candidates if candidate.trusted)
-                what = "others alone were measured with the versions of now" if times else "nothing was measured"
-                return f"first in the declared order that takes the problem; {what}"
+                return f"first in the declared order that takes the problem; {self._unmeasured()}"
 
     def why_not(self, candidate: Candidate) -> tuple[str, ...]:
         """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
@@ -116,6 +117,10 @@ class Plan:
         elif candidate.heavy and chosen is not None and not chosen.heavy:
             extra = f"{candidate.heavy / 1e9:.3g} GB beside the operands, which grow with Lq x Lk"
             why = f"but holds {extra}; {chosen.backend} does without"
+        elif self.basis is Basis.FORECAST and chosen is not None:
+            why = f"but stands behind {chosen.backend}, for want of a forecast"
+            if candidate.expected is not None:
+                why = f"but is expected to take {candidate.expected:.3g} ms, and {chosen.backend} {chosen.expected:.3g}"
         elif chosen is None or chosen.time is not None or chosen.near is not None:
             why = self._slower(candidate)
             if untimed := candidate.untimed:
@@ -158,6 +163,16 @@ class Plan:
         if time:
             return f"and took {time.ms:.4g} ms, but what comes before it in the order was not measured beside it"
         return "but was not measured here"
+
+    def _unmeasured(self) -> str:
+        times = any(candidate.time for candidate in self.candidates if candidate.trusted)
+        return "others alone were measured with the versions of now" if times else "nothing was measured here"
+
+    def _expected(self) -> str:
+        """Every forecast, the least first, and what they rest on."""
+        expected = [(c.expected, c.backend) for c in self.candidates if c.trusted and c.expected is not None]
+        each = ", ".join(f"{backend} {ms:.3g} ms" for ms, backend in sorted(expected))
+        return f"expected by {forecast(self.problem, self.device).source}: {each}"
 
     def _times(self) -> str:
         """The date, the problem and every time, the fastest first."""

@@ -1,6 +1,7 @@
 """What a problem costs: operations, by the convention that attention benchmarks quote, and the fewest bytes.
 
-What the standard and the tiled algorithm move is in ``attnswitch.bench.traffic``.
+``visible`` is the share of it that causal and windows leave. What the standard and the tiled algorithm move is in
+``attnswitch.bench.traffic``.
 """
 
 from __future__ import annotations
@@ -60,3 +61,27 @@ def extra_tiled(problem: Problem) -> int:
 def rows(problem: Problem) -> int:
     """Rows of scores: B Hq Lq."""
     return problem.batch * problem.heads_q * problem.seq_q
+
+
+def visible(problem: Problem) -> float:
+    """The share of all pairs of query and key that causal and window leave; lengths and masks hide more."""
+    p = problem
+    if not p.positional or not p.seq_q or not p.seq_k:
+        return 1.0
+    left, right = p.reach
+    pairs = p.seq_q * p.seq_k
+    seen = pairs if right is None else _nearer(p, right + 1)
+    seen -= 0 if left is None else _nearer(p, -left)
+    return seen / pairs
+
+
+def _nearer(p: Problem, distance: int) -> int:
+    """Pairs whose key is less than ``distance`` after the query's own: of each query, as many as lie from 0 to Lk."""
+    first = distance + (p.seq_k - p.seq_q if p.bottom_right else 0)
+    return _clipped(first + p.seq_q, p.seq_k) - _clipped(first, p.seq_k)
+
+
+def _clipped(end: int, most: int) -> int:
+    """The sum of the numbers below ``end``, each held to at least 0 and at most ``most``."""
+    below = min(max(end, 0), most)
+    return below * (below - 1) // 2 + most * max(0, end - most)

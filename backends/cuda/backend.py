@@ -15,11 +15,10 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
-from ..own.preference import few_scores
 from . import config, emulator
 from .config import CudaConfig
 from .families import against_hopper
-from .tiles import FEW, HopperTile, on_tensor_cores, rows, shared
+from .tiles import HopperTile, shared
 
 if TYPE_CHECKING:
     from .kernel import CudaKernel
@@ -51,27 +50,6 @@ class CudaBackend(Backend):
     def configs(self, problem: Problem, device: Device) -> Iterator[CudaConfig]:
         """See ``config``."""
         return config.configs(problem, device)
-
-    def goes_first(self, problem: Problem, device: Device) -> bool:
-        """On compute capability 9.0, without dropout or a float mask: float32, and of 16-bit types some forwards.
-
-        Those are what Hopper's kernel takes, and a few rows.
-
-        The order that it so comes to takes 1.03 times as long forward as the fastest of each row in place of 1.60:
-        ``fixtures/measure_classes.py`` with the suite ``unseen-gpu`` of an H200.
-
-        Of few scores the host's part decides, which is the least here (``own.preference``): on an H200 a training step
-        of 8 heads of 512 x 512 with a bool mask takes 206 us, through cuDNN 563, by torch's call 215.
-        """
-        if device.capability != (9, 0):
-            return False
-        if few_scores(problem):
-            return not problem.dropout
-        plain = not problem.dropout and (problem.mask is None or problem.mask.is_bool)
-        if not on_tensor_cores(problem):
-            return problem.dtype == "float32" and plain
-        decode = rows(problem) <= FEW and problem.mask is None
-        return plain and not problem.grads and (decode or not against_hopper(problem, device))
 
     def tiles(self, problem: Problem, device: Device, config: CudaConfig) -> tuple[Tile, ...]:
         """Of the forward, and of those gradients that ``problem`` asks for; "key_gradients" are also of values."""

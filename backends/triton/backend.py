@@ -14,7 +14,6 @@ from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
 
 from ..own import requirements
-from ..own.preference import few_scores, hidden_training
 from . import config as configs
 from .config import TritonConfig
 
@@ -56,16 +55,6 @@ class TritonBackend(Backend):
         from .kernel import TritonKernel
 
         return TritonKernel(problem, device, config)
-
-    def goes_first(self, problem: Problem, device: Device) -> bool:
-        """On compute capability 9.0, training with something hidden, of more scores than the host decides about.
-
-        With the suite ``unseen-gpu`` of an H200 (``fixtures/measure_classes.py``) the order that it so comes to takes
-        1.05 times as long in training as the fastest of each row, in place of 1.44.
-        """
-        if device.capability != (9, 0) or problem.dropout:
-            return False
-        return hidden_training(problem) and not few_scores(problem)
 
     def tiles(self, problem: Problem, device: Device, config: TritonConfig) -> tuple[Tile, ...]:
         """Of the forward, and of the gradients that are asked for; ``config.shared`` says how near the bytes are."""

@@ -67,6 +67,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
         "py.typed",
         "bench/peaks.toml",
         "bench/suites.toml",
+        "planning/forecast/sm90.npz",
         "tune/catalogue.toml",
         "tune/models.toml",
         "verify/drawing/activations.npz",

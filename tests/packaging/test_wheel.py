@@ -22,6 +22,7 @@ DATA = {
     "attnswitch/backends/cuda/usual.toml",
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",
+    "attnswitch/planning/forecast/sm90.npz",
     "attnswitch/tune/catalogue.toml",
     "attnswitch/tune/models.toml",
     "attnswitch/verify/drawing/activations.npz",

@@ -61,10 +61,10 @@ def test_the_backward_moves_each_array_once_at_least(options: str) -> None:
 def test_the_visible_share_is_what_is_counted(sizes: str, hiding: str) -> None:
     problem = Problem.parse(f"b1.h1.{sizes}.d8.fp32{hiding}")
     if problem.is_empty:
-        assert traffic.visible(problem) == 1.0
+        assert cost.visible(problem) == 1.0
         return
     seen = visible_positions(Case.of(problem), None)
-    assert traffic.visible(problem) == pytest.approx(np.broadcast_to(seen, (1, 1, problem.seq_q, problem.seq_k)).mean())
+    assert cost.visible(problem) == pytest.approx(np.broadcast_to(seen, (1, 1, problem.seq_q, problem.seq_k)).mean())
 
 
 def test_the_visible_share_is_exact() -> None:
@@ -78,7 +78,7 @@ def test_the_visible_share_is_exact() -> None:
             distances = [j - i - shift for i in range(lq) for j in range(lk)]
             above = 0 if causal else right
             seen = [(above is None or d <= above) and (left is None or d >= -left) for d in distances]
-            assert traffic.visible(problem) == sum(seen) / (lq * lk), problem
+            assert cost.visible(problem) == sum(seen) / (lq * lk), problem
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_visible_share_is_exact() -> None:
 def test_the_visible_share_of_a_long_call_takes_no_time(hiding: str, seen: int) -> None:
     problem = Problem.parse(f"b1.h1.s{10**7}x{2 * 10**7}.d64.fp16.{hiding}")
     start = time.perf_counter()
-    assert traffic.visible(problem) == seen / (2 * 10**14)
+    assert cost.visible(problem) == seen / (2 * 10**14)
     assert time.perf_counter() - start < 0.5
 
 

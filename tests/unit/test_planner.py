@@ -271,10 +271,6 @@ NoHash = type("NoHash", (Plugin,), {"reasons": lambda *_: (), "configs": lambda 
 Remarks = type(
     "Remarks", (Plugin,), {"reasons": lambda *_: (), "remarks": lambda *given: (f"by {given[3] or 'the first'}",)}
 )
-GoesFirst = type(
-    "GoesFirst", (Plugin,), {"reasons": lambda *_: (), "goes_first": lambda _, problem, device: problem.causal}
-)
-GoesFirstRaises = type("GoesFirstRaises", (Plugin,), {"reasons": lambda *_: (), "goes_first": fails(KeyError("arch"))})
 RemarksRaise = type("RemarksRaise", (Plugin,), {"reasons": lambda *_: (), "remarks": fails(KeyError("tile"))})
 
 
@@ -352,30 +348,6 @@ def test_what_a_backend_says_of_how_it_computes(
     assert candidate.fits == (remark is not None)
     if remark is not None:
         assert str(plan).splitlines()[-1].strip() == remark
-
-
-def test_what_was_measured_to_be_the_fastest_goes_first(installed: Callable[..., None]) -> None:
-    installed(plugin=f"{__name__}:GoesFirst", broken=f"{__name__}:GoesFirstRaises")
-    plain, causal = (Problem.parse(f"b1.h1.s4.d8.fp32{more}") for more in ("", ".causal"))
-    assert planner.ordered(causal, Device.cpu()) == ("plugin", *(n for n in registry.names() if n != "plugin"))
-    assert planner.ordered(plain, Device.cpu()) == registry.names()
-    assert (attnswitch.plan(causal).backend, attnswitch.plan(plain).backend) == ("plugin", "sdpa-flash")
-    assert "stands behind plugin in the declared order" in reasons(attnswitch.plan(causal), "sdpa-flash")
-
-
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
-        ("b2.h16/4.s1024.d64.bf16.mask=bool:bqk.grad", "cuda"),  # the host decides
-        ("b2.h32/8.s2048.d128.bf16.mask=bool:bqk.grad", "triton"),  # 0.71 ms there, 1.84 through cuDNN
-        ("b4.h32.s2847.d128.bf16.causal-br.lengths.grad", "triton"),
-        ("b2.h32/8.s2048.d128.bf16.mask=bf16:bqk.grad", "sdpa-cudnn"),
-        ("b2.h32/8.s2048.d128.bf16.causal.grad", "sdpa-cudnn"),
-        ("b2.h32/8.s2048.d128.bf16.mask=bool:bqk", "cuda"),
-    ],
-)
-def test_the_declared_order_on_hopper(text: str, first: str) -> None:
-    assert planner.ordered(Problem.parse(text), Device.named("h200"))[0] == first
 
 
 def test_a_plug_in_stands_behind_and_is_listed(installed: Callable[..., None]) -> None:

@@ -1,0 +1,64 @@
+"""``Table``: what was fitted to measured times, and the times that follow from it for any problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from attnswitch.machine.device import Device
+from attnswitch.planning.forecast.features import Peaks, features, host_features, roofline
+from attnswitch.problem import Problem
+
+__all__ = ["Table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What ``fixtures/fit_forecast.py`` fitted to N problems, with F features and H of the host, for B backends.
+
+    ``points`` (N, F): features times ``scales`` (F,). ``weights`` (N + 1, B): what each point adds to the logarithm of
+    time over roofline, and the mean; NaN where too little is known. ``host`` (H, B): what each feature of the host adds
+    to the logarithm of milliseconds. ``peaks`` are of the GPUs ``devices``, which have ``sms`` SMs.
+    """
+
+    backends: tuple[str, ...]
+    scales: Any
+    points: Any
+    weights: Any
+    host: Any
+    devices: tuple[str, ...]
+    peaks: tuple[Peaks, ...]
+    sms: int
+    date: str
+
+    @staticmethod
+    def read(name: str) -> Table:
+        """The table that travels with the package under ``name``."""
+        with resources.files("attnswitch.planning.forecast").joinpath(name).open("rb") as file, np.load(file) as read:
+            arrays = {key: read[key] for key in read.files}
+        names = {key: tuple(map(str, arrays.pop(key))) for key in ("backends", "devices")}
+        peaks = tuple((float(half), float(single), float(gbps)) for half, single, gbps in arrays.pop("peaks"))
+        return Table(**names, peaks=peaks, sms=int(arrays.pop("sms")), date=str(arrays.pop("date")), **arrays)
+
+    def times(self, problem: Problem, device: Device) -> dict[str, float]:
+        """Milliseconds by backend."""
+        peaks = self.peaks_of(device)
+        sms = device.sms or self.sms
+        point = np.array(features(problem, peaks, sms)) * self.scales
+        near = np.exp(-np.sqrt(np.square(self.points - point).sum(1)))
+        ideal = sum(roofline(problem, peaks))
+        of_device = np.exp(np.append(near, 1.0) @ self.weights) * ideal
+        of_host = np.exp(np.array(host_features(problem)) @ self.host)
+        return dict(zip(self.backends, np.fmax(of_device, of_host).tolist(), strict=True))
+
+    def peaks_of(self, device: Device) -> Peaks:
+        """Of ``device``; of one that was not measured, those of the first by its number of SMs."""
+        for name, peaks in zip(self.devices, self.peaks, strict=True):
+            if name in device.name:
+                return peaks
+        share = (device.sms or self.sms) / self.sms
+        half, single, gbps = self.peaks[0]
+        return half * share, single * share, gbps
