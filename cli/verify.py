@@ -64,7 +64,7 @@ def verify(
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes for each device. Default: 1 a core, for a GPU 1 for each 2; at most 8."),
+        typer.Option(min=1, help="Processes for each device. Default: 1 a core; at most 8, of a GPU 16."),
     ] = None,
     isolate: Annotated[
         bool, typer.Option(help="Run kernels in processes of their own: a crash is a finding, and not the end.")

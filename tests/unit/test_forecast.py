@@ -48,7 +48,9 @@ def test_the_first_in_order_is_near_the_fastest_of_what_was_measured(gpu: str, g
         first = next(name for name in planner.ordered(problem, device) if name in times)
         costs.append(times[first] / min(times.values()))
     assert statistics.geometric_mean(costs) < 1.08
-    declared = [times[next(name for name in registry.names() if name in times)] / min(times.values()) for _, times in rows]
+    declared = [
+        times[next(name for name in registry.names() if name in times)] / min(times.values()) for _, times in rows
+    ]
     assert statistics.geometric_mean(costs) < statistics.geometric_mean(declared) - 0.05
 
 

@@ -192,11 +192,11 @@ def _children() -> list[str]:
 @pytest.mark.parametrize(
     ("cores", "gpu", "gpus", "asked", "workers"),
     [
-        (16, "h100", 1, None, 8),
-        (32, "h100", 2, None, 8),
-        (16, "h100", 2, None, 4),
-        (16, "rtx3090", 1, None, 3),  # 24 GiB
-        (16, "t4", 4, None, 2),
+        (16, "h100", 1, None, 16),
+        (64, "h100", 2, None, 16),
+        (16, "h100", 2, None, 8),
+        (16, "rtx3090", 1, None, 6),  # 24 GiB
+        (16, "t4", 4, None, 4),
         (1, "h100", 1, None, 1),
         (16, "h100", 1, 15, 15),
         (16, None, 0, None, 8),

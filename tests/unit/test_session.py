@@ -88,6 +88,15 @@ def test_a_longer_run_begins_like_a_shorter_one(examined: Examined) -> None:
     assert long.drawn[:70] == short.drawn
 
 
+@pytest.mark.parametrize(("recipes", "problems"), [(1, 120), (8, 15), (7, 18)])
+def test_cases_are_counted_with_their_recipes(recipes: int, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Examiner(right)
+    monkeypatch.setattr(worker, "examine", spy)
+    report = run(Plan((Target("cpu", ("one", "two"), Space(), recipes=recipes),), 120, 0))
+    assert report.cases == len(spy.drawn) == problems * recipes
+    assert len({case.problem().replace(nonfinite=False) for case, _ in spy.calls}) <= problems
+
+
 def test_another_process_draws_the_same(examined: Examined, tmp_path: Path) -> None:
     script = """
 import hashlib

@@ -175,15 +175,15 @@ class _Run:
                 yield Given(target.device, ((case, (backend,)),), number, only)
 
     def _chunks(self, target: Target) -> Iterator[Job]:
-        first, limit = 0, self.plan.drawn(target)
-        chunk = _SLOW_CHUNK if target.emulation else CHUNK
+        first, limit = 0, self.plan.problems(target)
+        chunk = max(1, (_SLOW_CHUNK if target.emulation else CHUNK) // target.recipes)
         while limit is None or first < limit:
             count = chunk if limit is None else min(chunk, limit - first)
             yield self._drawn(target, first, count)
             first += count
 
     def _climbs(self, target: Target) -> Iterator[Job]:
-        limit = self.plan.drawn(target)
+        limit = self.plan.problems(target)
         assert limit is not None
         for number, backend in enumerate(target.backends):
             alone = replace(target, backends=(backend,), space=replace(target.space, checks=()))

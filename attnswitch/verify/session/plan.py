@@ -47,7 +47,8 @@ class Target:
 class Plan:
     """What to run.
 
-    ``examples`` None means until ``seconds`` have passed, and ``seconds`` None no limit; ``max_failures`` ends the run
+    ``examples`` counts cases, each recipe of a problem being one; None means until ``seconds`` have passed, and
+    ``seconds`` None no limit; ``max_failures`` ends the run
     at that many distinct ones. ``isolate`` runs the kernels in ``workers`` other processes for each device, so that a
     crash or a call that takes ``timeout`` seconds is a finding and not the end.
     """
@@ -74,6 +75,11 @@ class Plan:
     def drawn(self, target: Target) -> int | None:
         """How many cases to draw for ``target``; None if there is no limit."""
         return self.examples if target.examples is None else target.examples
+
+    def problems(self, target: Target) -> int | None:
+        """How many problems these cases are of."""
+        cases = self.drawn(target)
+        return None if cases is None else -(-cases // target.recipes)
 
 
 def targets(

@@ -23,8 +23,8 @@ from attnswitch.verify.session.worker import recording
 
 __all__ = ["Here", "Isolated", "Pool"]
 
-#: Workers of a device at the most, and bytes of a GPU's memory for each.
-_MOST, _MEMORY = 8, 8 * 2**30
+#: Workers of the CPU at the most, and of a GPU, with bytes of its memory for each.
+_MOST, _MOST_OF_GPU, _MEMORY = 8, 16, 4 * 2**30
 #: Seconds between two looks at workers that send nothing.
 _GLANCE = 0.5
 #: Jobs by the device to carry them out on.
@@ -320,8 +320,7 @@ def _rest(job: Job, at: int) -> Job | None:
 def _workers(plan: Plan, device: str) -> int:
     """The number of workers of a device: as asked for, else one for each CPU core, up to eight.
 
-    Those of a GPU mostly compile: they share the cores of as many GPUs as there are to try, two for each worker, and
-    its memory.
+    Those of a GPU mostly compile: they share the cores and its memory among as many GPUs as there are to try.
     """
     if plan.workers is not None:
         return plan.workers
@@ -329,4 +328,4 @@ def _workers(plan: Plan, device: str) -> int:
     if device == "cpu":
         return min(_MOST, cores)
     gpus = sum(target.on_gpu for target in plan.targets)
-    return max(1, min(_MOST, cores // (2 * gpus), Device.parse(device).memory // _MEMORY))
+    return max(1, min(_MOST_OF_GPU, cores // gpus, Device.parse(device).memory // _MEMORY))
