@@ -11,7 +11,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
-from . import arguments, memory, run
+from . import arguments, memory, run, workspace
 from .arguments import Arguments, put
 from .classes import per_class
 from .config import CudaConfig
@@ -115,16 +115,12 @@ class Forward:
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
         maps = self._maps(*(memory.place(array) for array in inputs[:3]))
-        # A counter for each launch, zeroed on its stream and so in a captured graph: two streams, or a graph and a
-        # stream, may run one kernel at once, and what a launch that failed has left is of no account.
         if self._survey is not None:
             space = self._survey(inputs.attn_mask, a)
             run.start(self.variant, self.blocks, a, out, maps, beside=True)
             del space  # not before: what it points to is the next launch's from here on
             return
-        counter = memory.empty((1,), lse, "int32") if self._counts else None
-        a.counter = None if counter is None else memory.address(counter)
-        run.start(self.variant, self.blocks, a, out, maps, counter)
+        run.start(self.variant, self.blocks, a, out, maps, self._counts)
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
         """See ``portable.Forward.bound``."""
@@ -151,11 +147,9 @@ class Forward:
 
             def counted(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
                 passed = pointers(a, at)
-                counter = memory.empty((1,), like, "int32")
-                a.counter = memory.address(counter)
-                run.clear(counter, stream)
+                places = workspace.blank(run.COUNTER, like, stream)
+                a.counter = places.address
                 run.send(function, variant, blocks, stream, *passed)
-                del counter
 
             return counted
 

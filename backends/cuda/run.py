@@ -14,10 +14,12 @@ from .arguments import Arguments
 from .tensor_maps import TensorMap
 from .variant import Variant
 
-__all__ = ["builds", "clear", "loaded", "send", "start"]
+__all__ = ["COUNTER", "builds", "loaded", "send", "start"]
 
 #: Addresses of a kernel's parameters: three tensor maps at most, and the arguments.
 _Parameters = ctypes.c_void_p * 4
+#: Bytes of a counter.
+COUNTER = 4
 #: The driver from which on overlapping launches can be captured in a graph: that of CUDA 12.3.
 _OVERLAPS = 12030
 
@@ -28,22 +30,20 @@ def start(
     arguments: Arguments,
     like: Any,
     maps: tuple[TensorMap, ...] = (),
-    counter: Any = None,
+    counted: bool = False,
     left: int = 0,
     *,
     beside: bool = False,
 ) -> None:
     """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them.
 
-    ``maps`` come before the arguments. ``counter`` is zeroed first, on that stream. ``left`` is how many bytes blocks
-    leave to one another, in ``parts``. ``beside``: it may begin before the end of the launch before it, where that one
+    ``maps`` come before the arguments. ``counted``: its blocks take tiles from ``counter``. ``left`` is how many bytes
+    blocks leave to one another, in ``parts``. ``beside``: it may begin before the end of the launch before it, where that one
     lets it, and waits for that end itself.
     """
     if blocks == 0:
         return
     if memory.on_cpu(like):
-        if counter is not None:
-            counter[...] = 0
         if left:
             array = memory.empty((left,), like, "uint8")
             array[...] = workspace.BLANK
@@ -52,8 +52,9 @@ def start(
         return
     function = loaded(variant, memory.index(like))
     stream = memory.stream(like)
-    if counter is not None:
-        clear(counter, stream)
+    if counted:
+        places = workspace.blank(COUNTER, like, stream)
+        arguments.counter = places.address
     if left:
         places = workspace.blank(left, like, stream)
         arguments.parts = places.address
@@ -77,13 +78,6 @@ def _overlaps() -> bool:
     from cupy_backends.cuda.api import runtime
 
     return int(runtime.driverGetVersion()) >= _OVERLAPS
-
-
-def clear(array: Any, stream: int) -> None:
-    """Zero ``array`` on ``stream``; a graph that is captured has a node for it."""
-    from cupy_backends.cuda.api import runtime
-
-    runtime.memsetAsync(memory.address(array), 0, array.nbytes, stream)
 
 
 #: What was compiled by this process, or found compiled, for a capability; None stands for the emulator.

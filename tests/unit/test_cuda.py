@@ -311,18 +311,23 @@ def variant_of(kernel: str) -> Any:
 
 def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy_backends")
-    cleared: list[Any] = []
-    monkeypatch.setattr(run, "clear", lambda *what: cleared.append(what))
+    asked: list[Any] = []
+
+    def blank(size: int, like: Any, stream: int) -> Any:
+        asked.append((size, stream))
+        return run.workspace.Places(4096, size, None)
+
+    monkeypatch.setattr(run.workspace, "blank", blank)
     a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3, scale=0.5)
-    run.start(variant_of("merge"), 0, a, None, (), "a counter")
-    assert (driver.launched, cleared) == ([], [])
+    run.start(variant_of("merge"), 0, a, None, (), True)
+    assert (driver.launched, asked) == ([], [])
     run.start(variant_of("merge"), 5, a, None)
     launch = (1003, (5, 1, 1), (128, 1, 1), 7, 17)
     assert driver.launched == [(*launch, [ctypes.addressof(a), None, None, None], [])]
     maps = [type("Map", (), {"pointer": pointer}) for pointer in (64, 128)]
-    run.start(variant_of("merge"), 5, a, None, maps, "a counter")
+    run.start(variant_of("merge"), 5, a, None, maps, True)
     assert driver.launched[1] == (*launch, [64, 128, ctypes.addressof(a), None], [])
-    assert cleared == [("a counter", 17)]
+    assert (asked, a.counter) == ([(4, 17)], 4096)
     assert driver.freed == [0]  # once, for a context
 
 

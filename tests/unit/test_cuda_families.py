@@ -240,19 +240,11 @@ def test_there_are_no_more_blocks_than_sms(sizes: str, blocks: int, monkeypatch:
     assert arguments.pack == arguments.splits == 1
 
 
-def test_every_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams, or a graph and a stream, may run launches of one kernel at once."""
-    found = launches(PLAIN, monkeypatch, times=3)
-    counters = [parts[-1] for parts in found]
-    assert len({counter.data_ptr() for counter in counters}) == 3
-    for (_, _, _, arguments, *_), counter in zip(found, counters, strict=True):
-        assert arguments.counter == counter.data_ptr()
-        assert (counter.dtype, counter.numel()) == (torch.int32, 1)
-
-
-def test_where_each_block_has_one_tile_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    ((_, _, blocks, arguments, _, _, counter),) = launches(Problem.parse("b1.h4.s1024.d128.bf16"), monkeypatch)
-    assert (blocks, arguments.counter, counter) == (32, None, None)
+def test_tiles_are_counted_where_there_are_more_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, _, blocks, arguments, _, _, counted),) = launches(PLAIN, monkeypatch)
+    assert (blocks, arguments.counter, counted) == (132, None, True)  # ``run.start`` has a counter
+    ((_, _, blocks, arguments, _, _, counted),) = launches(Problem.parse("b1.h4.s1024.d128.bf16"), monkeypatch)
+    assert (blocks, arguments.counter, counted) == (32, None, False)
 
 
 def test_only_what_follows_a_look_at_a_mask_begins_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +261,7 @@ def test_only_what_follows_a_look_at_a_mask_begins_beside_it(monkeypatch: pytest
 
 
 def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launch clears the counter that the forward takes its tiles from; each call has both to itself."""
+    """Its launch makes the counter blank that the forward takes its tiles from; each call has both to itself."""
     found = launches(PLAIN.replace(mask=Mask("bool", "bqk")), monkeypatch, times=2)
     assert [parts[1].kernel for parts in found] == ["survey", "forward"] * 2
     for (_, survey, blocks, arguments, looked, *_), (_, forward, _, passed, *rest) in (found[:2], found[2:]):
@@ -289,15 +281,6 @@ def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest
     assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag}
     assert arguments.cap == softcap
     assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)
-
-
-def test_a_counter_is_cleared_on_the_stream_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = pytest.importorskip("cupy_backends.cuda.api.runtime")
-    calls: list[Any] = []
-    monkeypatch.setattr(runtime, "memsetAsync", lambda *call: calls.append(call))
-    counter = torch.zeros(1, dtype=torch.int32)
-    run.clear(counter, 17)
-    assert calls == [(counter.data_ptr(), 0, 4, 17)]
 
 
 def test_tiles_are_those_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

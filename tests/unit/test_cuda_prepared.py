@@ -111,8 +111,13 @@ def test_hopper_passes_what_the_general_one_passes(mask: str, gpu: list[Any], mo
     """More tiles than SMs, which are counted, and a mask that is looked at before."""
     maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
-    cleared: list[Any] = []
-    monkeypatch.setattr(run, "clear", lambda counter, stream: cleared.append((counter.data_ptr(), stream)))
+    asked: list[Any] = []
+
+    def blank(size: int, like: Any, stream: int) -> Any:
+        asked.append((size, stream))
+        return run.workspace.Places(4096, size, None)
+
+    monkeypatch.setattr(run.workspace, "blank", blank)
     p = Problem.parse(f"b2.h40.s200.d64.bf16{mask}")
     made, inputs = kernel(str(p)), operands(p)
     out, lse = made.prepared(inputs)(*inputs[: 4 if mask else 3])
@@ -131,8 +136,8 @@ def test_hopper_passes_what_the_general_one_passes(mask: str, gpu: list[Any], mo
     passed = gpu[half - 1][5]
     assert (passed.out.at, passed.lse) == (out.data_ptr(), None)
     assert lse is None
-    assert [stream for _, stream in cleared] == ([] if mask else [16, 16])
-    assert mask or passed.counter == cleared[0][0]
+    assert asked == ([] if mask else [(4, 16), (4, 16)])
+    assert mask or passed.counter == 4096
 
 
 def bytes_of(passed: Any, name: str) -> bytes:

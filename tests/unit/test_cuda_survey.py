@@ -43,7 +43,7 @@ def surveyed(mask: Any, keys: int) -> tuple[Any, Any, Any]:
     words, rows = -(-tiles // 32), 1 if a.mask_rows == 1 else 64 * groups
     sets, bits = (found[(at - a.counter) // 4 :] for at in (a.mask_sets, a.mask_bits))
     bits = bits.view(np.uint16)
-    assert found[0] == 0, "the counter of the forward"
+    assert found[0] == 2**32 - 1, "the counter of the forward is blank"
     assert a.mask_bits % 16 == a.counter % 16
     assert len(bits) == planes * tiles * rows * 8
     shape = (planes, groups, 2, words)

@@ -7,6 +7,9 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+// What a counter is before the first launch and after each: every bit is 1, as workspace.py has it.
+constexpr u32 BLANK = ~0u;
+
 // An array (batch, heads, rows, columns) and its strides in elements; 0 along an axis that is broadcast.
 struct Operand {
     u8* at;
@@ -37,7 +40,7 @@ struct Arguments {
     void* grad_key;
     void* grad_value;
     void* grad_mask;
-    u32* counter;      // 0 before a launch: tiles that were taken; null where nothing is counted
+    u32* counter;      // of tiles that were taken, from BLANK on; null where nothing is counted
     u32* mask_sets;    // which tiles a bool mask hides, and
     u16* mask_bits;    // what it hides of them: hopper/mask.cuh
     double scale;      // on q . k

@@ -2,8 +2,8 @@
 //
 // Tiles of rows are numbered so that those with most keys come first, within a section of heads that share the L2.
 // There are as many blocks as SMs, and each that is nearly done takes the next tile, counted in global memory
-// (`a.counter`, 0 before the launch, and null where there is a block for each tile). Dealing them out beforehand evens
-// out worse: 10 % at 16,384 causal.
+// (`a.counter`: BLANK before and after the launch, and null where there is a block for each tile). Dealing them out
+// beforehand evens out worse: 10 % at 16,384 causal.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "hopper/mask.cuh"
@@ -139,9 +139,15 @@ struct Schedule {
     // while another block has nothing to do.
     DEVICE void deal() {
         ticket.free.wait(~round & 1);
-        tile = gridDim.x + (a.counter ? atomicAdd(a.counter, 1u) : 0);
+        tile = gridDim.x + (a.counter ? taken() : 0);
         work = work_at(a, tile);
         tell();
+    }
+    // Tiles that were taken before this one. Every block takes one too many, so that the last has counted them all.
+    DEVICE u32 taken() const {
+        const u32 before = atomicAdd(a.counter, 1u) - BLANK;
+        if (before == tiles - 1) *a.counter = BLANK;
+        return before;
     }
     // Of the others.
     DEVICE void follow() {

@@ -4,8 +4,8 @@
 // each, and go down the rows together, with all of a thread's loads on their way at once. Rows past the last see
 // everything, as where there is no mask.
 //
-// It also clears `counter`, from which the blocks of the forward take their tiles of rows. They are launched beside it,
-// and wait for its end.
+// It also makes `counter` blank, from which the blocks of the forward take their tiles of rows. They are launched
+// beside it, and wait for its end.
 #include "hopper/mask.cuh"
 
 constexpr int EACH = 16, TILES = 8;                                         // columns of a thread, tiles of a block
@@ -49,7 +49,7 @@ DEVICE u32 any_of_warp(u32 bits) {
 KERNEL survey(const Arguments a) {
     let_next_begin();
     u32* const found = reinterpret_cast<u32*>(shared_memory());
-    if (block_index() == 0 && thread_index() == 0) *a.counter = 0;
+    if (block_index() == 0 && thread_index() == 0) *a.counter = BLANK;
 
     const int bytes = 4 * mask_words(a), groups = mask_groups(a);
     const int byte = block_index() % bytes, group = block_index() / bytes % groups;
