@@ -224,20 +224,15 @@ def _run(plan: Plan, quiet: bool, ndjson: Path | None) -> Report:
     with ExitStack() as stack:
         log = None if ndjson is None else stack.enter_context(EventLog(ndjson))
         bar = stack.enter_context(Progress(*columns, console=render.console, transient=True, disable=quiet))
-        task = bar.add_task("starting", total=None, verified=0, bad="")
-        phase, before = "", 0
+        drawn = [plan.drawn(target) for target in plan.targets]
+        total = None if None in drawn else sum(number or 0 for number in drawn)
+        task = bar.add_task("starting", total=total, verified=0, bad="")
 
         def progress(report: Report, doing: str, outcomes: tuple[Outcome, ...]) -> None:
-            nonlocal phase, before
             if log is not None:
                 log.progress(report, doing, outcomes)
-            if doing.partition(" on ")[0] != phase:  # only of what is drawn is it known how many there will be
-                phase, before = doing.partition(" on ")[0], report.cases
-                known = phase == "fuzzing" and plan.examples is not None
-                bar.tasks[0].total = sum(plan.drawn(target) or 0 for target in plan.targets) if known else None
             bad = f", [red]{len(report.failures)} mismatches[/]" if report.failures else ""
-            done = report.cases - before
-            bar.update(task, completed=done, description=doing, verified=report.verified, bad=bad)
+            bar.update(task, completed=report.fuzzed, description=doing, verified=report.verified, bad=bad)
 
         if log is not None:
             log.start(plan)

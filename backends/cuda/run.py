@@ -38,8 +38,8 @@ def start(
     """Launch ``blocks`` blocks on the current stream of ``like``, whose device is the current one, or emulate them.
 
     ``maps`` come before the arguments. ``counted``: its blocks take tiles from ``counter``. ``left`` is how many bytes
-    blocks leave to one another, in ``parts``. ``beside``: it may begin before the end of the launch before it, where that one
-    lets it, and waits for that end itself.
+    blocks leave to one another, in ``parts``. ``beside``: it may begin before the end of the launch before it, where
+    that one lets it, and waits for that end itself.
     """
     if blocks == 0:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import enum
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
 from attnswitch.verify.session import corpus, known
 from attnswitch.verify.session.events import Event, Examined, Lost, Shrunk, Smaller
-from attnswitch.verify.session.explore import Drawn, Given, Job
+from attnswitch.verify.session.explore import Drawn, Given, Job, Source
 from attnswitch.verify.session.plan import Plan, Target
 from attnswitch.verify.session.pool import Here, Isolated, Pool
 from attnswitch.verify.session.provenance import provenance
@@ -47,28 +47,6 @@ _TRY_TIMEOUT = 15.0
 Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
 
 
-class _Source(enum.Enum):
-    """Where the cases of a phase come from, which decides what becomes of their outcomes."""
-
-    #: Drawn by the workers, which shrink what fails.
-    DRAWN = enum.auto()
-    #: The lattice, where a case comes once for each backend.
-    FIXED = enum.auto()
-    #: The corpus.
-    SAVED = enum.auto()
-    #: The corpus too: cases that backends refuse because they get them wrong.
-    DIVERGENCE = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """Jobs of all devices that run side by side: what they do in words, and where their cases come from."""
-
-    doing: str
-    jobs: dict[str, Iterator[Job]]
-    source: _Source = _Source.DRAWN
-
-
 def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -> Report:
     """Carry out ``plan``.
 
@@ -83,7 +61,7 @@ def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -
     return _Run(plan, progress, Report(plan.seed, recipes=recipes, emulated=emulated))()
 
 
-@dataclass(slots=True)
+@dataclass
 class _Run:
     """One run in progress."""
 
@@ -107,11 +85,9 @@ class _Run:
         try:
             with Isolated(self.plan) if self.plan.isolate else Here(self.plan) as pool:
                 self.report.workers = pool.size
-                for phase in self._phases():
-                    if self._enough():
-                        break
-                    pool.carry_out(phase.jobs, self._enough, partial(self._take, pool, phase))
-                    self.report.environment = pool.provenance
+                jobs = {target.device: self._jobs(target) for target in self.plan.targets}
+                pool.carry_out(jobs, self._enough, partial(self._take, pool))
+                self.report.environment = pool.provenance
         except KeyboardInterrupt:
             self.report.stopped = INTERRUPTED
         except VerificationError as error:
@@ -130,22 +106,26 @@ class _Run:
 
     # -- what there is to do -------------------------------------------------------------------------------------------
 
-    def _phases(self) -> Iterator[_Phase]:
-        targets = self.plan.targets
-        if self.plan.corpus is not None and self.plan.corpus.is_dir():
-            saved = [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
-            yield _Phase("saved cases", {t.device: self._saved(t, saved) for t in targets}, _Source.SAVED)
+    def _jobs(self, target: Target) -> Iterator[Job]:
+        """All jobs of a device. A worker that is done takes the next: none waits for what another compiles."""
+        if self._corpus:
+            yield from self._saved(target, self._corpus)
             if self.plan.isolate:  # what they do to a process is not for this one
-                jobs = {t.device: self._divergences(t, saved) for t in targets}
-                yield _Phase("known divergences", jobs, _Source.DIVERGENCE)
-        chunks = {t.device: self._chunks(t) for t in targets}
+                yield from self._divergences(target, self._corpus)
+        chunks = self._chunks(target)
         if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
-            yield _Phase("fuzzing", {device: islice(jobs, _FIRST_CHUNKS) for device, jobs in chunks.items()})
-            yield _Phase("tile edges and great lengths", {t.device: self._lattice(t) for t in targets}, _Source.FIXED)
-        yield _Phase("fuzzing", chunks)
-        limited = [t for t in targets if self.plan.drawn(t) is not None]
-        if self.plan.targeted and limited:
-            yield _Phase("searching for the worst", {t.device: self._climbs(t) for t in limited})
+            yield from islice(chunks, _FIRST_CHUNKS)
+            yield from self._lattice(target)
+        yield from chunks
+        if self.plan.targeted and self.plan.drawn(target) is not None:
+            yield from self._climbs(target)
+
+    @functools.cached_property
+    def _corpus(self) -> list[corpus.Saved]:
+        """Read once, before the first job. Raises ``InvalidProblem``."""
+        if self.plan.corpus is None or not self.plan.corpus.is_dir():
+            return []
+        return [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
 
     def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
         """Saved cases of the target's backends. All run cases of the dispatcher's choice, and that runs all cases."""
@@ -153,13 +133,13 @@ class _Run:
             backends = tuple(name for name in target.backends if AUTO in (name, saved.backend) or name == saved.backend)
             if target.device.split(":")[0] == saved.device.split(":")[0] and backends:
                 self.paths[saved.case] = saved.path
-                yield Given(target.device, ((saved.case, backends),), number)
+                yield Given(target.device, ((saved.case, backends),), number, Source.SAVED)
 
     def _divergences(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
         """Cases of known divergences, run on the backends that refuse them."""
         for backend, entry, saved in known.cases(target, every):
             self.divergences[backend, saved.case] = entry.id
-            yield Given(target.device, ((saved.case, (backend,)),), unguarded=True)
+            yield Given(target.device, ((saved.case, (backend,)),), source=Source.DIVERGENCE, unguarded=True)
 
     def _lattice(self, target: Target) -> Iterator[Job]:
         """The probes, then the long cases, on every backend; not on the dispatcher's choice, which is one of them."""
@@ -172,7 +152,7 @@ class _Run:
             laws += [(case, False) for case in lattice.extremes(target.space)]
         for number, (case, only) in enumerate(probes + laws):
             for backend in backends:
-                yield Given(target.device, ((case, (backend,)),), number, only)
+                yield Given(target.device, ((case, (backend,)),), number, only=only)
 
     def _chunks(self, target: Target) -> Iterator[Job]:
         first, limit = 0, self.plan.problems(target)
@@ -208,14 +188,14 @@ class _Run:
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 
-    def _take(self, pool: Pool, phase: _Phase, device: str, event: Event) -> None:
+    def _take(self, pool: Pool, device: str, source: Source, event: Event) -> None:
         self.began = self.began or time.monotonic()
-        self._count(pool, phase, event)
+        self._count(pool, source, event)
         new = event.outcomes if isinstance(event, Examined) else ()
-        self.progress(self.report, f"{phase.doing} on {device}", new)
+        self.progress(self.report, f"{source.value} on {device}", new)
 
-    def _count(self, pool: Pool, phase: _Phase, event: Event) -> None:
-        if phase.source is _Source.DIVERGENCE:
+    def _count(self, pool: Pool, source: Source, event: Event) -> None:
+        if source is Source.DIVERGENCE:
             if isinstance(event, Examined):
                 self._diverged(*event.outcomes)
             elif isinstance(event, Lost):
@@ -224,13 +204,13 @@ class _Run:
             for outcome in event.outcomes:
                 self.report.add(outcome)
             if event.outcomes:
-                self._examined(pool, phase.source, event.outcomes)
+                self._examined(pool, source, event.outcomes)
         elif isinstance(event, Smaller):
             self._see(event.outcome)
         elif isinstance(event, Shrunk):
             self._record(event.outcome)
         elif isinstance(event, Lost):
-            self._lost(pool, phase, event.outcome)
+            self._lost(pool, source, event.outcome)
 
     def _diverged(self, *outcomes: Outcome) -> None:
         """Count whether known divergences still show."""
@@ -238,32 +218,33 @@ class _Run:
             name, shows = self.divergences[outcome.backend, outcome.case], outcome.verdict == "mismatch"
             self.report.divergences.append((outcome.device, outcome.backend, name, shows))
 
-    def _examined(self, pool: Pool, source: _Source, outcomes: tuple[Outcome, ...]) -> None:
+    def _examined(self, pool: Pool, source: Source, outcomes: tuple[Outcome, ...]) -> None:
         """Count one case, and record what failed of a case that was not drawn: no worker shrinks that."""
-        if source is _Source.SAVED:
+        if source is Source.SAVED:
             self.report.replayed += 1
         else:
             self._drew(source, outcomes[0].case)
-        if source is _Source.DRAWN:
+        if source in (Source.DRAWN, Source.CLIMBED):
             return
         for outcome in outcomes:
-            if source is _Source.SAVED and outcome.verdict == "verified":
+            if source is Source.SAVED and outcome.verdict == "verified":
                 self._remember(outcome, self.paths[outcome.case].name)
             if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
-                self._record(outcome if source is _Source.SAVED else self._smaller(pool, outcome, ""))
+                self._record(outcome if source is Source.SAVED else self._smaller(pool, outcome, ""))
 
-    def _drew(self, source: _Source, case: Case) -> None:
+    def _drew(self, source: Source, case: Case) -> None:
         """Count a case; one of the lattice once for all backends."""
-        if source is _Source.DRAWN or case not in self.fixed:
+        self.report.fuzzed += source is Source.DRAWN
+        if source is not Source.FIXED or case not in self.fixed:
             self.report.drew(case)
-        if source is _Source.FIXED:
+        if source is Source.FIXED:
             self.fixed.add(case)
 
-    def _lost(self, pool: Pool, phase: _Phase, outcome: Outcome) -> None:
+    def _lost(self, pool: Pool, source: Source, outcome: Outcome) -> None:
         """A failure that ended its process."""
         assert outcome.failure is not None
-        if phase.source is not _Source.SAVED:
-            self._drew(phase.source, outcome.case)
+        if source is not Source.SAVED:
+            self._drew(source, outcome.case)
         self.report.add(outcome)
         if outcome.kind in self.kinds:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,20 @@ from attnswitch.verify.session.coverage import triggers
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.plan import Target
 
-__all__ = ["Drawn", "Examine", "Given", "Job", "carry_out", "draw"]
+__all__ = ["Drawn", "Examine", "Given", "Job", "Source", "carry_out", "draw"]
+
+
+class Source(enum.Enum):
+    """Where the cases of a job come from, in words; what becomes of their outcomes depends on it."""
+
+    SAVED = "saved cases"
+    #: Of the corpus too: cases that backends refuse because they get them wrong.
+    DIVERGENCE = "known divergences"
+    #: Drawn by the workers, which shrink what fails.
+    DRAWN = "fuzzing"
+    #: The lattice, where a case comes once for each backend.
+    FIXED = "tile edges and great lengths"
+    CLIMBED = "searching for the worst"
 
 
 class Examine(Protocol):
@@ -46,6 +60,11 @@ class Drawn:
     shrink_tries: int = 500
     climb: bool = False
 
+    @property
+    def source(self) -> Source:
+        """Drawn at random, or on the way to larger errors."""
+        return Source.CLIMBED if self.climb else Source.DRAWN
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -54,6 +73,7 @@ class Given:
     device: str
     cases: tuple[tuple[Case, tuple[str, ...]], ...]
     first: int = 0
+    source: Source = Source.FIXED
     #: Look at nothing but the check that each case is there for.
     only: bool = False
     #: Run the backends on what they refuse.

@@ -16,7 +16,7 @@ from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
-from attnswitch.verify.session.explore import Given, Job, carry_out
+from attnswitch.verify.session.explore import Given, Job, Source, carry_out
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.process import Died, Process
 from attnswitch.verify.session.worker import recording
@@ -30,7 +30,7 @@ _GLANCE = 0.5
 #: Jobs by the device to carry them out on.
 Jobs = dict[str, Iterator[Job]]
 Stop = Callable[[], bool]
-Take = Callable[[str, Event], None]
+Take = Callable[[str, Source, Event], None]
 
 
 class Pool(Protocol):
@@ -40,7 +40,10 @@ class Pool(Protocol):
     size: int
 
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
-        """Carry out ``jobs``; give each event with its device to ``take``. Once ``stop()`` is true, drop what runs."""
+        """Carry out ``jobs``; give each event to ``take``, after its device and the source of its cases.
+
+        Once ``stop()`` is true, drop what runs.
+        """
 
     def attempt(
         self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
@@ -76,7 +79,7 @@ class Here:
                     if job is None:
                         del queues[device]
                     else:
-                        carry_out(job, recording(None), partial(_give, stop, take, device))
+                        carry_out(job, recording(None), partial(_give, stop, take, device, job.source))
         except _Stopped:
             return
 
@@ -110,8 +113,8 @@ class _Stopped(BaseException):
     """Ends a job in this process; not an ``Exception``, so that Hypothesis lets it through."""
 
 
-def _give(stop: Stop, take: Take, device: str, event: Event) -> None:
-    take(device, event)
+def _give(stop: Stop, take: Take, device: str, source: Source, event: Event) -> None:
+    take(device, source, event)
     if stop():
         raise _Stopped
 
@@ -191,6 +194,8 @@ class Isolated:
         while busy := {seat.running.events: seat for seat in self._seats if seat.job is not None}:
             ready = wait(list(busy), timeout=_GLANCE)
             for connection, seat in busy.items():
+                assert seat.job is not None
+                source = seat.job.source
                 try:
                     # It may have become ready since, as the event of another worker can take long to handle.
                     if connection in ready or connection.poll(0):
@@ -198,7 +203,7 @@ class Isolated:
                     else:
                         seat.running.watch(self._plan.timeout)
                 except Died as death:
-                    take(seat.device, self._buried(seat, death))
+                    take(seat.device, source, self._buried(seat, death))
             if stop():
                 self._drop()
 
@@ -213,7 +218,8 @@ class Isolated:
             seat.process.send(job)
 
     def _hear(self, seat: _Seat, queues: Jobs, take: Take) -> None:
-        event = seat.running.receive()
+        assert seat.job is not None
+        event, source = seat.running.receive(), seat.job.source
         self._provenance = max(self._provenance, seat.running.provenance, key=len)
         if isinstance(event, Examined):
             seat.at = max(seat.at, event.number + (not event.more))
@@ -224,7 +230,7 @@ class Isolated:
             seat.at = max(seat.at, event.number + 1)
             self._replace(seat)
         if event is not None and not isinstance(event, Done):
-            take(seat.device, event)
+            take(seat.device, source, event)
 
     def _buried(self, seat: _Seat, death: Died) -> Lost:
         """The failure that a death is. The seat gets a new process and goes on."""

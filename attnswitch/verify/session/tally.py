@@ -101,6 +101,8 @@ class Report:
 
     seed: int
     cases: int = 0
+    #: Of these, the ones that were drawn at random.
+    fuzzed: int = 0
     #: Data recipes that were tried on each problem drawn, by device, where it was more than one.
     recipes: dict[str, int] = field(default_factory=dict)
     #: Environment variables under which kernels were emulated, by device.
