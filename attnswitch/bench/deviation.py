@@ -17,6 +17,8 @@ __all__ = ["Reference", "allowed", "make", "where"]
 _ROUNDING = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 3e-3, "float64": 1e-8}
 #: What the answer is worked out in, by dtype of the operands: a type that rounds much less, where there is one.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float64", "float64": "float64"}
+#: Of the largest norm of a head's answer: what the norm of every other counts as at the least.
+_SHARE = 1e-3
 #: Elements of the scores held at a time.
 _CHUNK = 2**25
 
@@ -39,23 +41,35 @@ class Reference:
     def deviation(self, results: Sequence[torch.Tensor]) -> float:
         """The largest ||result - reference|| / ||reference|| of a head; NaN if anything in ``results`` is.
 
-        ``results`` are the output (forward), or the gradients of q, k and v that the problem names (backward).
+        A head whose answer is far smaller than others, such as a gradient that vanishes for want of a second key, is
+        held against a share of the largest. ``results`` are the output (forward), or the gradients of q, k and v that
+        the problem names (backward).
         """
         worst = 0.0
         for result in results:
             if not bool(torch.isfinite(result).all()):
                 return math.nan
+        largest = [max(map(_largest, each)) for each in zip(*self.parts.values(), strict=True)]
         for (b, h), answers in self.parts.items():
-            for result, answer in zip(results, answers, strict=False):  # a mask's gradient has no reference
+            for result, answer, most in zip(results, answers, largest, strict=False):  # a mask's gradient has none
                 group = answer.shape[0]
                 part = result[b, h * group : (h + 1) * group].to(answer.dtype)
                 if part.shape != answer.shape:
                     return math.nan
-                distance = (part - answer).flatten(1).norm(dim=1)
-                size = answer.flatten(1).norm(dim=1)
+                distance, size = _sizes(part - answer), _sizes(answer).clamp_min(_SHARE * most)
                 ratio = torch.where(distance == 0, 0.0, distance / size)
                 worst = max(worst, float(ratio.max())) if group else worst
         return worst
+
+
+def _sizes(heads: torch.Tensor) -> torch.Tensor:
+    """The norm of each of ``heads``, (heads, length, D)."""
+    sizes: torch.Tensor = heads.flatten(1).norm(dim=1)
+    return sizes
+
+
+def _largest(heads: torch.Tensor) -> float:
+    return float(_sizes(heads).max()) if heads.shape[0] else 0.0
 
 
 def allowed(problem: Problem) -> tuple[float, float]:

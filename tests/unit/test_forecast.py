@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import statistics
@@ -42,7 +43,7 @@ def measured(gpu: str) -> list[tuple[Problem, dict[str, float]]]:
 @pytest.mark.parametrize("grads", [False, True])
 def test_the_first_in_order_is_near_the_fastest_of_what_was_measured(gpu: str, grads: bool) -> None:
     rows = [(p, times) for p, times in measured(gpu) if bool(p.grads) is grads]
-    assert len(rows) > 60
+    assert len(rows) > 40
     device, costs = Device.named(gpu), []
     for problem, times in rows:
         first = next(name for name in planner.ordered(problem, device) if name in times)
@@ -63,6 +64,30 @@ def test_forecasts_are_times(gpu: str) -> None:
         errors += [math.log(expected[name] / ms) for name, ms in times.items()]
     assert abs(statistics.median(errors)) < 0.15
     assert statistics.quantiles(map(abs, errors), n=10)[7] < math.log(2.0)
+
+
+@pytest.mark.slow
+def test_the_table_is_what_the_results_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    fit_forecast = importlib.import_module("fit_forecast")
+    read = [fit_forecast.read(RESULTS / name) for name in fit_forecast.FITTED]
+    fit = fit_forecast.Fit([row for rows, _ in read for row in rows])
+    fit.search()
+    table = Table.read(TABLES[9, 0])
+    assert (tuple(fit.backends), tuple(fit.devices)) == (table.backends, table.devices)
+    assert table.date == max(date for _, date in read)
+    np.testing.assert_allclose(fit.scales, table.scales, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(fit.host(), table.host, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(fit.raw * fit.scales, table.points, rtol=1e-3, atol=1e-4)
+    for problem, _ in measured("h200")[::20]:  # weights themselves are far apart where points are near
+        point = np.exp(
+            -np.sqrt(
+                ((table.points - np.array(features(problem, table.peaks_of(H200), 132)) * table.scales) ** 2).sum(1)
+            )
+        )
+        np.testing.assert_allclose(
+            np.append(point, 1.0) @ fit.weights(), np.append(point, 1.0) @ table.weights, atol=0.02
+        )
 
 
 def test_every_problem_has_as_many_features() -> None:
