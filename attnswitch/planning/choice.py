@@ -79,13 +79,14 @@ def _free(field: Field, policy: Policy) -> Choice:
         return Choice(fastest.backend, Basis.MEASURED, fastest.config)
     if policy is Policy.WISDOM_ONLY:
         return Choice(None, Basis.UNMEASURED)
-    near = nearest(field, trusted)
+    first = _first(field, trusted[0], _config(known[trusted[0].name]))
+    near = {} if first.basis is Basis.FORECAST else nearest(field, trusted)
     if near:
         best = min(measured.slower for measured in near.values())
         row = next(row for row in trusted if row.name in near and near[row.name].slower <= TIE * best)
         ranked = tuple(sorted(near.items(), key=lambda entry: entry[1].slower))
         return Choice(row.name, Basis.NEAREST, _config(known[row.name]), ranked)
-    return _first(field, trusted[0], _config(known[trusted[0].name]))
+    return first
 
 
 def _first(field: Field, row: Row, config: str = "") -> Choice:

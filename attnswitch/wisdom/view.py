@@ -84,6 +84,10 @@ class Wisdom:
         signature = sign(backend, device)
         return None if isinstance(signature, Missing) else self.times.get((backend, signature))
 
+    def measured(self, backend: str, device: Device) -> Iterable[Time | Untimed]:
+        """What was measured of ``backend`` on ``device`` with the software that is here now, once for each class."""
+        return (self._table(backend, device) or {}).values()
+
     def nearest(self, problem: Problem, device: Device, backends: Sequence[str]) -> dict[str, Near]:
         """How fast ``backends`` were in the classes nearest to the class of ``problem``; empty if none is near.
 

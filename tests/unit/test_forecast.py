@@ -22,6 +22,9 @@ from attnswitch.planning.forecast.features import FEATURES, HOST, features, host
 from attnswitch.planning.forecast.predict import TABLES
 from attnswitch.planning.forecast.table import Table
 from attnswitch.problem import cost
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Time
+from attnswitch.wisdom.signature import Signature, sign
 
 RESULTS = Path(__file__).parents[2] / "fixtures/results"
 H200, H100 = Device.named("h200"), Device.named("h100")
@@ -139,6 +142,40 @@ def test_a_backend_of_which_too_little_is_known_has_the_hosts_part() -> None:
     host = np.exp(np.array(host_features(problem)) @ table.host)[0]
     assert unknown[table.backends[0]] == pytest.approx(host)
     assert unknown[table.backends[1]] == pytest.approx(table.times(problem, H200)[table.backends[1]])
+
+
+def remembered(backend: str, text: str, ms: float) -> Time:
+    signature = sign(backend, H200)
+    assert isinstance(signature, Signature)
+    return Time(Problem.parse(text), backend, "", ms, ms, ms, 30, 2, signature, "2026-11-24T10:00:00")
+
+
+def test_what_was_measured_here_moves_what_is_near() -> None:
+    near, far = Problem.parse("b4.h16.s3000.d128.bf16.causal"), Problem.parse("b1.h8.s1x9000.d64.fp32.lengths")
+    before = {problem: forecast(problem, H200) for problem in (near, far)}
+    slower = {name: 3.0 if name == "cuda" else 1.0 for name in before[near].ms}
+    measured_at = forecast(Problem.parse(PLAIN), H200).ms
+    view.remember([remembered(name, PLAIN, factor * measured_at[name]) for name, factor in slower.items()])
+    after = {problem: forecast(problem, H200) for problem in (near, far)}
+    assert 2.0 < after[near].ms["cuda"] / before[near].ms["cuda"] < 3.1
+    assert after[near].ms["triton"] / before[near].ms["triton"] == pytest.approx(1.0, abs=0.05)
+    for name, ms in before[far].ms.items():
+        assert after[far].ms[name] == pytest.approx(ms, rel=0.5)
+    plan = attnswitch.explain(near, device=H200)
+    assert plan.basis is Basis.FORECAST
+    assert plan.backend != "cuda"
+    assert ", and 1 here: " in plan.why
+    assert attnswitch.explain(PLAIN, device=H200).basis is Basis.MEASURED
+
+
+def test_many_measurements_here_agree_with_themselves() -> None:
+    texts = [f"b{b}.h16.s{n}.d128.bf16.causal" for b in (1, 2, 4, 8) for n in (500, 512, 1000, 1024, 2000, 2048, 4096)]
+    factors = {text: 1.0 + 0.1 * (at % 5) for at, text in enumerate(texts)}
+    expected = {text: forecast(Problem.parse(text), H200).ms["triton"] for text in texts}
+    view.remember([remembered("triton", text, factors[text] * expected[text]) for text in texts])
+    for text in texts:
+        ratio = forecast(Problem.parse(text), H200).ms["triton"] / expected[text]
+        assert 0.9 < ratio < 1.5
 
 
 def test_the_plan_tells_the_forecasts() -> None:

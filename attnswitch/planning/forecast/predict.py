@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
+from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import SpeedClass, representative, speed_class
 
 if TYPE_CHECKING:
@@ -23,36 +24,50 @@ _MOST = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """Milliseconds by backend, and what they rest on: how many problems, on which GPUs, measured when."""
+    """Milliseconds by backend, and what they rest on: how many problems, on which GPUs, measured when, and here."""
 
     ms: dict[str, float]
     problems: int
     devices: tuple[str, ...]
     date: str
+    here: int
 
     @property
     def source(self) -> str:
         """What it rests on, in words."""
-        return f"{self.problems} problems measured on {' and '.join(self.devices)} until {self.date}"
+        here = f", and {self.here} here" if self.here else ""
+        return f"{self.problems} problems measured on {' and '.join(self.devices)} until {self.date}{here}"
 
 
-_NOTHING = Forecast({}, 0, (), "")
-_known: dict[tuple[SpeedClass, Device], Forecast] = {}
+_NOTHING = Forecast({}, 0, (), "", 0)
+_known: dict[tuple[SpeedClass, Device, int], Forecast] = {}
 
 
 def forecast(problem: Problem, device: Device) -> Forecast:
-    """The expected times of the class of ``problem``; of no backend where such a device has no table."""
+    """The expected times of the class of ``problem``, by what this machine measured as well.
+
+    Of no backend where there is no table for such a device.
+    """
     table = _table(device.capability) if device.kind == "cuda" else None
     if table is None or problem.is_empty or not problem.seq_k:
         return _NOTHING
-    key = speed_class(problem), device
+    key = speed_class(problem), device, view.generation()
     known = _known.get(key)
     if known is None:
         if len(_known) >= _MOST:
             _known.clear()
-        ms = table.times(representative(problem), device)
-        known = _known[key] = Forecast(ms, len(table.points), table.devices, table.date)
+        known = _known[key] = _of_class(table, representative(problem), device)
     return known
+
+
+def _of_class(table: Table, problem: Problem, device: Device) -> Forecast:
+    ms, here = table.times(problem, device), 0
+    if view.current().times:
+        from attnswitch.planning.forecast.correction import correction  # imports NumPy
+
+        known = correction(table, device, view.generation())
+        ms, here = known.apply(ms, table.point(problem, device)), known.problems
+    return Forecast(ms, len(table.points), table.devices, table.date, here)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from attnswitch.problem import Problem
 __all__ = ["Table"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Table:
     """What ``fixtures/fit_forecast.py`` fitted to N problems, with F features and H of the host, for B backends.
 
@@ -45,14 +45,15 @@ class Table:
 
     def times(self, problem: Problem, device: Device) -> dict[str, float]:
         """Milliseconds by backend."""
-        peaks = self.peaks_of(device)
-        sms = device.sms or self.sms
-        point = np.array(features(problem, peaks, sms)) * self.scales
-        near = np.exp(-np.sqrt(np.square(self.points - point).sum(1)))
-        ideal = sum(roofline(problem, peaks))
+        near = np.exp(-np.sqrt(np.square(self.points - self.point(problem, device)).sum(1)))
+        ideal = sum(roofline(problem, self.peaks_of(device)))
         of_device = np.exp(np.append(near, 1.0) @ self.weights) * ideal
         of_host = np.exp(np.array(host_features(problem)) @ self.host)
         return dict(zip(self.backends, np.fmax(of_device, of_host).tolist(), strict=True))
+
+    def point(self, problem: Problem, device: Device) -> Any:
+        """Where ``problem`` is among ``points``."""
+        return np.array(features(problem, self.peaks_of(device), device.sms or self.sms)) * self.scales
 
     def peaks_of(self, device: Device) -> Peaks:
         """Of ``device``; of one that was not measured, those of the first by its number of SMs."""
