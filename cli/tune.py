@@ -184,7 +184,7 @@ class _Output:
         """Print each problem with its candidates, the fastest first, and what was wrong or failed."""
         if self.quiet:
             return
-        rows = render.table("problem", "backend", "ms", "±", "config", "before", right=("ms", "±"))
+        rows = render.table("problem", "backend", "ms", "±", "device", "config", "before", right=("ms", "±", "device"))
         for tuned in self.tuned:
             label = str(tuned.problem)
             for rank, t in enumerate(tuned.trial.times):
@@ -192,10 +192,12 @@ class _Output:
                 before = "[dim]chosen before[/]" if t.backend == tuned.before else ""
                 spread = f"{(t.high - t.low) / 2:.2g}"
                 name = name if rank else f"[bold green]{name}[/]"
-                rows.add_row(render.escape(label), name, f"{t.ms:.4g}", spread, render.escape(t.config), before)
+                on_device = tuned.trial.device_ms.get(t.backend)
+                figures = f"{t.ms:.4g}", spread, "" if on_device is None else f"{on_device:.4g}"
+                rows.add_row(render.escape(label), name, *figures, render.escape(t.config), before)
                 label = ""
             for name, ratio in tuned.trial.hopeless.items():
-                cells = (f"[dim]{render.escape(name)}[/]", "-", "", f"[dim]{ratio:.3g} times the fastest[/]", "")
+                cells = (f"[dim]{render.escape(name)}[/]", "-", "", "", f"[dim]{ratio:.3g} times the fastest[/]", "")
                 rows.add_row(render.escape(label), *cells)
                 label = ""
         if self.tuned:
@@ -224,13 +226,14 @@ def _plain(tuned: Any) -> dict[str, Any]:
         "problem": str(tuned.problem),
         "before": tuned.before,
         "after": tuned.after,
-        "times": [_time(record) for record in tuned.trial.times],
+        "times": [_time(record, tuned.trial.device_ms.get(record.backend)) for record in tuned.trial.times],
         "wrong": [{"backend": verdict.backend, "why": verdict.why} for verdict in tuned.trial.wrong],
         "failed": tuned.trial.failed,
         "hopeless": tuned.trial.hopeless,
     }
 
 
-def _time(record: Time) -> dict[str, Any]:
+def _time(record: Time, on_device: float | None) -> dict[str, Any]:
+    """Milliseconds by the application's clock, and by the device's."""
     spread = {"ms_low": record.low, "ms_high": record.high, "runs": record.runs}
-    return {"backend": record.backend, "config": record.config, "ms": record.ms, **spread}
+    return {"backend": record.backend, "config": record.config, "ms": record.ms, **spread, "device_ms": on_device}

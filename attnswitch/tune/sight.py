@@ -19,7 +19,7 @@ from attnswitch.wisdom.classes import speed_class
 
 __all__ = ["measure"]
 
-_EFFORT = Effort(Budget(5.0, 20.0), search=0.0)
+_EFFORT = Effort(Budget(5.0, 20.0), search=0.0, device=0.0)
 #: One thread measures at a time: two would slow each other down.
 _lock = threading.Lock()
 

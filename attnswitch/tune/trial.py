@@ -1,7 +1,8 @@
 """One problem measured: each candidate is verified and tried out, then the good ones are timed in turn.
 
-A time is that of a whole call as an application makes it: the forward, and the backward too if the problem has
-gradients. A backend that turns out wrong gets a verdict in place of a time.
+A time is that of a whole call as an application makes it, in a loop that waits for nothing: the forward, and the
+backward too if the problem has gradients. So the host counts wherever the device waits for it; the device's own time is
+told beside. A backend that turns out wrong gets a verdict in place of a time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 
 from attnswitch import api
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.measure import Budget, Timing, current, measure, wait
+from attnswitch.bench.loops import Loop, loops
+from attnswitch.bench.measure import Budget, current, measure, wait
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
 from attnswitch.errors import VerificationError
@@ -56,6 +58,8 @@ class Effort:
 
     budget: Budget = field(default_factory=Budget)
     search: float = 2.0
+    #: Milliseconds for each candidate by the device's clock, by which nothing is chosen; 0 for not at all.
+    device: float = 20.0
 
 
 @dataclass(slots=True)
@@ -65,6 +69,8 @@ class Trial:
     problem: Problem
     records: list[Record] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    #: Milliseconds by the device's own clock, on a GPU.
+    device_ms: dict[str, float] = field(default_factory=dict)
     #: Backends that were too slow to be timed: how many times as long as the fastest they took when tried out.
     hopeless: dict[str, float] = field(default_factory=dict)
 
@@ -275,23 +281,30 @@ def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effor
     def failed(name: str, error: Exception) -> None:
         trial.failed[name] = _first_line(error)
 
-    times = measure({name: entry.call for name, entry in worth.items()}, where, budget=effort.budget, failed=failed)
+    calls = {name: entry.call for name, entry in worth.items()}
+    times = loops(calls, where, budget=effort.budget, failed=failed)
+    on_device = {}
+    if where != "cpu" and effort.device:
+        calls = {name: calls[name] for name in times}
+        on_device = measure(calls, where, budget=Budget(0.0, effort.device), failed=failed)
     ranked = sorted(times, key=lambda name: times[name].median)
     for backend in dict.fromkeys(entry.backend for entry in entries):
         mine = [entry for entry in entries if entry.backend == backend]
         name = next((name for name in ranked if worth[name].backend == backend), None)
         if name is not None:
             trial.records += _record(worth[name], trial.problem, device, times[name])
+            if name in on_device:
+                trial.device_ms[backend] = on_device[name].median
         elif not any(
             entry.name in worth for entry in mine
         ):  # those that failed while they were timed are in ``failed``
             trial.hopeless[backend] = min(entry.tried for entry in mine) / best
 
 
-def _record(entry: _Entry, problem: Problem, device: Device, t: Timing) -> Iterator[Record]:
+def _record(entry: _Entry, problem: Problem, device: Device, t: Loop) -> Iterator[Record]:
     signature = sign(entry.backend, device)
     if isinstance(signature, Signature):
-        figures = t.median, t.low, t.high, t.runs, torch.get_num_threads()
+        figures = t.median, t.low, t.high, t.loops, torch.get_num_threads()
         yield Time(problem, entry.backend, entry.config, *figures, signature, view.now())
 
 

@@ -18,14 +18,16 @@ from attnswitch.wisdom.signature import Signature
 
 __all__ = ["SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
 
-SCHEMA = 1
+#: In schema 1 times were those of the device's clock.
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
     """How long a backend takes for a problem: the forward, and the backward too if the problem has gradients.
 
-    ``ms``, ``low`` and ``high`` are milliseconds: the median, the 20th and the 80th percentile of ``runs`` runs.
+    ``ms``, ``low`` and ``high`` are milliseconds of a call in a loop that waits for nothing: the median, the 20th and
+    the 80th percentile of ``runs`` loops.
     ``config`` is the text of the config that was measured. ``threads`` is torch's number of CPU threads.
     """
 

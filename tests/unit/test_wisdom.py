@@ -83,7 +83,7 @@ def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
     whole = {**fields, "ms": 1, "low": 1, "high": 1}  # as another writer of JSON may have it
     assert from_line(json.dumps({**whole, "sum": _sum(whole)}).encode()).ms == 1  # type: ignore[union-attr]
     for name, value, message in (
-        ("schema", 2, "it is of schema 2"),
+        ("schema", 3, "it is of schema 3"),
         ("kind", "guess", "KeyError"),
         ("ms", "fast", "expected a float"),
         ("ms", -1.0, "expected positive numbers"),
@@ -226,7 +226,7 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
 
 def later() -> bytes:
     """A line of a version that writes another schema."""
-    fields = {**json.loads(to_line(time())), "schema": 2, "sum": "another kind of sum"}
+    fields = {**json.loads(to_line(time())), "schema": 3, "sum": "another kind of sum"}
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -234,7 +234,7 @@ def test_lines_of_another_schema_are_kept_when_the_others_are_changed(tmp_path: 
     kept = Store(tmp_path / "wisdom.jsonl")
     kept.path.write_bytes(later() + to_line(time(1.0)) + b"damaged\n" + to_line(time(2.0)))
     assert [damage.why.partition(":")[0] for damage in kept.read().damaged] == [
-        "it is of schema 2, and this version reads schema 1",
+        "it is of schema 3, and this version reads schema 2",
         "it is not JSON",
     ]
     assert kept.change(lambda records: records[1:]) == 1

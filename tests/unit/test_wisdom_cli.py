@@ -208,10 +208,10 @@ def test_a_mismatch_that_another_version_got_right_is_stale(cli: Cli) -> None:
 def test_lines_of_another_schema_are_kept_but_where_everything_is_forgotten(cli: Cli) -> None:
     view.remember([time(1.0)])
     path = store.here().path
-    line = json.dumps({**json.loads(path.read_text()), "schema": 2}) + "\n"
+    line = json.dumps({**json.loads(path.read_text()), "schema": 3}) + "\n"
     path.write_text(path.read_text() + line)
     assert "not used " in (out := cli("show").out)
-    assert ("line 2: it is of schema 2" in out, "damaged" in out) == (True, False)
+    assert ("line 2: it is of schema 3" in out, "damaged" in out) == (True, False)
     assert "1 line forgotten" in cli("forget", "--backend", "tiled").out
     assert path.read_text() == line
     assert "1 line forgotten" in cli("forget", "--all").out
