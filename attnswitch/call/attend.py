@@ -12,7 +12,7 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.launch import DUAL, Launch, Request
 from attnswitch.call.options import Options, text_of
-from attnswitch.call.run import run
+from attnswitch.call.run import run, run_prepared
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.planning import policy as policies
@@ -72,12 +72,14 @@ def attend(
     look, shown = launch.look, launch.shown
     if look is not None and shown is None and not look(*given[:3]):
         return _poisoned(asked, launch, operands, given, key_lengths, seed)
-    if launch.run is not None:
+    if launch.run is None:
+        result = run(asked, launch, operands, given, key_lengths, seed)
+    elif launch.plain:
         result = launch.run(*given)
         if look is not None and shown is not None and shown(*result) and not look(*given[:3]):
             return _poisoned(asked, launch, operands, given, key_lengths, seed)
     else:
-        result = run(asked, launch, operands, given, key_lengths, seed)
+        result = run_prepared(asked, launch, operands, given, key_lengths, seed)
     if launch.recorded or _recording() is not None:
         recording.note(launch.problem)
     return result

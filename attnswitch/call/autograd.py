@@ -28,9 +28,8 @@ def differentiable(
     """
     *operands, key_lengths, seed = inputs
 
-    def forward(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-        again = Inputs(query, key, value, attn_mask, key_lengths, seed)
-        out, lse = kernel.forward(again.map(_passage("torch", library)))
+    def forward(*given: Any) -> tuple[Any, Any]:
+        out, lse = kernel.forward(Inputs(*given).map(_passage("torch", library)))
         back = _passage(library, "torch")
         return back(out), None if lse is None else back(lse)
 
@@ -51,7 +50,7 @@ def _passage(source: str, target: str) -> Callable[[Any], Any]:
 
 
 def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
-    """``differentiable`` of calls without key lengths or a seed to a kernel that takes torch's tensors.
+    """``differentiable`` of calls to a kernel that takes torch's tensors.
 
     ``forward`` is the kernel's own, for tensors that lie alike. No function transform is active.
     """
@@ -59,12 +58,16 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     # What torch has before it looks for function transforms, which takes as long as the rest.
     apply = super(torch.autograd.Function, _Attention).apply
 
-    def with_lse(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-        both: tuple[Any, Any] = apply(query, key, value, attn_mask, work)
+    def with_lse(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, key_lengths: Any = None, seed: int | None = None
+    ) -> tuple[Any, Any]:
+        both: tuple[Any, Any] = apply(query, key, value, attn_mask, work.of(key_lengths, seed))
         return both
 
-    def without(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-        return apply(query, key, value, attn_mask, work), None
+    def without(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, key_lengths: Any = None, seed: int | None = None
+    ) -> tuple[Any, Any]:
+        return apply(query, key, value, attn_mask, work.of(key_lengths, seed)), None
 
     return with_lse if problem.lse else without
 
@@ -94,6 +97,12 @@ class _Work:
     key_lengths: Any = None
     seed: int | None = None
 
+    def of(self, key_lengths: Any, seed: int | None) -> _Work:
+        """The same of a call with these."""
+        if key_lengths is seed is None:
+            return self
+        return _Work(self.problem, self.forward, self.backward, key_lengths, seed)
+
 
 class _Attention(torch.autograd.Function):
     """The output, and lse where the problem asks for it."""
@@ -101,7 +110,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, work: _Work) -> Any:
         ctx.work = work
-        out, lse = work.forward(query, key, value, *(() if attn_mask is None else (attn_mask,)))
+        if work.key_lengths is work.seed is None:
+            out, lse = work.forward(query, key, value, *(() if attn_mask is None else (attn_mask,)))
+        else:
+            out, lse = work.forward(query, key, value, attn_mask, work.key_lengths, work.seed)
         ctx.steps = [_steps(operand) for operand in (query, key, value, attn_mask)] if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse)

@@ -22,7 +22,7 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["DUAL", "Launch", "Request", "measure", "straight"]
+__all__ = ["DUAL", "Launch", "Request", "lie_of", "measure", "straight"]
 
 #: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
 DUAL = -1
@@ -42,7 +42,9 @@ class Launch:
         "draws",
         "facts",
         "kernel",
+        "lengths_lie",
         "look",
+        "plain",
         "poisoned",
         "problem",
         "recorded",
@@ -54,8 +56,9 @@ class Launch:
 
     def __init__(self, problem: Problem, facts: tuple[Facts | None, ...], backend: Backend, kernel: Kernel) -> None:
         self.problem, self.facts, self.backend, self.kernel = problem, facts, backend, kernel
-        #: Output and lse of operands as the caller lays them out, of calls without lengths and seed.
+        #: Output and lse of operands as the caller lays them out, and of lengths that lie as ``lengths_lie`` says.
         self.run: Forward | None = None
+        self.lengths_lie: tuple[Any, ...] | None = None
         #: The same for ``differentiate``, which takes operands, results and upstream gradients.
         self.save: Forward | None = None
         self.differentiate: Callable[..., Gradients] | None = None
@@ -68,6 +71,8 @@ class Launch:
         #: The launch for such operands.
         self.poisoned: Launch | None = None
         self.settled = False
+        #: Whether there is no more to its calls than operands.
+        self.plain = True
         #: Whether all calls of this process are noted.
         self.recorded = recording.whole_process() is not None
         #: Whether each call is given a seed of its own.
@@ -103,7 +108,7 @@ class Request:
         launch = self.launches.get(facts)
         if launch is None:
             launch = self.build(facts, key_lengths)
-            self._arm(launch, known)
+            self._arm(launch, known, key_lengths)
         elif not launch.settled:
             self._settle(launch, known)
         elif launch.alike is not None:
@@ -134,6 +139,7 @@ class Request:
                 lasting = measure(problem, device, self.backend)
             backend, kernel = planner.build(problem, device, self.backend, self.policy)
         launch = Launch(problem, facts, backend, kernel)
+        launch.plain = not (self.lengths or problem.seeded or launch.draws)
         if not nonfinite and finite.looked_for(finite.when(), where[0]):
             launch.look = finite.look_of(problem, where[0], query.library)
         if lasting and not nonfinite:
@@ -148,22 +154,19 @@ class Request:
             launch.poisoned = self.build(launch.facts, nonfinite=True)
         return launch.poisoned
 
-    def _arm(self, launch: Launch, operands: Sequence[Array]) -> None:
-        """Have the kernel prepare itself for operands that lie like these, where that is all there is to a call."""
-        if self.grads is not None or not self._is_plain(launch):
+    def _arm(self, launch: Launch, operands: Sequence[Array], key_lengths: Any) -> None:
+        """Have the kernel prepare itself for torch tensors that lie like these, where it takes them as they are."""
+        if self.grads is not None or not _is_native(launch):
             return
-        launch.run = _prepared(launch, operands, self.options.layout == "BLHD")
+        lengths = None
+        if key_lengths is not None:
+            lengths = lengths_beside(key_lengths, launch.facts[0], launch.problem.seq_k)  # type: ignore[arg-type]
+            launch.lengths_lie = lie_of(lengths)
+        seed = 0 if launch.problem.seeded or launch.draws else None
+        launch.run = _prepared(launch, operands, lengths, seed, self.options.layout == "BLHD")
         shows = launch.kernel.shows
-        if launch.look is not None and shows is not Shows.NOWHERE and not launch.problem.grads:
+        if launch.look is not None and shows is not Shows.NOWHERE and not launch.problem.grads and launch.plain:
             launch.shown = finite.shown(launch.problem, shows)
-
-    def _is_plain(self, launch: Launch) -> bool:
-        """Whether there is no more to its calls than torch tensors, which the kernel takes."""
-        first = launch.facts[0]
-        assert first is not None
-        if self.lengths or self.seeded or launch.draws or first.library != "torch":
-            return False
-        return launch.backend.native("torch") == "torch"
 
     def _settle(self, launch: Launch, operands: Sequence[Array]) -> None:
         """What is worth its time for facts that come again."""
@@ -173,7 +176,7 @@ class Request:
             device = Device.of(*launch.facts[0].device)  # type: ignore[union-attr]
             if planner.choose(problem, device, self.backend, self.policy).backend == launch.backend.name:
                 launch.look = None  # the choice is the same, whatever a look would see
-        if self.grads is not None and self._is_plain(launch):
+        if self.grads is not None and launch.plain and _is_native(launch):
             turned = self.options.layout == "BLHD"
             launch.save = _saving(launch, operands, turned)
             launch.differentiate = _differentiating(launch, operands, turned)
@@ -211,6 +214,18 @@ def measure(problem: Problem, device: Device, backend: str | None) -> bool:
     return not planner.make_plan(problem, device, backend, Policy.MEASURE).open
 
 
+def _is_native(launch: Launch) -> bool:
+    """Whether its calls are of torch tensors, which the kernel takes."""
+    first = launch.facts[0]
+    assert first is not None
+    return first.library == "torch" and launch.backend.native("torch") == "torch"
+
+
+def lie_of(lengths: Any) -> tuple[Any, ...]:
+    """How lengths of torch lie, as far as a prepared launch may rest on it."""
+    return lengths.dtype, lengths.shape, lengths.stride(), lengths.get_device(), lengths.data_ptr() & 15
+
+
 def straight(operands: Sequence[Array], turned: bool) -> Inputs:
     """Operands in (B, H, L, D) order, ``turned`` if the caller's are (B, L, H, D), and the mask with four axes."""
     query, key, value, mask = operands if len(operands) > 3 else (*operands, None)
@@ -221,9 +236,11 @@ def straight(operands: Sequence[Array], turned: bool) -> Inputs:
     return Inputs(query, key, value, mask)
 
 
-def _prepared(launch: Launch, operands: Sequence[Array], turned: bool) -> Forward:
-    """The way from torch tensors that lie like ``operands`` to the results, in the caller's layout."""
-    forward = launch.kernel.prepared(straight(operands, turned))
+def _prepared(
+    launch: Launch, operands: Sequence[Array], lengths: Array | None, seed: int | None, turned: bool
+) -> Forward:
+    """The way from torch tensors that lie like these to the results, in the caller's layout."""
+    forward = launch.kernel.prepared(straight(operands, turned)._replace(key_lengths=lengths, seed=seed))
     if launch.problem.grads and not launch.backend.autograd:
         forward = import_module("attnswitch.call.autograd").prepared(launch.problem, launch.kernel, forward)
     return _laid_out(forward, operands, turned)
@@ -256,8 +273,9 @@ def _laid_out(forward: Forward, operands: Sequence[Array], turned: bool) -> Forw
     if not turned and (len(operands) == 3 or operands[3].dim() == 4):
         return forward
 
-    def run(*operands: Any) -> tuple[Any, Any]:
-        out, lse = forward(*straight(operands, turned)[: len(operands)])
+    def run(*given: Any) -> tuple[Any, Any]:
+        operands = given[: 3 if len(given) == 3 or given[3] is None else 4]
+        out, lse = forward(*straight(operands, turned)[: min(len(given), 4)], *given[4:])
         return (swap_heads(out) if turned else out), lse
 
     return run

@@ -1,4 +1,4 @@
-"""From arrays of any library to results by a launch: the way of calls that nothing was prepared for."""
+"""From arrays of any library to results by a launch: of calls that are more than operands which lie as before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call.describe import lengths_beside, swap_heads
-from attnswitch.call.launch import Launch, Request, straight
+from attnswitch.call.launch import Launch, Request, lie_of, straight
 from attnswitch.machine.backend import Inputs
 
-__all__ = ["caller_of", "drawn_seed", "inputs_of", "run", "to_caller", "to_native"]
+__all__ = ["caller_of", "drawn_seed", "inputs_of", "run", "run_prepared", "to_caller", "to_native"]
 
 
 def run(
@@ -39,6 +39,30 @@ def run(
     caller = caller_of(launch, operands)
     turned = asked.options.layout == "BLHD"
     return to_caller(out, native, library, caller, turned), to_caller(lse, native, library, caller, False)
+
+
+def run_prepared(
+    asked: Request,
+    launch: Launch,
+    operands: Sequence[Array],
+    given: Sequence[Array],
+    key_lengths: Any,
+    seed: int | None,
+) -> tuple[Array, Array | None]:
+    """The same by what the launch prepared; lengths that lie otherwise than its first ones take the way of any call."""
+    lengths = None
+    if key_lengths is not None:
+        torch: Any = sys.modules["torch"]
+        lengths = key_lengths
+        if not (type(lengths) is torch.Tensor and lengths.is_cuda and lie_of(lengths) == launch.lengths_lie):
+            assert launch.facts[0] is not None
+            lengths = lengths_beside(key_lengths, launch.facts[0], launch.problem.seq_k)
+            if lie_of(lengths) != launch.lengths_lie:
+                return run(asked, launch, operands, given, key_lengths, seed)
+    if not launch.problem.seeded:  # one that was given has no use without dropout
+        seed = drawn_seed() if launch.draws else None
+    assert launch.run is not None
+    return launch.run(*given[:3], given[3] if len(given) > 3 else None, lengths, seed)
 
 
 def caller_of(launch: Launch, operands: Sequence[Array]) -> Array | None:

@@ -28,7 +28,7 @@ __all__ = [
     "Tile",
 ]
 
-#: Output and lse of query, key, value and, where the problem has one, attn_mask.
+#: Output and lse of query, key, value and, where the problem has them, attn_mask, key_lengths and a seed.
 Forward = Callable[..., tuple[Array, Array | None]]
 #: What ``Kernel.backward`` takes and gives.
 Backward = Callable[..., "Gradients"]
@@ -121,14 +121,22 @@ class Kernel:
         raise NotImplementedError
 
     def prepared(self, inputs: Inputs) -> Forward:
-        """``forward`` of torch tensors that lie like ``inputs``, of calls without key lengths and seed.
+        """``forward`` of torch tensors that lie like ``inputs``: of (query, key, value, attn_mask, key_lengths, seed).
 
-        They have the same shapes, strides and devices, and addresses that are multiples of 16 where these are; torch
-        is in the modes that it is in now (autograd, autocast). What follows from that need not be looked at again.
+        They have the same shapes, strides, dtypes and devices, and addresses that are multiples of 16 where these are;
+        what ``inputs`` has none of is left out; torch is in the modes that it is in now (autograd, autocast). What
+        follows from that need not be looked at again.
         """
 
-        def forward(query: Array, key: Array, value: Array, attn_mask: Array = None) -> tuple[Array, Array | None]:
-            return self.forward(Inputs(query, key, value, attn_mask))
+        def forward(
+            query: Array,
+            key: Array,
+            value: Array,
+            attn_mask: Array = None,
+            key_lengths: Array = None,
+            seed: int | None = None,
+        ) -> tuple[Array, Array | None]:
+            return self.forward(Inputs(query, key, value, attn_mask, key_lengths, seed))
 
         return forward
 

@@ -15,7 +15,7 @@ from ..own import arithmetic
 from . import memory
 from .classes import per_class
 
-__all__ = ["Arguments", "Divisor", "Operand", "constants", "divide", "of_call", "put", "with_mask"]
+__all__ = ["Arguments", "Divisor", "Operand", "constants", "divide", "lying", "of_call", "put", "seed"]
 
 #: ``Operand``, written in one go.
 _OPERAND = struct.Struct("=5q")
@@ -122,22 +122,34 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
     if inputs.attn_mask is not None:
         _put_mask(a, inputs.attn_mask)
     if inputs.key_lengths is not None:
-        size = int(inputs.key_lengths.itemsize)
-        a.lengths, stride = memory.place(inputs.key_lengths)
-        a.length_stride = stride * size
-        a.length_bytes = size if memory.dtype_name(inputs.key_lengths).startswith("u") else -size
+        _put_lengths(a, inputs.key_lengths)
     if inputs.seed is not None:
-        a.seed_low, a.seed_high = inputs.seed & 0xFFFFFFFF, inputs.seed >> 32
+        seed(a, inputs.seed)
     return a
 
 
-def with_mask(constants: Arguments, mask: Any) -> Arguments:
-    """``constants``, or a copy that has the strides of the calls' mask."""
-    if mask is None:
+def lying(constants: Arguments, mask: Any, lengths: Any) -> Arguments:
+    """``constants``, or a copy that has the strides of the calls' mask, and type and stride of their lengths."""
+    if mask is lengths is None:
         return constants
     a = Arguments.from_buffer_copy(constants)
-    _put_mask(a, mask)
+    if mask is not None:
+        _put_mask(a, mask)
+    if lengths is not None:
+        _put_lengths(a, lengths)
     return a
+
+
+def seed(a: Arguments, number: int) -> None:
+    """Write the seed of dropout."""
+    a.seed_low, a.seed_high = number & 0xFFFFFFFF, number >> 32
+
+
+def _put_lengths(a: Arguments, lengths: Any) -> None:
+    size = int(lengths.itemsize)
+    a.lengths, stride = memory.place(lengths)
+    a.length_stride = stride * size
+    a.length_bytes = size if memory.dtype_name(lengths).startswith("u") else -size
 
 
 def _put_mask(a: Arguments, mask: Any) -> None:

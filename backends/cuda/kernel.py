@@ -74,7 +74,7 @@ class CudaKernel(Kernel):
     def prepared(self, inputs: Inputs) -> Forward:
         """``forward`` for tensors that lie like these, on a GPU."""
         general = super().prepared(inputs)
-        if self._is_general(inputs) or not self._forward.blocks:
+        if memory.on_cpu(inputs.query) or not self._forward.blocks:
             return general
         self._build()
         return prepared.forward(self.problem, self._forward, inputs, general)
@@ -88,7 +88,7 @@ class CudaKernel(Kernel):
     def prepared_backward(self, inputs: Inputs) -> Backward:
         """``backward`` for tensors that lie like these, on a GPU. What it launches is laid out at the first call."""
         p = self.problem
-        if self._is_general(inputs) or p.is_empty or not p.seq_k:
+        if memory.on_cpu(inputs.query) or p.is_empty or not p.seq_k:
             return self.backward
         ready: Backward | None = None
 
@@ -99,8 +99,3 @@ class CudaKernel(Kernel):
             return ready(inputs, out, lse, grad_out, grad_lse)
 
         return differentiate
-
-    def _is_general(self, inputs: Inputs) -> bool:
-        """Whether a call has more to it than query, key, value and mask on a GPU."""
-        p = self.problem
-        return p.key_lengths or p.dropout > 0.0 or memory.on_cpu(inputs.query)

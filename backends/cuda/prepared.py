@@ -39,11 +39,13 @@ def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs:
     rows = (b, h, length), (h * length, length, 1)
     real = torch.float64 if problem.dtype == "float64" else torch.float32
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-    constants = arguments.with_mask(launch.constants, inputs.attn_mask)
+    constants = arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths)
 
-    def attend(query: Any, key: Any, value: Any, mask: Any = None) -> tuple[Any, Any]:
+    def attend(
+        query: Any, key: Any, value: Any, mask: Any = None, lengths: Any = None, seed: int | None = None
+    ) -> tuple[Any, Any]:
         if current() != index:
-            return general(query, key, value) if mask is None else general(query, key, value, mask)
+            return general(query, key, value, mask, lengths, seed)
         out = query.new_empty_strided(shape, steps)
         lse = query.new_empty_strided(*rows, dtype=real) if wanted else None
         at = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -51,6 +53,10 @@ def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs:
         _FOUR.pack_into(a, 0, at[0], *by_query, at[1], *by_key, at[2], *by_value, out.data_ptr(), *steps)
         if mask is not None:
             _ADDRESS.pack_into(a, _AT_MASK, mask.data_ptr())
+        if lengths is not None:
+            a.lengths = lengths.data_ptr()
+        if seed is not None:
+            arguments.seed(a, seed)
         if lse is not None:
             a.lse = lse.data_ptr()
         send(a, at, out if lse is None else lse, stream(index))
@@ -62,14 +68,14 @@ def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs:
 def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, general: Backward) -> Backward:
     """Gradients of torch tensors on a GPU that lie like ``inputs``; those that are given may lie in any way.
 
-    ``general`` takes the calls with key lengths or a seed, and those that are made while another GPU is the current
-    one.
+    ``general`` takes the calls that are made while another GPU is the current one, or whose lengths lie otherwise.
     """
     torch: Any = sys.modules["torch"]
     index = inputs.query.get_device()
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-    constants = Arguments.from_buffer_copy(arguments.with_mask(launch.constants, inputs.attn_mask))
+    constants = Arguments.from_buffer_copy(arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths))
+    lengths_lie = _lie(inputs.key_lengths)
     constants.turned = portable.turned(inputs)
     lying = zip(inputs[:3], launch.dims, strict=True)
     of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
@@ -81,9 +87,9 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
     known: set[tuple[int, ...]] = set()
 
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        if current() != index or inputs.key_lengths is not None or inputs.seed is not None:
+        query, key, value, mask, lengths, seed = inputs
+        if current() != index or _lie(lengths) != lengths_lie:
             return general(inputs, out, lse, grad_out, grad_lse)
-        query, key, value, mask = inputs[:4]
         by_grad, at_grad = grad_out.stride(), grad_out.data_ptr()
         if by_grad not in known or at_grad & 15:
             grad_out = launch.readable(grad_out)
@@ -102,6 +108,10 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
         _FIVE.pack_into(a, 0, *operands, out.data_ptr(), *out.stride(), at_grad, *by_grad)
         if mask is not None:
             _ADDRESS.pack_into(a, _AT_MASK, mask.data_ptr())
+        if lengths is not None:
+            a.lengths = lengths.data_ptr()
+        if seed is not None:
+            arguments.seed(a, seed)
         base = space.data_ptr()
         _REST.pack_into(
             a,
@@ -119,6 +129,11 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
         return Gradients(grad_query, grad_key, grad_value, grad_mask)
 
     return differentiate
+
+
+def _lie(lengths: Any) -> tuple[Any, ...] | None:
+    """What of lengths is the same in every call."""
+    return None if lengths is None else (lengths.dtype, lengths.stride(), lengths.get_device())
 
 
 def _lying(operand: Any, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -142,7 +142,10 @@ class SdpaKernel(Kernel):
             return super().prepared(inputs)
         if self.plain is not None:
             return self.launch(self.plain)
-        return self.backend.direct(self.problem, self.device, self.compose) or super().prepared(inputs)
+        direct = None
+        if not self.problem.key_lengths:  # what lies past them is taken out first
+            direct = self.backend.direct(self.problem, self.device, self.compose)
+        return direct or super().prepared(inputs)
 
     def _launched(self, inputs: Inputs, hiding: masks.Hiding) -> tuple[Any, Any]:
         """The operator's answer, without what makes the operands fit, and without an lse that nobody asked for."""

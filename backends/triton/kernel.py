@@ -83,8 +83,8 @@ class TritonKernel(Kernel):
             return general
         launched, here = self._forward_of(inputs), _here(inputs.query)
 
-        def forward(query: Any, key: Any, value: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-            return (launched if here() else general)(query, key, value, attn_mask)
+        def forward(query: Any, key: Any, value: Any, *beside: Any) -> tuple[Any, Any]:
+            return (launched if here() else general)(query, key, value, *beside)
 
         return forward
 
@@ -113,7 +113,7 @@ class TritonKernel(Kernel):
         def backward(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
             launched = None
             if here():
-                lie = _lie(out, out, lse, grad_out, grad_lse)
+                lie = _lie(out, out, lse, grad_out, grad_lse, inputs.key_lengths)
                 launched = known.get(lie)
                 if launched is None and lse.is_contiguous() and (grad_lse is None or grad_lse.is_contiguous()):
                     launched = _keep(known, lie, self._new_backward())
@@ -145,8 +145,7 @@ class TritonKernel(Kernel):
         return not (
             self._sees_nothing
             or self._uneven
-            or inputs.key_lengths is not None
-            or inputs.seed is not None
+            or (inputs.key_lengths is not None and not inputs.key_lengths.is_contiguous())
             or any(x is not None and x.data_ptr() % 16 for x in inputs[:4])
             or (self._copies_mask and mask is not None and not mask_even(mask))
         )

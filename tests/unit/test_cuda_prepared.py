@@ -155,18 +155,60 @@ def test_on_another_gpu_the_general_one_takes_over(gpu: list[Any], monkeypatch: 
     assert len(gpu) == 1
 
 
-@pytest.mark.parametrize("text", ["b1.h1.s0x8.d8.bf16", "b1.h1.s9.d8.bf16.lengths", "b1.h1.s9.d8.bf16.dropout=0.5"])
-def test_nothing_to_launch_lengths_and_dropout_are_for_the_general_one(
-    text: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_to_launch_is_for_the_general_one(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     general = importlib.import_module("attnswitch.backends.cuda.kernel").CudaKernel
     monkeypatch.setattr(general, "forward", lambda _, inputs: inputs)
-    made, p = kernel(text), Problem.parse(text)
+    made, p = kernel("b1.h1.s0x8.d8.bf16"), Problem.parse("b1.h1.s0x8.d8.bf16")
     inputs = operands(p)
     given = made.prepared(inputs)(*inputs[:3])
     assert all(one is other for one, other in zip(given[:3], inputs[:3], strict=True))
     assert made.prepared_backward(inputs) == made.backward
     assert not gpu
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "uint8"])
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b3.h2.s40.d8.fp16.lengths.dropout=0.5.seeded.grad",
+        "b3.h2.s200.d64.bf16.lengths.lse",
+        "b3.h2.s1x90.d8.fp32.lengths",
+    ],
+)
+def test_lengths_and_seeds_are_passed_as_by_the_general_one(
+    text: str, kind: str, step: int, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call has its own, through one prepared launch; forward and backward."""
+    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
+    places = run.workspace.Places(4096, 4096, None)
+    monkeypatch.setattr(run.workspace, "blank", lambda *_: places)
+    made, p = kernel(text), Problem.parse(text)
+    names = ("lengths", "length_stride", "length_bytes", "seed_low", "seed_high")
+    forward = backward = None
+    for turn in range(3):
+        lengths = torch.tensor([turn, 9, 40] * 2, dtype=getattr(torch, kind))[::step][:3]
+        seed = 2**40 + turn if p.seeded else None
+        inputs = operands(p)._replace(key_lengths=lengths, seed=seed)
+        forward = forward or made.prepared(inputs)
+        gpu.clear()
+        out, lse = forward(*inputs)
+        made.forward(inputs)
+        half = len(gpu) // 2
+        assert half
+        for one, other in zip(gpu[:half], gpu[half:], strict=True):
+            assert [bytes_of(one[5], name) for name in names] == [bytes_of(other[5], name) for name in names]
+        if not p.grads:
+            continue
+        backward = backward or made.prepared_backward(inputs)
+        gpu.clear()
+        given = inputs, out, lse, torch.randn_like(out), None
+        backward(*given)
+        made.backward(*given)
+        half = len(gpu) // 2
+        for one, other in zip(gpu[:half], gpu[half:], strict=True):
+            assert [bytes_of(one[5], name) for name in names] == [bytes_of(other[5], name) for name in names]
 
 
 @compiled
