@@ -189,7 +189,9 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    """Whether it is the machine's want of memory, which libraries tell in different ways."""
+    told = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    return told or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower().replace("_", " "))
 
 
 def _crash(error: Exception) -> Failure:

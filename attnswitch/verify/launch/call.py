@@ -14,6 +14,7 @@ import numpy as np
 import attnswitch
 from attnswitch import arrays
 from attnswitch.call import finite
+from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.layouts import Storage, host, place
 
@@ -158,7 +159,13 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
     """Through ``attention_backward``, for libraries without autograd."""
     options = _options(case, placed)
     operands = (placed.query, placed.key, placed.value)
-    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
+    chosen = backend
+    if chosen is None:
+        plan = attnswitch.plan(*operands, **options, return_lse=case.lse)
+        chosen = str(plan.backend)
+        if case.grads:  # whose choice may be another: one backend is to answer for all results
+            stepping = make_plan(plan.problem.replace(grads=case.grads), plan.device)
+            backend = chosen = stepping.backend or chosen
     out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
     results: dict[str, Any] = {"out": out[0], "lse": out[1]} if case.lse else {"out": out}
     if case.grads:

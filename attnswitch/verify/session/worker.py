@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from attnswitch.errors import AttnswitchError, VerificationError
 from attnswitch.verify.drawing.case import Case
@@ -31,6 +32,8 @@ from attnswitch.verify.session.provenance import provenance
 __all__ = ["main", "recording"]
 
 _PR_SET_PDEATHSIG = 1
+#: Bytes of a GPU's memory that a worker keeps between two cases.
+_KEPT = 2**29
 
 
 def recording(path: Path | None) -> Examine:
@@ -44,9 +47,23 @@ def recording(path: Path | None) -> Examine:
             if path is not None:
                 journal.write(path, journal.Entry(count, backend, case))
 
-        return examine(case, backends, device, only=only, before=before)
+        try:
+            return examine(case, backends, device, only=only, before=before)
+        finally:
+            if device != "cpu":
+                _share(device)
 
     return launch
+
+
+def _share(device: str) -> None:
+    """Give memory back that the allocators keep: the other workers of a GPU need it for cases of great lengths."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.memory_reserved(device) > _KEPT:
+        torch.cuda.empty_cache()
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None and cupy.get_default_memory_pool().total_bytes() > _KEPT:
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 def main() -> None:

@@ -1,0 +1,72 @@
+"""What becomes of a case: which backend answers for it, and what is no fault of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from attnswitch import Device, Problem
+from attnswitch.machine.backend import Backend, Inputs, Kernel
+from attnswitch.verify import Case
+from attnswitch.verify.judge import check
+from attnswitch.verify.outcome import AUTO
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Time
+from attnswitch.wisdom.signature import Signature, sign
+
+CASE = Case.of(Problem.parse("b1.h2.s16.d8.fp32.grad")).replace(library="numpy")
+
+
+def remember(backend: str, problem: Problem, ms: float) -> None:
+    signature = sign(backend, Device.cpu())
+    assert isinstance(signature, Signature)
+    view.remember([Time(problem, backend, "", ms, ms, ms, 30, 2, signature, "2026-11-24T10:00:00")])
+
+
+def test_one_backend_answers_for_output_and_gradients_of_arrays_without_autograd() -> None:
+    """The choice for a forward alone may be another: found on an H100, where cuDNN's bits were taken for cuda's."""
+    step = CASE.problem()
+    forward = step.replace(grads="")
+    for backend, of_forward, of_step in (("sdpa-flash", 5.0, 5.0), ("reference", 1.0, 9.0), ("tiled", 9.0, 1.0)):
+        remember(backend, forward, of_forward)
+        remember(backend, step, of_step)
+    outcome = check(CASE, AUTO)
+    assert (outcome.verdict, outcome.chosen) == ("verified", "tiled")
+    assert check(CASE.replace(grads=""), AUTO).chosen == "reference"
+
+
+class _Hungry(Kernel):
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        raise RuntimeError(Hungry.said)
+
+
+class Hungry(Backend):
+    """Asks for more memory than there is."""
+
+    library = "numpy"
+    said = ""
+
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
+        yield from ()
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        return _Hungry()
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("Triton Error [CUDA]: out of memory", "refused"),
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", "refused"),
+        ("cuLaunchKernelEx: CUDA_ERROR_OUT_OF_MEMORY", "refused"),
+        ("CUDA error: an illegal memory access was encountered", "mismatch"),
+    ],
+)
+def test_a_want_of_memory_is_no_fault_of_a_kernel(said: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hungry, "said", said)
+    outcome = check(CASE.replace(grads=""), f"{__name__}:Hungry")
+    assert outcome.verdict == verdict
+    if verdict == "refused":
+        assert outcome.reasons[0].startswith("out of memory")
