@@ -40,7 +40,7 @@ class Row(NamedTuple):
     origin: str = "attnswitch"
 
 
-#: In order of preference, where nothing was measured: the first that takes a problem is chosen.
+#: In order of preference, where nothing was measured or forecast: the first that takes a problem is chosen.
 TABLE = (
     Row("sdpa-cudnn", "attnswitch.backends.sdpa.cudnn:CudnnBackend"),
     Row("sdpa-flash", "attnswitch.backends.sdpa.flash:FlashBackend"),

@@ -17,7 +17,7 @@ __all__ = ["Policy", "effective", "of_context", "using"]
 class Policy(enum.StrEnum):
     """What the choice of a backend may rest on. The names are FFTW's."""
 
-    #: What was measured here if anything was, else the declared order. Never measures. The default.
+    #: What was measured here if anything was, else the forecast, else the declared order. Never measures. The default.
     ESTIMATE = "estimate"
     #: What was not measured yet is, at the first call of its class, and remembered for every later process.
     MEASURE = "measure"
