@@ -59,7 +59,9 @@ def recording(path: Path | None) -> Examine:
 def _share(device: str) -> None:
     """Give memory back that the allocators keep: the other workers of a GPU need it for cases of great lengths."""
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.memory_reserved(device) > _KEPT:
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.memory_reserved(device) > _KEPT:
         torch.cuda.empty_cache()
     cupy: Any = sys.modules.get("cupy")
     if cupy is not None and cupy.get_default_memory_pool().total_bytes() > _KEPT:
