@@ -42,7 +42,7 @@ class Forward:
         self.constants = arguments.constants(p, section)
         arguments.divide(self.constants, p, pack, heads, rows, splits, chunk * tile.keys)
         self.blocks = p.batch * heads * rows * splits
-        self.variant = _forward(p, tile, chosen.split, config.once(p))
+        self.variant = _forward(p, tile, chosen.split, config.once(p, tile))
         #: Whether an lse is written, be it asked for or not.
         self.needs_lse = chosen.split == PARTS
         self._problem, self._tile, self._splits, self._split = p, tile, splits, chosen.split
