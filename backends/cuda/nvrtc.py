@@ -131,7 +131,11 @@ def version() -> tuple[int, int]:
 
 def full_name() -> str:
     """NVRTC with its version, as messages call it."""
-    return "NVRTC " + ".".join(map(str, version()))
+    return _named(version())
+
+
+def _named(version: tuple[int, int]) -> str:
+    return "NVRTC " + ".".join(map(str, version))
 
 
 @functools.cache
@@ -212,7 +216,7 @@ def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> byt
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             raise CompileError(
-                f"{full_name()} could not compile {what} with {' '.join(options)}:"
+                f"{_named(nvrtc.getVersion())} could not compile {what} with {' '.join(options)}:"
                 f" {error}\n{nvrtc.getProgramLog(program).rstrip(_BLANK)}"
             ) from None
         cubin: bytes = nvrtc.getCUBIN(program)

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,22 @@ def test_instructions_of_sm_90a_are_there_and_only_there() -> None:
     assert nvrtc.compiled(nvrtc._HOPPER_ONLY, "sm_90a")
     with pytest.raises(CompileError, match=r"wgmma.*not supported on .target 'sm_90'"):
         nvrtc.compiled(nvrtc._HOPPER_ONLY, "sm_90")
+
+
+def test_a_library_that_compiles_nothing_is_told_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its builtins are missing: it is asked for a probe before anything is known of it."""
+    library = nvrtc._library()
+
+    def fails(*_: Any) -> None:
+        raise library.NVRTCError(7)
+
+    broken = SimpleNamespace(**{name: getattr(library, name) for name in dir(library) if not name.startswith("__")})
+    broken.compileProgram = fails
+    monkeypatch.setattr(nvrtc, "_library", lambda: broken)
+    major, minor = library.getVersion()
+    assert nvrtc._asked() == ((major, minor), tuple(library.getSupportedArchs()), False)
+    with pytest.raises(CompileError, match=rf"NVRTC {major}\.{minor} could not compile broken\.cu"):
+        nvrtc._compile(PLAIN, ("-arch=sm_80",), "broken.cu", "broken.cu")
 
 
 @pytest.mark.parametrize(
