@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -37,6 +38,8 @@ DISTRIBUTIONS = (
 
 #: Bits of precision of the storage types.
 _PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+#: Numbers that are made at a time: 256 kB.
+_BLOCK = 2**15
 _STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
 
 
@@ -47,20 +50,36 @@ def _signed(word: int) -> int:
 _GOLDEN, _MIX1, _MIX2 = (_signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def hashed(xp: Any, seed: int, stream: int, count: int) -> Array:
-    """``count`` 64-bit hashes as int64, in the array library ``xp`` (numpy, cupy or torch)."""
+def hashed(xp: Any, seed: int, stream: int, count: int, first: int = 0) -> Array:
+    """``count`` 64-bit hashes from number ``first`` on as int64, in the array library ``xp`` (numpy, cupy or torch)."""
     start = _signed((seed * 0xD1342543DE82EF95 + stream * 0xA0761D6478BD642F) % 2**64)
-    x = xp.arange(1, count + 1, dtype=xp.int64) * _GOLDEN + start
+    x = xp.arange(first + 1, first + count + 1, dtype=xp.int64)
+    x *= _GOLDEN
+    x += start
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        x = (x ^ _right(x, shift)) * factor
-    return x ^ _right(x, 31)
+        x ^= _right(x, shift)
+        x *= factor
+    x ^= _right(x, 31)
+    return x
 
 
 def _right(x: Array, shift: int) -> Array:
     """Logical shift right of int64."""
+    if isinstance(x, np.ndarray):
+        return (x.view(np.uint64) >> np.uint64(shift)).view(np.int64)
     if shift == 0:
         return x
     return (x >> shift) & (2 ** (64 - shift) - 1)
+
+
+def _blocks(xp: Any, count: int) -> Iterator[tuple[int, int]]:
+    """First and size of parts of ``count`` numbers: in NumPy such as a processor's cache holds."""
+    size = _BLOCK if xp is np else max(1, count)
+    return ((first, min(size, count - first)) for first in range(0, count, size))
+
+
+def _joined(xp: Any, parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else xp.concatenate(parts) if parts else xp.zeros(0, dtype=xp.float64)
 
 
 def _float64(xp: Any, x: Array) -> Array:
@@ -69,16 +88,24 @@ def _float64(xp: Any, x: Array) -> Array:
 
 def uniform(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
     """float64 in [0, 1), multiples of 2**-53."""
-    bits = _right(hashed(xp, seed, stream, math.prod(shape)), 11)
-    return (_float64(xp, bits) * 2.0**-53).reshape(shape)
+    parts = [
+        _float64(xp, _right(hashed(xp, seed, stream, size, first), 11)) * 2.0**-53
+        for first, size in _blocks(xp, math.prod(shape))
+    ]
+    return _joined(xp, parts).reshape(shape)
 
 
 def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
     """float64, close to N(0, 1): the sum of twelve 16-bit uniforms (Irwin-Hall), multiples of 2**-16 within +-6."""
     count = math.prod(shape)
-    words = hashed(xp, seed, stream, 3 * count).reshape(3, count)
-    total = sum(_right(words, shift) & 0xFFFF for shift in (0, 16, 32, 48)).sum(0)
-    return (_float64(xp, total - 6 * 0xFFFF) * 2.0**-16).reshape(shape)
+    parts = []
+    for first, size in _blocks(xp, count):
+        total = -6 * 0xFFFF
+        for words in (hashed(xp, seed, stream, size, first + n * count) for n in range(3)):
+            for shift in (0, 16, 32, 48):
+                total = total + (_right(words, shift) & 0xFFFF)
+        parts.append(_float64(xp, total) * 2.0**-16)
+    return _joined(xp, parts).reshape(shape)
 
 
 def rounded(x: Array, dtype: str) -> Array:

@@ -55,11 +55,15 @@ def _block(library: str, device: str, size: int) -> Any:
     if library == "cupy":
         cupy: Any = importlib.import_module("cupy")
         with cupy.cuda.Device(int(device.partition(":")[2] or 0)):
-            return cupy.full(size, 255, dtype=cupy.uint8)
+            block = cupy.empty(size, dtype=cupy.uint8)
+            block.data.memset_async(255, size)  # without a kernel, which CuPy would compile in each process
+            return block
     block = np.empty(size, np.uint8)
     block.fill(255)
     return block
 
 
 def _intact(block: Any) -> bool:
+    if hasattr(block, "get"):  # CuPy's
+        block = block.get()
     return bool((block == 255).all())
