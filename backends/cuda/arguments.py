@@ -15,12 +15,13 @@ from ..own import arithmetic
 from . import memory
 from .classes import per_class
 
-__all__ = ["Arguments", "Divisor", "Operand", "constants", "divide", "lying", "of_call", "put", "seed"]
+__all__ = ["Arguments", "Divisor", "Operand", "constants", "divide", "lying", "mask_kind", "of_call", "put", "seed"]
 
 #: ``Operand``, written in one go.
 _OPERAND = struct.Struct("=5q")
 #: Query, key and value.
 _OPERANDS = struct.Struct("=15q")
+_MASK_KINDS = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
 #: What an int holds.
 _INT = 2**31 - 1
 #: From ``batch`` to ``splits``; ``pack``, ``packs`` and ``tiles``; from ``splits`` on, with all divisors.
@@ -68,15 +69,16 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("length_bytes", "turned")),
         *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
         *((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "threshold")),
+        ("mask_kind", ctypes.c_int32),
     ]
 
 
 _AT_COUNTS, _AT_PACK, _AT_SPLITS = (getattr(Arguments, name).offset for name in ("batch", "pack", "splits"))
 
 
-def constants(p: Problem, section: int = 0) -> Arguments:
-    """What every call of a problem passes, with ``section`` heads side by side."""
-    a = Arguments.from_buffer_copy(_of_class(p))
+def constants(p: Problem, section: int = 0, *, generic: bool = False) -> Arguments:
+    """What every call of a problem passes, with ``section`` heads side by side, to kernels ``generic`` or its own."""
+    a = Arguments.from_buffer_copy(_of_class(p, generic))
     left, right = _sight(p)
     sizes = p.seq_q, arithmetic.padded(p), p.seq_k, p.dim_qk, p.dim_v
     heads = p.batch & _INT, p.heads_q & _INT, p.group & _INT  # which are any where nothing is launched
@@ -85,17 +87,23 @@ def constants(p: Problem, section: int = 0) -> Arguments:
 
 
 @per_class
-def _of_class(p: Problem) -> Arguments:
+def _of_class(p: Problem, generic: bool) -> Arguments:
     """What does not depend on lengths."""
     factor, cap = arithmetic.factors(p)
-    in_base_2 = arithmetic.folds(p) and p.dtype != "float64"
+    in_base_2 = not generic and arithmetic.folds(p) and p.dtype != "float64"
     return Arguments(
         scale=p.softmax_scale,
         factor=factor * arithmetic.LOG2E if in_base_2 else factor,
         cap=cap,
         keep_scale=arithmetic.keep_scale(p),
         threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
+        mask_kind=mask_kind(p),
     )
+
+
+def mask_kind(p: Problem) -> int:
+    """``MASK_KIND`` of the kernels: 0 without a mask."""
+    return 0 if p.mask is None else _MASK_KINDS[p.mask.dtype]
 
 
 def divide(a: Arguments, p: Problem, pack: int, packs: int, tiles: int, splits: int, chunk: int) -> None:

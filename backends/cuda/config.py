@@ -12,6 +12,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 from attnswitch.problem.cost import kv_bytes
 
+from ..own import arithmetic
 from . import hopper_tiles
 from .classes import per_class
 from .families import against_hopper
@@ -65,6 +66,8 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         yield _emulated(problem)
         return
     on_chip = device.on_chip
+    if arithmetic.generic(problem):
+        yield _generic(problem, on_chip)
     if not against_hopper(problem, device):
         yield from (_with(problem, on_chip, tile, 1) for tile in hopper_tiles.ranked(problem, device))
     best = _heuristic(problem, device)
@@ -100,13 +103,48 @@ def _emulated(problem: Problem) -> CudaConfig:
         forward = Tile(FEW, 16, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
     splits = 3 if rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
-    return CudaConfig(
+    chosen = CudaConfig(
         forward,
         key_gradients=Tile(16, 32, 2, 3),
         query_gradient=Tile(32, 32, 1, 1),
         mask_gradient=Tile(32, 16, 2, 1),
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
+    )
+    generic = arithmetic.generic(problem) and problem.seq_k % 2 == 0  # by turns, so that both kinds are checked
+    return _made_generic(replace(chosen, forward=Tile(32, 16, 2, 2), splits=1)) if generic else chosen
+
+
+@per_class
+def _generic(problem: Problem, on_chip: int) -> CudaConfig:
+    """Small tiles, which many blocks share, and which leave registers for every feature."""
+    wide = max(problem.dim_qk, problem.dim_v)
+    if problem.dtype == "float64":
+        tile = Tile(16, 16, 4, 1)
+    elif problem.dtype == "float32":
+        tile = Tile(32, 32, 4, 1)
+    else:
+        tile = Tile(64, 32 if wide <= 128 else 16, 4, 2)
+    tile = replace(tile, generic=True)
+    turned = replace(tile, queries=16 if wide > 64 else tile.keys, keys=tile.queries)
+    return CudaConfig(
+        shrunk(tile, "forward", problem, on_chip),
+        shrunk(turned, "key_gradients", problem, on_chip),
+        shrunk(tile, "query_gradient", problem, on_chip),
+        shrunk(replace(tile, stages=1), "mask_gradient", problem, on_chip),
+        key_and_value=wide <= 128,
+    )
+
+
+def _made_generic(chosen: CudaConfig) -> CudaConfig:
+    """``chosen`` with generic kernels for all tiles."""
+    assert isinstance(chosen.forward, Tile)
+    return replace(
+        chosen,
+        forward=replace(chosen.forward, generic=True),
+        key_gradients=replace(chosen.key_gradients, generic=True),
+        query_gradient=replace(chosen.query_gradient, generic=True),
+        mask_gradient=replace(chosen.mask_gradient, generic=True),
     )
 
 

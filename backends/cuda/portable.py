@@ -22,8 +22,8 @@ from .variant import Variant
 
 __all__ = ["Backward", "Forward", "Step"]
 
-_MASK_KINDS = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
-
+#: Flags that generic kernels are compiled for too: they decide on registers.
+_REGISTERS = ("WITH_KEY", "WITH_VALUE")
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class Forward:
         heads = p.heads_q // pack
         rows, chunk = arithmetic.tiles(tiles.rows(p), tile.queries), arithmetic.tiles(p.seq_k, splits * tile.keys)
         section = min(arithmetic.heads_a_section(p, packed=packed), max(1, p.batch * heads))
-        self.constants = arguments.constants(p, section)
+        self.constants = arguments.constants(p, section, generic=tile.generic)
         arguments.divide(self.constants, p, pack, heads, rows, splits, chunk * tile.keys)
         self.blocks = p.batch * heads * rows * splits
         self.variant = _forward(p, tile, chosen.split, config.once(p, tile))
@@ -133,7 +133,8 @@ class Backward:
     """
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        self.constants = arguments.constants(p)
+        generic = chosen.key_gradients.generic
+        self.constants = arguments.constants(p, generic=generic)
         dims = zip("qkv", (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
         #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
         self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
@@ -141,15 +142,14 @@ class Backward:
         #: Numbers of base, and of delta.
         self.rows = p.batch * p.heads_q * arithmetic.padded(p)
         self._dtype = p.dtype
-        #: Bytes of the gradient of the output that one copy moves: what rows without gaps allow.
-        self._bytes = math.gcd(16, p.dim_v * DTYPES[p.dtype])
-        prepare, *rest = self._launches(p, chosen)
-        flag = ("GRAD_OUT_BYTES", self._bytes)
+        #: Bytes of the gradient of the output that one copy moves at least.
+        self._bytes = DTYPES[p.dtype] if generic else _dense_bytes(p)
         #: What is launched, in that order.
-        self.steps = [prepare, *(s._replace(variant=s.variant._replace(flags=(*s.variant.flags, flag))) for s in rest)]
+        self.steps = list(self._launches(p, chosen))
 
     def _launches(self, p: Problem, chosen: CudaConfig) -> Iterator[Step]:
-        yield Step(_of_rows(p, "prepare"), arithmetic.tiles(self.rows, ROWS_A_BLOCK), 0)
+        folds = arithmetic.folds(p) and not chosen.key_gradients.generic
+        yield Step(_of_rows(p, "prepare", folds), arithmetic.tiles(self.rows, ROWS_A_BLOCK), 0)
         heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
         if "q" in p.grads:
             tile = chosen.query_gradient
@@ -160,7 +160,7 @@ class Backward:
         wanted = "".join(letter for letter in "kv" if letter in p.grads)
         for letters in (wanted,) if wanted and chosen.key_and_value else wanted:
             blocks = heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
-            yield Step(_gradient(p, "key_gradients", tile, letters), blocks, section)
+            yield Step(_gradient(p, "key_gradients", tile, letters, chosen.key_and_value), blocks, section)
         if "m" in p.grads and p.mask_shape is not None:
             tile = chosen.mask_gradient
             b, h, q, k = p.mask_shape
@@ -217,46 +217,51 @@ def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
 
 
 @per_class
-def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "") -> Variant:
-    """``letters`` are those of ``key_gradients``."""
+def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "", together: bool = False) -> Variant:
+    """``letters`` are those of ``key_gradients``; a generic one that makes both writes what is asked for."""
+    if len(letters) == 1 and tile.generic and together:
+        letters = "kv"
     own = {"WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)} if letters else {}
-    return _variant(kernel, p, tile, {**_flags(p), **own})
+    return _variant(kernel, p, tile, {**_flags(p), **own, "GRAD_OUT_BYTES": _dense_bytes(p)})
 
 
 @per_class
 def _merge(p: Problem) -> Variant:
-    return _of_rows(p, "merge")._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p))
+    return _of_rows(p, "merge", arithmetic.folds(p))._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p))
 
 
 def _variant(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Variant:
+    if tile.generic:
+        flags = {name: value for name, value in flags.items() if name in _REGISTERS}
     rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
     return Variant(
         kernel,
         p.dtype,
         rows,
         columns,
-        block(p.dim_qk, p),
-        block(p.dim_v, p),
+        block(p.dim_qk, p, tile),
+        block(p.dim_v, p, tile),
         tile.warps,
         tile.stages,
         tile.resident,
         tiles.shared(kernel, tile, p),
         tuple(flags.items()),
         teams=tile.teams,
+        generic=tile.generic,
     )
 
 
 @per_class
-def _of_rows(p: Problem, kernel: str) -> Variant:
+def _of_rows(p: Problem, kernel: str, folds: bool) -> Variant:
     """A kernel that has no tiles."""
-    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("FOLD", int(arithmetic.folds(p))),))
+    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("FOLD", int(folds)),))
 
 
 def _flags(p: Problem) -> dict[str, int]:
     return {
         "FOLD": int(arithmetic.folds(p)),
         "SOFTCAP": int(arithmetic.capped(p)),
-        "MASK_KIND": 0 if p.mask is None else _MASK_KINDS[p.mask.dtype],
+        "MASK_KIND": arguments.mask_kind(p),
         "MASK_PAIRS": int(_pairs(p)),
         "DROPOUT": int(p.dropout > 0.0),
         "QUERY_BYTES": _copied(p.query, p.dtype),
@@ -268,6 +273,11 @@ def _flags(p: Problem) -> dict[str, int]:
 def _copied(operand: Memory, dtype: str) -> int:
     """Bytes that one copy may move."""
     return DTYPES[dtype] if operand.strided else max(operand.align, DTYPES[dtype])
+
+
+def _dense_bytes(p: Problem) -> int:
+    """Bytes that one copy may move of a gradient of the output whose rows lie without gaps."""
+    return math.gcd(16, p.dim_v * DTYPES[p.dtype])
 
 
 def _pairs(p: Problem) -> bool:

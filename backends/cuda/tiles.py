@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from attnswitch.problem import DTYPES, Problem
 
+from ..own import arithmetic
+
 __all__ = [
     "FEW",
     "HOPPER_SMS",
@@ -46,7 +48,8 @@ class Tile:
     """Rows of queries and of keys in a tile, warps of a block, and stages of its pipeline of loads.
 
     ``resident`` is how many blocks are to fit an SM, which bounds the registers of each. Warps share a tile of keys and
-    have rows of their own, or, ``apart``, have the same rows and tiles of keys of their own.
+    have rows of their own, or, ``apart``, have the same rows and tiles of keys of their own. ``generic`` kernels are
+    compiled for no feature of a problem, and for its head dimensions by class.
     """
 
     queries: int
@@ -55,6 +58,7 @@ class Tile:
     stages: int
     resident: int = 1
     apart: bool = False
+    generic: bool = False
 
     @property
     def teams(self) -> int:
@@ -62,8 +66,8 @@ class Tile:
         return self.warps if self.apart else 1
 
     def __str__(self) -> str:
-        apart = " apart" if self.apart else ""
-        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}{apart}"
+        kind = " apart" if self.apart else " generic" if self.generic else ""
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}{kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,13 @@ def on_tensor_cores(problem: Problem) -> bool:
     return problem.dtype in ("float16", "bfloat16")
 
 
-def block(dim: int, problem: Problem) -> int:
-    """The head dimension as a kernel sees it: whole steps of a matrix instruction, or of 8 lanes with 16 bytes each."""
+def block(dim: int, problem: Problem, tile: Tile) -> int:
+    """The head dimension as a kernel sees it: whole steps of a matrix instruction, or of 8 lanes with 16 bytes each.
+
+    Generic kernels see the class of the larger one.
+    """
+    if tile.generic:
+        return arithmetic.dim_class(problem)
     step = 16 if on_tensor_cores(problem) else 8 * 16 // DTYPES[problem.dtype]
     return -(-dim // step) * step
 
@@ -117,7 +126,7 @@ def shared(kernel: str, tile: Tile | HopperTile, problem: Problem) -> int:
         return hopper_shared(tile, hopper_block(problem))
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
-    dim, dim_v = (block(n, problem) + pad for n in (problem.dim_qk, problem.dim_v))
+    dim, dim_v = (block(n, problem, tile) + pad for n in (problem.dim_qk, problem.dim_v))
     rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
     if kernel == "mask_gradient":
         return max((rows + columns) * (dim + dim_v) * size, rows * columns * real)
@@ -134,7 +143,7 @@ def shared(kernel: str, tile: Tile | HopperTile, problem: Problem) -> int:
 
 def left(problem: Problem, tile: Tile) -> int:
     """Bytes that the block of one split leaves to that of the last: numerators, maximum and sum of each row."""
-    return tile.queries * (block(problem.dim_v, problem) + 2) * _real(problem)
+    return tile.queries * (block(problem.dim_v, problem, tile) + 2) * _real(problem)
 
 
 def merging_shared(problem: Problem) -> int:

@@ -16,7 +16,7 @@ class Variant(NamedTuple):
     """A kernel, the type of its arrays, its tile, and its flags by name.
 
     ``rows`` and ``columns`` are of a tile of scores, ``dim`` and ``dim_v`` of an operand in shared memory. ``teams`` of
-    warps share tiles of keys.
+    warps share tiles of keys. ``generic`` kernels read most flags from their arguments (``src/portable/generic.cuh``).
     """
 
     kernel: str
@@ -32,6 +32,7 @@ class Variant(NamedTuple):
     flags: tuple[tuple[str, int], ...] = ()
     family: str = "portable"
     teams: int = 1
+    generic: bool = False
 
     @property
     def source(self) -> str:
@@ -57,10 +58,12 @@ class Variant(NamedTuple):
             "STAGES": self.stages,
             "RESIDENT": self.resident,
             "TEAMS": self.teams,
+            "GENERIC": int(self.generic),
             "SHARED_BYTES": self.shared,
             "PHILOX_ROUNDS": ROUNDS,
         }
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.columns} d{self.dim}/{self.dim_v} w{self.warps} s{self.stages}"
-        return " ".join([self.kernel, self.dtype, tile, *(f"{name}={value}" for name, value in self.flags)])
+        kind = ["generic"] if self.generic else []
+        return " ".join([self.kernel, self.dtype, tile, *kind, *(f"{name}={value}" for name, value in self.flags)])

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["LOG2E", "capped", "factors", "folds", "heads_a_section", "keep_scale", "padded", "tiles"]
+__all__ = [
+    "LOG2E",
+    "capped",
+    "dim_class",
+    "factors",
+    "folds",
+    "generic",
+    "heads_a_section",
+    "keep_scale",
+    "padded",
+    "tiles",
+]
 
 LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
@@ -13,6 +24,36 @@ _NO_CAP = 1e30
 _PADDING = 128
 #: Bytes of keys and values that the programs running at one time may share in the L2.
 _SECTION = 16 * 2**20
+
+#: Queries or keys of a tiny problem, and its multiplications, at most; and the same where queries are few.
+_TINY, _TINY_PRODUCTS = 512, 2**24
+_FEW, _FEW_KEYS = 16, 128
+#: Classes of head dimensions of generic kernels.
+_CLASSES = (32, 64, 128, 256)
+
+
+def generic(problem: Problem) -> bool:
+    """Whether generic kernels serve ``problem``, which read at run time what others are compiled for.
+
+    They do where it is tiny, so that a launch takes the host longer than the GPU, and has anything besides: there are
+    many such problems, in the tests of any program if nowhere else, and none of them is worth kernels of its own.
+    """
+    p = problem
+    products = p.batch * p.heads_q * p.seq_q * p.seq_k * (p.dim_qk + p.dim_v)
+    keys = _FEW_KEYS if p.seq_q * p.group <= _FEW else _TINY  # keys of few queries are split among blocks
+    return p.seq_k <= keys and p.seq_q <= _TINY and products <= _TINY_PRODUCTS and not _plain(p)
+
+
+def _plain(p: Problem) -> bool:
+    """Whether it has what most models have, and lies as theirs."""
+    whole = all(memory.align >= 16 and not memory.strided for memory in (p.query, p.key, p.value))
+    featured = p.mask is not None or capped(p) or p.dropout > 0.0 or p.softmax_scale <= 0.0
+    return whole and not featured and p.dim_qk in _CLASSES and p.dim_v in _CLASSES
+
+
+def dim_class(problem: Problem) -> int:
+    """The head dimension that generic kernels have for ``problem``, of key and value alike."""
+    return min(dim for dim in _CLASSES if dim >= max(problem.dim_qk, problem.dim_v))
 
 
 def capped(problem: Problem) -> bool:

@@ -173,7 +173,7 @@ def test_nothing_to_launch_is_for_the_general_one(gpu: list[Any], monkeypatch: p
     [
         "b3.h2.s40.d8.fp16.lengths.dropout=0.5.seeded.grad",
         "b3.h2.s200.d64.bf16.lengths.lse",
-        "b3.h2.s1x90.d8.fp32.lengths",
+        "b3.h2.s1x91.d8.fp32.lengths",
     ],
 )
 def test_lengths_and_seeds_are_passed_as_by_the_general_one(
@@ -260,10 +260,10 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     [
         ("b2.h2.s66x53.d24/40.fp16.mask=bool:bk", "WHOLE"),
         ("b2.h2.s20.d16.fp32.mask=fp32:hqk.causal.lse", "WHOLE"),
-        ("b1.h8/2.s1x90.d64.fp16", "MERGED"),
-        ("b1.h8/2.s2x90.d64.bf16.mask=bf16:bqk.lse", "MERGED"),
-        ("b2.h2.s30x90.d24.fp32", "PARTS"),
-        ("b1.h2.s30x90.d8.fp64.mask=bool:q.lse", "PARTS"),
+        ("b1.h8/2.s1x91.d64.fp16", "MERGED"),
+        ("b1.h8/2.s2x91.d64.bf16.mask=bf16:bqk.lse", "MERGED"),
+        ("b2.h2.s30x91.d24.fp32", "PARTS"),
+        ("b1.h2.s30x91.d8.fp64.mask=bool:q.lse", "PARTS"),
     ],
 )
 def test_masks_and_splits_come_to_the_same_bits(

@@ -61,4 +61,5 @@ struct Arguments {
     int mask_batch, mask_heads, mask_rows, mask_columns;  // its shape
     u32 seed_low, seed_high;
     u32 threshold;     // a weight is dropped where its random word is below
+    int mask_kind;     // MASK_KIND, for generic kernels
 };

@@ -106,12 +106,12 @@ KERNEL key_gradients(const Arguments a) {
             UNROLL for (Real& sum : key_sums[m]) sum = 0;
             UNROLL for (Real& sum : value_sums[m]) sum = 0;
         }
-        if (WITH_KEY) {
+        if (WITH_KEY && a.grad_key) {
             const i64 to = gradient_row(a, OF_KEY, b, head_kv, j, heads, a.keys) * a.dim;
             UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) key_sums[m][c] *= Real(a.scale);
             store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_key) + to, key_sums[m], a.dim);
         }
-        if (WITH_VALUE) {
+        if (WITH_VALUE && a.grad_value) {
             const i64 to = gradient_row(a, OF_VALUE, b, head_kv, j, heads, a.keys) * a.dim_v;
             store_sums<T, BLOCK_DV>(reinterpret_cast<T*>(a.grad_value) + to, value_sums[m], a.dim_v);
         }

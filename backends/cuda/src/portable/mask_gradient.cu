@@ -78,7 +78,7 @@ KERNEL mask_gradient(const Arguments a) {
                         return mine(m) < a.queries ? keys_of(a, e, mine(m)) : Span{0, 0};
                     };
                     const auto mask = [&](int m) {
-                        return b * a.mask.batch + h * a.mask.head + mine(m) * a.mask.row;
+                        return b * a.mask.batch + h * a.mask.head + smaller(mine(m), a.queries - 1) * a.mask.row;
                     };
                     Real base[ROWS], delta[ROWS];
                     UNROLL for (int m = 0; m < ROWS; m++) {
@@ -94,7 +94,9 @@ KERNEL mask_gradient(const Arguments a) {
                     product_nt<BLOCK_N, BLOCK_D>(s, query + warp_row() * PITCH<BLOCK_D>, key);
                     product_nt<BLOCK_N, BLOCK_DV>(dp, grad_out + warp_row() * PITCH<BLOCK_DV>, value);
                     scale_scores(s, tangents, a);
-                    hide(s, MaskTile<true>(), a, start, true, sees, mask, a.mask.column);
+                    MaskTile<true> masks;
+                    masks.fetch(a, start, true, mask, a.mask.column);
+                    hide(s, masks, a, start, true, sees, mask, a.mask.column);
                     Kept kept;
                     if (DROPOUT) kept = kept_by_rows(a, b, [&](int) { return h; }, mine, start);
                     score_gradients(

@@ -3,6 +3,7 @@
 // The same for a tile (queries, keys) and its transpose: rows are a thread's own, columns go by.
 #pragma once
 #include "philox.cuh"
+#include "portable/generic.cuh"
 #include "portable/products.cuh"
 
 typedef Real Scores[ROWS][COLUMNS<BLOCK_N>];

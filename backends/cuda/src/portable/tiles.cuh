@@ -66,9 +66,9 @@ template <int COUNT, int WIDTH, int THREADS = 32 * TEAM, class Source>
 DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes, bool once = false) {
     if (bytes == 16)
         copy_rows<COUNT, WIDTH, THREADS, 16>(tile, source, dim, once);
-    else if (bytes == 8 && sizeof(T) < 8)
+    else if (!GENERIC && bytes == 8 && sizeof(T) < 8)
         copy_rows<COUNT, WIDTH, THREADS, 8>(tile, source, dim, once);
-    else if (bytes == 4 && sizeof(T) < 4)
+    else if (!GENERIC && bytes == 4 && sizeof(T) < 4)
         copy_rows<COUNT, WIDTH, THREADS, (sizeof(T) < 4 ? 4 : sizeof(T))>(tile, source, dim, once);
     else
         gather_rows<COUNT, WIDTH, THREADS>(tile, source, column, dim);

@@ -1,0 +1,26 @@
+// The flags of generic kernels, which serve every tiny problem of a type and class of head dimensions: what others are
+// compiled for is read from the arguments here, or left out where it only saves time.
+#pragma once
+#include "numbers.cuh"
+#if GENERIC
+
+// How much one copy may move of an operand: 16 bytes, or one element.
+DEVICE int copied(const Operand& x) {
+    const u64 steps = u64(x.at) | u64(x.batch | x.head | x.row) * sizeof(T);
+    return x.column == 1 && steps % 16 == 0 ? 16 : sizeof(T);
+}
+
+#define SOFTCAP (a.cap > 0)
+#define DROPOUT (a.threshold > 0)
+#define MASK_KIND a.mask_kind
+#define QUERY_BYTES copied(a.query)
+#define KEY_BYTES copied(a.key)
+#define VALUE_BYTES copied(a.value)
+#define GRAD_OUT_BYTES copied(a.grad_out)
+#define LENGTHS 1
+#define FOLD 0
+#define MASK_PAIRS 0
+#define SPLIT 0
+#define ONCE 0
+
+#endif
