@@ -39,6 +39,8 @@ _NO_STEPS = Steps(0, 0, 0, 0)
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     """What a kernel is compiled for, to take ``p`` in tiles of ``tile``; ``more`` is what only some kernels ask."""
+    if tile.generic:
+        return _generic(p, tile, **more)
     left, right = p.reach
     return Variant(
         block_m=tile.queries,
@@ -55,6 +57,25 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
         has_left=left is not None,
         has_right=right is not None,
         **more,
+    )
+
+
+def _generic(p: Problem, tile: Tile, packed: bool = False, wide: bool = False, **_: bool) -> Variant:
+    dim = arithmetic.dim_class(p)
+    return Variant(
+        block_m=tile.queries,
+        block_n=tile.keys,
+        block_d=dim,
+        block_dv=dim,
+        mask_kind=0 if p.mask is None else 1 if p.mask.is_bool else 2,
+        dropout=p.dropout > 0.0,
+        has_lengths=p.key_lengths,
+        has_left=True,
+        has_right=True,
+        aligned=True,
+        wide=wide,
+        packed=packed,
+        generic=True,
     )
 
 
@@ -77,15 +98,16 @@ def early(overlap: bool) -> dict[str, Any]:
 
 
 def reach(p: Problem) -> Reach:
-    """Which keys a query sees by position."""
+    """Which keys a query sees by position: all, as far as there are any, where nothing limits them."""
+    unlimited = p.seq_q + p.seq_k
     left, right = p.reach
-    return Reach(int(p.bottom_right), left or 0, right or 0)
+    return Reach(int(p.bottom_right), unlimited if left is None else left, unlimited if right is None else right)
 
 
-def scores(p: Problem) -> Scores:
+def scores(p: Problem, *, generic: bool = False) -> Scores:
     """How products q . k become scores."""
     factor, cap = arithmetic.factors(p)
-    return Scores(float(p.softmax_scale), factor * unit(p), cap)
+    return Scores(float(p.softmax_scale), factor * unit(p, generic=generic), cap)
 
 
 def random(p: Problem) -> Random:
@@ -103,9 +125,9 @@ def words(seed: int) -> tuple[int, int]:
     return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
 
 
-def unit(p: Problem) -> float:
+def unit(p: Problem, *, generic: bool = False) -> float:
     """What a natural lse is multiplied by to be one for the kernels' scores."""
-    return arithmetic.LOG2E if arithmetic.folds(p) else 1.0
+    return arithmetic.LOG2E if arithmetic.folds(p) and not generic else 1.0
 
 
 def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -133,7 +133,7 @@ class TritonKernel(Kernel):
     def _new_backward(self) -> Backward:
         make, p, device, config = self._make, self.problem, self._device, self._config
         return Backward(
-            launch.Prepare(make, p),
+            launch.Prepare(make, p, config),
             launch.QueryGradient(make, p, device, config) if "q" in p.grads else None,
             launch.KeyGradients(make, p, device, config) if "k" in p.grads or "v" in p.grads else None,
             launch.MaskGradient(make, p, config) if "m" in p.grads else None,

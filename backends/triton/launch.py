@@ -56,7 +56,7 @@ class Forward:
     def __init__(self, make: Make, p: Problem, device: Device, chosen: TritonConfig) -> None:
         tile, splits = chosen.forward, chosen.splits
         self._p, self._device, self._tile, self._splits = p, device, tile, splits
-        self._packed = config.packs(p)
+        self._packed = config.packs(p) and not tile.generic
         self._heads = p.batch * p.heads_q // (p.group if self._packed else 1)
         self._lists = None if self._packed or splits > 1 else listing(make, p, device, tile)
         self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
@@ -64,7 +64,7 @@ class Forward:
         self._lse = dense(*lines)
         #: Shape and strides of the output, known from the first query.
         self._out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        programs = self._heads * arithmetic.tiles(config.rows(p), tile.queries) * splits
+        programs = self._heads * arithmetic.tiles(config.rows(p) if self._packed else p.seq_q, tile.queries) * splits
         self._launch = make(forward_kernels.forward, programs, self._passed)
         self._merge = None
         if splits > 1:
@@ -123,11 +123,12 @@ class Forward:
                 reach(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
                 Splits(splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys),
-                scores(p),
+                scores(p, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
             described=described,
+            generic=tile.generic,
         )
 
     def _merged(self, parts: Any, sums: Any, out: Any, lse: Any) -> Passed:
@@ -146,10 +147,10 @@ class Forward:
 class Prepare:
     """D of every row, and its lse as the other kernels want it."""
 
-    def __init__(self, make: Make, p: Problem) -> None:
-        self._p = p
+    def __init__(self, make: Make, p: Problem, chosen: TritonConfig) -> None:
+        self._p, self._generic = p, chosen.query_gradient.generic
         self._shape = dense(p.batch, p.heads_q, arithmetic.padded(p))
-        self._rows, self._block = p.batch * p.heads_q * arithmetic.padded(p), 32
+        self._rows, self._block = p.batch * p.heads_q * arithmetic.padded(p), 8 if self._generic else 32
         programs = arithmetic.tiles(self._rows, self._block)
         self._launch = make(backward_kernels.prepare, programs, self._passed)
         #: Whether upstream gradients are read where they lie, which is known from the first.
@@ -167,16 +168,18 @@ class Prepare:
         return Saved(grad_out, base, delta)
 
     def _passed(self, out: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> Passed:
-        p, width = self._p, block(self._p.dim_v)
+        p, generic = self._p, self._generic
+        width = arithmetic.dim_class(p) if generic else block(p.dim_v)
         flags = {
             "WITH_DLSE": grad_lse is not None,
-            "EVEN_DV": width == p.dim_v,
+            "EVEN_DV": width == p.dim_v and not generic,
             "BLOCK_M": self._block,
             "BLOCK_DV": width,
             "num_warps": 4,
         }
         dims = Dims(p.dim_qk, p.dim_v)
-        return Passed((steps(out), steps(grad_out), sizes(p), self._rows, dims, float(unit(p))), flags)
+        factor = float(unit(p, generic=generic))
+        return Passed((steps(out), steps(grad_out), sizes(p), self._rows, dims, factor), flags, generic=generic)
 
 
 class QueryGradient:
@@ -224,11 +227,12 @@ class QueryGradient:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p), self._heads),
-                scores(p),
+                scores(p, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile)},
             described=_described(tile.keys, dealt, K=key, V=value) if tma else {},
+            generic=tile.generic,
         )
 
 
@@ -278,11 +282,12 @@ class KeyGradients:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, queries=True), self._heads),
-                scores(p),
+                scores(p, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile)},
             described=_described(tile.queries, False, Q=query, DO=grad_out) if tma else {},
+            generic=tile.generic,
         )
 
 
@@ -321,10 +326,11 @@ class MaskGradient:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 h,
-                scores(p),
+                scores(p, generic=tile.generic),
                 random(p),
             ),
             flags={**over, "how": variant(p, tile), **options(tile)},
+            generic=tile.generic,
         )
 
 

@@ -9,7 +9,7 @@ prepared once for arrays that lie alike, and is given addresses after that. What
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ _POINTERS = {
     **{getattr(torch, f"float{bits}"): f"*fp{bits}" for bits in (16, 32, 64)},
     **{getattr(torch, f"{sign}int{bits}"): f"*{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
+#: Which of ``Steps`` is from column to column.
+_COLUMN = Steps._fields.index("d")
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 _INTERPRETED = knobs.runtime.interpret
@@ -53,6 +55,8 @@ class Passed(NamedTuple):
     flags: dict[str, Any]
     #: What makes descriptors of arrays, by the names of those that are passed so.
     described: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})
+    #: Compiled for no numbers but the steps of 1 from column to column.
+    generic: bool = False
 
 
 class Launch:
@@ -75,10 +79,9 @@ class Launch:
         start(arrays, seed)
 
 
-def source(
-    kernel: Any, arrays: Sequence[Any], values: tuple[Any, ...], flags: dict[str, Any]
-) -> tuple[ASTSource, dict[str, Any]]:
+def source(kernel: Any, arrays: Sequence[Any], passed: Passed) -> tuple[ASTSource, dict[str, Any]]:
     """What Triton compiles for a launch, and its options. ``arrays`` may be descriptors, and need no memory."""
+    flags, generic = passed.flags, passed.generic
     names = kernel.arg_names
     types: list[Any] = []
     constants: dict[tuple[int, ...], Any] = {}
@@ -89,14 +92,16 @@ def source(
         )
         if array is None:
             constants[at,] = None
-        elif types[-1][0] == "*" and array.data_ptr() % 16 == 0:
+        elif types[-1][0] == "*" and _aligned(array, names[at], generic):
             attributes[at,] = _DIVISIBLE
+
+    columns = dict(_columns(passed.values, len(types)))
 
     def typed(value: Any, path: tuple[int, ...], compiled_for: bool) -> Any:
         if isinstance(value, tuple):
             compiled_for = compiled_for or type(value) in _COMPILED_FOR
             return type(value)(*(typed(x, (*path, at), compiled_for) for at, x in enumerate(value)))
-        kind = _kind(value, compiled_for)
+        kind = _kind(value, path in columns if passed.generic else compiled_for)
         if kind == 1:
             constants[path] = 1
             return "constexpr"
@@ -104,13 +109,18 @@ def source(
             attributes[path] = _DIVISIBLE
         return kind.removesuffix("D")
 
-    types += [typed(value, (at,), False) for at, value in enumerate(values, len(types))]
+    types += [typed(value, (at,), False) for at, value in enumerate(passed.values, len(types))]
     for at, name in enumerate(names[len(types) :], len(types)):
         types.append("constexpr")
         constants[at,] = flags[name]
     options = {name: value for name, value in flags.items() if name in _OPTIONS}
     options["enable_fp_fusion"] = True  # Triton's own choice up to 3.9
     return ASTSource(kernel, dict(zip(names, types, strict=True)), constants, attributes), options
+
+
+def _aligned(array: Any, name: str, generic: bool) -> bool:
+    """Whether a kernel is compiled for an array that begins at a multiple of 16 bytes; masks begin anywhere."""
+    return array.data_ptr() % 16 == 0 and not (generic and name == "MASK")
 
 
 def _kind(value: Any, compiled_for: bool) -> Any:
@@ -123,8 +133,14 @@ def _kind(value: Any, compiled_for: bool) -> Any:
     return size + "D" if compiled_for and value % 16 == 0 else size
 
 
-def _kinds(values: tuple[Any, ...]) -> list[Any]:
+def _kinds(passed: Passed) -> list[Any]:
     """What tells apart the values of launches of one kernel that are compiled differently."""
+    values = passed.values
+    if passed.generic:
+        every = _leaves(values)
+        narrow = min(every) >= -(2**31) and max(every) < 2**31
+        columns = [1 if step == 1 else step % 16 == 0 and 16 for _, step in _columns(values)]
+        return columns if narrow else [*columns, *(_kind(n, False) for n in every)]
     fixed: list[int] = []
     free: list[Any] = []
     for value in values:
@@ -142,11 +158,23 @@ def _kinds(values: tuple[Any, ...]) -> list[Any]:
     return [_kind(n, True) for n in fixed] + [_kind(n, False) for n in free]
 
 
+def _columns(values: tuple[Any, ...], first: int = 0) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The steps from column to column of all arrays but masks, and where they stand among parameters from ``first`` on.
+
+    Generic kernels are compiled for these alone.
+    """
+    for at, value in enumerate(values, first):
+        if type(value) is Strides:
+            yield from (((at, n, _COLUMN), value[n].d) for n in range(len(value) - 1))
+        elif type(value) is Steps:
+            yield (at, _COLUMN), value.d
+
+
 def _starter(
     kernel: Any, programs: int, arrays: Sequence[Any], passed: Passed
 ) -> Callable[[Sequence[Any], int | None], object]:
     """What launches ``kernel`` with arrays that lie as ``arrays``, and a seed."""
-    values, flags, described = passed
+    values, flags, described, _ = passed
     if _INTERPRETED:
         return _interpreter(kernel, programs, values, flags)
     device = torch.cuda.current_device()
@@ -183,8 +211,9 @@ def as_passed(kernel: Any, arrays: Sequence[Any], passed: Passed) -> tuple[Any, 
 
 def _key(kernel: Any, arrays: Sequence[Any], passed: Passed, device: int) -> tuple[Any, ...]:
     """What tells apart launches that are compiled differently."""
-    lie = [None if x is None else (x.dtype, x.data_ptr() & 15) for x in arrays]
-    return id(kernel), device, *passed.flags.values(), *passed.described, *lie, *_kinds(passed.values)
+    names = zip(arrays, kernel.arg_names, strict=False)
+    lie = [None if x is None else (x.dtype, _aligned(x, name, passed.generic)) for x, name in names]
+    return id(kernel), device, *passed.flags.values(), *passed.described, *lie, *_kinds(passed)
 
 
 def _interpreter(
@@ -205,7 +234,7 @@ def _build(kernel: Any, arrays: Sequence[Any], passed: Passed, target: Any) -> A
 
     Triton's launcher takes structs apart at every launch: 5 us on a host that takes 0.9 to pass their leaves (3.6).
     """
-    whole, options = source(kernel, as_passed(kernel, arrays, passed), passed.values, passed.flags)
+    whole, options = source(kernel, as_passed(kernel, arrays, passed), passed)
     compiled = compile_source(whole, target=target, options=options)
     types = _leaves(tuple(whole.signature.values()))
     compiled.src = ASTSource(kernel, {str(at): kind for at, kind in enumerate(types)})

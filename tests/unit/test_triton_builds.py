@@ -55,8 +55,8 @@ UNASKED = {
     "query_gradient": {"even_q", "overlap", "packed", "split", "tma_rows"},
     "mask_gradient": {"aligned", "even_k", "even_q", "listed", "overlap", "packed", "split", "tma", "tma_rows", "wide"},
     "classify": {
-        "aligned", "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "listed", "packed",
-        "softcap", "split", "tma", "tma_rows", "wide",
+        "aligned", "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "generic", "listed",
+        "packed", "softcap", "split", "tma", "tma_rows", "wide",
     },
 }  # fmt: skip
 CASES = [(problem, far, device) for problem, far in make_builds.PROBLEMS for device in make_builds.DEVICES]

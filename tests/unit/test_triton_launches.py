@@ -253,7 +253,8 @@ def test_another_gpu_has_kernels_and_a_stream_of_its_own(built: list[Built], mon
     assert [len(one.compiled.launched) for one in built] == [2, 2]
 
 
-def test_what_is_compiled_for_is_what_tells_kernels_apart() -> None:
+@pytest.mark.parametrize("generic", [False, True])
+def test_what_is_compiled_for_is_what_tells_kernels_apart(generic: bool) -> None:
     """The signature that Triton is given says no more of the numbers than the key of what was compiled."""
     draw = random.Random(1)
     numbers = (0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31 - 16, 2**31, 2**32, -1, -16, -(2**31), -(2**31) - 1)
@@ -261,9 +262,10 @@ def test_what_is_compiled_for_is_what_tells_kernels_apart() -> None:
     for _ in range(3000):
         by = parameters.Steps(*(draw.choice(numbers) for _ in range(4)))
         values = by, draw.choice(numbers), RANDOM._replace(seed_low=draw.choice(numbers))
-        made, _ = run.source(KERNEL, (None, None, None), values, {"how": 0, "FLAG": 0})
+        passed = run.Passed(values, {"how": 0, "FLAG": 0}, generic=generic)
+        made, _ = run.source(KERNEL, (None, None, None), passed)
         told = str((made.signature, made.constants, made.attrs))
-        signatures.setdefault(str(run._kinds(values)), set()).add(told)
+        signatures.setdefault(str(run._kinds(passed)), set()).add(told)
     assert len(signatures) > 100
     assert all(len(told) == 1 for told in signatures.values())
 
@@ -271,7 +273,8 @@ def test_what_is_compiled_for_is_what_tells_kernels_apart() -> None:
 def test_a_source_says_what_triton_may_take_for_granted() -> None:
     by = parameters.Steps(2**40, 32, 1, 3)
     arrays = MEMORY[1:], MASK, None
-    made, options = run.source(KERNEL, arrays, (by, 16, RANDOM), {"how": 8, "FLAG": True, "num_warps": 8})
+    flags = {"how": 8, "FLAG": True, "num_warps": 8}
+    made, options = run.source(KERNEL, arrays, run.Passed((by, 16, RANDOM), flags))
     assert made.signature == {
         "X": "*fp32", "MASK": "*u8", "OWN": "constexpr", "by": ("i64", "i32", "constexpr", "i32"), "section": "i32",
         "random": ("i32", "i32", "i32", "fp32"), "how": "constexpr", "FLAG": "constexpr",
@@ -486,7 +489,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     return moved.copy_(x)
 
 
-CASE = Problem.parse("b2.h2.s64.d64.fp32.mask=fp32:hk.lengths.grad=qkvm")
+CASE = Problem.parse("b2.h2.s640.d64.fp32.mask=fp32:hk.lengths.grad=qkvm")
 
 
 @pytest.mark.parametrize(
@@ -526,8 +529,8 @@ def test_every_array_from_outside_is_looked_at(role: str, built: list[Built]) ->
 
 def test_what_the_kernels_make_for_themselves_has_one_type() -> None:
     """Nothing looks at it again, whatever type the lse of a call has."""
-    prepare = launch.Prepare(run.Launch, CASE)
-    out, lse = torch.zeros(2, 2, 64, 64), torch.zeros(2, 2, 64, dtype=torch.float64)
+    prepare = launch.Prepare(run.Launch, CASE, next(config.configs(CASE, H200)))
+    out, lse = torch.zeros(2, 2, 640, 64), torch.zeros(2, 2, 640, dtype=torch.float64)
     saved = prepare(operands(CASE), out, lse, out, None)
     assert (saved.base.dtype, saved.delta.dtype) == (torch.float32, torch.float32)
 

@@ -77,6 +77,11 @@ def score_gradient(
     if how.softcap:
         t = tanh(s)
         s = t * scores.cap
+    if how.generic:
+        t = tl.zeros_like(s)
+        if scores.cap > 0.0:
+            t = tanh(s)
+            s = t * scores.cap
     if EDGE == EVERY_EDGE:
         s, seen = hide(s, i, n, start, span, mask, MASK_KIND, ENDS, BOUND, how)
     if EDGE == SOME_EDGES and hides:
@@ -94,7 +99,7 @@ def score_gradient(
     if EDGE == EVERY_EDGE:  # hidden keys may hold NaN, which 0 times it is too
         ds = tl.where(seen, ds, 0.0)
     dqk = ds
-    if how.softcap:
+    if how.softcap or how.generic:
         dqk = ds * (1.0 - t * t)
         if EDGE == EVERY_EDGE:
             dqk = tl.where(seen, dqk, 0.0)
@@ -198,6 +203,7 @@ def key_gradients(
     full = (full_lo // BLOCK_M, full_hi // BLOCK_M)
     tiles_q = tl.cdiv(seq_q, BLOCK_M)
     MASKED: tl.constexpr = how.mask_kind != NO_MASK
+    ALL_EDGES: tl.constexpr = MASKED or how.generic
     for member in range(group):
         h = head * group + member
         h64 = h.to(tl.int64)
@@ -218,16 +224,16 @@ def key_gradients(
             mixed_end, full, _ = visit(COUNTS + where * 5)
         for part in tl.static_range(3):  # edges before, the run that sees every key, edges after
             t0, t1 = begin, full[0]
-            if part == 0 and MASKED:
+            if part == 0 and ALL_EDGES:
                 t1 = mixed_end
             if part == 1:
                 t0, t1 = full
             if part == 2:
                 t0, t1 = full[1], mixed_end
             if (
-                (part == 0 and (how.has_right or MASKED))
-                or (part == 1 and (how.listed or not MASKED))
-                or (part == 2 and how.has_left and not MASKED)
+                (part == 0 and (how.has_right or ALL_EDGES))
+                or (part == 1 and (how.listed or not ALL_EDGES))
+                or (part == 2 and how.has_left and not ALL_EDGES)
             ):
                 dk, dv = _over_queries(
                     (dk, dv), k, v, first, b, h, (q_head, by.q.l, by.q.d), (do_head, by.o.l, by.o.d), BASE + rows_at,
@@ -363,7 +369,13 @@ def query_gradient(
             t0, t1 = full[1], mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
-        if (
+        if part == 0 and how.generic:
+            dq = _over_keys(
+                dq, q, do, base, delta, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
+                mask, TILES, begin, mixed_end, full, span, scores, dice, random.keep_scale, dims.qk, dims.v,
+                how.mask_kind, False, EVERY_EDGE, False, True, True, how,
+            )  # fmt: skip
+        elif not how.generic and (
             (part == 0 and (how.has_left or MASKED) and not ONE_LOOP)
             or (part == 1 and (how.listed or not MASKED))
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)

@@ -64,6 +64,8 @@ def _attend(
                 s = s * factor
                 if how.softcap:
                     s = tanh(s) * scores.cap
+                if how.generic:
+                    s = tl.where(scores.cap > 0.0, tanh(s) * scores.cap, s)
             if EDGE != NO_EDGE:
                 hides = True
                 if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
@@ -231,7 +233,14 @@ def forward(
             t0, t1 = full[1], mixed_end
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
-        if (
+        if part == 0 and how.generic:
+            t0, t1 = begin, mixed_end
+            acc, total, top = _attend(
+                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
+                (V, by.v.l, by.v.d), mask, TILES, t0, t1, full, span, scores, dice, dims.qk, dims.v,
+                how.mask_kind, False, EVERY_EDGE, False, True, True, how,
+            )  # fmt: skip
+        elif not how.generic and (
             (part == 0 and (how.listed or not MASKED))
             or (part == 1 and (how.has_left or MASKED) and not ONE_LOOP)
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)

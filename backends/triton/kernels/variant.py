@@ -45,3 +45,5 @@ class Variant(NamedTuple):
     split: bool = False
     #: The kernel before, or after, runs at the same time up to where it waits.
     overlap: bool = False
+    #: One loop over all tiles, each with every edge, and what is told of a problem by numbers is asked at run time.
+    generic: bool = False
