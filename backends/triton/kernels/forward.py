@@ -234,10 +234,9 @@ def forward(
         if part == 2 and MASKED:
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
-            t0, t1 = begin, mixed_end
             acc, total, top = _attend(
                 (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, t0, t1, full, span, scores, dice, dims.qk, dims.v,
+                (V, by.v.l, by.v.d), mask, TILES, begin, mixed_end, full, span, scores, dice, dims.qk, dims.v,
                 how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (

@@ -102,8 +102,8 @@ template <bool ALONG> struct MaskTile<ALONG, true> {
 
 // Scores plus a mask, and -inf where a position is hidden, for the columns from `start`. `hides` says that the tile
 // may hold positions that a row does not see: its mask is read here then, where it is seen, and else was fetched
-// before, as that of a generic kernel is. `sees(m)` is the interval that a thread's row sees: like `mask`, made anew, not kept from tile to tile in
-// registers.
+// before, as that of a generic kernel always is. `sees(m)` is the interval that a thread's row sees: like `mask`, made
+// anew, not kept from tile to tile in registers.
 template <bool ALONG, class Sees, class Mask>
 DEVICE void hide(Scores& s, const MaskTile<ALONG>& fetched, const Arguments& a, int start, bool hides, Sees sees,
                  Mask mask, i64 step) {
