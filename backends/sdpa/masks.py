@@ -13,6 +13,10 @@ from attnswitch.problem import Problem
 __all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "positions", "top_of"]
 
 
+#: Keys that a query sees to the left and to the right of its own; None for all.
+Reach = tuple[int | None, int | None]
+#: Positions, queries times keys, that are kept from call to call at most.
+_KEPT = 2**14
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
 SATURATED = 1024.0
 
@@ -131,25 +135,41 @@ def _together(problem: Problem, inputs: Inputs, dtype: torch.dtype | None) -> to
 
 def positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """Visibility by position and length, (B or 1, 1, Lq or 1, Lk); None where nothing is hidden that way."""
-    device = inputs.query.device
-    j = torch.arange(problem.seq_k, device=device)
-    lengths = inputs.key_lengths
-    visible = None
+    p, device, lengths = problem, inputs.query.device, inputs.key_lengths
     if lengths is not None:
         lengths = lengths.to(torch.int64)[:, None, None, None]
-        visible = j < lengths
-    if not problem.positional or problem.sees_all:
-        return visible
-    centre = torch.arange(problem.seq_q, device=device)[:, None]
-    if problem.bottom_right:
-        centre = centre + ((problem.seq_k if lengths is None else lengths) - problem.seq_q)
-    left, right = problem.reach
-    if left is not None:
-        visible = _both(visible, j >= centre - left)
-    if right is not None:
-        visible = _both(visible, j <= centre + right)
-    return None if visible is None else visible.reshape(*(1,) * (4 - visible.dim()), *visible.shape)
+        visible: torch.Tensor = torch.arange(p.seq_k, device=device) < lengths
+        if not p.positional or p.sees_all:
+            return visible
+        return _four(visible & _by_position(p.seq_q, p.seq_k, p.bottom_right, p.reach, device, lengths))
+    if not p.positional or p.sees_all:
+        return None
+    if device.type == "cpu" and p.seq_q * p.seq_k <= _KEPT:
+        return _kept(p.seq_q, p.seq_k, p.bottom_right, p.reach)
+    return _four(_by_position(p.seq_q, p.seq_k, p.bottom_right, p.reach, device, p.seq_k))
 
 
-def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
-    return second if first is None else first & second
+@functools.lru_cache(maxsize=64)
+def _kept(seq_q: int, seq_k: int, bottom_right: bool, reach: Reach) -> torch.Tensor:
+    """What positions alone hide in small calls on the CPU, where it takes as long to make as to attend."""
+    with torch.inference_mode(mode=False):
+        return _four(_by_position(seq_q, seq_k, bottom_right, reach, torch.device("cpu"), seq_k))
+
+
+def _by_position(
+    seq_q: int, seq_k: int, bottom_right: bool, reach: Reach, device: torch.device, ends: Any
+) -> torch.Tensor:
+    """Which keys a query sees by position alone; the diagonal ends at key ``ends``, a number or one for each entry."""
+    j, centre = torch.arange(seq_k, device=device), torch.arange(seq_q, device=device)[:, None]
+    if bottom_right:
+        centre = centre + (ends - seq_q)
+    left, right = reach
+    after, before = None if left is None else j >= centre - left, None if right is None else j <= centre + right
+    if after is None or before is None:
+        return before if after is None else after  # type: ignore[return-value]
+    return after & before
+
+
+def _four(visible: torch.Tensor) -> torch.Tensor:
+    """With four axes."""
+    return visible.reshape(*(1,) * (4 - visible.dim()), *visible.shape)

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+import attnswitch
 from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 
@@ -102,3 +103,31 @@ def test_with_gradients_an_added_mask_far_below_zero_is_lifted() -> None:
     assert not hiding.mask.any()
     assert torch.equal(hiding.lift, mask[..., 0])
     assert masks.added(Problem.parse(FLOAT), (torch.float32,), inputs(mask)).mask is mask
+
+
+# -- what positions hide, kept from call to call -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [6, 200])  # kept, and too large for it
+@pytest.mark.parametrize("more", ["causal", "causal-br", "window=2,0", "window=*,1", "window=3,2.causal-br"])
+def test_positions_are_those_that_the_reference_sees(more: str, size: int) -> None:
+    p = Problem.parse(f"b2.h1.s{size}x{size + 3}.d4.fp32.{more}")
+    keys = torch.zeros(2, 1, size + 3, 4)
+    given = Inputs(torch.zeros(2, 1, size, 4), keys, keys)
+    offset = 3 if p.bottom_right else 0
+    left, right = (10**6 if side is None else side for side in p.reach)
+    for _ in range(2):
+        seen = masks.positions(p, given)
+        expected = [[i + offset - left <= j <= i + offset + right for j in range(size + 3)] for i in range(size)]
+        assert torch.equal(seen, torch.tensor(expected)[None, None])
+    assert (masks.positions(p, given) is seen) == (size == 6)
+
+
+def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
+    masks._kept.cache_clear()
+    query, key, value = (torch.randn(1, 1, 5, 4) for _ in range(3))
+    with torch.inference_mode():
+        attnswitch.attention(query, key, value, window=(1, 0), backend="sdpa-math")
+    query.requires_grad_()
+    attnswitch.attention(query, key, value, window=(1, 0), backend="sdpa-math").sum().backward()
+    assert query.grad is not None
