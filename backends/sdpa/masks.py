@@ -13,8 +13,6 @@ from attnswitch.problem import Problem
 __all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "positions", "top_of"]
 
 
-#: Keys that a query sees to the left and to the right of its own; None for all.
-Reach = tuple[int | None, int | None]
 #: Positions, queries times keys, that are kept from call to call at most.
 _KEPT = 2**14
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
@@ -136,40 +134,44 @@ def _together(problem: Problem, inputs: Inputs, dtype: torch.dtype | None) -> to
 def positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """Visibility by position and length, (B or 1, 1, Lq or 1, Lk); None where nothing is hidden that way."""
     p, device, lengths = problem, inputs.query.device, inputs.key_lengths
+    reach = p.reach if p.positional and not p.sees_all else (None, None)
+    kept = lengths is None and device.type == "cpu" and p.seq_q * p.seq_k <= _KEPT
+    return (_kept if kept else _visible)(p.seq_q, p.seq_k, p.bottom_right, reach, device, lengths)
+
+
+def _visible(
+    seq_q: int,
+    seq_k: int,
+    bottom_right: bool,
+    reach: tuple[int | None, int | None],
+    device: torch.device,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor | None:
+    left, right = reach
+    if lengths is None and left is None and right is None:
+        return None
+    j = torch.arange(seq_k, device=device)
+    visible = None
     if lengths is not None:
         lengths = lengths.to(torch.int64)[:, None, None, None]
-        visible: torch.Tensor = torch.arange(p.seq_k, device=device) < lengths
-        if not p.positional or p.sees_all:
-            return visible
-        return _four(visible & _by_position(p.seq_q, p.seq_k, p.bottom_right, p.reach, device, lengths))
-    if not p.positional or p.sees_all:
-        return None
-    if device.type == "cpu" and p.seq_q * p.seq_k <= _KEPT:
-        return _kept(p.seq_q, p.seq_k, p.bottom_right, p.reach)
-    return _four(_by_position(p.seq_q, p.seq_k, p.bottom_right, p.reach, device, p.seq_k))
+        visible = j < lengths
+    if left is not None or right is not None:
+        centre = torch.arange(seq_q, device=device)[:, None]
+        if bottom_right:
+            centre = centre + ((seq_k if lengths is None else lengths) - seq_q)
+        if left is not None:
+            visible = _both(visible, j >= centre - left)
+        if right is not None:
+            visible = _both(visible, j <= centre + right)
+    return None if visible is None else visible.reshape(*(1,) * (4 - visible.dim()), *visible.shape)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(seq_q: int, seq_k: int, bottom_right: bool, reach: Reach) -> torch.Tensor:
-    """What positions alone hide in small calls on the CPU, where it takes as long to make as to attend."""
+def _kept(*facts: Any) -> torch.Tensor | None:
+    """The same for small calls on the CPU, where it takes as long to make as to attend."""
     with torch.inference_mode(mode=False):
-        return _four(_by_position(seq_q, seq_k, bottom_right, reach, torch.device("cpu"), seq_k))
+        return _visible(*facts)
 
 
-def _by_position(
-    seq_q: int, seq_k: int, bottom_right: bool, reach: Reach, device: torch.device, ends: Any
-) -> torch.Tensor:
-    """Which keys a query sees by position alone; the diagonal ends at key ``ends``, a number or one for each entry."""
-    j, centre = torch.arange(seq_k, device=device), torch.arange(seq_q, device=device)[:, None]
-    if bottom_right:
-        centre = centre + (ends - seq_q)
-    left, right = reach
-    after, before = None if left is None else j >= centre - left, None if right is None else j <= centre + right
-    if after is None or before is None:
-        return before if after is None else after  # type: ignore[return-value]
-    return after & before
-
-
-def _four(visible: torch.Tensor) -> torch.Tensor:
-    """With four axes."""
-    return visible.reshape(*(1,) * (4 - visible.dim()), *visible.shape)
+def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    return second if first is None else first & second
