@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -72,14 +72,11 @@ def _right(x: Array, shift: int) -> Array:
     return (x >> shift) & (2 ** (64 - shift) - 1)
 
 
-def _blocks(xp: Any, count: int) -> Iterator[tuple[int, int]]:
-    """First and size of parts of ``count`` numbers: in NumPy such as a processor's cache holds."""
+def _in_parts(xp: Any, count: int, make: Callable[[int, int], Array]) -> Array:
+    """``count`` float64 of ``make(first, size)``: in NumPy by parts that a processor's cache holds."""
     size = _BLOCK if xp is np else max(1, count)
-    return ((first, min(size, count - first)) for first in range(0, count, size))
-
-
-def _joined(xp: Any, parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else xp.concatenate(parts) if parts else xp.zeros(0, dtype=xp.float64)
+    parts = [make(first, min(size, count - first)) for first in range(0, max(1, count), size)]
+    return parts[0] if len(parts) == 1 else xp.concatenate(parts)
 
 
 def _float64(xp: Any, x: Array) -> Array:
@@ -88,24 +85,23 @@ def _float64(xp: Any, x: Array) -> Array:
 
 def uniform(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
     """float64 in [0, 1), multiples of 2**-53."""
-    parts = [
-        _float64(xp, _right(hashed(xp, seed, stream, size, first), 11)) * 2.0**-53
-        for first, size in _blocks(xp, math.prod(shape))
-    ]
-    return _joined(xp, parts).reshape(shape)
+
+    def make(first: int, size: int) -> Array:
+        return _float64(xp, _right(hashed(xp, seed, stream, size, first), 11)) * 2.0**-53
+
+    return _in_parts(xp, math.prod(shape), make).reshape(shape)
 
 
 def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
     """float64, close to N(0, 1): the sum of twelve 16-bit uniforms (Irwin-Hall), multiples of 2**-16 within +-6."""
     count = math.prod(shape)
-    parts = []
-    for first, size in _blocks(xp, count):
-        total = -6 * 0xFFFF
-        for words in (hashed(xp, seed, stream, size, first + n * count) for n in range(3)):
-            for shift in (0, 16, 32, 48):
-                total = total + (_right(words, shift) & 0xFFFF)
-        parts.append(_float64(xp, total) * 2.0**-16)
-    return _joined(xp, parts).reshape(shape)
+
+    def make(first: int, size: int) -> Array:
+        words = (hashed(xp, seed, stream, size, first + n * count) for n in range(3))
+        total = sum(_right(word, shift) & 0xFFFF for word in words for shift in (0, 16, 32, 48))
+        return _float64(xp, total - 6 * 0xFFFF) * 2.0**-16
+
+    return _in_parts(xp, count, make).reshape(shape)
 
 
 def rounded(x: Array, dtype: str) -> Array:
