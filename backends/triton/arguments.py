@@ -39,10 +39,8 @@ _NO_STEPS = Steps(0, 0, 0, 0)
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     """What a kernel is compiled for, to take ``p`` in tiles of ``tile``; ``more`` is what only some kernels ask."""
-    if tile.generic:
-        return _generic(p, tile, **more)
     left, right = p.reach
-    return Variant(
+    how = Variant(
         block_m=tile.queries,
         block_n=tile.keys,
         block_d=block(p.dim_qk),
@@ -58,25 +56,12 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
         has_right=right is not None,
         **more,
     )
-
-
-def _generic(p: Problem, tile: Tile, packed: bool = False, wide: bool = False, **_: bool) -> Variant:
+    if not tile.generic:
+        return how
     dim = arithmetic.dim_class(p)
-    return Variant(
-        block_m=tile.queries,
-        block_n=tile.keys,
-        block_d=dim,
-        block_dv=dim,
-        mask_kind=0 if p.mask is None else 1 if p.mask.is_bool else 2,
-        dropout=p.dropout > 0.0,
-        has_lengths=p.key_lengths,
-        has_left=True,
-        has_right=True,
-        aligned=True,
-        wide=wide,
-        packed=packed,
-        generic=True,
-    )
+    known = {name: getattr(how, name) for name in ("mask_kind", "dropout", "has_lengths", "wide")}
+    asked = {"has_left": True, "has_right": True, "aligned": True, "generic": True}
+    return Variant(tile.queries, tile.keys, dim, dim, **known, **asked)
 
 
 def unseen(p: Problem, *arrays: Steps) -> bool:

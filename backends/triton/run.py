@@ -95,13 +95,13 @@ def source(kernel: Any, arrays: Sequence[Any], passed: Passed) -> tuple[ASTSourc
         elif types[-1][0] == "*" and _aligned(array, names[at], generic):
             attributes[at,] = _DIVISIBLE
 
-    columns = dict(_columns(passed.values, len(types)))
+    columns = {path for path, _ in _columns(passed.values, len(types))} if generic else ()
 
     def typed(value: Any, path: tuple[int, ...], compiled_for: bool) -> Any:
         if isinstance(value, tuple):
             compiled_for = compiled_for or type(value) in _COMPILED_FOR
             return type(value)(*(typed(x, (*path, at), compiled_for) for at, x in enumerate(value)))
-        kind = _kind(value, path in columns if passed.generic else compiled_for)
+        kind = _kind(value, path in columns if generic else compiled_for)
         if kind == 1:
             constants[path] = 1
             return "constexpr"
@@ -135,24 +135,22 @@ def _kind(value: Any, compiled_for: bool) -> Any:
 
 def _kinds(passed: Passed) -> list[Any]:
     """What tells apart the values of launches of one kernel that are compiled differently."""
-    values = passed.values
-    if passed.generic:
-        every = _leaves(values)
-        narrow = min(every) >= -(2**31) and max(every) < 2**31
-        columns = [1 if step == 1 else step % 16 == 0 and 16 for _, step in _columns(values)]
-        return columns if narrow else [*columns, *(_kind(n, False) for n in every)]
     fixed: list[int] = []
     free: list[Any] = []
-    for value in values:
-        if type(value) is Strides:
-            for steps in value:
-                fixed += steps
-        elif type(value) in _COMPILED_FOR:
-            fixed += value
-        elif isinstance(value, tuple):
-            free += value
-        else:
-            free.append(value)
+    if passed.generic:
+        fixed += (step for _, step in _columns(passed.values))
+        free += _leaves(passed.values)
+    else:
+        for value in passed.values:
+            if type(value) is Strides:
+                for steps in value:
+                    fixed += steps
+            elif type(value) in _COMPILED_FOR:
+                fixed += value
+            elif isinstance(value, tuple):
+                free += value
+            else:
+                free.append(value)
     if min(min(fixed), min(free)) >= -(2**31) and max(max(fixed), max(free)) < 2**31:
         return [1 if n == 1 else n % 16 == 0 and 16 for n in fixed]
     return [_kind(n, True) for n in fixed] + [_kind(n, False) for n in free]

@@ -102,8 +102,8 @@ def test_every_kernel_compiles_and_fits(pool: ProcessPoolExecutor, problem: str,
 def asked(launch: Any) -> dict[str, Any]:
     """The flags that decide on branches: neither sizes that tuning chooses, nor Triton's own options."""
     name = launch.kernel.__name__
-    how = launch.flags["how"]._asdict() if "how" in launch.flags else {}
-    flags = {flag: value for flag, value in launch.flags.items() if flag.isupper()}
+    how = launch.passed.flags["how"]._asdict() if "how" in launch.passed.flags else {}
+    flags = {flag: value for flag, value in launch.passed.flags.items() if flag.isupper()}
     flags |= {flag: value for flag, value in how.items() if flag not in UNASKED.get(name, ())}
     return {flag: value for flag, value in flags.items() if flag not in TUNED}
 
@@ -186,7 +186,7 @@ PLAIN = Problem.parse("b4.h16.s1024.d128.bf16.causal.grad")
 )
 def test_stand_ins_lie_as_the_problem_says(problem: Problem, device: str, far: bool, tma: bool, wide: bool) -> None:
     forward = ahead.launches(problem, Device.named(device), far=far)[0]
-    how = forward.flags["how"]
+    how = forward.passed.flags["how"]
     assert (how.tma, how.wide) == (tma, wide)
 
 
