@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 from attnswitch.machine.backend import Config
@@ -98,21 +99,21 @@ def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
 
 def _emulated(problem: Problem) -> CudaConfig:
     """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline."""
-    forward = Tile(32, 16, 2, 2)
-    if rows(problem) <= FEW:
+    generic = arithmetic.generic(problem, emulated=True)
+    kind = partial(Tile, generic=generic)
+    forward = kind(32, 16, 2, 2)
+    if rows(problem) <= FEW and not generic:
         forward = Tile(FEW, 16, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
-    splits = 3 if rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
-    chosen = CudaConfig(
+    splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
+    return CudaConfig(
         forward,
-        key_gradients=Tile(16, 32, 2, 3),
-        query_gradient=Tile(32, 32, 1, 1),
-        mask_gradient=Tile(32, 16, 2, 1),
+        key_gradients=kind(16, 32, 2, 3),
+        query_gradient=kind(32, 32, 1, 1),
+        mask_gradient=kind(32, 16, 2, 1),
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
     )
-    generic = arithmetic.generic(problem) and problem.seq_k % 2 == 0  # by turns, so that both kinds are checked
-    return _made_generic(replace(chosen, forward=Tile(32, 16, 2, 2), splits=1)) if generic else chosen
 
 
 @per_class
@@ -133,18 +134,6 @@ def _generic(problem: Problem, on_chip: int) -> CudaConfig:
         shrunk(tile, "query_gradient", problem, on_chip),
         shrunk(replace(tile, stages=1), "mask_gradient", problem, on_chip),
         key_and_value=wide <= 128,
-    )
-
-
-def _made_generic(chosen: CudaConfig) -> CudaConfig:
-    """``chosen`` with generic kernels for all tiles."""
-    assert isinstance(chosen.forward, Tile)
-    return replace(
-        chosen,
-        forward=replace(chosen.forward, generic=True),
-        key_gradients=replace(chosen.key_gradients, generic=True),
-        query_gradient=replace(chosen.query_gradient, generic=True),
-        mask_gradient=replace(chosen.mask_gradient, generic=True),
     )
 
 

@@ -158,9 +158,11 @@ class Backward:
         tile = chosen.key_gradients
         section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads_kv))
         wanted = "".join(letter for letter in "kv" if letter in p.grads)
+        if wanted and tile.generic and chosen.key_and_value:  # it makes both, and writes what is asked for
+            wanted = "kv"
         for letters in (wanted,) if wanted and chosen.key_and_value else wanted:
             blocks = heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
-            yield Step(_gradient(p, "key_gradients", tile, letters, chosen.key_and_value), blocks, section)
+            yield Step(_gradient(p, "key_gradients", tile, letters), blocks, section)
         if "m" in p.grads and p.mask_shape is not None:
             tile = chosen.mask_gradient
             b, h, q, k = p.mask_shape
@@ -217,10 +219,8 @@ def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
 
 
 @per_class
-def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "", together: bool = False) -> Variant:
-    """``letters`` are those of ``key_gradients``; a generic one that makes both writes what is asked for."""
-    if len(letters) == 1 and tile.generic and together:
-        letters = "kv"
+def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "") -> Variant:
+    """``letters`` are those of ``key_gradients``."""
     own = {"WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)} if letters else {}
     return _variant(kernel, p, tile, {**_flags(p), **own, "GRAD_OUT_BYTES": _dense_bytes(p)})
 

@@ -32,13 +32,16 @@ _FEW, _FEW_KEYS = 16, 128
 _CLASSES = (32, 64, 128, 256)
 
 
-def generic(problem: Problem) -> bool:
+def generic(problem: Problem, *, emulated: bool = False) -> bool:
     """Whether generic kernels serve ``problem``, which read at run time what others are compiled for.
 
     They do where it is tiny, so that a launch takes the host longer than the GPU, and has anything besides: there are
-    many such problems, in the tests of any program if nowhere else, and none of them is worth kernels of its own.
+    many such problems, in the tests of any program if nowhere else, and none of them is worth kernels of its own. Where
+    kernels are ``emulated``, these take turns with others, so that both are checked.
     """
     p = problem
+    if emulated and p.seq_k % 2:
+        return False
     products = p.batch * p.heads_q * p.seq_q * p.seq_k * (p.dim_qk + p.dim_v)
     keys = _FEW_KEYS if p.seq_q * p.group <= _FEW else _TINY  # keys of few queries are split among blocks
     return p.seq_k <= keys and p.seq_q <= _TINY and products <= _TINY_PRODUCTS and not _plain(p)

@@ -86,8 +86,7 @@ def small(problem: Problem, device: Device) -> bool:
 
 def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
     """The heuristic's choice, then every other combination that fits the device."""
-    interpreted = device.kind == "cpu"  # there by turns, so that both kinds are checked
-    if arithmetic.generic(problem) and not (interpreted and problem.seq_k % 2):
+    if arithmetic.generic(problem, emulated=device.kind == "cpu"):
         yield _generic(problem, device)
     best = _heuristic(problem, device)
     yield best
