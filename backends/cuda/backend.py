@@ -61,7 +61,7 @@ class CudaBackend(Backend):
         )
 
     def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
-        """Which family's forward it is, and why it is not Hopper's."""
+        """Which family's forward it is, and why it is not Hopper's; or that its kernels are generic."""
         if device.kind != "cuda":
             return ()
         configs = self.configs(problem, device)
@@ -69,6 +69,8 @@ class CudaBackend(Backend):
         chosen = next((c for c in (first, *configs) if str(c) == config), first) if config else first
         if isinstance(chosen.forward, HopperTile):
             return (f"forward by Hopper's kernel, {chosen.forward}",)
+        if chosen.forward.generic:
+            return (f"forward by generic kernels, which tiny problems share, {chosen.forward}",)
         reasons = against_hopper(problem, device) or (f"{chosen.forward} was faster here",)
         return (f"forward by the portable kernels, not by Hopper's ({'; '.join(reasons)})",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -238,3 +239,12 @@ def test_own_dropout_shows_the_weights() -> None:
     np.testing.assert_array_equal(made["value"], np.broadcast_to(np.eye(17), made["value"].shape))
     seeded = operands(SMALL.replace(dropout=0.5, dropout_seed=1, dim_v=17))
     assert not np.array_equal(seeded["value"], made["value"])
+
+
+@pytest.mark.parametrize("draw", [normal, uniform])
+def test_parts_join_to_what_one_part_is(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = draw(np, 3, 1, (1000,))
+    module = importlib.import_module("attnswitch.verify.drawing.data")
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    assert np.array_equal(draw(np, 3, 1, (1000,)), whole)
+    assert draw(np, 3, 1, (0,)).shape == (0,)

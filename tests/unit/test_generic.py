@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +98,13 @@ def test_triton_compiles_them_for_no_strides_and_no_numbers() -> None:
     )
 
 
+def test_explain_says_that_kernels_are_shared() -> None:
+    backend = importlib.import_module("attnswitch.backends.cuda.backend")
+    for text in ("b1.h4.s128.d96.bf16.causal", "b1.h2.s64.d64.bf16.mask=bool.grad"):
+        (remark,) = backend.CudaBackend().remarks(Problem.parse(text), H200, "")
+        assert remark.startswith("forward by generic kernels, which tiny problems share")
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(emulator.VARIABLE, "1")
@@ -108,11 +115,24 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attend.forget()
 
 
+def only_generic(launch: Callable[..., None]) -> Callable[..., None]:
+    """``launch``, which kernels with tiles may go to only if they are generic."""
+
+    def checked(variant: Any, *rest: Any) -> None:
+        assert variant.generic or not variant.rows
+        launch(variant, *rest)
+
+    return checked
+
+
 @pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("mask", [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, None])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "is_causal": True}, {"dropout_p": 0.3, "seed": 5}], ids=str)
-def test_they_honour_every_feature(mask: torch.dtype | None, options: dict[str, Any]) -> None:
+def test_they_honour_every_feature(
+    mask: torch.dtype | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulator, "launch", only_generic(emulator.launch))
     torch.manual_seed(0)
     wide = [torch.randn(2, 4, 23, 20), torch.randn(2, 2, 38, 20), torch.randn(2, 2, 38, 36)]
     bias = None if mask is None else torch.randn(2, 4, 23, 38)
@@ -132,4 +152,30 @@ def test_they_honour_every_feature(mask: torch.dtype | None, options: dict[str, 
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for got, expected in zip(*results, strict=True):
         near = 1e-2 if mask in (torch.float16, torch.bfloat16) else 2e-5  # whose own gradient has few bits
+        torch.testing.assert_close(got.double(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("wanted", ["qkv", "k", "v"])
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)]
+)
+@pytest.mark.parametrize("dropout", [0.3, 5e-8, 0.0])  # the second drops nothing, and scales what it keeps
+def test_they_have_the_gradients_asked_for_in_every_type(
+    dropout: float, dtype: torch.dtype, near: float, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulator, "launch", only_generic(emulator.launch))
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 4, 23, 80)[..., ::2], torch.randn(2, 2, 38, 41)[..., 1:], torch.randn(2, 2, 38, 36)]
+    mask = torch.rand(2, 1, 1, 38) > 0.2
+    results = []
+    for backend, kind in (("cuda", dtype), ("tiled", torch.float64)):
+        leaves = [
+            x.to(dtype).to(kind).requires_grad_(letter in wanted) for x, letter in zip(operands, "qkv", strict=True)
+        ]
+        seed: dict[str, Any] = {"dropout_p": dropout, "seed": 5} if dropout else {}
+        out = attnswitch.attention(*leaves, attn_mask=mask, backend=backend, **seed)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x for x in leaves if x.requires_grad])])
+    for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=near, atol=near)

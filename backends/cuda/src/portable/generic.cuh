@@ -11,7 +11,7 @@ DEVICE int copied(const Operand& x) {
 }
 
 #define SOFTCAP (a.cap > 0)
-#define DROPOUT (a.threshold > 0)
+#define DROPOUT (a.keep_scale != 1)
 #define MASK_KIND a.mask_kind
 #define QUERY_BYTES copied(a.query)
 #define KEY_BYTES copied(a.key)
