@@ -62,7 +62,7 @@ def once(problem: Problem, tile: Tile) -> bool:
 
 
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
-    """The heuristic's choice, then every other combination that fits the device."""
+    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device."""
     if device.kind == "cpu":
         yield _emulated(problem)
         return

@@ -1,4 +1,7 @@
-"""Which family of kernels takes the forward of a problem: Hopper's where it can, the portable one everywhere else."""
+"""Which family of kernels takes the forward of a problem: Hopper's where it can, the portable one everywhere else.
+
+But tiny problems with anything besides, which share generic kernels of the portable family (``config.configs``).
+"""
 
 from __future__ import annotations
 

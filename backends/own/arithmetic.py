@@ -33,7 +33,7 @@ _CLASSES = (32, 64, 128, 256)
 
 
 def generic(problem: Problem, *, emulated: bool = False) -> bool:
-    """Whether generic kernels serve ``problem``, which read at run time what others are compiled for.
+    """Whether generic kernels serve ``problem``, which read at run time much of what others are compiled for.
 
     They do where it is tiny, so that a launch takes the host longer than the GPU, and has anything besides: there are
     many such problems, in the tests of any program if nowhere else, and none of them is worth kernels of its own. Where
@@ -48,7 +48,7 @@ def generic(problem: Problem, *, emulated: bool = False) -> bool:
 
 
 def _plain(p: Problem) -> bool:
-    """Whether it has what most models have, and lies as theirs."""
+    """Whether it has a usual head dimension, lies as wide copies want it, and has no mask, softcap or dropout."""
     whole = all(memory.align >= 16 and not memory.strided for memory in (p.query, p.key, p.value))
     featured = p.mask is not None or capped(p) or p.dropout > 0.0 or p.softmax_scale <= 0.0
     return whole and not featured and p.dim_qk in _CLASSES and p.dim_v in _CLASSES

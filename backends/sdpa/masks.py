@@ -13,7 +13,7 @@ from attnswitch.problem import Problem
 __all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "positions", "top_of"]
 
 
-#: Positions, queries times keys, that are kept from call to call at most.
+#: Queries times keys of a mask of positions that is kept from call to call, at most.
 _KEPT = 2**14
 #: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
 SATURATED = 1024.0
@@ -147,6 +147,7 @@ def _visible(
     device: torch.device,
     lengths: torch.Tensor | None,
 ) -> torch.Tensor | None:
+    """What ``positions`` says, of the facts that it follows from."""
     left, right = reach
     if lengths is None and left is None and right is None:
         return None
@@ -168,7 +169,7 @@ def _visible(
 
 @functools.lru_cache(maxsize=64)
 def _kept(*facts: Any) -> torch.Tensor | None:
-    """The same for small calls on the CPU, where it takes as long to make as to attend."""
+    """``_visible`` of small calls on the CPU, where it takes as long to make as to attend."""
     with torch.inference_mode(mode=False):
         return _visible(*facts)
 

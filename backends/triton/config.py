@@ -39,7 +39,8 @@ class Tile:
     stages: int
     #: Most registers of a thread, 0 for as many as the compiler likes: fewer let more programs share an SM.
     registers: int = 0
-    #: Kernels that are not compiled for a problem's features and strides, nor for its head dimensions but by class.
+    #: Of kernels that are compiled for classes of head dimensions and no strides, and of features for those alone that
+    #: are arrays or random numbers: mask, lengths, dropout.
     generic: bool = False
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ def small(problem: Problem, device: Device) -> bool:
 
 
 def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
-    """The heuristic's choice, then every other combination that fits the device."""
+    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device."""
     if arithmetic.generic(problem, emulated=device.kind == "cpu"):
         yield _generic(problem, device)
     best = _heuristic(problem, device)
@@ -108,7 +109,7 @@ def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
 
 
 def _generic(problem: Problem, device: Device) -> TritonConfig:
-    """Small tiles, which compile in half the time, and which many programs share."""
+    """Small tiles, which compile sooner, and which many programs share."""
     if device.kind == "cpu":
         tile = Tile(16, 16, 4, 1, generic=True)
     elif problem.dtype == "float32":

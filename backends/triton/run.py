@@ -163,7 +163,7 @@ def _columns(values: tuple[Any, ...], first: int = 0) -> Iterator[tuple[tuple[in
     """
     for at, value in enumerate(values, first):
         if type(value) is Strides:
-            yield from (((at, n, _COLUMN), value[n].d) for n in range(len(value) - 1))
+            yield from (((at, n, _COLUMN), value[n].d) for n, role in enumerate(value._fields) if role != "m")
         elif type(value) is Steps:
             yield (at, _COLUMN), value.d
 
