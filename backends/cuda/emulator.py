@@ -20,6 +20,7 @@ from attnswitch.errors import CompileError
 
 from . import cache, sources
 from .arguments import Arguments
+from .tensor_maps import EmulatedMap, TensorMap
 from .variant import Variant
 
 __all__ = ["VARIABLE", "Library", "build", "is_wanted", "launch", "load", "unavailable"]
@@ -54,15 +55,24 @@ def unavailable() -> str | None:
     return None
 
 
-def launch(variant: Variant, blocks: int, arguments: Arguments) -> None:
+def launch(variant: Variant, blocks: int, arguments: Arguments, maps: tuple[TensorMap, ...] = ()) -> None:
     """Run ``blocks`` blocks. Raises ``RuntimeError`` for what a GPU would do at random: races, barriers not met."""
     library = build(variant)
-    library.run(variant.threads, blocks, arguments, variant.shared, tuple(value for _, value in variant.flags))
+    operands = tuple(operand.emulated for operand in maps)
+    flags = () if _fixed(variant) else tuple(value for _, value in variant.flags)
+    library.run(variant.threads, blocks, arguments, variant.shared, flags, operands)
 
 
 def build(variant: Variant) -> Library:
-    """The kernel of ``variant``, which is one build for all values of its flags. Raises ``CompileError``."""
+    """The kernel of ``variant``: a portable one is one build for all values of its flags. Raises ``CompileError``."""
+    if _fixed(variant):
+        return _loaded(variant, ())
     return _loaded(variant._replace(flags=()), tuple(name for name, _ in variant.flags))
+
+
+def _fixed(variant: Variant) -> bool:
+    """Whether flags are constants here too: Hopper's decide on shared memory and barriers."""
+    return variant.family == "hopper"
 
 
 class Library:
@@ -71,31 +81,40 @@ class Library:
     def __init__(self, path: Path, kernel: str) -> None:
         library = ctypes.CDLL(str(path))
         self._name = kernel
-        self._kernel = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
         self._flags = (ctypes.c_int * 32).in_dll(library, "flags")
         self._emulate = library.emulate
         self._emulate.restype = ctypes.c_char_p
 
     def run(
-        self, threads: int, blocks: int, arguments: Arguments, shared: int = 0, flags: tuple[int, ...] = ()
+        self,
+        threads: int,
+        blocks: int,
+        arguments: Arguments,
+        shared: int = 0,
+        flags: tuple[int, ...] = (),
+        maps: tuple[EmulatedMap, ...] = (),
     ) -> None:
-        """Run ``blocks`` blocks of ``threads`` threads with ``shared`` bytes of shared memory. Raises as ``launch``."""
+        """Run ``blocks`` blocks of ``threads`` threads with ``shared`` bytes of shared memory. Raises as ``launch``.
+
+        The kernel's parameters are ``maps`` and ``arguments``, in this order.
+        """
+        parameters = (ctypes.c_void_p * (len(maps) + 1))(*map(ctypes.addressof, (*maps, arguments)))
         with _ONE_AT_A_TIME:
             self._flags[: len(flags)] = list(flags)
-            wrong = self._emulate(self._kernel, ctypes.byref(arguments), blocks, threads, ctypes.c_size_t(shared))
+            wrong = self._emulate(parameters, blocks, threads, ctypes.c_size_t(shared))
         if wrong:
             raise RuntimeError(f"{self._name}, emulated: {wrong.decode()}")
 
 
 @functools.cache
 def _loaded(variant: Variant, flags: tuple[str, ...]) -> Library:
-    defines = {**variant.sizes, **{name: f"flags[{number}]" for number, name in enumerate(flags)}}
+    defines = {**variant.sizes, **dict(variant.flags), **{name: f"flags[{n}]" for n, name in enumerate(flags)}}
     return load(variant.source, variant.kernel, defines)
 
 
 def load(source: str, kernel: str, defines: Mapping[str, str | int]) -> Library:
     """The kernel of that name in the file ``source``, below ``src`` or anywhere. Raises ``CompileError``."""
-    macros = (f'-DSOURCE="{source}"', *(f"-D{name}={value}" for name, value in defines.items()))
+    macros = (f'-DSOURCE="{source}"', f"-DENTRY={kernel}", *(f"-D{name}={value}" for name, value in defines.items()))
     own = sources.files().get(source) or Path(source).read_text()
     parts = (*_OPTIONS, *macros, own, "g++", _version(), *(text for pair in sources.files().items() for text in pair))
     return Library(cache.kept(parts, ".so", lambda: _compile(macros)), kernel)

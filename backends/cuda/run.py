@@ -16,8 +16,8 @@ from .variant import Variant
 
 __all__ = ["COUNTER", "builds", "loaded", "send", "start"]
 
-#: Addresses of a kernel's parameters: three tensor maps at most, and the arguments.
-_Parameters = ctypes.c_void_p * 4
+#: Addresses of a kernel's parameters: four tensor maps at most, and the arguments.
+_Parameters = ctypes.c_void_p * 5
 #: Bytes of a counter.
 COUNTER = 4
 #: The driver from which on overlapping launches can be captured in a graph: that of CUDA 12.3.
@@ -45,10 +45,12 @@ def start(
         return
     if memory.on_cpu(like):
         if left:
-            array = memory.empty((left,), like, "uint8")
-            array[...] = workspace.BLANK
-            arguments.parts = memory.address(array)
-        emulator.launch(variant, blocks, arguments)
+            parts = _blank(left, like)
+            arguments.parts = memory.address(parts)
+        if counted:
+            counter = _blank(COUNTER, like)
+            arguments.counter = memory.address(counter)
+        emulator.launch(variant, blocks, arguments, maps)
         return
     function = loaded(variant, memory.index(like))
     stream = memory.stream(like)
@@ -60,6 +62,13 @@ def start(
         arguments.parts = places.address
     pointers = (*(tensor_map.pointer for tensor_map in maps), ctypes.addressof(arguments))
     send(function, variant, blocks, stream, *pointers, beside=beside)
+
+
+def _blank(size: int, like: Any) -> Any:
+    """``size`` bytes in which every bit is 1, for the emulator."""
+    array = memory.empty((size,), like, "uint8")
+    array[...] = workspace.BLANK
+    return array
 
 
 def send(function: int, variant: Variant, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from attnswitch.problem import DTYPES
 
 from . import driver
 
-__all__ = ["COLUMNS", "TensorMap", "tensor_map"]
+__all__ = ["COLUMNS", "EmulatedMap", "TensorMap", "tensor_map"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
 #: Maps that are kept: buffers take turns, and a graph holds its own copies.
 _KEPT = 768
+
+
+class EmulatedMap(ctypes.Structure):
+    """What the emulator knows an operand by: ``src/emulator/tma.hpp``."""
+
+    _fields_: ClassVar = [
+        ("address", ctypes.c_uint64),
+        ("lengths", ctypes.c_uint64 * 4),
+        ("strides", ctypes.c_uint64 * 3),
+        ("rows", ctypes.c_uint64),
+        ("spare", ctypes.c_uint64 * 7),
+    ]
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,12 @@ class TensorMap:
     def pointer(self) -> int:
         """Where the encoded map is, as a launch passes it. Raises ``driver.DriverError`` if it is refused."""
         return self._encoded[0]
+
+    @property
+    def emulated(self) -> EmulatedMap:
+        """The same for the emulator."""
+        lengths, strides = (ctypes.c_uint64 * 4)(*self.shape[::-1]), (ctypes.c_uint64 * 3)(*self.strides[::-1])
+        return EmulatedMap(self.address, lengths, strides, self.box)
 
 
 @functools.lru_cache(maxsize=_KEPT)

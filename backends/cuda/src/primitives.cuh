@@ -26,12 +26,16 @@ template <class T> struct alignas(16) Chunk {
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
+DEVICE u32 blocks() { return gridDim.x; }
 
 // -- threads together -------------------------------------------------------------------------------------------------
 
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
+// That of lane 0.
+template <class V> DEVICE V broadcast(V value) { return __shfl_sync(0xffffffffu, value, 0); }
+DEVICE bool all_of_warp(bool it) { return __all_sync(0xffffffffu, it); }
 // From 9.0 on, of launches that follow one another: the next may begin where this one leaves room, once all blocks have
 // come here; and it waits for the end of this one before it reads what that has written.
 DEVICE void let_next_begin() {
@@ -50,6 +54,8 @@ DEVICE void fetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l
 
 // -- from block to block ----------------------------------------------------------------------------------------------
 
+// Adds 1, and returns what it was.
+DEVICE u32 take_number(u32* at) { return atomicAdd(at, 1u); }
 // Two neighbouring numbers, where pairs begin; two of 32 bits are there together or not yet, and so is each of 64.
 DEVICE void store_relaxed(float* at, float first, float second) {
     const u64 both = u64(__float_as_uint(second)) << 32 | __float_as_uint(first);
@@ -191,9 +197,16 @@ DEVICE float tangent(float x) { return tanhf(x); }
 DEVICE double tangent(double x) { return tanh(x); }
 DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
-// NaN yields.
+// NaN yields; and prevails.
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
+DEVICE float largest(float a, float b) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+}
+// Bits that are 1, and the number of the highest; there is one.
+DEVICE int ones(u32 x) { return __popc(x); }
+DEVICE int highest(u32 x) { return 31 - __clz(x); }
 
 // Two numbers rounded to 16 bits, the first in the low half.
 template <class T> DEVICE u32 pack_pair(float low, float high);

@@ -1,7 +1,8 @@
 // Blocks of threads on one CPU thread: each thread of a block is a fiber, which runs until it waits for others.
 //
 // Blocks run one after another. What a warp does together (shuffles, matrix instructions) is done once all of its lanes
-// have come to it; lanes that come to different ones, and barriers that some threads never reach, are reported.
+// have come to it; lanes that come to different ones, and barriers that some threads never reach, are reported. Warps
+// take turns by chance, the same at every run, so that nothing can rely on their order.
 #pragma once
 #include <setjmp.h>
 #include <stdio.h>
@@ -13,7 +14,7 @@ namespace emulator {
 constexpr int WARP = 32;
 constexpr size_t STACK = size_t(1) << 18;
 
-enum class Wait { nothing, warp, block, end };
+enum class Wait { nothing, warp, block, other, end };
 
 // Done for the 32 lanes of a warp at once, each with its own arguments.
 typedef void (*Together)(void** lanes);
@@ -25,22 +26,34 @@ struct Fiber {
     Wait wait;
     Together together;
     void* arguments;
+    bool (*ready)(const void*);  // of another wait: whether it is over
+    const void* awaited;
 };
 
 struct Machine {
     Fiber* fibers;
     int threads;
     int current;
-    unsigned block;
+    unsigned block, blocks;  // which one, of how many
     jmp_buf scheduler;
     bool inside;  // a fiber, not the scheduler
     void (*kernel)();
-    unsigned barriers;        // that the block has passed
-    unsigned* warp_barriers;  // that each warp has passed, those of the block included
+    void (*barrier)();  // called when all threads have met
+    // What is asynchronous: before and after a block, and what has a copy arrive that is under way, if there is one.
+    void (*begin)() = [] {};
+    void (*end)() = [] {};
+    bool (*deliver)() = [] { return false; };
+    unsigned random;
     char error[400];
 };
 
 inline Machine machine;
+
+// A number below `most`.
+inline int chance(int most) {
+    machine.random = machine.random * 1664525 + 1013904223;
+    return (machine.random >> 8) % most;
+}
 
 // Ends the run. The fiber that fails goes no further; the scheduler has to see to that itself.
 inline void fail(const char* what) {
@@ -54,6 +67,15 @@ inline void wait_for(Wait what) {
     Fiber& fiber = machine.fibers[machine.current];
     fiber.wait = what;
     if (!_setjmp(fiber.here)) _longjmp(machine.scheduler, 1);
+}
+
+// Until `ready` says so of what is `awaited`.
+inline void wait_until(bool (*ready)(const void*), const void* awaited) {
+    if (ready(awaited)) return;
+    Fiber& fiber = machine.fibers[machine.current];
+    fiber.ready = ready;
+    fiber.awaited = awaited;
+    wait_for(Wait::other);
 }
 
 inline void together(Together operation, void* arguments) {
@@ -102,28 +124,32 @@ inline bool release_warp(int warp) {
     return true;
 }
 
+// Lets the warp go on as far as it can. Returns whether it moved.
+inline bool run_warp(int warp) {
+    Fiber* const lanes = machine.fibers + warp * WARP;
+    bool moved = false;
+    for (;;) {
+        for (int lane = 0; lane < WARP && !machine.error[0]; lane++) {
+            if (lanes[lane].wait == Wait::other && lanes[lane].ready(lanes[lane].awaited))
+                lanes[lane].wait = Wait::nothing;
+            if (lanes[lane].wait != Wait::nothing) continue;
+            resume(warp * WARP + lane);
+            moved = true;
+        }
+        if (machine.error[0] || !release_warp(warp)) return moved;
+        for (int lane = 0; lane < WARP; lane++) lanes[lane].wait = Wait::nothing;
+        moved = true;
+    }
+}
+
 inline void run_block() {
-    machine.barriers = 0;
-    for (int n = 0; n < machine.threads / WARP; n++) machine.warp_barriers[n] = 0;
-    for (int n = 0; n < machine.threads; n++) machine.fibers[n].wait = Wait::nothing;
-    // Warps take turns in an order that changes at every barrier, so that nothing can rely on it.
     const int warps = machine.threads / WARP;
+    machine.random = machine.block;
+    for (int n = 0; n < machine.threads; n++) machine.fibers[n].wait = Wait::nothing;
     for (;;) {
         bool moved = false, ended = true, all_wait = true;
-        for (int n = 0; n < warps; n++) {
-            const int warp = (machine.barriers + machine.block) % 2 ? n : warps - 1 - n;
-            for (;;) {
-                for (int lane = 0; lane < WARP && !machine.error[0]; lane++) {
-                    const int thread = warp * WARP + lane;
-                    if (machine.fibers[thread].wait != Wait::nothing) continue;
-                    resume(thread);
-                    moved = true;
-                }
-                if (machine.error[0]) return;
-                if (!release_warp(warp)) break;
-                for (int lane = 0; lane < WARP; lane++) machine.fibers[warp * WARP + lane].wait = Wait::nothing;
-                moved = true;
-            }
+        for (int n = 0, first = chance(warps), turn = chance(2); n < warps; n++) {
+            moved |= run_warp((first + (turn ? n : warps - n)) % warps);
             if (machine.error[0]) return;
         }
         for (int n = 0; n < machine.threads; n++) {
@@ -132,11 +158,11 @@ inline void run_block() {
         }
         if (ended) return;
         if (all_wait) {
-            machine.barriers++;
-            for (int n = 0; n < warps; n++) machine.warp_barriers[n]++;
+            machine.barrier();
             for (int n = 0; n < machine.threads; n++) machine.fibers[n].wait = Wait::nothing;
             moved = true;
         }
+        if (machine.deliver()) moved = true;
         if (!moved) return fail("a barrier is waited for that some threads never reach");
     }
 }
@@ -146,7 +172,6 @@ inline void make_fibers(int threads) {
     static char* stacks = nullptr;  // of a run that failed, they are given up as they are
     stacks = static_cast<char*>(malloc(STACK * threads));
     machine.fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
-    machine.warp_barriers = static_cast<unsigned*>(calloc(threads / WARP, sizeof(unsigned)));
     machine.threads = threads;
     machine.error[0] = 0;
     for (int n = 0; n < threads; n++) {

@@ -1,4 +1,4 @@
-// The instructions of primitives.cuh on a CPU, and the entry by which emulator.py launches a kernel.
+// The instructions of primitives.cuh on a CPU.
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -19,13 +19,14 @@ int flags[32];
 
 DEVICE int thread_index() { return emulator::machine.current; }
 DEVICE u32 block_index() { return emulator::machine.block; }
+DEVICE u32 blocks() { return emulator::machine.blocks; }
 
 // -- threads together -------------------------------------------------------------------------------------------------
 
 DEVICE void barrier() { emulator::wait_for(emulator::Wait::block); }
 
 DEVICE void warp_barrier() {
-    emulator::together([](void**) { emulator::machine.warp_barriers[emulator::machine.current / 32]++; }, nullptr);
+    emulator::together([](void**) { emulator::share(emulator::machine.current / 32 * 32, 32); }, nullptr);
 }
 
 template <class V> struct Shuffle {
@@ -46,6 +47,29 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
     return mine.result;
 }
 
+template <class V> DEVICE V broadcast(V value) {
+    Shuffle<V> mine = {value, value, 0};
+    emulator::together(
+        [](void** all) {
+            for (int n = 0; n < 32; n++)
+                static_cast<Shuffle<V>*>(all[n])->result = static_cast<Shuffle<V>*>(all[0])->value;
+        },
+        &mine);
+    return mine.result;
+}
+
+DEVICE bool all_of_warp(bool it) {
+    Shuffle<bool> mine = {it, true, 0};
+    emulator::together(
+        [](void** all) {
+            bool every = true;
+            for (int n = 0; n < 32; n++) every &= static_cast<Shuffle<bool>*>(all[n])->value;
+            for (int n = 0; n < 32; n++) static_cast<Shuffle<bool>*>(all[n])->result = every;
+        },
+        &mine);
+    return mine.result;
+}
+
 DEVICE void let_next_begin() {}
 DEVICE void await_launch_before() {}
 DEVICE void fetch(const void*) {}
@@ -53,6 +77,7 @@ DEVICE void fetch(const void*) {}
 // -- from block to block ----------------------------------------------------------------------------------------------
 
 // Blocks run one after another, in their order on the grid.
+DEVICE u32 take_number(u32* at) { return (*at)++; }
 template <class V> DEVICE V blank(V x) {
     memset(&x, 0xff, sizeof x);
     return x;
@@ -70,6 +95,7 @@ template <class V> DEVICE void load_relaxed(V& first, V& second, const V* at) {
 // -- shared memory ----------------------------------------------------------------------------------------------------
 
 DEVICE u8* shared_memory() { return emulator::shared.memory; }
+DEVICE u32 shared_address(const void* at) { return static_cast<const u8*>(at) - emulator::shared.memory; }
 
 template <class V> DEVICE V load_shared(const V* at) {
     emulator::touch(at, sizeof(V), false, thread_index());
@@ -177,6 +203,9 @@ DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
+DEVICE float largest(float a, float b) { return a != a || a > b ? a : b; }
+DEVICE int ones(u32 x) { return __builtin_popcount(x); }
+DEVICE int highest(u32 x) { return 31 - __builtin_clz(x); }
 
 // -- tensor cores -----------------------------------------------------------------------------------------------------
 
@@ -244,25 +273,4 @@ DEVICE void multiply_accumulate(float& c0, float& c1, float& c2, float& c3, cons
                 }
         },
         &mine);
-}
-
-// -- launches ---------------------------------------------------------------------------------------------------------
-
-inline const Arguments* given;
-inline void (*launched)(Arguments);
-
-// Runs `blocks` blocks of `kernel`, and returns what went wrong, or null.
-EXPORTED const char* emulate(void (*kernel)(Arguments), const Arguments* arguments, u32 blocks, int threads,
-                             size_t shared_bytes) {
-    given = arguments;
-    launched = kernel;
-    emulator::make_fibers(threads);
-    emulator::machine.kernel = [] { launched(*given); };
-    for (u32 n = 0; n < blocks && !emulator::machine.error[0]; n++) {
-        emulator::machine.block = n;
-        emulator::poison(shared_bytes);
-        for (int k = 0; k < threads; k++) copies[k].count = 0;
-        emulator::run_block();
-    }
-    return emulator::machine.error[0] ? emulator::machine.error : nullptr;
 }

@@ -15,7 +15,7 @@
 // CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
 // loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
 // need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh.
-#include "hopper/consumer.cuh"
+#include "hopper/forward/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
@@ -29,16 +29,15 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? MASKED ? 224 : 232 : 160;
 static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
               "registers for all");
 
-KERNEL forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-               const __grid_constant__ TensorMap values, const __grid_constant__ Arguments a) {
-    extern __shared__ __align__(1024) u8 tiles[];
-    Shared& shared = *reinterpret_cast<Shared*>(tiles);
+KERNEL forward(CONSTANT TensorMap queries, CONSTANT TensorMap keys,
+               CONSTANT TensorMap values, CONSTANT Arguments a) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
     if (thread_index() == 0) {
         prefetch(queries), prefetch(keys), prefetch(values);
         init_barriers(shared);
     }
     barrier();
-    const int group = thread_index() / 128;
+    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
         if (thread_index() == 0) Loader{a, shared, keys, values}.run();

@@ -1,4 +1,4 @@
-// What a bool mask leaves of every tile of BLOCK_N keys, as survey.cu finds it and the forward uses it.
+// What a bool mask leaves of every tile of KEYS keys, as survey.cu finds it and the others use it.
 //
 // `mask_sets` (mask_batch, mask_heads, groups, 2, words): a bit for each tile, of 64 rows of the mask, a group. SEEN
 // says that some row sees some key of it, HIDDEN that some row does not see some key.
@@ -13,8 +13,8 @@
 enum { SEEN, HIDDEN };
 constexpr int GROUP = 64, CHUNKS = 8;
 
-DEVICE int mask_tiles(const Arguments& a) { return ceil_div(a.keys, BLOCK_N); }
-DEVICE int mask_words(const Arguments& a) { return ceil_div(mask_tiles(a), 32); }
+template <int KEYS> DEVICE int mask_tiles(const Arguments& a) { return ceil_div(a.keys, KEYS); }
+template <int KEYS> DEVICE int mask_words(const Arguments& a) { return ceil_div(mask_tiles<KEYS>(a), 32); }
 DEVICE int mask_groups(const Arguments& a) { return ceil_div(a.mask_rows, GROUP); }
 
 // Which of the mask's planes (rows, columns) a head has.
@@ -22,11 +22,11 @@ DEVICE int mask_plane(const Arguments& a, int batch, int head) {
     return (a.mask_batch == 1 ? 0 : batch) * a.mask_heads + (a.mask_heads == 1 ? 0 : head);
 }
 // The words of a group.
-DEVICE u32* mask_set(const Arguments& a, int plane, int group, int kind) {
-    return a.mask_sets + (i64(plane * mask_groups(a) + group) * 2 + kind) * mask_words(a);
+template <int KEYS> DEVICE u32* mask_set(const Arguments& a, int plane, int group, int kind) {
+    return a.mask_sets + (i64(plane * mask_groups(a) + group) * 2 + kind) * mask_words<KEYS>(a);
 }
 // The chunks of a row.
-DEVICE u16* mask_row(const Arguments& a, int plane, int tile, int row) {
+template <int KEYS> DEVICE u16* mask_row(const Arguments& a, int plane, int tile, int row) {
     const int rows = a.mask_rows == 1 ? 1 : mask_groups(a) * GROUP;
-    return a.mask_bits + CHUNKS * (i64(plane * mask_tiles(a) + tile) * rows + (rows == 1 ? 0 : row));
+    return a.mask_bits + CHUNKS * (i64(plane * mask_tiles<KEYS>(a) + tile) * rows + (rows == 1 ? 0 : row));
 }

@@ -1,6 +1,6 @@
 // Results from the registers of a warpgroup to global memory, 16 bytes a thread.
 #pragma once
-#include "hopper/softmax.cuh"
+#include "hopper/scores.cuh"
 
 // The lanes of a row hold a word each of four groups of 8 columns; afterwards lane l % 4 holds group l % 4 whole.
 DEVICE void gather_group(u32 (&words)[4]) {
@@ -29,6 +29,6 @@ template <int WIDTH> DEVICE void store_row(T* at, const float (&sums)[WIDTH / 2]
         gather_group(words);
         const int column = 8 * (c + thread_index() % 4);
         if (at && column < width)
-            *reinterpret_cast<uint4*>(at + column) = uint4{words[0], words[1], words[2], words[3]};
+            *reinterpret_cast<Chunk<u32>*>(at + column) = Chunk<u32>{{words[0], words[1], words[2], words[3]}};
     }
 }

@@ -51,13 +51,13 @@ KERNEL survey(const Arguments a) {
     u32* const found = reinterpret_cast<u32*>(shared_memory());
     if (block_index() == 0 && thread_index() == 0) *a.counter = BLANK;
 
-    const int bytes = 4 * mask_words(a), groups = mask_groups(a);
+    const int bytes = 4 * mask_words<BLOCK_N>(a), groups = mask_groups(a);
     const int byte = block_index() % bytes, group = block_index() / bytes % groups;
     const int plane = block_index() / bytes / groups;
     const auto set = [&](int kind, u32 tiles) {
-        reinterpret_cast<u8*>(mask_set(a, plane, group, kind))[byte] = tiles;
+        reinterpret_cast<u8*>(mask_set<BLOCK_N>(a, plane, group, kind))[byte] = tiles;
     };
-    const int there = smaller(TILES, mask_tiles(a) - TILES * byte);
+    const int there = smaller(TILES, mask_tiles<BLOCK_N>(a) - TILES * byte);
     if (there <= 0) {  // it fills up a word
         if (thread_index() <= HIDDEN) set(thread_index(), 0);
         return;
@@ -71,7 +71,7 @@ KERNEL survey(const Arguments a) {
     const int ends = a.mask_rows - group * GROUP;
     const int rows = place >= there || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
     const u8* const line = mask + group * GROUP * a.mask.row + first * a.mask.column;
-    u16* const out = mask_row(a, plane, tile, group * GROUP) + chunk % (BLOCK_N / EACH);
+    u16* const out = mask_row<BLOCK_N>(a, plane, tile, group * GROUP) + chunk % (BLOCK_N / EACH);
     bool seen = false, hidden = false;
     const auto put = [&](int r, const Look& look) {
         if (r < ends) seen |= look.quarters != 0, hidden |= look.hidden;

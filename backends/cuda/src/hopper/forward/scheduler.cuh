@@ -37,7 +37,7 @@ DEVICE Work work_at(const Arguments& a, u32 tile) {
     work.first_tile = all.first_tile(), work.count = all.tiles(), work.end_tile = work.first_tile + work.count;
     if (MASKED) {
         const int group = smaller(work.first / GROUP, mask_groups(a) - 1);
-        work.words = mask_set(a, mask_plane(a, work.batch, work.head), group, SEEN) - a.mask_sets;
+        work.words = mask_set<BLOCK_N>(a, mask_plane(a, work.batch, work.head), group, SEEN) - a.mask_sets;
         work.groups = mask_groups(a) - 1 - group;
     }
     return work;
@@ -56,7 +56,7 @@ DEVICE u32 bits_between(int word, int from, int to) {
 
 // A word of the tiles that the mask shows to a consumer's rows, or hides from them: SEEN, HIDDEN.
 DEVICE u32 mask_word(const Arguments& a, const Work& work, int consumer, int kind, int word) {
-    return a.mask_sets[work.words + (2 * smaller(consumer, work.groups) + kind) * mask_words(a) + word];
+    return a.mask_sets[work.words + (2 * smaller(consumer, work.groups) + kind) * mask_words<BLOCK_N>(a) + word];
 }
 
 // Tiles of a word that some row sees by the mask, and may see by position.
@@ -77,10 +77,10 @@ DEVICE void pick(const Arguments& a, Work& work, int* before, int* seen) {
     work.count = 0;
     for (int word = work.first_tile / 32; 32 * word < work.end_tile; word++) {
         const u32 left = left_by_mask(a, work, word);
-        work.count += __popc(left);
+        work.count += ones(left);
         UNROLL for (int c = 0; c < CONSUMERS; c++) {
-            seen[c] += __popc(left & bits_between(word, tiles[c][0], tiles[c][1]));
-            before[c] += __popc(left & bits_between(word, tiles[c][1], work.end_tile));
+            seen[c] += ones(left & bits_between(word, tiles[c][0], tiles[c][1]));
+            before[c] += ones(left & bits_between(word, tiles[c][1], work.end_tile));
         }
     }
 }
@@ -98,7 +98,7 @@ struct Left {
             tiles = left_by_mask(a, work, --word);
             UNROLL for (int c = 0; c < CONSUMERS; c++) hidden[c] = mask_word(a, work, c, HIDDEN, word);
         }
-        const int bit = 31 - __clz(tiles);
+        const int bit = highest(tiles);
         tiles ^= 1u << bit;
         u32 told = u32(32 * word + bit) << CONSUMERS;
         UNROLL for (int c = 0; c < CONSUMERS; c++) told |= (hidden[c] >> bit & 1) << c;
@@ -139,13 +139,13 @@ struct Schedule {
     // while another block has nothing to do.
     DEVICE void deal() {
         ticket.free.wait(~round & 1);
-        tile = gridDim.x + (a.counter ? taken() : 0);
+        tile = blocks() + (a.counter ? taken() : 0);
         work = work_at(a, tile);
         tell();
     }
     // Tiles that were taken before this one. Every block takes one too many, so that the last has counted them all.
     DEVICE u32 taken() const {
-        const u32 before = atomicAdd(a.counter, 1u) - BLANK;
+        const u32 before = take_number(a.counter) - BLANK;
         if (before == tiles - 1) *a.counter = BLANK;
         return before;
     }

@@ -4,7 +4,8 @@
 // waited for. Invariants: weights, the left operand in registers, are rewritten when no product is under way. Every
 // tile of the block is waited for and freed, also one that these rows do not see, and takes a turn.
 #pragma once
-#include "hopper/loader.cuh"
+#include "hopper/forward/loader.cuh"
+#include "hopper/forward/softmax.cuh"
 #include "hopper/store.cuh"
 
 // A consumer's rows, and which of the block's tiles of keys they see: `count`, with `before` and `after` others around.
@@ -35,7 +36,7 @@ struct Consumer {
     const Arguments& a;
     const int index;
     const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
-    const u32 origin = lane_address(&shared);
+    const u32 origin = shared_address(&shared) >> 4;  // in units of 16 bytes
     Position<QUERY_STAGES> query_at;
     Position<STAGES> key_at, value_at;
     u32 told;             // MASKED: of the tile whose scores are asked for, and what
@@ -164,8 +165,8 @@ struct Consumer {
         if (MASKED) ask_mask(rows);
         await_turn(index);
         begin_products();
-        product_nt<BLOCK_N, BLOCK_D>(scores, origin + Shared::query_place(query_at.stage, index),
-                                     origin + Shared::key_place(key_at.stage));
+        product_nt<BLOCK_N, BLOCK_D>(scores, Matrix(origin + Shared::query_place(query_at.stage, index)),
+                                     Matrix(origin + Shared::key_place(key_at.stage)));
         commit_products();
     }
     DEVICE void got_scores(const Rows& rows, int i) {
@@ -189,7 +190,7 @@ struct Consumer {
         if (!mixed()) return;
         const int plane = mask_plane(a, rows.work.batch, rows.work.head);
         UNROLL for (int m = 0; m < 2; m++) {
-            const u16* const row = mask_row(a, plane, told >> CONSUMERS, rows.first + row_of(m));
+            const u16* const row = mask_row<BLOCK_N>(a, plane, told >> CONSUMERS, rows.first + row_of(m));
             const Chunk<u32> all = *reinterpret_cast<const Chunk<u32>*>(row);
             UNROLL for (int n = 0; n < SHOWN; n++) shown[m][n] = all.at[n];
         }
@@ -197,7 +198,7 @@ struct Consumer {
     DEVICE void ask_sums() {
         shared.value_full[value_at.stage].wait(value_at.parity);
         begin_products();
-        product_nn<BLOCK_DV, BLOCK_N>(sums, weights, origin + Shared::value_place(value_at.stage));
+        product_nn<BLOCK_DV, BLOCK_N>(sums, weights, Matrix(origin + Shared::value_place(value_at.stage)));
         commit_products();
     }
     // Beyond the end of a sequence may lie NaN, which a weight of 0 does not take away: the first tile may hold some.

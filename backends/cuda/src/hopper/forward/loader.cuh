@@ -1,6 +1,6 @@
 // Shared memory of the forward, and who brings the tiles there.
 #pragma once
-#include "hopper/scheduler.cuh"
+#include "hopper/forward/scheduler.cuh"
 #include "hopper/tma.cuh"
 
 // The next rows' queries are there while those before are still multiplied, if there is room.

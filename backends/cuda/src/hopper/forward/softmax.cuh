@@ -8,18 +8,9 @@
 // row in one thread, add up to no more than MOST, or are at most 1 each: as exact in 16 bits as those below 1. A row
 // that has seen no key has top = -inf and a base so low that the first one it sees weighs inf, which is too much.
 #pragma once
-#include "hopper/tangent.cuh"
-#include "hopper/wgmma.cuh"
-#include "positions.cuh"
+#include "hopper/scores.cuh"
 
 constexpr float MOST = 256;
-
-typedef float Scores[BLOCK_N / 2];
-typedef u32 Weights[BLOCK_N / 16][4];
-
-// The thread's rows in the 64, and its first column in 8.
-DEVICE int row_of(int m) { return thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4 + 8 * m; }
-DEVICE int first_column() { return 2 * (thread_index() % 4); }
 
 // The largest, or the sum, over the four lanes that share a row.
 template <class Merge> DEVICE float over_row(float x, Merge merge) {
@@ -27,35 +18,7 @@ template <class Merge> DEVICE float over_row(float x, Merge merge) {
     return merge(x, shuffle_xor(x, 2));
 }
 
-// Scores q . k become tanh(factor q . k), PART at a time, with a branch for each: all together, they take more registers
-// than there are.
-DEVICE void cap(Scores& scores, float factor) {
-    constexpr int PART = 8;
-    UNROLL for (int first = 0; first < BLOCK_N / 2; first += PART) {
-        float most = 0;
-        UNROLL for (int n = first; n < first + PART; n++)
-            scores[n] *= factor, most = larger(most, fabsf(scores[n]));
-        if (__all_sync(0xffffffffu, most <= SMALL)) {
-            UNROLL for (int n = first; n < first + PART; n++) scores[n] = tangent_of_small(scores[n]);
-        } else {
-            UNROLL for (int n = first; n < first + PART; n++)
-                scores[n] = fabsf(scores[n]) <= SMALL ? tangent_of_small(scores[n]) : tangent_of_large(scores[n]);
-        }
-    }
-}
-
-// Takes out the keys from `start` on that rows do not see; `sees(m)` is what row m sees.
-template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees) {
-    UNROLL for (int m = 0; m < 2; m++) {
-        const Span span = sees(m);
-        const int from = span.from - start - first_column(), to = span.to - start - first_column();
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
-            UNROLL for (int e = 0; e < 2; e++)
-                if (8 * c + e < from || 8 * c + e >= to) scores[4 * c + 2 * m + e] = -INFINITE;
-    }
-}
-
-// The same by a mask: bits of 32 columns, of which eight are the thread's (mask.cuh).
+// Takes out what a mask hides: bits of 32 columns, of which eight are the thread's (mask.cuh).
 constexpr int SHOWN = (BLOCK_N + 31) / 32;
 DEVICE void hide(Scores& scores, const u32 (&shown)[2][SHOWN]) {
     UNROLL for (int m = 0; m < 2; m++) {
@@ -67,12 +30,6 @@ DEVICE void hide(Scores& scores, const u32 (&shown)[2][SHOWN]) {
             UNROLL for (int e = 0; e < 2; e++)
                 if (!(own >> (c / 2 % 2 * 16 + c / 4 * 4 + c % 2 * 2 + e) & 1)) scores[4 * c + 2 * m + e] = -INFINITE;
     }
-}
-
-// NaN prevails.
-DEVICE float largest(float x, float y) {
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
-    return x;
 }
 
 struct Softmax {
@@ -91,7 +48,7 @@ struct Softmax {
                 weights[k][r] = pack_pair<T>(even, odd);
             }
         const bool fine = sum[0] <= MOST && sum[1] <= MOST;  // NaN is not
-        if (!__all_sync(0xffffffffu, fine) && !raised) return false;
+        if (!all_of_warp(fine) && !raised) return false;
         UNROLL for (int m = 0; m < 2; m++) total[m] += sum[m];
         return true;
     }
@@ -113,8 +70,3 @@ struct Softmax {
         UNROLL for (int m = 0; m < 2; m++) total[m] = over_row(total[m], [](float x, float y) { return x + y; });
     }
 };
-
-// Multiplies the thread's rows of `sums`.
-template <int COUNT> DEVICE void scale_rows(float (&sums)[COUNT], const float (&by)[2]) {
-    UNROLL for (int n = 0; n < COUNT; n++) sums[n] *= by[n / 2 % 2];
-}
