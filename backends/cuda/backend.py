@@ -10,15 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Tile
+from attnswitch.machine.backend import Backend, Packed, Precision, Progress
+from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
 from . import config, emulator
 from .config import CudaConfig
-from .families import against_hopper
-from .tiles import HopperTile, shared
+from .families import against_hopper, against_hopper_backward
+from .tiles import HopperGradients, HopperTile, Tile, shared
 
 if TYPE_CHECKING:
     from .kernel import CudaKernel
@@ -51,28 +52,32 @@ class CudaBackend(Backend):
         """See ``config``."""
         return config.configs(problem, device)
 
-    def tiles(self, problem: Problem, device: Device, config: CudaConfig) -> tuple[Tile, ...]:
+    def tiles(self, problem: Problem, device: Device, config: CudaConfig) -> tuple[OnChip, ...]:
         """Of the forward, and of those gradients that ``problem`` asks for; "key_gradients" are also of values."""
         asked = {"key_gradients": "kv", "query_gradient": "q", "mask_gradient": "m"}
+        if config.backward is not None:
+            asked = {"backward": "qkv"}
         roles = ["forward", *(role for role, letters in asked.items() if set(letters) & set(problem.grads))]
         tiles = ((role, getattr(config, role)) for role in roles)
         return tuple(
-            Tile(role, tile.queries, tile.keys, tile.stages, shared(role, tile, problem)) for role, tile in tiles
+            OnChip(role, tile.queries, tile.keys, tile.stages, shared(role, tile, problem)) for role, tile in tiles
         )
 
     def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
-        """Which family's forward it is, and why it is not Hopper's; or that its kernels are generic."""
+        """Which families' kernels these are, and why they are not Hopper's; or that they are generic."""
         if device.kind != "cuda":
             return ()
         configs = self.configs(problem, device)
         first = next(configs)
         chosen = next((c for c in (first, *configs) if str(c) == config), first) if config else first
-        if isinstance(chosen.forward, HopperTile):
-            return (f"forward by Hopper's kernel, {chosen.forward}",)
-        if chosen.forward.generic:
+        if isinstance(chosen.forward, Tile) and chosen.forward.generic:
             return (f"forward by generic kernels, which tiny problems share, {chosen.forward}",)
-        reasons = against_hopper(problem, device) or (f"{chosen.forward} was faster here",)
-        return (f"forward by the portable kernels, not by Hopper's ({'; '.join(reasons)})",)
+        tiles = {"forward": chosen.forward, "backward": chosen.backward or chosen.key_gradients}
+        reasons = {"forward": against_hopper, "backward": against_hopper_backward}
+        return tuple(
+            _remark(role, tiles[role], reasons[role](problem, device))
+            for role in ("forward", *(("backward",) if problem.grads else ()))
+        )
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
@@ -90,6 +95,14 @@ class CudaBackend(Backend):
         from . import ahead
 
         yield from ahead.pack(ahead.variants(devices, _refused), folder, progress)
+
+
+def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...]) -> str:
+    """Which family's kernel has that role, and why it is not Hopper's."""
+    if not isinstance(tile, Tile):
+        return f"{role} by Hopper's kernel, {tile}"
+    why = "; ".join(reasons or (f"{tile} was faster here",))
+    return f"{role} by the portable kernels, not by Hopper's ({why})"
 
 
 def _reasons(problem: Problem, device: Device) -> Iterator[str]:

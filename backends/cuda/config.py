@@ -16,9 +16,9 @@ from attnswitch.problem.cost import kv_bytes
 from ..own import arithmetic
 from . import hopper_tiles
 from .classes import per_class
-from .families import against_hopper
+from .families import against_hopper, against_hopper_backward
 from .splits import how, schedule
-from .tiles import FEW, HopperTile, Tile, fits, on_tensor_cores, packs, rows, shrunk
+from .tiles import FEW, HopperGradients, HopperTile, Tile, fits, on_tensor_cores, packs, rows, shrunk
 
 __all__ = ["CudaConfig", "configs", "once"]
 
@@ -28,7 +28,10 @@ _ONCE = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class CudaConfig(Config):
-    """Tiles of the kernels that cost: the forward, and the gradients of key and value, of query, of a float mask."""
+    """Tiles of the kernels that cost: the forward, and the gradients of key and value, of query, of a float mask.
+
+    Where there is one of Hopper's ``backward``, which makes all gradients together, the portable ones are not launched.
+    """
 
     forward: Tile | HopperTile
     key_gradients: Tile
@@ -38,6 +41,7 @@ class CudaConfig(Config):
     splits: int = 1
     #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
     key_and_value: bool = True
+    backward: HopperGradients | None = None
 
     @property
     def split(self) -> int:
@@ -45,6 +49,8 @@ class CudaConfig(Config):
         return how(self.forward, self.splits)
 
     def __str__(self) -> str:
+        if self.backward is not None:
+            return f"forward {self.forward}, backward {self.backward}, splits {self.splits}"
         keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
         parts = (f"forward {self.forward}", keys, f"queries {self.query_gradient}", f"mask {self.mask_gradient}")
         return ", ".join((*parts, f"splits {self.splits}"))
@@ -64,29 +70,40 @@ def once(problem: Problem, tile: Tile) -> bool:
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device."""
     if device.kind == "cpu":
-        yield _emulated(problem)
+        yield _emulated(problem, device)
         return
     on_chip = device.on_chip
     if arithmetic.generic(problem):
         yield _generic(problem, on_chip)
+    backward = _backward(problem, device)
     if not against_hopper(problem, device):
-        yield from (_with(problem, on_chip, tile, 1) for tile in hopper_tiles.ranked(problem, device))
-    best = _heuristic(problem, device)
+        for hopper in hopper_tiles.ranked(problem, device):
+            yield replace(_with(problem, on_chip, hopper, 1), backward=backward)
+    best = replace(_heuristic(problem, device), backward=backward)
     yield best
     if best.splits > 1:
-        yield _with(problem, on_chip, best.forward, 1)
+        yield replace(best, splits=1)
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
     few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
     for tile in (*searched, *(Tile(FEW, *choice, apart=True) for choice in few)):
         if tile != best.forward and _suits(tile, "forward", problem, on_chip):
             yield replace(best, forward=tile, splits=schedule(problem, device, tile)[1])
+    if best.backward is not None:
+        yield (best := replace(best, backward=None))
     for tile in searched if problem.grads else ():
         if tile != best.query_gradient and _suits(tile, "query_gradient", problem, on_chip):
             yield replace(best, query_gradient=tile)
         turned = replace(tile, queries=tile.keys, keys=tile.queries)
         if turned != best.key_gradients and _suits(turned, "key_gradients", problem, on_chip):
             yield replace(best, key_gradients=turned)
+
+
+def _backward(problem: Problem, device: Device) -> HopperGradients | None:
+    """The tile of Hopper's backward, if it takes the problem."""
+    if not problem.grads or against_hopper_backward(problem, device):
+        return None
+    return hopper_tiles.gradients(problem)
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
@@ -97,20 +114,27 @@ def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
     return not left_over and least <= each <= most and each % least == 0 and fits(tile, kernel, problem, on_chip)
 
 
-def _emulated(problem: Problem) -> CudaConfig:
-    """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline."""
+def _emulated(problem: Problem, device: Device) -> CudaConfig:
+    """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline.
+
+    Hopper's kernels take turns with the portable ones, so that both are checked.
+    """
     generic = arithmetic.generic(problem, emulated=True)
     kind = partial(Tile, generic=generic)
-    forward = kind(32, 16, 2, 2)
+    forward: Tile | HopperTile = kind(32, 16, 2, 2)
     if rows(problem) <= FEW and not generic:
         forward = Tile(FEW, 16, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
+    if problem.seq_q % 2 and not against_hopper(problem, device):
+        ranked = hopper_tiles.ranked(problem, device)
+        forward, splits = ranked[problem.seq_k % len(ranked)], 1
     return CudaConfig(
         forward,
         key_gradients=kind(16, 32, 2, 3),
         query_gradient=kind(32, 32, 1, 1),
         mask_gradient=kind(32, 16, 2, 1),
+        backward=_backward(problem, device) if problem.seq_k % 2 else None,
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
     )

@@ -1,4 +1,4 @@
-"""Which family of kernels takes the forward of a problem: Hopper's where it can, the portable one everywhere else.
+"""Which family of kernels takes forward and backward of a problem: Hopper's where it can, else the portable one.
 
 But tiny problems with anything besides, which share generic kernels of the portable family (``config.configs``).
 """
@@ -15,9 +15,9 @@ from attnswitch.problem import Problem
 from ..own import arithmetic
 from .classes import per_class
 
-__all__ = ["HOPPER_ROWS", "against_hopper"]
+__all__ = ["HOPPER_ROWS", "against_hopper", "against_hopper_backward"]
 
-#: Rows of queries of Hopper's least tile.
+#: Rows of queries of the least tile of Hopper's forward.
 HOPPER_ROWS = 128
 #: What a float holds in full precision, and thus a factor within an exponential.
 _LEAST, _MOST = 2.0**-126, 2.0**127
@@ -26,16 +26,48 @@ _FEW = 32
 #: Keys from which on splitting them pays where tiles of queries leave three of four SMs idle: 8 heads of 512 queries
 #: against 16,384 keys are 177 TFLOP/s whole and 198 split, 4 of 1,024 against 1,024 under a causal mask 94 and 52.
 _LONG = 8192
+#: The head dimension up to which sums of dK and dV leave registers for the rest.
+_WIDEST = 128
 _OPERANDS = ("query", "key", "value")
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
     """Why Hopper's forward does not take ``problem`` on ``device``, one reason each; empty if it does."""
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return (f"{device}: it is written for compute capability 9.0",)
-    missing = _missing() if device.present else None
+    if reason := _absent(device):
+        return (reason,)
     features, memory = _of_class(problem)
-    return (*((missing,) if missing else ()), *features, *_sizes(problem, device), *memory)
+    return (*features, *_sizes(problem, device), *memory)
+
+
+@per_class
+def _backward_features(p: Problem) -> tuple[str, ...]:
+    return tuple(_backward(p))
+
+
+def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]:
+    """The same of its backward."""
+    if reason := _absent(device):
+        return (reason,)
+    features, memory = _of_class(problem)
+    return (*features, *_backward_features(problem), *_few(problem), *memory)
+
+
+def _absent(device: Device) -> str | None:
+    """Why ``device`` runs no kernel of the family; the emulator runs all."""
+    if device.kind == "cpu":
+        return None
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return f"{device}: it is written for compute capability 9.0"
+    return _missing() if device.present else None
+
+
+def _backward(p: Problem) -> Iterator[str]:
+    if p.deterministic:
+        yield "deterministic=True: it adds to dQ in any order"
+    if (widest := max(p.dim_qk, p.dim_v)) > _WIDEST:
+        yield f"head dimension {widest}: its sums of dK and dV leave registers up to {_WIDEST}"
+    if p.dim_qk % 8:
+        yield f"dim_qk={p.dim_qk}: it stores 8 columns at once"
 
 
 @per_class
@@ -50,6 +82,8 @@ def _features(p: Problem) -> Iterator[str]:
         yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
     if p.dropout:
         yield f"dropout_p={p.dropout:g}: it has none"
+    if p.dim_v % 8:
+        yield f"dim_v={p.dim_v}: it stores 8 columns at once"
     if arithmetic.capped(p):
         factor, cap = arithmetic.factors(p)
         if not (_LEAST < abs(factor) < _MOST and cap > _LEAST):
@@ -58,14 +92,17 @@ def _features(p: Problem) -> Iterator[str]:
         yield f"scale={p.softmax_scale:g}: a positive float32 of full precision becomes part of its exponential"
 
 
-def _sizes(p: Problem, device: Device) -> Iterator[str]:
+def _few(p: Problem) -> Iterator[str]:
     if p.is_empty or not p.seq_k:
         yield "there is nothing to compute"
-        return
-    if p.dim_v % 8:
-        yield f"dim_v={p.dim_v}: it stores 8 columns at once"
-    if p.seq_q < _FEW:
-        yield f"{p.seq_q} queries: its tiles have {HOPPER_ROWS}"
+    elif p.seq_q < _FEW:
+        yield f"{p.seq_q} queries: most of its tiles would be empty"
+
+
+def _sizes(p: Problem, device: Device) -> Iterator[str]:
+    few = tuple(_few(p))
+    yield from few
+    if few:
         return
     tiles = p.batch * p.heads_q * -(-p.seq_q // HOPPER_ROWS)
     if p.seq_k >= _LONG and 4 * tiles <= device.sms:

@@ -1,4 +1,4 @@
-"""Which tiles Hopper's forward takes for a problem, the fastest first: reckoned from what each was measured to take."""
+"""Which tiles Hopper's kernels take for a problem, the fastest first: reckoned from what each was measured to take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from attnswitch.problem import Problem
 
 from ..own import arithmetic
 from .classes import per_class
-from .tiles import HOPPER_SMS, HopperTile, hopper_block
+from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_block
 
-__all__ = ["ranked"]
+__all__ = ["gradients", "ranked", "splits"]
 
 #: Tiles by head dimension, with times on an H200; README.md has what was measured beside them.
 _TILES = {
@@ -28,6 +28,13 @@ _TILES = {
     ),
     256: (HopperTile(128, 80, begin=5.5, step=1.75), HopperTile(128, 64, begin=5.5, step=1.43)),
 }
+#: Tiles of the backward by head dimension.
+_GRADIENTS = {
+    64: HopperGradients(128, 64, 4, begin=6.0, step=1.5),
+    128: HopperGradients(128, 64, 2, begin=7.0, step=2.15),
+}
+#: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
+_MOST_SPLITS, _PART = 16, 1.2
 #: Microseconds that a launch of what is continued takes longer, whatever it computes.
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
@@ -47,6 +54,44 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
     # What is continued pays where tiles of rows take as long as one another.
     uneven = _uneven(problem)
     return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[hopper_block(problem)]]
+
+
+def gradients(problem: Problem) -> HopperGradients | None:
+    """The tile of the backward, if it has one for the head dimension."""
+    return _GRADIENTS.get(hopper_block(problem))
+
+
+def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
+    """Among how many blocks the queries of the same keys are divided: as many as let SMs end at about the same time."""
+    p = problem
+    blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
+    total, longest = _queries(p, tile)
+    sums = blocks * tile.keys * (p.dim_qk + p.dim_v) / 1e6
+    sms = device.sms or HOPPER_SMS
+
+    def time(parts: int) -> float:
+        share = (blocks * parts * tile.begin + p.batch * p.heads_q * total * tile.step) / sms
+        last = tile.begin + tile.step * math.ceil(longest * p.group / parts)
+        return max(share + last / 2, last) + (parts * sums * _PART if parts > 1 else 0.0)
+
+    most = min(_MOST_SPLITS, max(1, longest * p.group))
+    return min(range(1, most + 1), key=time)
+
+
+def _queries(p: Problem, tile: HopperGradients) -> tuple[int, int]:
+    """How many tiles of queries all tiles of keys of a head meet by position, and about how many at most."""
+    left, right = p.reach
+    rows, whole = arithmetic.tiles(p.seq_k, tile.keys), arithmetic.tiles(p.seq_q, tile.queries)
+    offset = p.seq_k - p.seq_q if p.bottom_right else 0
+    total, longest = rows * whole, whole
+    if right is not None:  # a tile of keys begins at the first query that sees its first key
+        total -= _staircase(rows, -offset - right, tile.keys, tile.queries, whole)
+        longest = whole - min(whole, max(0, -offset - right) // tile.queries)
+    if left is not None:
+        end = tile.keys - offset + left
+        total -= rows * whole - _staircase(rows, end + tile.queries - 1, tile.keys, tile.queries, whole)
+        longest = min(longest, arithmetic.tiles(tile.keys + left + (right or 0), tile.queries) + 1)
+    return max(0, total), max(0, min(total, longest))
 
 
 def _time(problem: Problem, device: Device, tile: HopperTile) -> float:

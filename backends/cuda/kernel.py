@@ -11,7 +11,7 @@ from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import hopper, memory, portable, prepared, run
+from . import hopper, hopper_backward, memory, portable, prepared, run
 from .config import CudaConfig
 from .tiles import HopperTile
 from .variant import Variant
@@ -36,13 +36,15 @@ class CudaKernel(Kernel):
         self._forward = hopper.Forward(p, config, device) if own else portable.Forward(p, config)
 
     @functools.cached_property
-    def _backward(self) -> portable.Backward:
+    def _backward(self) -> portable.Launches:
+        if self._config.backward is not None:
+            return hopper_backward.Backward(self.problem, self._config.backward, self._device)
         return portable.Backward(self.problem, self._config)
 
     def variants(self) -> tuple[Variant, ...]:
         """The kernels that forward and backward launch, in that order."""
-        backward = self._backward.steps if self.problem.grads else ()
-        return (*self._forward.variants(), *(step.variant for step in backward))
+        backward = self._backward.variants() if self.problem.grads else ()
+        return (*self._forward.variants(), *backward)
 
     def builds(self) -> Sequence[Build]:
         """Of each variant."""

@@ -17,10 +17,12 @@ from .arguments import Arguments, put
 from .classes import per_class
 from .config import CudaConfig
 from .splits import MERGED, PARTS, WHOLE
+from .survey import Survey
+from .tensor_maps import TensorMap
 from .tiles import ROWS_A_BLOCK, Tile, block
 from .variant import Variant
 
-__all__ = ["Backward", "Forward", "Step"]
+__all__ = ["Backward", "Forward", "Launches", "Step", "turned"]
 
 #: Flags that generic kernels are compiled for too: they decide on registers.
 _REGISTERS = ("WITH_KEY", "WITH_VALUE")
@@ -118,14 +120,85 @@ class Forward:
 
 
 class Step(NamedTuple):
-    """One launch of the backward: a kernel, its blocks, and how many heads run side by side."""
+    """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
+
+    ``mapped``: it is passed tensor maps of query, key, value and the output's gradient. ``beside``: see ``run.start``.
+    """
 
     variant: Variant
     blocks: int
     section: int
+    mapped: bool = False
+    beside: bool = False
 
 
-class Backward:
+class Launches:
+    """A backward in several launches, and the memory between them.
+
+    ``counts`` are the numbers, of lse's type, that lie in it: of base, of delta, of the sums of dQ, and of the parts of
+    dK and dV. ``least`` is how many bytes one copy of the gradient of the output moves at least.
+    """
+
+    def __init__(self, p: Problem, constants: Arguments, counts: tuple[int, int, int, int], least: int) -> None:
+        self.constants = constants
+        dims = zip("qkv", (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
+        #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
+        self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
+        self.mask_shape = p.mask_shape if "m" in p.grads else None
+        #: Numbers of the memory, and where in it base, delta, sums and parts begin, in bytes.
+        self.space = sum(counts)
+        size = 8 if p.dtype == "float64" else 4
+        self.begins = tuple(size * sum(counts[:n]) for n in range(len(counts)))
+        self._dtype, self._bytes = p.dtype, least
+        #: What is launched, in that order; before it, a look at a mask.
+        self.steps: list[Step] = []
+        self.survey: Survey | None = None
+
+    def variants(self) -> tuple[Variant, ...]:
+        """What is launched, in that order."""
+        steps = tuple(step.variant for step in self.steps)
+        return steps if self.survey is None else (self.survey.variant, *steps)
+
+    def maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
+        """Those that ``Step.mapped`` launches are passed, of operands at these places."""
+        return ()
+
+    def readable(self, rows: Any) -> Any:
+        """The output, or its gradient; or a dense copy where rows lie so that the kernels would read less at once.
+
+        How they lie is no part of the problem, and each way would be one more kernel to compile.
+        """
+        return rows if _copied(_memory(rows), self._dtype) >= self._bytes else memory.dense(rows)
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        """Launch it."""
+        a = arguments.of_call(self.constants, inputs)
+        out, grad_out = self.readable(out), self.readable(grad_out)
+        put(a, Arguments.out.offset, out)
+        put(a, Arguments.grad_out.offset, grad_out)
+        lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
+        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
+        space = memory.empty((self.space,), lse)
+        a.base, a.delta, a.sums, a.parts = (memory.address(space) + begin for begin in self.begins)
+        a.turned = turned(inputs)
+        q, k, v = (
+            None if dim is None else memory.like(operand, dim)
+            for operand, dim in zip(inputs[:3], self.dims, strict=True)
+        )
+        grads = Gradients(q, k, v, self.mask_shape and memory.empty(self.mask_shape, inputs.attn_mask))
+        a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
+            None if grad is None else memory.address(grad) for grad in grads
+        )
+        looked = None if self.survey is None else self.survey(inputs.attn_mask, a)
+        maps = self.maps(*(memory.place(array) for array in (*inputs[:3], grad_out)))
+        for step in self.steps:
+            a.section = step.section
+            run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)
+        del looked  # not before: what it points to is the next launch's from here on
+        return grads
+
+
+class Backward(Launches):
     """Gradients of what the problem asks for: three launches or four, and one more for a mask.
 
     The first makes of each row what the others work on beside the inputs: ``base`` of its lse and ``delta`` of output
@@ -134,22 +207,15 @@ class Backward:
 
     def __init__(self, p: Problem, chosen: CudaConfig) -> None:
         generic = chosen.key_gradients.generic
-        self.constants = arguments.constants(p, generic=generic)
-        dims = zip("qkv", (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
-        #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
-        self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
-        self.mask_shape = p.mask_shape if "m" in p.grads else None
-        #: Numbers of base, and of delta.
-        self.rows = p.batch * p.heads_q * arithmetic.padded(p)
-        self._dtype = p.dtype
-        #: Bytes of the gradient of the output that one copy moves at least.
-        self._bytes = DTYPES[p.dtype] if generic else _dense_bytes(p)
-        #: What is launched, in that order.
+        rows = p.batch * p.heads_q * arithmetic.padded(p)
+        least = DTYPES[p.dtype] if generic else _dense_bytes(p)
+        super().__init__(p, arguments.constants(p, generic=generic), (rows, rows, 0, 0), least)
+        self._rows = rows
         self.steps = list(self._launches(p, chosen))
 
     def _launches(self, p: Problem, chosen: CudaConfig) -> Iterator[Step]:
         folds = arithmetic.folds(p) and not chosen.key_gradients.generic
-        yield Step(_of_rows(p, "prepare", folds), arithmetic.tiles(self.rows, ROWS_A_BLOCK), 0)
+        yield Step(_of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
         heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
         if "q" in p.grads:
             tile = chosen.query_gradient
@@ -171,37 +237,6 @@ class Backward:
             down = arithmetic.tiles(q, tile.queries) if q != 1 else 1
             across = arithmetic.tiles(k, tile.keys) if k != 1 else 1
             yield Step(_gradient(p, "mask_gradient", tile), b * h * down * across, 0)
-
-    def readable(self, grad_out: Any) -> Any:
-        """The gradient of the output, or a dense copy where rows lie so that the kernels would read less at once.
-
-        How it lies is no part of the problem, and each way would be one more kernel to compile.
-        """
-        return grad_out if _copied(_memory(grad_out), self._dtype) >= self._bytes else memory.dense(grad_out)
-
-    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        """Launch it."""
-        a = arguments.of_call(self.constants, inputs)
-        put(a, Arguments.out.offset, out)
-        grad_out = self.readable(grad_out)
-        put(a, Arguments.grad_out.offset, grad_out)
-        lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
-        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
-        saved = memory.empty((self.rows,), lse), memory.empty((self.rows,), lse)
-        a.base, a.delta = map(memory.address, saved)
-        a.turned = turned(inputs)
-        q, k, v = (
-            None if dim is None else memory.like(operand, dim)
-            for operand, dim in zip(inputs[:3], self.dims, strict=True)
-        )
-        grads = Gradients(q, k, v, self.mask_shape and memory.empty(self.mask_shape, inputs.attn_mask))
-        a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
-            None if grad is None else memory.address(grad) for grad in grads
-        )
-        for step in self.steps:
-            a.section = step.section
-            run.start(step.variant, step.blocks, a, lse)
-        return grads
 
 
 def turned(inputs: Inputs) -> int:

@@ -65,7 +65,7 @@ def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs:
     return attend
 
 
-def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, general: Backward) -> Backward:
+def backward(problem: Problem, launch: portable.Launches, inputs: Inputs, general: Backward) -> Backward:
     """Gradients of torch tensors on a GPU that lie like ``inputs``; those that are given may lie in any way.
 
     ``general`` takes the calls that are made while another GPU is the current one, or whose lengths lie otherwise.
@@ -80,32 +80,42 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
     lying = zip(inputs[:3], launch.dims, strict=True)
     of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
     of_mask = launch.mask_shape
-    rows = launch.rows
-    bytes_of_rows = rows * (8 if problem.dtype == "float64" else 4)
-    launches = [(run.loaded(step.variant, index), step) for step in launch.steps]
-    #: Strides of gradients of the output that are read where they lie, if their address is a multiple of 16.
+    size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
+    mapped = any(step.mapped for step in launch.steps)
+    launches = [(run.loaded(step.variant, index), step) for step in launch.steps if step.blocks]
+    survey = launch.survey
+    looks = None if survey is None else survey.looks(inputs.attn_mask)
+    looking = None if survey is None else run.loaded(survey.variant, index)
+    #: Strides of outputs and their gradients that are read where they lie, if their address is a multiple of 16.
     known: set[tuple[int, ...]] = set()
+
+    def readable(rows: Any) -> tuple[Any, int, tuple[int, ...]]:
+        """The rows, or a copy, with their address and strides."""
+        at, steps = rows.data_ptr(), rows.stride()
+        if steps in known and not at & 15:
+            return rows, at, steps
+        rows = launch.readable(rows)
+        at, steps = rows.data_ptr(), rows.stride()
+        if not at & 15:
+            known.add(steps)
+        return rows, at, steps
 
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         query, key, value, mask, lengths, seed = inputs
         if current() != index or _lie(lengths) != lengths_lie:
             return general(inputs, out, lse, grad_out, grad_lse)
-        by_grad, at_grad = grad_out.stride(), grad_out.data_ptr()
-        if by_grad not in known or at_grad & 15:
-            grad_out = launch.readable(grad_out)
-            by_grad, at_grad = grad_out.stride(), grad_out.data_ptr()
-            if not at_grad & 15:
-                known.add(by_grad)
+        out, at_out, by_out = readable(out)
+        grad_out, at_grad, by_grad = readable(grad_out)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        space = lse.new_empty(2 * rows)
+        space = lse.new_empty(size)
         grad_query = None if of_query is None else query.new_empty_strided(*of_query)
         grad_key = None if of_key is None else query.new_empty_strided(*of_key)
         grad_value = None if of_value is None else query.new_empty_strided(*of_value)
         grad_mask = None if of_mask is None or mask is None else mask.new_empty(of_mask)
         a = Arguments.from_buffer_copy(constants)
         operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
-        _FIVE.pack_into(a, 0, *operands, out.data_ptr(), *out.stride(), at_grad, *by_grad)
+        _FIVE.pack_into(a, 0, *operands, at_out, *by_out, at_grad, *by_grad)
         if mask is not None:
             _ADDRESS.pack_into(a, _AT_MASK, mask.data_ptr())
         if lengths is not None:
@@ -116,16 +126,26 @@ def backward(problem: Problem, launch: portable.Backward, inputs: Inputs, genera
         _REST.pack_into(
             a,
             _AT_REST,
-            *(lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), 0, 0, base, base + bytes_of_rows),
+            *(lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr()),
+            *(base + to_parts, base + to_sums, base, base + to_delta),
             0 if grad_query is None else grad_query.data_ptr(),
             0 if grad_key is None else grad_key.data_ptr(),
             0 if grad_value is None else grad_value.data_ptr(),
             0 if grad_mask is None else grad_mask.data_ptr(),
         )
         at, where = ctypes.addressof(a), stream(index)
-        for function, (variant, blocks, section) in launches:
+        looked = None
+        if survey is not None and looks is not None and looking is not None:
+            looked = survey.space(space, a, looks)
+            run.send(looking, survey.variant, looks.blocks, where, at)
+        maps: tuple[int, ...] = ()
+        if mapped:
+            places = (operands[:5], operands[5:10], operands[10:], (at_grad, *by_grad))
+            maps = tuple(operand.pointer for operand in launch.maps(*places))
+        for function, (variant, blocks, section, takes_maps, beside) in launches:
             a.section = section
-            run.send(function, variant, blocks, where, at)
+            run.send(function, variant, blocks, where, *(maps if takes_maps else ()), at, beside=beside)
+        del looked  # not before: what it points to is the next launch's from here on
         return Gradients(grad_query, grad_key, grad_value, grad_mask)
 
     return differentiate

@@ -13,11 +13,13 @@ __all__ = [
     "HOPPER_SMS",
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
+    "HopperGradients",
     "HopperTile",
     "Tile",
     "block",
     "fits",
     "hopper_block",
+    "hopper_gradients_shared",
     "hopper_shared",
     "left",
     "merging_shared",
@@ -89,6 +91,23 @@ class HopperTile:
         return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
 
 
+@dataclass(frozen=True, slots=True)
+class HopperGradients:
+    """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
+
+    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
+    """
+
+    keys: int
+    queries: int
+    stages: int
+    begin: float = 0.0
+    step: float = 0.0
+
+    def __str__(self) -> str:
+        return f"hopper {self.queries}x{self.keys} s{self.stages}"
+
+
 def on_tensor_cores(problem: Problem) -> bool:
     """Whether products run on tensor cores (``mma.cuh``) or on the ordinary units (``simt.cuh``)."""
     return problem.dtype in ("float16", "bfloat16")
@@ -120,10 +139,12 @@ def rows(problem: Problem) -> int:
     return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
-def shared(kernel: str, tile: Tile | HopperTile, problem: Problem) -> int:
+def shared(kernel: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
     if isinstance(tile, HopperTile):
         return hopper_shared(tile, hopper_block(problem))
+    if isinstance(tile, HopperGradients):
+        return hopper_gradients_shared(tile, hopper_block(problem))
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem, tile) + pad for n in (problem.dim_qk, problem.dim_v))
@@ -160,6 +181,13 @@ def hopper_shared(tile: HopperTile, dim: int) -> int:
     """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
     queries = tile.queries * (2 if dim <= 128 else 1)
     return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
+
+
+def hopper_gradients_shared(tile: HopperGradients, dim: int) -> int:
+    """Bytes of shared memory that a block of Hopper's backward takes, barriers included."""
+    rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
+    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
+    return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024
 
 
 def room(tile: Tile, kernel: str, problem: Problem, shared_memory: int) -> int:

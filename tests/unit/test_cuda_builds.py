@@ -105,7 +105,7 @@ def test_the_problems_take_every_branch() -> None:
             for flag, value in variant.flags:
                 seen[flag].add(value)
     gradients = {"query_gradient", "key_gradients", "mask_gradient"}
-    assert kernels == {"survey", "forward", "merge", "prepare", *gradients}
+    assert kernels == {"survey", "forward", "merge", "prepare", "backward", "finish", *gradients}
     assert dtypes == {"float16", "bfloat16", "float32", "float64"}
     assert seen.keys() == VALUES.keys()
     for flag, values in seen.items():
@@ -123,10 +123,11 @@ PLAIN = Problem.parse("b4.h16.s1024.d128.bf16.causal.grad")
 
 def test_variants_are_those_of_forward_and_backward_in_each_family() -> None:
     names = [(variant.family, variant.kernel) for variant in make_builds.variants(PLAIN, Device.named("h200"))]
-    backward = [("portable", kernel) for kernel in ("prepare", "query_gradient", "key_gradients")]
-    assert names == [("hopper", "forward"), *backward, ("portable", "forward")]
+    hopper = [("hopper", kernel) for kernel in ("forward", "prepare", "backward", "finish")]
+    portable = [("portable", kernel) for kernel in ("forward", "prepare", "query_gradient", "key_gradients")]
+    assert names == [*hopper, *portable]
     others = [(variant.family, variant.kernel) for variant in make_builds.variants(PLAIN, Device.named("a100"))]
-    assert others == [("portable", "forward"), *backward]
+    assert others == portable
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_portable_family_takes_the_rest(problem: Problem, device: str, words
     (reason,) = families.against_hopper(problem, where)
     assert re.search(words, reason)
     assert isinstance(first(problem, where), tiles.Tile)
-    (remark,) = backend.CudaBackend().remarks(problem, where, "")
+    remark = backend.CudaBackend().remarks(problem, where, "")[0]
     assert reason in remark
 
 
@@ -201,8 +201,9 @@ def test_explain_names_the_family_and_says_why() -> None:
 
 def test_the_config_that_was_measured_says_which_family() -> None:
     portable = next(c for c in config.configs(PLAIN, H200) if isinstance(c.forward, tiles.Tile))
-    (remark,) = backend.CudaBackend().remarks(PLAIN, H200, str(portable))
-    assert remark == f"forward by the portable kernels, not by Hopper's ({portable.forward} was faster here)"
+    forward, backward = backend.CudaBackend().remarks(PLAIN, H200, str(portable))
+    assert forward == f"forward by the portable kernels, not by Hopper's ({portable.forward} was faster here)"
+    assert backward == f"backward by Hopper's kernel, {portable.backward}"
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ pytest.importorskip("cupy")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
 usage = importlib.import_module("cubin").usage
+sass = importlib.import_module("sass")
 sources = importlib.import_module("attnswitch.backends.cuda.sources")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
@@ -70,44 +69,12 @@ def test_registers_that_a_block_does_not_have_are_refused() -> None:
 
 # -- registers of products under way -----------------------------------------------------------------------------------
 
-#: One instruction of a listing: an optional predicate, its name, its operands.
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
-#: What has no register as its first operand to write to.
-WITHOUT_RESULT = ("ST", "SYNCS", "BAR", "R2UR", "ISETP", "FSETP", "RED", "ATOM", "BRA", "WARPSYNC")
-
-
-def overwritten(listing: str) -> tuple[int, list[str]]:
-    """How many products have their left operand in registers, and what writes to one before all products are over."""
-    busy: set[int] = set()
-    products, found = 0, []
-    for name, operands in INSTRUCTION.findall(listing):
-        if name.startswith("HGMMA"):
-            if left := re.match(r"R\d+, R(\d+),", operands):
-                products += 1
-                busy |= set(range(int(left[1]), int(left[1]) + 4))
-        elif name.startswith("WARPGROUP.DEPBAR") and operands.endswith("0x0"):
-            busy = set()
-        elif (written := re.match(r"(?:U?P\w+, )?R(\d+)", operands)) and not name.startswith(WITHOUT_RESULT):
-            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
-            if busy & set(range(int(written[1]), int(written[1]) + width)):
-                found.append(f"{name} {operands}")
-    return products, found
-
-
-def disassembler() -> Path | None:
-    """nvdisasm, which Triton brings along."""
-    spec = util.find_spec("triton")
-    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm" if spec and spec.origin else None
-    return tool if tool and tool.is_file() else None
-
-
-disassembled = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
+disassembled = pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
 
 
 def listing(variant: Any, folder: Path) -> str:
-    cubin = folder / "forward.cubin"
-    cubin.write_bytes(nvrtc.cubin(variant, "sm_90a"))
-    return subprocess.run([str(disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    found: str = sass.listing(nvrtc.cubin(variant, "sm_90a"), folder)
+    return found
 
 
 @disassembled
@@ -116,7 +83,7 @@ def listing(variant: Any, folder: Path) -> str:
 def test_weights_are_not_rewritten_under_a_product(dim: int, more: str, tmp_path: Path) -> None:
     """Compilers before CUDA 13.3 let it happen where the source does; this one is whichever is installed."""
     for chosen in variants(dim, more=more):
-        products, found = overwritten(listing(chosen, tmp_path))
+        products, found = sass.overwritten(listing(chosen, tmp_path))
         assert products >= 2 * chosen.columns // 16
         assert found == [], chosen
 
@@ -130,7 +97,7 @@ def test_a_weight_that_is_rewritten_is_found() -> None:
         "/*0050*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;",
         "/*0060*/ F2FP.BF16.F32.PACK_AB R152, R25, R24 ;",
     ]
-    assert overwritten("\n".join(lines)) == (1, ["F2FP.BF16.F32.PACK_AB R153, R25, R24"])
+    assert sass.overwritten("\n".join(lines)) == (1, ["F2FP.BF16.F32.PACK_AB R153, R25, R24"])
 
 
 # -- the same bits, whichever block a tile is of -----------------------------------------------------------------------
@@ -154,11 +121,11 @@ def roundings_of_lse(listing: str) -> list[str]:
     """What makes each float that is stored on its own: lse is all that is, but for the counter, which is a constant."""
     last: dict[str, str] = {}
     found = []
-    for name, operands in INSTRUCTION.findall(listing):
+    for name, operands in sass.INSTRUCTION.findall(listing):
         if name in ("STG.E", "STG"):
             made = last[operands.rpartition(", ")[2]]
             found += [] if made.startswith(("MOV", "IMAD.MOV")) else [made]
-        elif (written := re.match(r"R\d+", operands)) and not name.startswith(WITHOUT_RESULT):
+        elif (written := re.match(r"R\d+", operands)) and not name.startswith(sass.WITHOUT_RESULT):
             last[written[0]] = name
     return found
 

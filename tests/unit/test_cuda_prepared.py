@@ -19,6 +19,7 @@ backend = importlib.import_module("attnswitch.backends.cuda.backend")
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 prepared = importlib.import_module("attnswitch.backends.cuda.prepared")
 run = importlib.import_module("attnswitch.backends.cuda.run")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 H200 = Device.named("h200")
@@ -235,8 +236,15 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has what is sent to a GPU run in the emulator from then on."""
     monkeypatch.setenv(VARIABLE, "1")
 
+    maps: dict[int, Any] = {}
+
+    def pointer(tensor_map: Any) -> int:
+        maps[id(tensor_map)] = tensor_map
+        return id(tensor_map)
+
     def send(_: Any, variant: Any, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
-        emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]))
+        passed = tuple(maps[each] for each in pointers[:-1])
+        emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
 
     def blank(size: int, *_: Any) -> Any:
         array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)
@@ -244,6 +252,7 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def start() -> None:
         monkeypatch.setattr(run, "send", send)
+        monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(pointer))
         monkeypatch.setattr(run, "loaded", lambda *which: which)
         monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
         monkeypatch.setattr(run.workspace, "blank", blank)
@@ -294,6 +303,7 @@ def test_masks_and_splits_come_to_the_same_bits(
     "text",
     [
         "b2.h4/2.s37x53.d24/40.fp16.grad",
+        "b1.h2.s70x53.d64.bf16.causal.mask=bool:qk.lse.grad",
         "b1.h2.s20.d16.fp32.causal.lse.grad",
         "b2.h2.s20x9.d16.bf16.mask=bool:bk.grad",
         "b2.h2.s9x20.d8.fp32.mask=fp32:hk.grad=qkvm",

@@ -145,7 +145,7 @@ def test_a_launch_leaves_it_blank(dtype: str, splits: int, monkeypatch: pytest.M
     empty = run.memory.empty
     tile, other = tiles.Tile(16, 16, 3, 2, apart=True), tiles.Tile(32, 32, 1, 1)
     chosen = config.CudaConfig(tile, other, other, other, splits=splits)
-    monkeypatch.setattr(config, "_emulated", lambda _: chosen)
+    monkeypatch.setattr(config, "_emulated", lambda *_: chosen)
     whole = attnswitch.attention(query, key, value, key_lengths=lengths, backend="reference")
     found = []
     monkeypatch.setattr(run.memory, "empty", kept)

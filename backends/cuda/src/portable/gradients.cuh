@@ -2,14 +2,8 @@
 //
 // With P = exp(S - lse) and delta = rowsum(dO O) - dlse: dS = P (dP - delta), where dP = dO V^T.
 #pragma once
+#include "gradient_rows.cuh"
 #include "portable/scores.cuh"
-
-enum Gradient { OF_QUERY, OF_KEY, OF_VALUE };
-
-// Which row of a gradient is position l of head h of batch entry b.
-DEVICE i64 gradient_row(const Arguments& a, Gradient which, i64 b, i64 h, i64 l, i64 heads, i64 length) {
-    return a.turned >> which & 1 ? (b * length + l) * heads + h : (b * heads + h) * length + l;
-}
 
 // Turns s, after `hide`, into the weights after dropout, dp into the gradients of the scores, and `inner` into those of
 // scale * q . k, which softcap lies between (the same without it). `base` and `delta` are of the element's query.

@@ -1,0 +1,98 @@
+"""Launches of Hopper's backward: laid out once for a problem, and given the arrays of every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem
+
+from ..own import arithmetic
+from . import arguments, memory, portable
+from .classes import per_class
+from .hopper_tiles import splits
+from .portable import Step
+from .survey import Survey
+from .tensor_maps import TensorMap, tensor_map
+from .tiles import HopperGradients, hopper_block, hopper_gradients_shared
+from .variant import Variant
+
+__all__ = ["Backward"]
+
+#: Rows of a tile of sums, which a block of four warps prepares and finishes.
+_ROWS, _WARPS = 64, 4
+#: Bytes of the L2 that heads may share which run side by side: their queries, upstream gradients and sums of dQ.
+_SECTION = 24 * 2**20
+
+
+class Backward(portable.Launches):
+    """Gradients of query, key and value: three launches, of which the second computes, and one more for a bool mask.
+
+    The first makes of each row what that one works on beside the inputs, as that of ``portable.Backward`` does, and
+    fills with 0 what dQ is added up in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums,
+    and of those of dK and dV where the queries of the same keys are split among blocks.
+    """
+
+    def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
+        padded, dim = arithmetic.padded(p), hopper_block(p)
+        rows = p.batch * p.heads_q * padded
+        keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * tile.keys
+        parts = splits(p, device, tile)
+        constants = arguments.constants(p)
+        constants.splits = parts
+        of_queries = rows if "q" in p.grads else 0
+        of_keys = 2 * keys if parts > 1 else 0
+        #: Numbers of what is saved for a backward: base, delta, sums of dQ, and those of dK and dV for each split.
+        super().__init__(p, constants, (rows, rows, of_queries * dim, of_keys * parts * dim), least=16)
+        section = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
+        blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
+        self.steps = [
+            Step(_of_rows(p, "prepare"), rows // _ROWS, 0),
+            Step(_backward(p, tile), blocks, min(section, max(1, p.batch * p.heads_kv)), mapped=True, beside=True),
+            Step(_of_rows(p, "finish"), (of_queries + of_keys) // _ROWS, 0, beside=True),
+        ]
+        if p.mask is not None:
+            self.survey = Survey(p, tile.keys)
+        queries, by_keys = (p.batch, p.heads_q, p.seq_q), (p.batch, p.heads_kv, p.seq_k)
+        #: Shapes of query, key, value and the output's gradient, and rows of each that a load brings.
+        self._mapped = (
+            ((*queries, p.dim_qk), tile.queries),
+            ((*by_keys, p.dim_qk), _ROWS),
+            ((*by_keys, p.dim_v), _ROWS),
+            ((*queries, p.dim_v), tile.queries),
+        )
+        self._dtype = p.dtype
+
+    def readable(self, rows: Any) -> Any:
+        """The same for TMA, to which rows that are one row, or go backwards, are none."""
+        forwards = all(step > 0 for size, step in zip(rows.shape, memory.place(rows)[1:], strict=True) if size > 1)
+        return super().readable(rows) if forwards else memory.dense(rows)
+
+    def maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
+        """The tensor maps of query, key, value and the output's gradient, which are at these places."""
+        pairs = zip(self._mapped, places, strict=True)
+        return tuple(tensor_map(self._dtype, shape, box, place) for (shape, box), place in pairs)
+
+
+@per_class
+def _backward(p: Problem, tile: HopperGradients) -> Variant:
+    dim = hopper_block(p)
+    return Variant(
+        "backward",
+        p.dtype,
+        tile.keys,
+        tile.queries,
+        dim,
+        dim,
+        warps=_WARPS * (1 + tile.keys // _ROWS),
+        stages=tile.stages,
+        shared=hopper_gradients_shared(tile, dim),
+        flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
+        family="hopper",
+    )
+
+
+@per_class
+def _of_rows(p: Problem, kernel: str) -> Variant:
+    dim = hopper_block(p)
+    return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim, warps=_WARPS, family="hopper")

@@ -1,0 +1,46 @@
+// The gradients of query, key and value on Hopper, made together: with P = exp(S - lse) and dS = P (dP - delta),
+//
+//   S^T = K Q^T,  dP^T = V dO^T,  dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K.
+//
+// A block keeps BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N
+// queries that see any of them: a step each. It is a loader, one thread of the first warpgroup, and CONSUMERS warpgroups
+// with 64 keys each. dK and dV stay in registers to the end; blocks that split the steps of the same keys leave theirs as
+// sums in float32. dQ is added up in global memory by all blocks whose keys its queries see: in which order is left open,
+// so that its last bits are not the same every time. finish.cu makes gradients of all sums.
+//
+//   loader      K, V | Q0, dO0 | Q1, dO1 | ...                          into rings of STAGES tiles each
+//   consumer    S0 | weights | dP0, dV0 | dS0 | S1, dK0 | dQ0 | weights | dP1, dV1 | dS1 | S2, dK1 | dQ1 | weights | ...
+//
+// So a warpgroup has products under way while it computes weights and dS, and asks for dQ when the other one has had time
+// to leave its dS. P^T and dS^T are left operands of dV and dK in the registers where they are; dS^T goes through shared
+// memory for dQ alone.
+//
+// Barriers: `full` and `free` of every stage (barriers.cuh), and `written` of each tile of dS, for which no `free` is
+// needed: consumer.cuh says why.
+#include "hopper/backward/consumer.cuh"
+
+static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
+static_assert(BLOCK_D == BLOCK_DV && (BLOCK_D == PANEL || BLOCK_D == 2 * PANEL), "as many registers as there are");
+static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
+
+constexpr int LOADER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / 128, "registers for all");
+
+KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
+                CONSTANT TensorMap upstream, CONSTANT Arguments a) {
+    let_next_begin();
+    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
+    if (thread_index() == 0) {
+        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
+        init_barriers(shared);
+    }
+    barrier();
+    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
+    if (group == 0) {
+        give_registers<LOADER_REGISTERS>();
+        if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
+    } else {
+        take_registers<CONSUMER_REGISTERS>();
+        Consumer{shared, a, group - 1}.run();
+    }
+}

@@ -1,0 +1,13 @@
+// Sums in global memory: tiles of 64 rows in float32 as the registers of a warpgroup hold them, so that a warp has its
+// part in one piece. Four numbers of a thread lie side by side, a quad: of 8 columns its two, in both its rows.
+#pragma once
+#include "hopper/wgmma.cuh"
+
+constexpr int QUADS = 4 * 32;  // of a warp, of the same 8 columns
+
+// The tile number `line` of `sums`.
+DEVICE float* sums_of(void* sums, i64 line) { return static_cast<float*>(sums) + line * (64 * BLOCK_D); }
+
+// Where the warp's quads of columns 8 c to 8 c + 7 begin, and the thread's; those of the next 8 columns follow.
+DEVICE float* quads_of(float* tile, int c) { return tile + (thread_index() % 128 / 32 * (BLOCK_D / 8) + c) * QUADS; }
+DEVICE float* quad_of(float* tile, int c) { return quads_of(tile, c) + 4 * (thread_index() % 32); }

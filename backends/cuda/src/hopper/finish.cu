@@ -1,0 +1,61 @@
+// Gradients from sums: of queries, and of the keys and values whose steps were split among blocks.
+//
+// A warpgroup takes 64 rows: first those of all heads' queries, then of all key heads' keys, then of their values. Parts
+// of different splits are added in their order.
+#include "gradient_rows.cuh"
+#include "hopper/backward/sums.cuh"
+#include "hopper/store.cuh"
+
+static_assert(WARPS == 4, "a warpgroup");
+
+// 64 rows of a gradient.
+struct Rows {
+    Gradient which;
+    float* sums;
+    i64 apart;  // numbers between the parts of splits
+    int splits;
+    i64 b, h;
+    int heads, first, length, dim;
+    float weight;
+    void* to;
+
+    DEVICE Rows(const Arguments& a) {
+        const i64 of_queries = a.grad_query ? i64(a.batch) * a.heads * (a.padded / 64) : 0;
+        const int heads_kv = a.heads / a.group, tiles_kv = ceil_div(a.keys, 128) * 2;
+        const i64 of_keys = i64(a.batch) * heads_kv * tiles_kv;
+        i64 tile = block_index(), tiles = a.padded / 64;
+        which = OF_QUERY, splits = 1, heads = a.heads, length = a.queries, dim = a.dim;
+        to = a.grad_query, weight = a.scale, apart = 0;
+        sums = sums_of(a.sums, tile);
+        if (tile >= of_queries) {
+            tile -= of_queries, tiles = tiles_kv;
+            which = tile < of_keys ? OF_KEY : OF_VALUE;
+            sums = sums_of(a.parts, tile);
+            apart = 2 * of_keys * (64 * BLOCK_D);
+            splits = a.splits, heads = heads_kv, length = a.keys, dim = which == OF_KEY ? a.dim : a.dim_v;
+            to = which == OF_KEY ? a.grad_key : a.grad_value, weight = which == OF_KEY ? a.scale : 1;
+            if (which == OF_VALUE) tile -= of_keys;
+        }
+        b = tile / tiles / heads, h = tile / tiles % heads, first = tile % tiles * 64;
+    }
+};
+
+KERNEL finish(const Arguments a) {
+    await_launch_before();
+    const Rows rows(a);
+    if (!rows.to) return;
+    float sums[BLOCK_D / 2];
+    UNROLL for (float& sum : sums) sum = 0;
+    ROLLED for (int split = 0; split < rows.splits; split++)
+        UNROLL for (int c = 0; c < BLOCK_D / 8; c++) {
+            float* const quad = quad_of(rows.sums + split * rows.apart, c);
+            const Chunk<float> part = *reinterpret_cast<const Chunk<float>*>(quad);
+            UNROLL for (int k = 0; k < 4; k++) sums[4 * c + k] += part.at[k];
+        }
+    UNROLL for (int m = 0; m < 2; m++) {
+        const int row = rows.first + row_of(m);
+        const i64 line = gradient_row(a, rows.which, rows.b, rows.h, row, rows.heads, rows.length);
+        T* const to = row < rows.length ? static_cast<T*>(rows.to) + line * rows.dim : nullptr;
+        store_row<BLOCK_D>(to, sums, m, rows.weight, rows.dim);
+    }
+}

@@ -1,0 +1,77 @@
+"""Launches of a look at a bool mask, which Hopper's kernels take before they begin."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attnswitch.problem import Problem
+
+from ..own import arithmetic
+from . import memory, run
+from .arguments import Arguments
+from .classes import per_class
+from .variant import Variant
+
+__all__ = ["Survey"]
+
+#: Rows of a group of rows of a mask.
+_ROWS = 64
+#: Warps of a block, its blocks on an SM, and their tiles of keys.
+_WARPS, _RESIDENT, _TILES = 16, 2, 8
+#: Tiles of keys to a word of what it finds, and words to 16 bytes, at multiples of which each part begins.
+_BITS, _HEAD = 32, 4
+
+
+class Survey:
+    """One look at a bool mask: which tiles of keys it hides, and its bits (``src/hopper/mask.cuh``).
+
+    Memory that it takes, until the next kernel is done: 16 bytes for each row of the mask and tile of ``keys`` keys,
+    which is an eighth of the mask where ``keys`` is 128, a fifth at 80, a quarter at 64. An axis that the mask is
+    broadcast over, be it of length 1 or of stride 0, counts once.
+    """
+
+    def __init__(self, p: Problem, keys: int) -> None:
+        self._tiles = arithmetic.tiles(p.seq_k, keys)
+        self.variant = _survey(p, keys)
+
+    def __call__(self, mask: Any, a: Arguments) -> Any:
+        """Launch it. Returns the memory that ``a`` then points to, the forward's counter included, which is 0."""
+        looks = self.looks(mask)
+        space = self.space(mask, a, looks)
+        run.start(self.variant, looks.blocks, a, space)
+        return space
+
+    def looks(self, mask: Any) -> _Looks:
+        """What a launch has to do for a mask that lies like this one."""
+        _, *steps = memory.place(mask)
+        b, h, rows = (n if step else 1 for n, step in zip(mask.shape[:3], steps[:3], strict=True))
+        words, groups = arithmetic.tiles(self._tiles, _BITS), arithmetic.tiles(rows, _ROWS)
+        sets = arithmetic.tiles(2 * b * h * groups * words, _HEAD) * _HEAD
+        bits = 4 * b * h * self._tiles * (1 if rows == 1 else groups * _ROWS)
+        return _Looks(b, h, rows, sets, bits, b * h * groups * words * (_BITS // _TILES))
+
+    def space(self, mask: Any, a: Arguments, looks: _Looks) -> Any:
+        """Memory for it, which ``a`` then points to."""
+        a.mask_batch, a.mask_heads, a.mask_rows = looks[:3]
+        space = memory.empty((_HEAD + looks.sets + looks.bits,), mask, "int32")
+        at = memory.address(space)
+        a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + looks.sets)
+        return space
+
+
+class _Looks(NamedTuple):
+    """A mask's shape without what it is broadcast over, numbers of 4 bytes to either end, and blocks."""
+
+    batch: int
+    heads: int
+    rows: int
+    sets: int
+    bits: int
+    blocks: int
+
+
+@per_class
+def _survey(_: Problem, keys: int) -> Variant:
+    """One build for every type of query and key, which it does not read."""
+    shared = _WARPS * 4
+    return Variant("survey", "bfloat16", _ROWS, keys, warps=_WARPS, resident=_RESIDENT, shared=shared, family="hopper")

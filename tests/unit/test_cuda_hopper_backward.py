@@ -1,0 +1,242 @@
+"""Hopper's backward: what it takes, how its work is divided, its builds, and its gradients in the emulator."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import attnswitch
+from attnswitch import Problem
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
+from attnswitch.problem import Mask, Memory
+
+sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
+usage = importlib.import_module("cubin").usage
+sass = importlib.import_module("sass")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+config = importlib.import_module("attnswitch.backends.cuda.config")
+emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+families = importlib.import_module("attnswitch.backends.cuda.families")
+backward = importlib.import_module("attnswitch.backends.cuda.hopper_backward")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper_tiles")
+tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+
+H200 = Device.named("h200")
+PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
+#: Bytes that a thread spills: addresses, in the middle of a step.
+SPILLED = 48
+disassembled = pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
+compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PLAIN,
+        PLAIN.replace(dtype="float16", lse=True, grads="v"),
+        PLAIN.replace(alignment="bottom_right", seq_q=300, window=(64, 5), key_lengths=True),
+        *(PLAIN.replace(dim_qk=dim, dim_v=dim) for dim in (8, 64, 80)),
+        PLAIN.replace(dim_qk=96, softcap=30.0),
+        *(PLAIN.replace(mask=Mask("bool", axes)) for axes in ("", "bk", "q", "bhqk")),
+    ],
+    ids=str,
+)
+def test_it_takes_the_gradients(problem: Problem) -> None:
+    assert families.against_hopper_backward(problem, H200) == ()
+    assert next(config.configs(problem, H200)).backward is not None
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "words"),
+    [
+        (PLAIN, "a100", r"compute capability 9\.0"),
+        (PLAIN.replace(dtype="float32"), "h200", "float32"),
+        (PLAIN.replace(mask=Mask("bfloat16")), "h200", "attn_mask of bfloat16"),
+        (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
+        (PLAIN.replace(deterministic=True), "h200", "deterministic=True"),
+        (PLAIN.replace(dim_qk=192), "h200", "head dimension 192"),
+        (PLAIN.replace(dim_qk=20, query=Memory(align=16)), "h200", "dim_qk=20"),
+        (PLAIN.replace(scale=-0.5), "h200", "scale="),
+        (PLAIN.replace(seq_q=20), "h200", "20 queries"),
+        (PLAIN.replace(seq_k=0), "h200", "nothing to compute"),
+        (PLAIN.replace(value=Memory(expanded=True)), "h200", "value is expanded"),
+    ],
+    ids=str,
+)
+def test_the_portable_kernels_take_the_rest(problem: Problem, device: str, words: str) -> None:
+    where = Device.named(device)
+    (reason,) = families.against_hopper_backward(problem, where)
+    assert re.search(words, reason)
+    assert next(config.configs(problem, where)).backward is None
+
+
+def test_without_gradients_there_is_no_tile_of_it() -> None:
+    assert next(config.configs(PLAIN.replace(grads=""), H200)).backward is None
+
+
+# -- how the work is divided -------------------------------------------------------------------------------------------
+
+
+def met(p: Problem, keys: int = 128, queries: int = 64) -> list[int]:
+    """The tiles of queries that each tile of keys meets by position, counted one by one."""
+    left, right = p.reach
+    offset = p.seq_k - p.seq_q if p.bottom_right else 0
+    found = []
+    for first in range(0, p.seq_k, keys):
+        last = min(first + keys, p.seq_k) - 1
+        low = 0 if right is None else max(0, first - offset - right)
+        high = p.seq_q if left is None else min(p.seq_q, last - offset + left + 1)
+        found.append(max(0, -(-high // queries) - low // queries) if high > low else 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    list(
+        itertools.product(
+            [(1000, 1000), (300, 2000), (2000, 300), (64, 128), (777, 1)],
+            ["", ".causal", ".causal-br", ".window=100,30", ".causal-br.window=1000,0"],
+        )
+    ),
+)
+def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int, int], how: str) -> None:
+    p = Problem.parse(f"b1.h1.s{sizes[0]}x{sizes[1]}.d64.bf16{how}.grad")
+    total, longest = hopper_tiles._queries(p, tiles.HopperGradients(128, 64, 2))
+    right = met(p)
+    assert sum(right) <= total <= sum(right) + 2 * len(right)  # a last tile that is not full may count as full
+    assert max(right) <= longest <= max(right) + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("b4.h16.s4096.d128.bf16.grad", 1),  # 2,048 tiles of keys
+        ("b2.h16/4.s1024.d64.bf16.causal.grad", 4),  # 64, for 132 SMs
+        ("b1.h8/1.s2048x64.d64.bf16.grad", 16),  # one
+        ("b1.h1.s40.d64.bf16.grad", 1),  # and one tile of queries
+    ],
+)
+def test_few_tiles_of_keys_are_shared_by_several_blocks(text: str, parts: int) -> None:
+    p = Problem.parse(text)
+    assert hopper_tiles.splits(p, H200, hopper_tiles.gradients(p)) == parts
+
+
+def test_memory_is_what_the_launches_need() -> None:
+    """base and delta, sums of dQ, and of dK and dV for each split: linear in the lengths."""
+    p = Problem.parse("b2.h16/4.s1000.d80.bf16.causal.grad")
+    made = backward.Backward(p, hopper_tiles.gradients(p), H200)
+    rows, parts = 2 * 16 * 1024, made.constants.splits
+    assert parts > 1
+    assert made.space == 2 * rows + rows * 128 + 2 * parts * 2 * 4 * 1024 * 128
+    assert made.begins == (0, 4 * rows, 8 * rows, 8 * rows + 4 * rows * 128)
+    assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 8 * parts, rows // 64 + 2 * 2 * 4 * 16]
+
+
+# -- builds ------------------------------------------------------------------------------------------------------------
+
+
+def variant(more: str) -> Any:
+    p = Problem.parse(f"b4.h16.s4096.{more}.grad")
+    return backward._backward(p, hopper_tiles.gradients(p))
+
+
+@disassembled
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", ".mask=bool", ".softcap=30.0"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_products_overlap_and_stay_in_registers(dim: int, more: str, tmp_path: Path) -> None:
+    """ptxas lets products come one after another where it cannot follow them, and says so in its log alone."""
+    chosen = variant(f"d{dim}.bf16{more}")
+    text = sass.listing(nvrtc.cubin(chosen, "sm_90a"), tmp_path)
+    waits, products = text.count("WARPGROUP.DEPBAR"), text.count("HGMMA.64x")
+    # S and dQ at two places, dP, dV, and dK at two: 16 columns or rows each.
+    assert products == (2 * dim + dim + 2 * 128) // 16 + 3 * 4
+    assert waits == 6
+    registers, found = sass.overwritten(text)
+    assert registers == 12
+    assert found == []
+    assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= SPILLED
+
+
+# -- gradients, emulated -----------------------------------------------------------------------------------------------
+
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def arrays(p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (p.batch, p.heads_q, p.seq_q, p.dim_qk),
+        (p.batch, p.heads_kv, p.seq_k, p.dim_qk),
+        (p.batch, p.heads_kv, p.seq_k, p.dim_v),
+        (p.batch, p.heads_q, p.seq_q, p.dim_v),
+    )
+    found = [rng.standard_normal(shape).astype(TYPES[p.dtype]) for shape in shapes]
+    return found, rng.standard_normal(shapes[0][:3]).astype(np.float32)
+
+
+def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = None, lengths: Any = None) -> None:
+    """Gradients beside ``reference``; what lies past the lengths is NaN."""
+    monkeypatch.setattr(backward, "splits", lambda *_: parts)
+    p = Problem.parse(text)
+    (q, k, v, grad), grad_lse = arrays(p)
+    exact = [array.astype(np.float64) for array in (q, k, v)]
+    call = {"is_causal": p.causal, "window": p.window, "softcap": p.softcap, "attn_mask": mask, "key_lengths": lengths}
+    call |= {"backend": "reference", "causal_alignment": p.alignment}
+    out, lse = attnswitch.attention(*exact, return_lse=True, **call)
+    right = attnswitch.attention_backward(
+        grad.astype(np.float64), *exact, out=out, lse=lse, grad_lse=grad_lse.astype(np.float64), **call
+    )
+    for b, length in enumerate(lengths or ()):
+        k[b, :, length:], v[b, :, length:] = np.nan, np.nan
+    launch = backward.Backward(p, hopper_tiles.gradients(p), Device.cpu())
+    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
+    got = launch(inputs, out.astype(q.dtype), lse.astype(np.float32), grad, grad_lse)
+    unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
+    for name, mine, wanted in zip("qkv", got[:3], right[:3], strict=True):
+        want: Any = wanted
+        worst = np.abs(mine.astype(np.float64) - want).max()
+        assert worst <= 2 * unit * np.abs(want).max(), name
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("b1.h2.s150x200.d64.bf16.grad", 1),
+        ("b1.h4/2.s150x200.d64.fp16.causal.grad", 3),
+        ("b1.h2.s200x150.d128.bf16.causal-br.grad", 1),
+        ("b2.h2.s70x300.d72.bf16.window=40,3.grad", 1),
+        ("b1.h2.s100.d96/64.fp16.softcap=3.0.grad", 2),
+    ],
+)
+def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(text, parts, monkeypatch)
+
+
+@compiled
+def test_what_lies_past_the_lengths_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare("b3.h2.s100x300.d128.bf16.lengths.causal-br.grad", 2, monkeypatch, lengths=[130, 0, 300])
+
+
+@compiled
+@pytest.mark.parametrize("axes", ["qk", "bk", "bhk"])
+def test_masks_hide_whole_tiles_and_parts_of_them(axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    shape = tuple(n if letter in axes else 1 for letter, n in zip("bhqk", (2, 4, 150, 300), strict=True))
+    mask = rng.random(shape) < 0.5
+    mask[..., : 64 if "q" in axes else None, :140] = False  # a whole tile of keys, from these queries
+    mask[..., 200:] = True
+    compare(f"b2.h4/2.s150x300.d64.bf16.mask=bool:{axes}.grad", 1, monkeypatch, mask)
