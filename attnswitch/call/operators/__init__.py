@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnswitch.call.operators import autograd, fake, flops, run, schema
+from attnswitch.call.operators import autograd, direct, fake, flops, run, schema
 from attnswitch.call.operators.run import signed
 from attnswitch.problem import GRAD_OPERANDS
 
@@ -89,7 +89,7 @@ def _define(library: torch.library.Library, form: str, run: Callable[..., Any], 
     return f"{_NAMESPACE}::{name}"
 
 
-_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_library = direct.Library(_NAMESPACE, "DEF")
 _define(_library, schema.PLAIN, run.plain, fake.plain)
 _forward = _define(_library, schema.FORWARD, run.forward, fake.forward)
 _backward = _define(_library, schema.BACKWARD, run.backward, fake.backward)

@@ -1,0 +1,47 @@
+"""The way from torch's dispatcher to an operator's kernel where nothing is to be differentiated.
+
+What ``register_autograd`` registers is written in Python, and sends every call through the dispatcher a second time.
+That is a third of what an operator costs the host in a compiled graph, where nothing is differentiated any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Library"]
+
+_KEY = torch._C.DispatchKey
+#: Keys below autograd, and those of devices, whose kernel comes next where no mode, subclass or transform does.
+_BELOW = torch._C._after_autograd_keyset.remove(_KEY.ADInplaceOrView)
+_DEVICES = (_KEY.CUDA, _KEY.CPU)
+
+
+class Library(torch.library.Library):
+    """A library of operators whose kernels are called from the key of autograd, if that is where the call would end."""
+
+    def __init__(self, namespace: str, kind: str) -> None:
+        super().__init__(namespace, kind)  # type: ignore[no-untyped-call]
+        self._kernels: dict[str, Callable[..., Any]] = {}
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", *, with_keyset: bool = False, **more: Any) -> None:
+        """Register a kernel, as ``torch.library.Library`` does."""
+        name = str(op_name).rsplit("::", 1)[-1]
+        if dispatch_key == "CompositeExplicitAutograd":
+            self._kernels[name] = fn
+        elif dispatch_key == "Autograd" and with_keyset and name in self._kernels:
+            fn = _at_once(self._kernels[name], fn)
+        super().impl(op_name, fn, dispatch_key, with_keyset=with_keyset, **more)  # type: ignore[no-untyped-call]
+
+
+def _at_once(kernel: Callable[..., Any], differentiable: Callable[..., Any]) -> Callable[..., Any]:
+    enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+
+    def call(keys: Any, *operands: Any, **said: Any) -> Any:
+        if (keys & _BELOW).highestPriorityTypeId() in _DEVICES and not (enabled() and any_requires_grad(*operands)):
+            return kernel(*operands, **said)
+        return differentiable(keys, *operands, **said)
+
+    return call
