@@ -218,7 +218,7 @@ class Problem(_Fields):
     @property
     def softmax_scale(self) -> float:
         """The factor on q . k: ``scale``, or 1/sqrt(D) where it was left out."""
-        return self.dim_qk**-0.5 if self.scale is None else self.scale
+        return 1.0 / math.sqrt(self.dim_qk) if self.scale is None else self.scale
 
     @property
     def group(self) -> int:
