@@ -35,7 +35,6 @@ ATTEMPTS = (
     Attempt(factor=4, filled=True),
     Attempt(layers=0, filled=True),
     Attempt(factor=1, filled=True),
-    Attempt(factor=1, layers=0, filled=True),
 )
 VOCABULARY = 128
 

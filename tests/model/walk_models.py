@@ -18,9 +18,9 @@ from walk_configs import ATTEMPTS, small
 __all__ = ["Subject", "made", "parts", "prepared", "short"]
 
 #: A model is cut down further, or given up, above so many weights.
-MOST = 200_000_000
-#: Seconds after which no other attempt is made.
-PATIENCE = 20.0
+MOST = 150_000_000
+#: Seconds after which nothing else is tried.
+PATIENCE = 15.0
 
 
 class Subject(NamedTuple):
@@ -92,6 +92,8 @@ def prepared(kind: Any) -> Subject:
             continue
         torch.manual_seed(0)
         for batch in possible(model):
+            if time.perf_counter() - began > PATIENCE:
+                break
             subject = Subject(kind, config, batch)
             try:
                 out = subject.run(model, batch)
