@@ -60,9 +60,9 @@ def _seen(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     if mask is None or mask.ndim != 2 or x.ndim < 2 or not len(mask) or len(x) % len(mask):
         return None
     more = x.shape[1] - mask.shape[1]
-    if not 0 <= more <= 1:  # one more is a token that the model puts behind the others
+    if not -1 <= more <= 1:  # one more is a token that the model puts behind the others, one less leaves out the first
         return None
-    seen = torch.nn.functional.pad(mask, (0, more), value=1).bool()
+    seen = mask[:, 1:].bool() if more < 0 else torch.nn.functional.pad(mask, (0, more), value=1).bool()
     return seen.repeat_interleave(len(x) // len(mask), 0)  # an entry may have several rows, one a codebook
 
 
