@@ -165,7 +165,8 @@ def attention_backward(
     """
     seed = options.pop("seed", None)
     seed = None if seed is None else seed_of(seed)
-    said = read.of_keywords(options | {"return_lse": options.get("return_lse", grad_lse is not None)}, _BACKWARD)
+    asked = options | {"return_lse": options.get("return_lse", grad_lse is not None)}
+    said = read.of_keywords(asked, _BACKWARD, attention_backward)
     if "return_lse" in options:
         raise InvalidProblem("attention_backward returns gradients only: leave return_lse out")
     if said.dropout_p and seed is None:
@@ -253,7 +254,7 @@ def explain(
         )
     if key is None or value is None:
         raise InvalidProblem("query stands without key and value; a problem without arrays is a Problem or its text")
-    said: Options = read.of_keywords(options, "the call has")
+    said: Options = read.of_keywords(options, "the call has", explain)
     seed = None if seed is None else seed_of(seed)
     problem, place = problem_of(query, key, value, attn_mask, key_lengths, said, seed)
     return _made(problem, place, backend, policy)

@@ -17,6 +17,7 @@ from attnswitch.bench.record import Direction, Record
 from attnswitch.bench.suites import Row, ad_hoc, suites
 from attnswitch.bench.table import to_csv
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of
 from attnswitch.verify.session.provenance import provenance
 
 from . import files, render, timings
@@ -181,7 +182,7 @@ def _rows(
         names = [_DEFAULT["cpu" if device == "cpu" else "cuda"]]
     for name in names or ():
         if name not in known:
-            raise InvalidProblem(f"suite {name!r} is not known; expected one of {', '.join(known)}")
+            raise InvalidProblem(f"suite {name!r} is not known; {one_of(name, known)}")
     rows = [row for name in dict.fromkeys(names or ()) for row in known[name].rows]
     for part in parts or ():
         if not any(part in row.name for row in rows):
@@ -205,7 +206,7 @@ def _peers(names: list[str] | None) -> tuple[str, ...] | None:
 
     for name in names:
         if name not in (*PEERS, NONE):
-            raise InvalidProblem(f"peer {name!r} is not known; expected {', '.join(PEERS)} or {NONE}")
+            raise InvalidProblem(f"peer {name!r} is not known; {one_of(name, (*PEERS, NONE))}")
     return tuple(name for name in dict.fromkeys(names) if name != NONE)
 
 

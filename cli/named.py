@@ -9,6 +9,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
+from attnswitch.names import one_of
 from attnswitch.verify.outcome import AUTO
 
 __all__ = ["first", "named", "present", "reach"]
@@ -38,8 +39,8 @@ def named(name: str) -> str:
     if name in known:
         return name
     if ":" not in name:
-        expected = f"{', '.join(known)}, or a target such as package.module:Class"
-        raise InvalidProblem(f"backend {name!r} is not known; expected one of {expected}")
+        target = ", or a target such as package.module:Class"
+        raise InvalidProblem(f"backend {name!r} is not known; {one_of(name, known, target)}")
     reach(name)
     loaded = registry.load(name)
     if isinstance(loaded, Missing):

@@ -32,6 +32,19 @@ def forget_plans() -> None:
     planner.forget()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for a ``device``, and names none itself, runs on each that torch sees here: cpu, and cuda."""
+    own = {name.strip() for mark in metafunc.definition.iter_markers("parametrize") for name in _names(mark.args[0])}
+    if "device" in metafunc.fixturenames and "device" not in own:
+        import torch
+
+        metafunc.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+
+
+def _names(given: Any) -> Any:
+    return given.split(",") if isinstance(given, str) else given
+
+
 @pytest.fixture(scope="session")
 def kept_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the CUDA backend compiled in this run, in any of its processes: named by content, so that it is shared."""

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from attnswitch.bench.record import Direction, Kind
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
+from attnswitch.names import one_of
 from attnswitch.problem import CONTIGUOUS, Problem
 
 __all__ = ["Row", "Suite", "ad_hoc", "suites"]
@@ -42,7 +43,7 @@ class Row:
     def __post_init__(self) -> None:
         what = f"suite {self.suite}, row {self.name!r}"
         if self.kind not in get_args(Kind):
-            raise InvalidProblem(f"{what}: kind {self.kind!r}, expected one of {', '.join(get_args(Kind))}")
+            raise InvalidProblem(f"{what}: kind {self.kind!r}, {one_of(self.kind, get_args(Kind))}")
         if unknown := set(self.directions) - set(get_args(Direction)):
             raise InvalidProblem(f"{what}: directions {sorted(unknown)}, expected {', '.join(get_args(Direction))}")
         names = (*self.backends, *self.peers)

@@ -16,6 +16,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Shows
+from attnswitch.names import one_of
 from attnswitch.problem import Problem
 
 __all__ = ["Look", "checking", "finite", "look_of", "looked_for", "of_context", "shown", "shows", "when"]
@@ -54,7 +55,7 @@ def of_process() -> str:
     """What ATTNSWITCH_CHECK_FINITE said when it was first asked: on the CPU, unless it says always or never."""
     said = os.environ.get("ATTNSWITCH_CHECK_FINITE", "cpu")
     if said not in _WHEN:
-        raise InvalidProblem(f"ATTNSWITCH_CHECK_FINITE={said!r}: expected cpu, always or never")
+        raise InvalidProblem(f"ATTNSWITCH_CHECK_FINITE={said!r}: {one_of(said, _WHEN)}")
     return said
 
 

@@ -40,11 +40,15 @@ def scaled_dot_product_attention(
     ``function`` is what the program called, for tensors and modes that look at functions of torch's.
     """
     way = backend, policy
+    said = dropout_p, is_causal, scale, enable_gqa
+    if function is not None and _is_stand_in(query):
+        import torch
+
+        return _handed_over(torch, function, (query, key, value), attn_mask, *said)
     if _is_tensor(query):
         import torch
 
         if function is not None and _is_looked_at(torch, query, key, value, attn_mask):
-            said = dropout_p, is_causal, scale, enable_gqa
             return _handed_over(torch, function, (query, key, value), attn_mask, *said)
         query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
         if query.is_nested:
@@ -67,6 +71,11 @@ def _is_tensor(array: Any) -> bool:
     import torch  # which is there by now
 
     return isinstance(array, torch.Tensor)
+
+
+def _is_stand_in(array: Any) -> bool:
+    """Whether it is no tensor, and answers torch's functions as one: a proxy of a symbolic trace."""
+    return hasattr(type(array), "__torch_function__") and not hasattr(type(array), "is_cuda")
 
 
 def _is_looked_at(torch: Any, query: Any, *others: Any) -> bool:
@@ -308,4 +317,6 @@ def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest:
     offsets = query.offsets()
     if query.lengths() is not None:  # the sequences have gaps between them, which the result has not
         offsets = torch.nn.functional.pad(query.lengths().cumsum(0), (1, 0))
-    return torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, axis + 1)
+    # What it knows of its lengths, by which it would be padded; None where it has not been asked yet.
+    known = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
+    return torch.nested.nested_tensor_from_jagged(rows, offsets, **known).transpose(1, axis + 1)

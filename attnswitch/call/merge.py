@@ -9,7 +9,9 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
 from attnswitch.call.describe import check_beside
+from attnswitch.call.options import LAYOUTS
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of
 from attnswitch.problem import DTYPES
 
 __all__ = ["merge"]
@@ -37,8 +39,8 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
         raise InvalidProblem(f"merge takes a list of outs and a list of lses: {error}") from None
     if not outs or len(outs) != len(lses):
         raise InvalidProblem(f"merge of {len(outs)} outs and {len(lses)} lses: expected as many of each, at least one")
-    if layout not in ("BHLD", "BLHD"):
-        raise InvalidProblem(f"layout={layout!r}: expected one of BHLD, BLHD")
+    if layout not in LAYOUTS:
+        raise InvalidProblem(f"layout={layout!r}: {one_of(layout, LAYOUTS)}")
     library, caller = _checked(outs, lses, layout)
     if library == "dlpack":
         outs, lses = ([arrays.passage(array, "dlpack", "torch") for array in group] for group in (outs, lses))

@@ -7,6 +7,7 @@ declared here, and what describes calls by problems (plans, benchmarks, the veri
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import operator
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from typing import Any, get_args
 
 from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import meant, one_of
 from attnswitch.problem import Alignment, Problem, Window
 
-__all__ = ["Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of", "text_of"]
+__all__ = ["LAYOUTS", "Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of", "text_of"]
 
-_LAYOUTS = ("BHLD", "BLHD")
+LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.
 _PLAIN = frozenset((float, int, bool, str, type(None)))
 
@@ -55,11 +57,17 @@ def of_call(*given: Any) -> Options:
     return _shared(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
 
 
-def of_keywords(keywords: dict[str, Any], caller: str) -> Options:
-    """The options that ``keywords`` say. Raises ``InvalidProblem``, beginning with ``caller``, for an unknown one."""
+def of_keywords(keywords: dict[str, Any], what: str, function: Callable[..., Any]) -> Options:
+    """The options that ``keywords`` of ``function`` say.
+
+    Raises ``InvalidProblem``, beginning with ``what``, for an unknown one.
+    """
     for name in keywords:
         if name not in _NAMES:
-            raise InvalidProblem(f"{caller} an unexpected keyword {name!r}; the keywords are those of attention")
+            known = (*_NAMES, *inspect.signature(function).parameters)
+            raise InvalidProblem(
+                f"{what} an unexpected keyword {name!r}; the keywords are those of attention{meant(name, known)}"
+            )
     return of_call(*(keywords.get(name, getattr(_DEFAULT, name)) for name in _NAMES))
 
 
@@ -108,7 +116,8 @@ def _maybe_flag(name: str, value: Any) -> bool | None:
 def _one_of(*known: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in known:
-            raise InvalidProblem(f"{name}={text_of(value)}: expected one of {', '.join(known)}")
+            text = text_of(value)
+            raise InvalidProblem(f"{name}={text}: {one_of(value if isinstance(value, str) else text, known)}")
         return str(value)
 
     return check
@@ -182,7 +191,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "window": _window,
     "softcap": _real,
     "return_lse": _flag,
-    "layout": _one_of(*_LAYOUTS),
+    "layout": _one_of(*LAYOUTS),
     "deterministic": _flag,
 }
 _NAMES = tuple(field.name for field in fields(Options))

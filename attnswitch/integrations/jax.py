@@ -101,7 +101,7 @@ def attention(
             raise InvalidProblem(
                 f"{name} is traced by JAX: expected a plain value (jit's static_argnames makes it one)"
             )
-    said = read.of_keywords(options, "attnswitch.integrations.jax.attention: there is")
+    said = read.of_keywords(options, "attnswitch.integrations.jax.attention: there is", attention)
     if said.dropout_p and seed is None:
         raise InvalidProblem("dropout under JAX needs a seed, as a function of JAX has no state to draw one from")
     drawn = _checked_seed(seed) if isinstance(seed, jax.Array) else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import meant
 
 __all__ = ["KNOWN", "Device", "release"]
 
@@ -70,8 +71,10 @@ class Device:
         if key == "cpu":
             return Device.cpu()
         if key not in KNOWN:
+            known = ", ".join(KNOWN)
             raise InvalidProblem(
-                f"device {name!r} is not known; expected cpu, cuda, cuda:N, or one of {', '.join(KNOWN)}"
+                f"device {name!r} is not known; expected cpu, cuda, cuda:N, or one of {known}"
+                f"{meant(key, ('cpu', 'cuda', *KNOWN))}"
             )
         return replace(KNOWN[key], versions=_installed_versions())
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend
+from attnswitch.names import one_of
 
 __all__ = ["ENTRY_POINTS", "Missing", "Row", "forget", "load", "loaded", "names", "standing_in", "table"]
 
@@ -105,7 +106,7 @@ def _load(name: str) -> Backend | Missing:
     if row is None and ":" in name:
         row = Row(name, name, "its name")
     if row is None:
-        raise InvalidProblem(f"backend {name!r} is not known; expected one of {', '.join(names())}, or None to choose")
+        raise InvalidProblem(f"backend {name!r} is not known; {one_of(name, names(), ', or None to choose')}")
     module, _, attribute = row.target.partition(":")
     try:
         backend = getattr(import_module(module), attribute)()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of
 
 __all__ = ["Policy", "effective", "of_context", "using"]
 
@@ -65,4 +66,4 @@ def _read(policy: Policy | str, what: str) -> Policy:
     try:
         return Policy(policy)
     except ValueError:
-        raise InvalidProblem(f"{what}={policy!r}: expected one of {', '.join(Policy)}") from None
+        raise InvalidProblem(f"{what}={policy!r}: {one_of(policy, Policy)}") from None

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import meant
 from attnswitch.problem import CONTIGUOUS, Mask, Memory, Problem, Window
 
 __all__ = ["format_problem", "parse_problem"]
@@ -135,6 +136,18 @@ def _part(part: str) -> dict[str, Any]:
     return {field: int(one), second: int(two if separated else one)}
 
 
+def _meant(part: str) -> str:
+    """What a part that is not understood may have been meant to be, for the end of the message."""
+    name, equals, text = part.partition("=")
+    if not equals:
+        return meant(name, _FLAGS)
+    if name not in _VALUES:
+        return meant(name, _VALUES)
+    if name == "mask":
+        return meant(text.partition(":")[0], _LONG)
+    return meant(text, _MEMORY) if name in _OPERANDS else ""
+
+
 def parse_problem(text: str) -> Problem:
     """Read a problem from its text form.
 
@@ -151,7 +164,7 @@ def parse_problem(text: str) -> Problem:
             raise InvalidProblem(
                 f"problem {text!r}: part {part!r} is not understood; a problem looks like"
                 " b2.h16/4.s1024x4096.d128.bf16.causal: batch, heads, lengths, head dimension, dtype (fp16, bf16, fp32,"
-                " fp64), then options such as causal-br, window=128,0, mask=bool, lengths, lse, grad"
+                f" fp64), then options such as causal-br, window=128,0, mask=bool, lengths, lse, grad{_meant(part)}"
             ) from None
         if twice := fields.keys() & read.keys():
             raise InvalidProblem(f"problem {text!r}: part {part!r} sets {', '.join(sorted(twice))} a second time")

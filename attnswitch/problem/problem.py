@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import meant, one_of
 
 __all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
 
@@ -63,6 +64,7 @@ class Mask:
         if self.dtype not in MASK_DTYPES:
             raise InvalidProblem(
                 f"attn_mask of dtype {self.dtype}: a mask is bool (True = attend) or one of {', '.join(DTYPES)} (added)"
+                f"{meant(self.dtype, MASK_DTYPES)}"
             )
         if self.axes != "".join(axis for axis in "bhqk" if axis in self.axes):
             raise InvalidProblem(f"mask axes {self.axes!r}: expected a subset of 'bhqk' in that order")
@@ -197,11 +199,9 @@ class Problem(_Fields):
 
     def _check_choices(self) -> None:
         if self.dtype not in DTYPES:
-            raise InvalidProblem(f"dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+            raise InvalidProblem(f"dtype {self.dtype}: {one_of(self.dtype, DTYPES)}")
         if self.alignment not in get_args(Alignment):
-            raise InvalidProblem(
-                f"causal_alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}"
-            )
+            raise InvalidProblem(f"causal_alignment={self.alignment!r}: {one_of(self.alignment, get_args(Alignment))}")
         if self.window is not None and (not isinstance(self.window, tuple) or len(self.window) != 2):
             raise InvalidProblem(f"window={self.window!r}: expected (left, right), each a number of keys or None")
         for side in self.window or ():
@@ -218,7 +218,7 @@ class Problem(_Fields):
     @property
     def softmax_scale(self) -> float:
         """The factor on q . k: ``scale``, or 1/sqrt(D) where it was left out."""
-        return self.dim_qk**-0.5 if self.scale is None else self.scale
+        return 1.0 / math.sqrt(self.dim_qk) if self.scale is None else self.scale
 
     @property
     def group(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of
 from attnswitch.problem import Problem
 from attnswitch.tune.trial import plainly
 from attnswitch.wisdom.classes import TILE, SpeedClass, speed_class
@@ -43,7 +44,7 @@ def of_model(
     Raises ``InvalidProblem`` for a model that is not in the table, or a context that makes no sense or no difference.
     """
     if name not in models():
-        raise InvalidProblem(f"model {name!r} is not known; expected one of {', '.join(models())}")
+        raise InvalidProblem(f"model {name!r} is not known; {one_of(name, models())}")
     model = models()[name]
     if context is not None and "tokens" in model:
         lengths = ", ".join(model["tokens"])

@@ -17,7 +17,7 @@ from . import memory
 from .arguments import told
 from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
-from .masks import Hiding, added, compose_plain, ends
+from .masks import Hiding, added, compose_plain, ends, unsaturated
 from .operands import dense_rows, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
 
@@ -92,7 +92,7 @@ class FlashBackend(SdpaBackend):
             return launched
         if p.grads or getattr(torch, p.mask.dtype) not in _mask_types(problem):
             return None
-        return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=attn_mask)
+        return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=unsaturated(attn_mask)[0])
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """The mask that is made of what hides."""

@@ -10,12 +10,12 @@ import torch
 from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
-__all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "positions", "top_of"]
+__all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "positions", "unsaturated"]
 
 
 #: Queries times keys of a mask of positions that is kept from call to call, at most.
 _KEPT = 2**14
-#: A row whose mask reaches no closer to 0 than this, or beyond it, has its maximum taken out.
+#: A row of a float mask is saturated where its maximum is a number further from 0 than this: it is taken out.
 SATURATED = 1024.0
 
 
@@ -56,10 +56,9 @@ def compose(problem: Problem, inputs: Inputs, *, lifted: bool = False) -> Hiding
     if mask.dtype == torch.bool:
         dead = ~mask.any(-1, keepdim=True)
         return Hiding(mask | dead, dead=dead, lift=_minus_inf(dead) if lifted else None)
-    top, saturated = top_of(mask)
-    dead = top == -torch.inf
-    shift = torch.where(saturated & ~dead, top, 0.0)
-    lift = torch.where(dead, -torch.inf, shift)[..., 0].to(torch.float32) if lifted else None
+    top = _top(mask)
+    dead, shift = top == -torch.inf, _shift(top)
+    lift = _lift(dead, shift, torch.float32) if lifted else None
     return Hiding(torch.where(dead, 0.0, mask - shift), dead=dead, lift=lift)
 
 
@@ -75,25 +74,50 @@ def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, 
     if mask.dtype == torch.bool:
         mask = additive(mask, dtypes[0])
     else:
-        narrowed = mask.dtype.itemsize > dtypes[-1].itemsize  # in which a number beyond its range would hide
-        # An operator with a gradient of the mask keeps more than the lse.
-        if narrowed or (problem.grads and "m" not in problem.grads):
-            top, saturated = top_of(mask)
-            if mask.device.type != "cpu" or saturated.any():
-                shift = torch.where(saturated & (top != -torch.inf), top, 0.0)
-                mask = mask - shift
+        mask, shift = unsaturated(mask)  # first: a number beyond the range of a narrower type would hide
         if mask.dtype not in dtypes:
             mask = mask.to(dtypes[-1])
     lift = None
     if problem.lse or lifted:
-        lift = torch.where(mask.amax(-1, keepdim=True) == -torch.inf, -torch.inf, shift)[..., 0].to(dtypes[-1])
+        lift = _lift(_top(mask) == -torch.inf, shift, dtypes[-1])
     return Hiding(mask, lift=lift)
 
 
-def top_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest number of each row of a float mask, (..., 1), and whether it is so far from 0 as to be taken out."""
-    top = mask.detach().amax(-1, keepdim=True)
-    return top, top.abs() > SATURATED
+def unsaturated(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A float mask with the largest number of each saturated row taken out, and what was, (..., 1) or 0.
+
+    It is done in every call, so that the output does not depend on whether gradients are asked for.
+    """
+    top = _top(mask)
+    on_cpu = mask.device.type == "cpu"  # elsewhere asking would wait
+    if on_cpu and _near(top):
+        return mask, 0.0
+    shift = _shift(top)
+    return (mask, 0.0) if on_cpu and not shift.any() else (mask - shift, shift)
+
+
+def _top(mask: torch.Tensor) -> torch.Tensor:
+    """The largest number of each row, (..., 1)."""
+    return mask.detach().amax(-1, keepdim=True)
+
+
+def _near(top: torch.Tensor) -> bool:
+    """Whether no row is saturated, as far as a look at the least and the largest number tells."""
+    low, high = torch.aminmax(top)
+    return float(low) >= -SATURATED and float(high) <= SATURATED
+
+
+def _shift(top: torch.Tensor) -> torch.Tensor:
+    """What is taken out of each row: its largest number where that is far from 0, and a number."""
+    return torch.where((top.abs() > SATURATED) & top.isfinite(), top, 0.0)
+
+
+def _lift(dead: torch.Tensor, shift: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+    """``Hiding.lift``: of a row that sees something it is finite, even where its number is beyond the type of lse."""
+    if isinstance(shift, torch.Tensor) and shift.dtype.itemsize > dtype.itemsize:
+        limits = torch.finfo(dtype)
+        shift = shift.clamp(limits.min, limits.max)
+    return torch.where(dead, -torch.inf, shift)[..., 0].to(dtype)
 
 
 def additive(mask: Any, dtype: torch.dtype) -> Any:

@@ -28,10 +28,11 @@ class Small(NamedTuple):
     inputs: Callable[[Callable[..., torch.Tensor]], dict[str, torch.Tensor]]
     attentions: int
 
-    def make(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The model, in evaluation, and the keywords of a call."""
+    def make(self, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:
+        """The model, in evaluation, and the keywords of a call; the same numbers on every device."""
         torch.manual_seed(0)
-        return self.kind(**self.config).eval(), self.inputs(torch.randn)
+        model, inputs = self.kind(**self.config).eval(), self.inputs(torch.randn)
+        return model.to(device), {name: x.to(device) for name, x in inputs.items()}
 
 
 MODELS = {

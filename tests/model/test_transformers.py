@@ -198,16 +198,16 @@ def test_weights_are_what_they_are_with_sdpa(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_autocast_is_that_of_sdpa(name: str) -> None:
+def test_autocast_is_that_of_sdpa(name: str, device: str) -> None:
     """Rotary layers leave queries and keys in float32 beside values in bfloat16."""
     kind, config = DECODERS[name]
-    model = randomised(kind(config))
-    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    model = randomised(kind(config)).to(device)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
 
     def run(model: Any) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]  # type: ignore[no-any-return]
 
     eager, ours = both(model, run)
@@ -216,18 +216,18 @@ def test_autocast_is_that_of_sdpa(name: str) -> None:
     assert (eager - ours).abs().max() <= 0.05 * eager.abs().max()
 
 
-def test_operands_are_cast_as_autocast_casts_them() -> None:
+def test_operands_are_cast_as_autocast_casts_them(device: str) -> None:
     register()
-    q, k, v = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
-    bias = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    q, k, v = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    bias = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(1)).to(device)
     module = torch.nn.Module()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         outs = [ATTENTIONS[name](module, q, k, v.bfloat16(), bias)[0] for name in ("sdpa", "attnswitch")]
     assert [out.dtype for out in outs] == [torch.bfloat16] * 2
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
 
 
-def test_the_trainer_runs_in_bfloat16(tmp_path: Path) -> None:
+def test_the_trainer_runs_in_bfloat16(tmp_path: Path, device: str) -> None:
     """The losses of three steps, against sdpa's."""
     register()
     ids = torch.randint(3, 90, (6, 9), generator=torch.Generator().manual_seed(0))
@@ -241,7 +241,7 @@ def test_the_trainer_runs_in_bfloat16(tmp_path: Path) -> None:
             max_steps=3,
             per_device_train_batch_size=2,
             bf16=True,
-            use_cpu=True,
+            use_cpu=device == "cpu",
             report_to=[],
             logging_steps=1,
             save_strategy="no",

@@ -14,6 +14,15 @@ from walk_configs import VOCABULARY
 __all__ = ["batches"]
 
 LENGTH, TARGET = 12, 7
+#: What configs call the width of a frame of sound.
+_BINS = [
+    "feature_projection_input_dim",
+    "num_mel_bins",
+    "feature_size",
+    "input_feat_per_channel",
+    "n_mels",
+    "input_dim",
+]
 
 
 def _find(config: Any, *names: str) -> Any:
@@ -34,6 +43,22 @@ def _image(config: Any) -> torch.Tensor:
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = _find(config, "num_channels", "in_channels", "in_chans", "num_input_channels") or 3
     return torch.randn(3, int(channels), int(height), int(width))
+
+
+def _patches(config: Any, takes: Any, text: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Images as rows of patches, for models that take them so."""
+    side, channels = _find(config, "patch_size"), int(_find(config, "num_channels") or 3)
+    width = channels * side * side if isinstance(side, int) else int(_find(config, "patch_embed_hidden_size") or 0)
+    text = {name: value for name, value in text.items() if name in takes}
+    if "spatial_shapes" in takes and width:
+        sizes = {"spatial_shapes": torch.tensor([[3, 4], [4, 3], [2, 5]])}
+        seen = (torch.arange(12) < torch.tensor([[12], [12], [10]])).long()
+        yield {**text, "pixel_values": torch.randn(3, 12, width), "pixel_attention_mask": seen, **sizes}
+    if "flattened_patches" in takes and width:
+        where = torch.stack([torch.arange(12) // 4 + 1, torch.arange(12) % 4 + 1], -1).float()
+        patches = torch.cat([where.expand(3, -1, -1), torch.randn(3, 12, width)], -1)
+        target = {name: value for name, value in text.items() if name.startswith("decoder")}
+        yield {"flattened_patches": patches, **target}
 
 
 def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
@@ -62,6 +87,7 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield text
         if "use_cache" in takes:
             yield {**text, "use_cache": False}
+            yield {"input_ids": ids, "use_cache": False}
         if "codebook_idx" in takes:
             yield {"input_ids": ids[..., None].repeat(1, 1, 8), "codebook_idx": 2, "attention_mask": mask}
         if "bbox" in takes:
@@ -71,6 +97,8 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in text.items() if name != "attention_mask"}
         if target:
             yield {name: value for name, value in text.items() if not name.startswith("decoder")}
+            books = int(_find(config, "num_codebooks") or 1)
+            yield {**text, **{name: value.repeat_interleave(books, 0) for name, value in target.items()}}
         if "pixel_values" in takes:
             yield {**text, "pixel_values": _image(config)}
     if "pixel_values" in takes:
@@ -83,13 +111,17 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": torch.randn(3, 3, 4 * patch, 4 * patch), **target}
         if "decoder_input_ids" not in target:
             yield {"pixel_values": image, "decoder_input_ids": ids[:, :TARGET]}
+    yield from _patches(config, takes, text)
     grid = next((x for x in ("grid_thw", "image_grid_thw") if x in takes), None)
     if grid is not None and "input_ids" not in takes:
         side = int(_find(config, "patch_size") or 14)
         channels = int(_find(config, "in_channels", "in_chans", "num_channels") or 3)
         patches = torch.randn(32, channels * int(_find(config, "temporal_patch_size") or 1) * side * side)
         name = next((x for x in ("hidden_states", "pixel_values") if x in takes), main)
-        yield {name: patches, grid: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+        grids = {grid: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+        yield {name: patches, **grids}
+        yield {name: patches, **grids, "merge_sizes": torch.tensor([1, 1])}
+        yield {name: patches.reshape(1, 32, channels, -1, side)[:, :, :, :side], **grids}
     if "past_time_features" in takes:
         past = int(_find(config, "context_length") or 8) + max(_find(config, "lags_sequence") or [0])
         ahead, times = int(_find(config, "prediction_length") or 4), int(_find(config, "num_time_features") or 0)
@@ -102,7 +134,7 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         }
     for name in ("input_features", "input_values", "past_values", main):
         if name in takes and name not in ("input_ids", "pixel_values"):
-            bins = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim") or 80
+            bins = _find(config, *_BINS) or 80
             bins = int(bins) if isinstance(bins, int) else 80
             frames = 2 * int(_find(config, "max_source_positions") or 0)
             context = int(_find(config, "context_length") or 16)
@@ -112,7 +144,7 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
                 if name == "input_features"
                 else ((3, context, channels), (3, context))
                 if name == "past_values"
-                else ((3, 4000), (3, 1, 4000), (3, 1024, 128), (3, 64, bins), (3, LENGTH, 32))
+                else ((3, 4000), (3, 1, 4000), (3, 32000), (3, 1024, 128), (3, 64, bins), (3, LENGTH, 32))
             ):
                 yield {name: torch.randn(shape), **target}
                 if "decoder_input_ids" not in target:

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import transformers
 
-__all__ = ["SHRINK", "VOCABULARY", "small"]
+__all__ = ["ATTEMPTS", "VOCABULARY", "Attempt", "small"]
 
-#: Widths of every kind are divided by the same number, so that what fits together still does.
-SHRINK = 8
+
+class Attempt(NamedTuple):
+    """One way to make a config small."""
+
+    #: By what widths of every kind are divided, so that what fits together still does; negative for fewer heads of the
+    #: same width.
+    factor: int = 8
+    #: The most layers of a kind, 0 for as many as the default has.
+    layers: int = 2
+    #: Whether what the default leaves open is filled in, and tuples are lists, as in a config that was read from JSON.
+    filled: bool = False
+
+
+#: In this order, until one can be made and run.
+ATTEMPTS = (
+    Attempt(),
+    Attempt(factor=-16),
+    Attempt(factor=-4),
+    Attempt(layers=0),
+    Attempt(filled=True),
+    Attempt(factor=-16, filled=True),
+    Attempt(factor=4, filled=True),
+    Attempt(layers=0, filled=True),
+    Attempt(factor=1, filled=True),
+)
 VOCABULARY = 128
 
 _LAYERS = re.compile(
@@ -81,8 +105,9 @@ def _token(name: str, value: int) -> int:
     return VOCABULARY - 1 - sum(map(ord, name)) % 40 if value > 0 else value
 
 
-def small(kind: Any, factor: int, layers: int, given: Any = None) -> Any:
+def small(kind: Any, attempt: Attempt, given: Any = None) -> Any:
     """A config of the class with every count and width made small, sub-configs included."""
+    factor, layers, filled = attempt
     default = given if given is not None else kind()
     values: dict[str, Any] = {}
     subs = getattr(default, "sub_configs", {})
@@ -91,9 +116,13 @@ def small(kind: Any, factor: int, layers: int, given: Any = None) -> Any:
         if name.startswith("_") or name in ("transformers_version", "model_type"):
             continue
         if isinstance(value, transformers.PreTrainedConfig):
-            values[name] = small(type(value), factor, layers, value)
+            values[name] = small(type(value), attempt, value)
         elif name not in subs and (name in names or type(value) in (int, list, tuple, dict)):
             made = _shrunk(name, value, factor, layers)
+            if filled and isinstance(made, tuple):
+                made = list(made)
+            if filled and "intermediate" in name and type(made) is int:
+                made = -(-made // 8) * 8  # products of groups take whole 16 bytes
             if made != value:
                 values[name] = made
     kept = values.get("num_hidden_layers", values.get("num_layers"))
@@ -107,4 +136,51 @@ def small(kind: Any, factor: int, layers: int, given: Any = None) -> Any:
         values["pad_token_id"] = 0
     if getattr(default, "prediction_length", 1) is None:
         values["prediction_length"] = 4
+    if filled:
+        values = _open(default, values) | values
     return type(default)(**values)
+
+
+#: What stands for a number that a default leaves open, by its name.
+_FILLED = (
+    (r"vocab_size", VOCABULARY),
+    (r"_per_tok|top_?k$", 2),
+    (r"^n_group$|^topk_group$", 1),
+    (r"(moe|expert).*_(size|dim)$", 32),
+)
+
+
+def _open(default: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """What the default leaves open and a checkpoint would say, as far as names tell."""
+
+    def at(name: str) -> Any:
+        return values.get(name, getattr(default, name, None))
+
+    found: dict[str, Any] = {}
+    width, heads = at("hidden_size"), at("num_attention_heads")
+    known = isinstance(width, int) and isinstance(heads, int) and heads
+    for name, value in vars(default).items():
+        if value is not None or name in values:
+            continue
+        if name == "num_key_value_heads":
+            found[name] = heads
+        elif name == "head_dim" and known:
+            found[name] = width // heads
+        elif name == "default_language":
+            found[name] = next(iter(at("languages") or ()), None)
+        elif fitting := [number for pattern, number in _FILLED if re.search(pattern, name)]:
+            found[name] = fitting[0]
+    rope = at("rope_parameters") or {}
+    if known and "mrope_section" in _source(default) and not ({"mrope_section", "full_attention"} & set(rope)):
+        half = int((at("head_dim") or width // heads) * rope.get("partial_rotary_factor", 1.0)) // 2
+        third = half // 3
+        section = [half - 2 * third, third, third]
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0} | rope | {"mrope_section": section}
+        values.pop("rope_parameters", None)
+    return found
+
+
+def _source(config: Any) -> str:
+    """The source of the models of a config."""
+    module = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return inspect.getsource(module) if module else ""

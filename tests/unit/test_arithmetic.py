@@ -17,13 +17,13 @@ PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16")
 @pytest.mark.parametrize(
     ("changes", "folds", "factors"),
     [
-        ({}, True, (128**-0.5, 0.0)),
+        ({}, True, (1 / math.sqrt(128), 0.0)),
         ({"scale": 2, "mask": Mask("bool")}, True, (2.0, 0.0)),
-        ({"mask": Mask("float16")}, False, (128**-0.5, 0.0)),
+        ({"mask": Mask("float16")}, False, (1 / math.sqrt(128), 0.0)),
         ({"scale": -1.0}, False, (-1.0, 0.0)),
         ({"scale": 0.0}, False, (0.0, 0.0)),
         ({"scale": 3, "softcap": 2}, False, (1.5, 2.0)),
-        ({"softcap": 1e30}, True, (128**-0.5, 0.0)),  # which caps nothing
+        ({"softcap": 1e30}, True, (1 / math.sqrt(128), 0.0)),  # which caps nothing
     ],
     ids=str,
 )

@@ -163,7 +163,7 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
     [
         (("slow",), "suite 'slow' is not known; expected one of grid, forward, features, decode, memory, quick"),
         (("--backend", "fastest"), "backend 'fastest' is not known"),
-        (("--peer", "fastest"), "peer 'fastest' is not known; expected torch, flex, fa4 or none"),
+        (("--peer", "fastest"), "peer 'fastest' is not known; expected one of torch, flex, fa4, none"),
         (("--problem", "b1"), "missing h, s, d"),
         (("--device", "h200"), "is not in this machine"),
         (("quick", "--row", "no such row"), "--row 'no such row': no row of the suites named has it in its name"),

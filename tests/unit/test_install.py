@@ -122,3 +122,38 @@ def test_threads_install_and_uninstall_together() -> None:
         thread.join()
     attnswitch.uninstall()
     assert not wrong
+
+
+def test_a_symbolic_trace_records_the_call_that_stands_there() -> None:
+    """As it does with torch's function: a proxy is no tensor, and wants to see the call."""
+
+    class Attends(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+    q, k, _ = operands()
+    with attnswitch.installed("tiled"):
+        graph = torch.fx.symbolic_trace(Attends())
+        (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+        assert node.target is F.scaled_dot_product_attention
+        assert node.kwargs == {"is_causal": True}
+        with attnswitch.record() as recording:
+            found = graph(q, k)
+    assert len(recording.problems) == 1
+    torch.testing.assert_close(found, TORCHS(q, k, k, is_causal=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_jagged_result_is_padded_as_its_query_is(causal: bool) -> None:
+    """What a nested tensor knows of its lengths goes with the result: the longest says how wide it is padded."""
+
+    rows = [torch.linspace(-1, 1, n * 32).reshape(n, 4, 8) for n in (3, 5, 2)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    out = attnswitch.scaled_dot_product_attention(nested, nested, nested, is_causal=causal)
+    found = out.transpose(1, 2).to_padded_tensor(0.0)
+    assert found.shape == (3, 5, 4, 8)
+    for row, one in zip(rows, found, strict=True):
+        x = row.transpose(0, 1)[None]
+        expected = TORCHS(x, x, x, is_causal=causal)[0].transpose(0, 1)
+        torch.testing.assert_close(one[: len(row)], expected)
+        assert not one[len(row) :].any()

@@ -1,8 +1,11 @@
-"""attnswitch in JAX: values, gradients and refusals under jit, grad and vmap."""
+"""attnswitch in JAX: values, gradients and refusals under jit, grad and vmap, on each platform that JAX has here.
+
+XLA_PYTHON_CLIENT_PREALLOCATE=false leaves a GPU's memory to others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +21,28 @@ jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
 attention: Any = pytest.importorskip("attnswitch.integrations.jax").attention
 
+PLATFORMS = sorted({"cpu", jax.default_backend()})
 rng = np.random.default_rng(3)
+
+
+@pytest.fixture(autouse=True, params=PLATFORMS)
+def platform(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where arrays are put and computed with; products in whole float32 on GPUs too."""
+    with jax.default_device(jax.devices(request.param)[0]), jax.default_matmul_precision("highest"):
+        yield
+
+
+def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of arrays on the CPU, where the call under JAX is computed as well, and by the same backend."""
+    host = jax.devices("cpu")[0]
+
+    def moved(given: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, host) if isinstance(x, jax.Array) else x, given)
+
+    return lambda *given, **options: function(*moved(given), **moved(options))
+
+
+directly, backwards = on_host(attnswitch.attention), on_host(attnswitch.attention_backward)
 
 
 def normal(*shape: int, dtype: str = "float32") -> Any:
@@ -119,7 +143,7 @@ def test_the_same_as_without_transformations(kind: str, jit: bool) -> None:
         return lambda q, k, v, *mask: attend(q, k, v, **options, **({"attn_mask": mask[0]} if mask else {}))
 
     function = jax.jit(of(attention)) if jit else of(attention)
-    expected = of(attnswitch.attention)(*given)
+    expected = of(directly)(*given)
     close(function(*given), expected)
     found, grads = pulled(function, *given)
     close(found, expected)
@@ -130,7 +154,7 @@ def test_the_same_as_without_transformations(kind: str, jit: bool) -> None:
         upstream = upstream[0]
     if floating:
         rest |= {"attn_mask": BIAS, "mask_grad": True}
-    wanted: Any = attnswitch.attention_backward(upstream, *given[:3], **rest)
+    wanted: Any = backwards(upstream, *given[:3], **rest)
     close(list(grads), [x for x in wanted if x is not None])
 
 
@@ -139,7 +163,7 @@ def test_dtypes(dtype: str) -> None:
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(x, dtype) for x in (Q, K, V))
         found = pulled(jax.jit(lambda *x: attention(*x, return_lse=True)), q, k, v)
-        expected = attnswitch.attention(q, k, v, return_lse=True)
+        expected = directly(q, k, v, return_lse=True)
         close(found[0], expected, {"float64": 1e-12}.get(dtype, 2e-2))
         assert [x.dtype for x in found[1]] == [dtype] * 3
 
@@ -156,14 +180,14 @@ def test_nothing_to_attend(shape: tuple[int, int, int]) -> None:
 
 def test_only_the_lse_has_an_upstream_gradient() -> None:
     found = jax.jit(jax.grad(lambda q: attention(q, K, V, return_lse=True)[1].sum()))(Q)
-    expected: Any = attnswitch.attention_backward(jnp.zeros_like(G), Q, K, V, grad_lse=jnp.ones((2, 4, 6)))
+    expected: Any = backwards(jnp.zeros_like(G), Q, K, V, grad_lse=jnp.ones((2, 4, 6)))
     close(found, expected.query)
 
 
 @pytest.mark.parametrize("backend", ["sdpa-math", "sdpa-flash", "tiled", "reference"])
 def test_backends_without_an_lse_have_gradients_too(backend: str) -> None:
     found = jax.jit(jax.grad(lambda q: (attention(q, K, K, backend=backend) * Q).sum()))(Q)
-    expected: Any = attnswitch.attention_backward(Q, Q, K, K, backend="reference")
+    expected: Any = backwards(Q, Q, K, K, backend="reference")
     close(found, expected.query)
 
 
@@ -260,9 +284,9 @@ def test_scan_and_checkpoint() -> None:
 def test_a_seed_may_be_traced() -> None:
     function = jax.jit(lambda q, seed: attention(q, K, V, dropout_p=0.5, seed=seed))
     for seed in (3, 4):
-        same(function(Q, seed), attnswitch.attention(Q, K, V, dropout_p=0.5, seed=seed))
+        same(function(Q, seed), directly(Q, K, V, dropout_p=0.5, seed=seed))
     drawn = jax.random.bits(jax.random.key(0), (), "uint32")
-    same(function(Q, drawn), attnswitch.attention(Q, K, V, dropout_p=0.5, seed=int(drawn)))
+    same(function(Q, drawn), directly(Q, K, V, dropout_p=0.5, seed=int(drawn)))
     assert function._cache_size() == 2  # one for a plain integer, which JAX traces as int32, and one for uint32
 
 
@@ -326,12 +350,12 @@ def test_what_is_traced_within_a_container() -> None:
     with pytest.raises(InvalidProblem, match="window is traced"):
         jax.jit(lambda x: attention(Q, K, V, window=(x, 0)))(2)
     found = jax.jit(lambda n: attention(Q, K, V, key_lengths=[n, n + 1]))(3)
-    same(found, attnswitch.attention(Q, K, V, key_lengths=[3, 4]))
+    same(found, directly(Q, K, V, key_lengths=[3, 4]))
 
 
 def test_traced_lengths() -> None:
     function = jax.jit(lambda lengths: attention(Q, K, V, key_lengths=lengths))
-    same(function(LENGTHS), attnswitch.attention(Q, K, V, key_lengths=LENGTHS))
+    same(function(LENGTHS), directly(Q, K, V, key_lengths=LENGTHS))
     with pytest.raises(InvalidProblem, match=r"expected integers \(2,\)"):
         function(jnp.array([1, 2, 3]))
     with pytest.raises(InvalidProblem, match=r"expected integers \(2,\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_mask_axes_of_size_one_broadcast() -> None:
 
 
 def test_derived_facts() -> None:
-    assert PLAIN.softmax_scale == 32**-0.5
+    assert PLAIN.softmax_scale == 1.0 / math.sqrt(32)
     assert PLAIN.replace(scale=0.0).softmax_scale == 0.0
     assert PLAIN.group == 2
     assert PLAIN.mask_shape is None

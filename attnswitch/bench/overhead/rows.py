@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of
 from attnswitch.problem import Problem
 
 __all__ = ["SECTIONS", "Keys", "New", "Row", "Section", "ad_hoc", "rows"]
@@ -60,7 +61,7 @@ def rows(device: str, sections: Collection[str] = SECTIONS, *, quick: bool = Fal
     made = {"repeated": _repeated, "lengths": _lengths, "masks": _masks, "training": _training}
     for section in sections:
         if section not in made:
-            raise InvalidProblem(f"section {section!r} is not known; expected one of {', '.join(made)}")
+            raise InvalidProblem(f"section {section!r} is not known; {one_of(section, made)}")
     return [row for section in dict.fromkeys(sections) for row in made[section](dtype, 128 if quick else 512)]
 
 

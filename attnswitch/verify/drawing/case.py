@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -80,7 +81,7 @@ class Case:
     @property
     def softmax_scale(self) -> float:
         """The factor on the scores."""
-        return self.dim_qk**-0.5 if self.scale is None else self.scale
+        return 1.0 / math.sqrt(self.dim_qk) if self.scale is None else self.scale
 
     @property
     def unseeded(self) -> bool:

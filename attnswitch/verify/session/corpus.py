@@ -12,6 +12,7 @@ from typing import Any
 
 from attnswitch import files
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import DISTRIBUTIONS, MASK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
@@ -151,7 +152,7 @@ def _check(case: Case) -> None:
         *(("mask kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
     ):
         if value not in known:
-            raise InvalidProblem(f"{what} {value!r} of the case is not known; expected one of {', '.join(known)}")
+            raise InvalidProblem(f"{what} {value!r} of the case is not known; {one_of(value, known)}")
     for what, number in (("data_seed", case.data_seed), ("dropout_seed", case.dropout_seed or 0)):
         if not isinstance(number, int) or not 0 <= number < 2**64:
             raise InvalidProblem(f"{what} {number!r} of the case is not an integer from 0 to 2**64 - 1")

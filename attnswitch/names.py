@@ -1,0 +1,29 @@
+"""What a message says of a name that is not known: those that are, and which of them may have been meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["meant", "one_of"]
+
+#: How alike two names are, from 0 to 1, where one may be a misspelling of the other.
+_ALIKE = 0.65
+
+
+def one_of(name: object, known: Iterable[str], more: str = "") -> str:
+    """``expected one of a, b``, then ``more``, then ``meant``: the end of a sentence about ``name``."""
+    known = tuple(known)
+    return f"expected one of {', '.join(known)}{more}{meant(name, known)}"
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """``; did you mean 'a'?``, if exactly one of ``known`` is the most like ``name``, and alike enough; else nothing.
+
+    By the share of letters that two names have in common, in order, whatever their case (Ratcliff and Obershelp, 1988).
+    """
+    from difflib import SequenceMatcher  # only ever needed for an error
+
+    likeness = {word: SequenceMatcher(None, str(name).lower(), word.lower()).ratio() for word in known}
+    most = max(likeness.values(), default=0.0)
+    nearest = [word for word, alike in likeness.items() if alike == most]
+    return f"; did you mean '{nearest[0]}'?" if most >= _ALIKE and len(nearest) == 1 else ""

@@ -1,0 +1,88 @@
+"""A float mask that is far from 0 throughout a row shifts the scores, and softmax knows no shift.
+
+In float32 a score of 1 beside -1e9 is gone. A backend may lose it, or take the shift out of the row first; but output
+and gradients have to be of the same weights, whatever the call asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnswitch
+
+BACKENDS = ("sdpa-math", "sdpa-flash", "tiled", "reference")
+LEVELS = {
+    "fp16 min": ("float16", np.finfo("float16").min),
+    "fp32 min": ("float32", np.finfo("float32").min),
+    "fp32 max": ("float32", np.finfo("float32").max),
+    "fp32 -1e9": ("float32", -1e9),
+    "fp64 min": ("float64", np.finfo("float64").min),
+}
+
+
+def operands(level: str) -> tuple[Any, ...]:
+    """Query, key, value, upstream gradient; a mask whose first three rows of six are one number, the others small."""
+    rng = np.random.default_rng(0)
+    dtype, number = LEVELS[level]
+    mask = rng.standard_normal((6, 20)).astype(dtype)
+    mask[:3] = number
+    arrays = (rng.standard_normal((1, 2, length, 8), dtype=np.float32) for length in (6, 20, 20, 6))
+    return *arrays, mask
+
+
+def backends(asked: str) -> list[str]:
+    """Those that take gradients of ``asked``."""
+    return [name for name in BACKENDS if "m" not in asked or name != "sdpa-flash"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_output_and_gradients_are_of_the_same_weights(backend: str, level: str) -> None:
+    """<V, dV> = <O, dO>, row by row of the upstream gradient, with the output of the forward alone."""
+    query, key, value, grad_out, mask = operands(level)
+    call = {"attn_mask": mask, "backend": backend}
+    out = attnswitch.attention(query, key, value, **call)
+    states = "tiled" if backend == "sdpa-math" else backend  # which returns no lse
+    _, lse = attnswitch.attention(query, key, value, return_lse=True, attn_mask=mask, backend=states)
+    for given in ({}, {"out": out, "lse": lse}):
+        for row in range(6):
+            upstream = np.where(np.arange(6)[:, None] == row, grad_out, 0)
+            grads = attnswitch.attention_backward(upstream, query, key, value, **given, **call)
+            np.testing.assert_allclose((value * grads.value).sum(), (out * upstream).sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", ["q", "qkv", "qkvm"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_output_is_the_same_with_gradients_and_without(level: str, asked: str) -> None:
+    arrays = [torch.from_numpy(array) for array in operands(level)]
+    query, key, value, _, mask = arrays
+    for backend in backends(asked):
+        alone = attnswitch.attention(query, key, value, attn_mask=mask, backend=backend)
+        q, k, v, m = (
+            x.clone().requires_grad_(letter in asked)
+            for letter, x in zip("qkvm", (query, key, value, mask), strict=True)
+        )
+        with_gradients = attnswitch.attention(q, k, v, attn_mask=m, backend=backend)
+        assert with_gradients.requires_grad
+        torch.testing.assert_close(with_gradients.detach(), alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-math", "sdpa-flash"])
+def test_torchs_kernels_are_given_rows_without_the_shift(backend: str) -> None:
+    query, key, value, _, mask = operands("fp32 -1e9")
+    found = attnswitch.attention(query, key, value, attn_mask=mask, backend=backend)
+    mask[:3] = 0
+    expected = attnswitch.attention(query, key, value, attn_mask=mask, backend=backend)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-flash", "tiled"])
+def test_a_row_that_sees_keys_has_a_finite_lse(backend: str) -> None:
+    """The least number of float64 is beyond float32, the type of lse, where -inf would say that nothing is seen."""
+    query, key, value, _, mask = operands("fp64 min")
+    _, lse = attnswitch.attention(query, key, value, attn_mask=mask, return_lse=True, backend=backend)
+    assert np.isfinite(lse).all()
