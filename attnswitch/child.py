@@ -69,14 +69,18 @@ class Child:
         self._output.seek(0)
         return self._output.read().decode(errors="replace").strip()[-2000:]
 
-    def end(self) -> None:
-        """Kill it if it still runs, and tidy up."""
+    def kill(self) -> None:
+        """Kill it if it still runs."""
         if self._process.poll() is None:
             if self._apart:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
+
+    def end(self) -> None:
+        """Kill it if it still runs, and tidy up."""
+        self.kill()
         for end in (self.requests, self.events, self._output):
             end.close()
         shutil.rmtree(self.folder, ignore_errors=True)
