@@ -11,7 +11,7 @@ from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
 from attnswitch.call.entry import call, run_plan
-from attnswitch.call.launch import measure
+from attnswitch.call.launch import learn, measure
 from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
@@ -73,8 +73,8 @@ def attention(
         deterministic: only backends whose results, gradients included, are bitwise repeatable.
         seed: makes the dropout mask a function of (seed, batch, head, i, j), the same on every backend.
         backend: use this one or raise; default is the planner's choice (see ``explain``).
-        policy: what that choice may rest on: "estimate", "measure" or "wisdom-only" (see ``Policy``). Default is that
-            of ``using``, then of ATTNSWITCH_POLICY, then "estimate".
+        policy: what that choice may rest on: "estimate", "measure", "learn" or "wisdom-only" (see ``Policy``).
+            Default is that of ``using``, then of ATTNSWITCH_POLICY, then "estimate".
 
     Returns:
         The output (B, Hq, Lq, Dv), or (output, lse), in the library, device and dtype of query. A row that sees no key
@@ -267,9 +267,11 @@ def _device(device: Device | str | None) -> Device:
 
 
 def _made(problem: Problem, device: Device, backend: str | None, policy: Policy) -> Plan:
-    """The plan; under MEASURE, after what it lacks was measured."""
+    """The plan; under MEASURE, after what it lacks was measured, and under LEARN after that was asked for."""
     if policy is Policy.MEASURE:
         measure(problem, device, backend)
+    elif policy is Policy.LEARN:
+        learn(problem, device, backend)
     return planner.make_plan(problem, device, backend, policy, run_plan)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "InvalidProblem",
     "Unsupported",
     "VerificationError",
+    "out_of_memory",
 ]
 
 
@@ -60,3 +61,9 @@ class CompileError(AttnswitchError, RuntimeError):
 
 class VerificationError(AttnswitchError, RuntimeError):
     """The verifier failed itself, so that no verdict can be given: its references disagree, or a worker was lost."""
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether ``error``, of any library, is the machine's want of memory, which they tell in different ways."""
+    told = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    return told or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower().replace("_", " "))

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from attnswitch.bench.measure import Budget, Failed, current, wait
 
-__all__ = ["Loop", "loops"]
+__all__ = ["Loop", "loops", "rested"]
 
-#: Calls of a loop: as many as take so many milliseconds, far fewer than a GPU queues.
-_LOOP, _FEWEST, _MOST = 4.0, 2, 50
+#: Calls of a loop: as many as take so many milliseconds, far fewer than a GPU queues; and after a rest, within what the
+#: system gives to a thread at a time.
+_LOOP, _BURST, _FEWEST, _MOST = 4.0, 1.0, 2, 50
 #: Loops of each candidate.
 _LEAST, _ROUNDS = 3, 15
 #: A candidate that takes so many times as long as the fastest is left at its first loop.
@@ -44,10 +45,12 @@ def loops(
     *,
     budget: Budget | None = None,
     failed: Failed | None = None,
+    rest: float = 0.0,
 ) -> dict[str, Loop]:
     """Time ``candidates`` in turn, on ``device`` as torch spells it, each for about the budget's milliseconds.
 
-    One that raises is left out, and ``failed`` told; without ``failed`` the exception is raised.
+    One that raises is left out, and ``failed`` told; without ``failed`` the exception is raised. ``rest`` are the
+    milliseconds for which nothing is done before each loop (``rested``).
     """
     budget = budget or Budget()
     found: dict[str, list[tuple[float, float]]] = {}
@@ -56,7 +59,7 @@ def loops(
 
     def run(name: str, calls: int) -> tuple[float, float] | None:
         try:
-            return _loop(live[name], calls, device)
+            return _loop(live[name], calls, device, rest)
         except Exception as error:  # a candidate may fail in any way
             if failed is None:
                 raise
@@ -70,7 +73,7 @@ def loops(
             for calls in (1, 1, 2):  # what is built at first sight is built in the first
                 made = run(name, calls) if name in live else None
             if made is not None:
-                found[name], counts[name] = [made], _calls(made[0])
+                found[name], counts[name] = [made], _calls(made[0], _BURST if rest else _LOOP)
         fastest = min((times[0][0] for times in found.values()), default=0.0)
         worth = [name for name in live if found[name][0][0] <= _SLOW * fastest]
         rounds = {name: _rounds(budget.run, found[name][0][0] * counts[name]) for name in worth}
@@ -87,16 +90,28 @@ def loops(
     return {name: _summary(found[name]) for name in live}
 
 
-def _calls(one: float) -> int:
-    return max(_FEWEST, min(_MOST, round(_LOOP / max(one, 1e-6))))
+def rested(call: Callable[[], object], rest: float) -> None:
+    """Do nothing for ``rest`` milliseconds, then call once, which wakes the threads of libraries.
+
+    Beside a program that keeps every core busy, the system lets threads that have slept run at once, and for about a
+    millisecond; else those that share a call wait for each other's turns.
+    """
+    if rest:
+        time.sleep(rest / 1e3)
+        call()
+
+
+def _calls(one: float, loop: float) -> int:
+    return max(_FEWEST, min(_MOST, round(loop / max(one, 1e-6))))
 
 
 def _rounds(budget: float, one: float) -> int:
     return max(_LEAST, min(_ROUNDS, round(budget / max(one, 1e-6))))
 
 
-def _loop(call: Callable[[], object], calls: int, device: str) -> tuple[float, float]:
+def _loop(call: Callable[[], object], calls: int, device: str, rest: float) -> tuple[float, float]:
     """Milliseconds of one of so many calls: until all are done, and until the last has returned."""
+    rested(call, rest)
     wait(device)
     start = time.perf_counter()
     for _ in range(calls):

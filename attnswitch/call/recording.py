@@ -14,7 +14,7 @@ from pathlib import Path
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 
-__all__ = ["Recording", "note", "of_context", "paused", "record", "whole_process"]
+__all__ = ["Recording", "is_paused", "note", "of_context", "paused", "record", "whole_process"]
 
 
 @dataclass(slots=True)
@@ -67,6 +67,11 @@ def paused() -> Iterator[None]:
         yield
     finally:
         _current.reset(before)
+
+
+def is_paused() -> bool:
+    """Whether what this thread calls is tried or verified, and no call of the application."""
+    return _current.get() is _NONE
 
 
 def note(problem: Problem) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
+from attnswitch.planning import waiting
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.choice import Basis
 from attnswitch.planning.forecast import forecast
@@ -95,6 +96,11 @@ class Plan:
             case Basis.DECLARED:
                 return f"first in the declared order that takes the problem; {self._unmeasured()}"
 
+    @property
+    def news(self) -> str:
+        """What policy LEARN has to tell of the class of the problem in this process: that it waits; or ""."""
+        return "" if self.named is not None else waiting.news(self.problem, self.device)
+
     def why_not(self, candidate: Candidate) -> tuple[str, ...]:
         """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
         chosen = self.chosen
@@ -142,6 +148,7 @@ class Plan:
             f"problem  {self.problem}",
             f"device   {self.device}",
             f"choice   {self.backend or 'none'} ({self.why})",
+            *([f"learn    {news}"] if (news := self.news) else []),
         ]
         width = max(len(candidate.backend) for candidate in self.candidates)
         for candidate in self.candidates:

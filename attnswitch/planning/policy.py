@@ -12,16 +12,20 @@ from contextvars import ContextVar
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of
 
-__all__ = ["Policy", "effective", "of_context", "using"]
+__all__ = ["Policy", "effective", "of_context", "share", "using"]
+
+_SHARE = 0.05
 
 
 class Policy(enum.StrEnum):
-    """What the choice of a backend may rest on. The names are FFTW's."""
+    """What the choice of a backend may rest on. All names but LEARN are FFTW's."""
 
     #: What was measured here if anything was, else the forecast, else the declared order. Never measures. The default.
     ESTIMATE = "estimate"
     #: What was not measured yet is, at the first call of its class, and remembered for every later process.
     MEASURE = "measure"
+    #: As ESTIMATE, and what was not measured yet is, in the background, within ``share`` of the time.
+    LEARN = "learn"
     #: Only what was measured here: a call of any other class raises ``Unsupported``.
     WISDOM_ONLY = "wisdom-only"
 
@@ -60,6 +64,22 @@ def effective(policy: Policy | str | None) -> Policy:
 def of_process() -> Policy:
     """The policy that this process was started with."""
     return _read(os.environ.get("ATTNSWITCH_POLICY") or Policy.ESTIMATE, "ATTNSWITCH_POLICY")
+
+
+@functools.cache
+def share() -> float:
+    """The share of the time in which policy LEARN may measure: ATTNSWITCH_LEARN_SHARE, which is read once, else 0.05.
+
+    Raises ``InvalidProblem`` for what is no number above 0 and up to 1.
+    """
+    said = os.environ.get("ATTNSWITCH_LEARN_SHARE") or _SHARE
+    try:
+        share = float(said)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise InvalidProblem(f"ATTNSWITCH_LEARN_SHARE={said!r}: expected a number above 0 and up to 1, such as 0.05")
+    return share
 
 
 def _read(policy: Policy | str, what: str) -> Policy:

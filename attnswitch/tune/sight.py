@@ -10,22 +10,22 @@ import torch
 
 from attnswitch.bench.measure import Budget
 from attnswitch.planning.plan import Plan
-from attnswitch.problem import Problem
 from attnswitch.tune import trial
 from attnswitch.tune.trial import Effort
 from attnswitch.verify.judge import examine
 from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import speed_class
 
-__all__ = ["measure"]
+__all__ = ["EFFORT", "measure"]
 
-_EFFORT = Effort(Budget(5.0, 20.0), search=0.0, device=0.0)
+#: How long a class is measured for that nobody asked to have measured by itself.
+EFFORT = Effort(Budget(5.0, 20.0), search=0.0, device=0.0)
 #: One thread measures at a time: two would slow each other down.
 _lock = threading.Lock()
 
 
 def measure(plan: Plan, where: str) -> bool:
-    """Measure the problem of ``plan`` on the device that torch calls ``where``; return whether anything was measured.
+    """Measure the problem of ``plan`` on the device that torch calls ``where``; return whether that was possible now.
 
     Each class is measured once, whatever comes of it. Nothing is measured while a CUDA graph is captured, which would
     record the launches.
@@ -34,18 +34,13 @@ def measure(plan: Plan, where: str) -> bool:
         return False
     with _lock:
         key, sighted = (speed_class(plan.problem), plan.device), view.current().sighted
-        if key in sighted:
-            return False
-        sighted.add(key)
-        with _aside(where):
-            return _measured(plan.problem, where)
-
-
-def _measured(problem: Problem, where: str) -> bool:
-    tried = trial.run(problem, where, _EFFORT, examine)
-    with contextlib.suppress(OSError):  # it counts in this process all the same
-        view.remember(tried.records)
-    return bool(tried.records)
+        if key not in sighted:
+            sighted.add(key)
+            with _aside(where):
+                tried = trial.run(plan.problem, where, EFFORT, examine)
+            with contextlib.suppress(OSError):  # it counts in this process all the same
+                view.remember(tried.lasting)
+    return True
 
 
 @contextlib.contextmanager

@@ -21,11 +21,11 @@ import torch
 
 from attnswitch import api
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.loops import Loop, loops
+from attnswitch.bench.loops import Loop, loops, rested
 from attnswitch.bench.measure import Budget, current, measure, wait
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
-from attnswitch.errors import VerificationError
+from attnswitch.errors import VerificationError, out_of_memory
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
@@ -60,6 +60,8 @@ class Effort:
     search: float = 2.0
     #: Milliseconds for each candidate by the device's clock, by which nothing is chosen; 0 for not at all.
     device: float = 20.0
+    #: Milliseconds of rest before each loop, beside a program that keeps the same cores busy.
+    rest: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,6 +73,8 @@ class Trial:
     failed: dict[str, str] = field(default_factory=dict)
     #: Milliseconds by the device's own clock, on a GPU.
     device_ms: dict[str, float] = field(default_factory=dict)
+    #: Backends of ``failed`` that lacked memory.
+    starved: set[str] = field(default_factory=set)
     #: Backends that were too slow to be timed: how many times as long as the fastest they took when tried out.
     hopeless: dict[str, float] = field(default_factory=dict)
 
@@ -78,6 +82,15 @@ class Trial:
     def times(self) -> list[Time]:
         """The times, fastest first."""
         return sorted((record for record in self.records if isinstance(record, Time)), key=lambda time: time.ms)
+
+    @property
+    def lasting(self) -> list[Record]:
+        """The records that hold whatever else the machine is busy with.
+
+        Where nothing was timed for want of memory, it may be there another time.
+        """
+        full = self.starved and not self.times
+        return [record for record in self.records if not (full and isinstance(record, Untimed))]
 
     @property
     def wrong(self) -> list[Verdict]:
@@ -160,12 +173,15 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
             work = workload.of(problem, where)
             reference = deviation.make(work)
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            trial.failed |= {candidate.backend: _first_line(error) for candidate in right}
+            for candidate in right:
+                _failed(trial, candidate.backend, candidate.backend, error)
             return
         plan = _lying(work)
         taking = [candidate for candidate in right if _taken(candidate, plan, trial)]
         entries = [
-            entry for candidate in taking for entry in _tried(candidate.backend, [""], plan, work, reference, trial)
+            entry
+            for candidate in taking
+            for entry in _tried(candidate.backend, [""], plan, work, reference, trial, effort.rest)
         ]
         best = min((entry.tried for entry in entries), default=0.0)
         for backend in [entry.backend for entry in entries if entry.tried <= HOPELESS * best]:
@@ -187,6 +203,8 @@ def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
     if outcome.verdict != "verified":
         why = outcome.failure.message if outcome.failure else "; ".join(outcome.reasons)
         trial.failed[candidate.backend] = f"{outcome.verdict}: {why}"
+        if outcome.starved:
+            trial.starved.add(candidate.backend)
         return False
     if candidate.fault is not None and not verdicts:
         trial.failed[candidate.backend] = (
@@ -210,7 +228,13 @@ def _taken(candidate: Candidate, plan: Plan, trial: Trial) -> bool:
 
 
 def _tried(
-    backend: str, configs: Iterable[str], plan: Plan, work: Workload, reference: deviation.Reference, trial: Trial
+    backend: str,
+    configs: Iterable[str],
+    plan: Plan,
+    work: Workload,
+    reference: deviation.Reference,
+    trial: Trial,
+    rest: float,
 ) -> Iterator[_Entry]:
     """The configs of a backend that give the right answer on the whole problem, twice."""
     # Where nothing can be compared, NaN alone is wrong.
@@ -225,16 +249,17 @@ def _tried(
                     _wrong(entry, trial, work.device, measured, most)
                     break
             else:
-                entry.tried = _least(entry.call, work.device)
+                entry.tried = _least(entry.call, work.device, rest)
                 yield entry
         except Exception as error:  # kernels fail in many ways
-            trial.failed[entry.name] = _first_line(error)
+            _failed(trial, entry.backend, entry.name, error)
 
 
-def _least(call: Callable[[], Any], device: str) -> float:
+def _least(call: Callable[[], Any], device: str, rest: float) -> float:
     """Milliseconds of the fastest of a few runs, as other work on the machine may slow down some of them."""
     times: list[float] = []
     while len(times) < _TRIES and sum(times) < _TRYING:
+        rested(call, rest)
         start = time.perf_counter()
         call()
         wait(device)
@@ -267,9 +292,8 @@ def _searched(
     others = [str(config) for config in itertools.islice(loaded.configs(plan.problem, plan.device), 1, None)]
     random.Random(str(trial.problem)).shuffle(others)
     end = time.monotonic() + effort.search
-    right = list(
-        _tried(backend, itertools.takewhile(lambda _: time.monotonic() < end, others), plan, work, reference, trial)
-    )
+    trying = itertools.takewhile(lambda _: time.monotonic() < end, others)
+    right = list(_tried(backend, trying, plan, work, reference, trial, effort.rest))
     return sorted(right, key=lambda entry: entry.tried)[:_FINALISTS]
 
 
@@ -279,10 +303,10 @@ def _time(entries: list[_Entry], trial: Trial, device: Device, where: str, effor
     worth = {entry.name: entry for entry in entries if entry.tried <= HOPELESS * best}
 
     def failed(name: str, error: Exception) -> None:
-        trial.failed[name] = _first_line(error)
+        _failed(trial, worth[name].backend, name, error)
 
     calls = {name: entry.call for name, entry in worth.items()}
-    times = loops(calls, where, budget=effort.budget, failed=failed)
+    times = loops(calls, where, budget=effort.budget, failed=failed, rest=effort.rest)
     on_device = {}
     if where != "cpu" and effort.device:
         calls = {name: calls[name] for name in times}
@@ -317,6 +341,13 @@ def _wrong(entry: _Entry, trial: Trial, where: str, measured: float, most: float
     if isinstance(signature, Signature) and not entry.config:
         case = f"tune {trial.problem}"
         trial.records.append(Verdict(trial.problem, entry.backend, False, case, why, signature, view.now()))
+
+
+def _failed(trial: Trial, backend: str, name: str, error: Exception) -> None:
+    """Record that the candidate ``name`` of ``backend`` raised."""
+    trial.failed[name] = _first_line(error)
+    if out_of_memory(error):
+        trial.starved.add(backend)
 
 
 def _first_line(error: Exception) -> str:

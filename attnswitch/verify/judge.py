@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from attnswitch.call import recording
-from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError
+from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError, out_of_memory
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -110,8 +110,8 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
                 return Outcome(case, backend, device, "mismatch", failure=Failure("crash", str(absence)))
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
-            if _out_of_memory(error):
-                return Outcome(case, backend, device, "refused", reasons=(f"out of memory: {error}",))
+            if out_of_memory(error):
+                return Outcome(case, backend, device, "refused", reasons=(f"out of memory: {error}",), starved=True)
             return Outcome(case, backend, device, "mismatch", forced, failure=_crash(error))
     trial = Trial(subject, backend, device, placed, returned)
     trial.seconds = time.perf_counter() - started
@@ -157,13 +157,13 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             cause = failed.__cause__
             if not isinstance(cause, Exception):
                 raise
-            if _out_of_memory(cause):
+            if out_of_memory(cause):
                 continue
             failure = _crash(cause)
         except Exception as error:
-            if _out_of_memory(error):
+            if out_of_memory(error):
                 reasons = (f"out of memory while {c.name} was looked at: {error}",)
-                return Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons)
+                return Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons, starved=True)
             # What is not what was asked for may make a check fail in any way; otherwise the mistake is the check's.
             odd = malformed(case, trial.returned.results) if trial.returned.results else ""
             if c.name != "form" and not odd:
@@ -186,12 +186,6 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
         trial.variant,
         trial.seconds,
     )
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether it is the machine's want of memory, which libraries tell in different ways."""
-    told = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
-    return told or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower().replace("_", " "))
 
 
 def _crash(error: Exception) -> Failure:

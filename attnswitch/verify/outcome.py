@@ -50,7 +50,8 @@ class Outcome:
     """The verdict on one case and backend.
 
     ``checks`` are the properties that were looked at; ``ratios`` holds the worst error / bound of each result and
-    ``worst`` the element it is at; ``variant`` is the kernel that ran, where the backend says.
+    ``worst`` the element it is at; ``variant`` is the kernel that ran, where the backend says. ``starved`` is a refusal
+    for want of memory, which may be there another time.
     """
 
     case: Case
@@ -65,6 +66,7 @@ class Outcome:
     worst: dict[str, tuple[int, ...]] = field(default_factory=dict)
     variant: str = ""
     seconds: float = 0.0
+    starved: bool = False
 
     @property
     def kind(self) -> Kind:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from attnswitch.wisdom.classes import SpeedClass, Traits, speed_class
 from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
-__all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now", "reload", "remember"]
+__all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now", "reload", "remember", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,19 @@ class Wisdom:
     #: What ``nearest`` answered, by class, device, backends and generation; and the traits of classes.
     _nearest: dict[tuple[SpeedClass, Device, tuple[str, ...], int], dict[str, Near]] = field(default_factory=dict)
     _traits: dict[SpeedClass, Traits] = field(default_factory=dict)
+
+    def joined(self, records: Iterable[Record]) -> Wisdom:
+        """A ``Wisdom`` of these records and ``records``; other threads may go on reading this one."""
+        made = Wisdom(
+            {key: dict(table) for key, table in self.times.items()},
+            {key: list(seen) for key, seen in self.faults.items()},
+            {key: list(seen) for key, seen in self.mended.items()},
+            self.sighted,
+            _traits=self._traits,
+        )
+        for record in records:
+            made.add(record)
+        return made
 
     def add(self, record: Record) -> None:
         """Index one record. A newer time replaces an older one of the same class."""
@@ -170,6 +184,8 @@ def _near(seen: Sequence[tuple[Time | Untimed, float, float]]) -> Near:
 
 
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a fork must not find it held by a thread that it does not have
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _wisdom: Wisdom | None = None
 #: Counts the changes of what plans depend on.
 _generation = 0
@@ -212,14 +228,18 @@ def remember(records: Iterable[Record]) -> None:
     Raises ``OSError`` if they cannot be written; they count in this process all the same.
     """
     kept = list(records)
-    if not kept:
-        return
-    with _lock:
-        view = current()
-        for record in kept:
-            view.add(record)
-        changed()
+    take(kept)
     store.here().append(kept)
+
+
+def take(records: Iterable[Record]) -> None:
+    """Plan by ``records`` from now on, in this process alone."""
+    global _wisdom
+    kept = list(records)
+    if kept:
+        with _lock:
+            _wisdom = current().joined(kept)
+            changed()
 
 
 def reload() -> None:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.machine.backend import Forward, Precision, Shows
+from attnswitch.machine.backend import Config, Forward, Kernel, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import memory
+from . import memory, raised
 from .arguments import told
 from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
@@ -25,7 +25,6 @@ __all__ = ["FlashBackend"]
 
 #: Keys of a tile of torch's CPU kernel, and the most that it takes at once.
 _CPU_TILE, _CPU_VECTOR = 512, 16
-#: Lse and output together, where the dispatcher looks at both.
 
 
 class FlashBackend(SdpaBackend):
@@ -47,11 +46,22 @@ class FlashBackend(SdpaBackend):
         yield from _cpu_limits(problem) if on_cpu else _cuda_limits(problem, device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
-        """On the CPU, 16-bit types go through a faster exponential."""
+        """On the CPU, 16-bit types go through a faster exponential, unless they are raised to float32.
+
+        bfloat16 is so with gradients alone, and a caller without autograd asks for these apart from the output.
+        """
+        if raised.is_raised(problem.replace(grads=""), device):
+            return Precision(statistics="lse")
         precision = super().precision(problem, device)
         if device.kind == "cpu" and problem.dtype in ("float16", "bfloat16"):
             return replace(precision, exp=2.0**-13)  # 1.17e-4 measured with torch 2.11 and 2.15
         return precision
+
+    def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
+        """The kernel for ``problem``, or that of the same one in float32."""
+        if not raised.is_raised(problem, device):
+            return super().compile(problem, device, config)
+        return raised.RaisedKernel(super().compile(problem.replace(dtype="float32"), device, config), problem)
 
     def plain(self, problem: Problem, device: Device) -> Hiding:
         """With a mask of zeros, one number of memory, where the CPU kernel would pass NaN by without.
@@ -95,7 +105,9 @@ class FlashBackend(SdpaBackend):
         return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=unsaturated(attn_mask)[0])
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
-        """The mask that is made of what hides."""
+        """The mask that is made of what hides, and operands that are raised."""
+        if raised.is_raised(problem, device):
+            return self.extra_bytes(problem.replace(dtype="float32"), device) + raised.extra_bytes(problem)
         kinds = (problem.dtype,) if problem.dtype == "float64" else (problem.dtype, "float32")
         return super().extra_bytes(problem, device) + (memory.composed(problem, kinds) if device.kind == "cpu" else 0)
 

@@ -87,6 +87,19 @@ class ScaledOutput(Saboteur):
         return (out * np.float64(1.004)).astype(out.dtype), lse
 
 
+class Hasty(Saboteur):
+    """Faster than all others: it computes nothing."""
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        return Zeros()
+
+
+class Zeros(Kernel):
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        batch, heads, rows, _ = inputs.query.shape
+        return np.zeros((batch, heads, rows, inputs.value.shape[3]), inputs.query.dtype), None
+
+
 class HeadsInterleaved(Saboteur):
     """Grouped heads are matched modulo instead of in blocks."""
 

@@ -348,7 +348,7 @@ def test_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_no_policy() -> None:
-    with pytest.raises(InvalidProblem, match="policy='fast': expected one of estimate, measure, wisdom-only"):
+    with pytest.raises(InvalidProblem, match="policy='fast': expected one of estimate, measure, learn, wisdom-only"):
         attnswitch.attention(*tensors(), policy="fast")
     with pytest.raises(InvalidProblem, match="policy=3"), attnswitch.using(3):  # type: ignore[arg-type]
         pass

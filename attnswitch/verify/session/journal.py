@@ -9,7 +9,7 @@ from pathlib import Path
 from attnswitch import files
 from attnswitch.verify.drawing.case import Case
 
-__all__ = ["Entry", "read", "write"]
+__all__ = ["Entry", "path", "read", "write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,11 @@ class Entry:
     count: int
     backend: str
     case: Case
+
+
+def path(folder: Path) -> Path:
+    """Where a worker that has ``folder`` writes it."""
+    return folder / "journal.json"
 
 
 def write(path: Path, entry: Entry) -> None:

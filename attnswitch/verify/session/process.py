@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from multiprocessing import Pipe
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from attnswitch.child import Child
 from attnswitch.errors import VerificationError
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event
 from attnswitch.verify.session.explore import Job
 
-__all__ = ["PATHS", "Died", "Process"]
+__all__ = ["Died", "Process"]
 
-#: Environment variable with the folders that the parent imports from. The worker adds them behind its own: a folder of
-#: the user's may hold a file that is named like a module of the standard library.
-PATHS = "ATTNSWITCH_WORKER_PATHS"
+_WORKER = "attnswitch.verify.session.worker"
 #: Seconds that a worker may take to begin: it imports torch, and may have to start a GPU.
 _START = 300.0
 
@@ -49,29 +43,11 @@ class Process:
     def __init__(
         self, device: str, threads: int | None = None, variables: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="attnswitch-")
-        self._journal = Path(self._folder.name) / "journal.json"
-        read_jobs, self._jobs = Pipe(duplex=False)
-        self.events, write_events = Pipe(duplex=False)
-        ends = (read_jobs.fileno(), write_events.fileno())
-        command = [
-            sys.executable,
-            "-m",
-            "attnswitch.verify.session.worker",
-            *map(str, ends),
-            str(self._journal),
-            device,
-        ]
-        environment = {**os.environ, **variables, PATHS: os.pathsep.join(path for path in sys.path if path)}
         if threads is not None:
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
-            environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin while they wait
-        self._output = (Path(self._folder.name) / "output.txt").open("w+b")
-        self._process = subprocess.Popen(
-            command, pass_fds=ends, env=environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
-        )
-        read_jobs.close()
-        write_events.close()
+            usual = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # its threads spin while they wait
+            variables = {**{name: usual[name] for name in usual.keys() - os.environ.keys()}, **variables}
+        self._child = Child(_WORKER, device, variables=variables)
+        self.events = self._child.events
         self._moved, self._count = time.monotonic(), -1
         self.provenance: dict[str, str] = {}
         self.ready = False
@@ -80,7 +56,7 @@ class Process:
         """Give it a job; its events follow on ``events``."""
         self._moved = time.monotonic()
         try:
-            self._jobs.send(job)
+            self._child.requests.send(job)
         except BrokenPipeError:
             raise self._dead() from None
 
@@ -106,7 +82,7 @@ class Process:
 
     def watch(self, timeout: float) -> None:
         """Raise ``Died``, having ended it, if the launch that it is in has taken ``timeout`` seconds."""
-        entry = journal.read(self._journal)
+        entry = journal.read(journal.path(self._child.folder))
         count = entry.count if entry else -1
         now = time.monotonic()
         if count != self._count:
@@ -119,24 +95,16 @@ class Process:
             raise Died(f"no answer after {timeout:g} s; the process was ended", entry, hung=True)
 
     def _dead(self) -> Died:
-        code = self._process.wait()
-        entry = journal.read(self._journal)
+        code = self._child.wait()
+        entry = journal.read(journal.path(self._child.folder))
         if not self.ready:
-            self._output.seek(0)
-            said = self._output.read().decode(errors="replace").strip()[-2000:]
-            raise VerificationError(f"a worker process could not start (exit code {code}):\n{said}")
+            raise VerificationError(f"a worker process could not start (exit code {code}):\n{self._child.said()}")
         self.end()
         return Died(_ending(code), entry, hung=False)
 
     def end(self) -> None:
         """Kill it if it still runs, and tidy up."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        for end in (self._jobs, self.events):
-            end.close()
-        self._output.close()
-        self._folder.cleanup()
+        self._child.end()
 
     def __enter__(self) -> Process:
         return self

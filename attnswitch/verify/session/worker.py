@@ -1,24 +1,22 @@
 """The process in which kernels run: it takes jobs from a connection and tells what happens.
 
-    python -m attnswitch.verify.session.worker READ WRITE JOURNAL DEVICE
+    python -m attnswitch.verify.session.worker READ WRITE FOLDER DEVICE
 
-READ and WRITE are open file descriptors of two pipes. A kernel that crashes or hangs takes this process with it and
-nothing else; the journal says which case it was.
+The first three are a ``Child``'s. A kernel that crashes or hangs takes this process with it and nothing else; the
+journal in the folder says which case it was.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from attnswitch import child
 from attnswitch.errors import AttnswitchError, VerificationError
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import examine
@@ -26,12 +24,10 @@ from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Lost
 from attnswitch.verify.session.explore import Examine, Job, carry_out
-from attnswitch.verify.session.process import PATHS
 from attnswitch.verify.session.provenance import provenance
 
 __all__ = ["main", "recording"]
 
-_PR_SET_PDEATHSIG = 1
 #: Bytes of a GPU's memory that a worker keeps between two cases.
 _KEPT = 2**29
 
@@ -70,12 +66,8 @@ def _share(device: str) -> None:
 
 def main() -> None:
     """Jobs until the other end closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the conductor, which ends its workers itself
-    _die_with_parent()
-    sys.path += [path for path in os.environ.get(PATHS, "").split(os.pathsep) if path and path not in sys.path]
+    jobs, events, folder, (device,) = child.begin()
     faulthandler.disable()
-    jobs, events = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
-    path = Path(sys.argv[3])
     lost = False
 
     def tell(event: Event) -> None:
@@ -83,7 +75,6 @@ def main() -> None:
         events.send(event)
         lost = lost or isinstance(event, Lost)
 
-    device = sys.argv[4]
     import torch  # now and not in the first case; with a GPU it takes a while to start
 
     torch.zeros(1, device=device)
@@ -94,19 +85,13 @@ def main() -> None:
         except EOFError:
             break
         try:
-            carry_out(job, recording(path), tell)
+            carry_out(job, recording(journal.path(folder)), tell)
         except AttnswitchError as error:
             events.send(error)
         except Exception:  # the verifier's own mistake, for the conductor to raise; the trace would not travel
             events.send(VerificationError(f"the verifier failed in a worker process:\n{traceback.format_exc()}"))
     events.close()
     os._exit(0)  # destructors of a lost device may crash or hang
-
-
-def _die_with_parent() -> None:
-    """On Linux, be killed when the conductor is: a kernel that hangs must not outlive it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""16-bit operands raised to float32 around torch's kernel of the CPU, where that has no fast products of their type.
+
+Then the kernel multiplies element by element. Training steps in 16 bits take two to nine times as long so, and forwards
+in float16 up to six times (``attnswitch bench choice --device cpu``); the copies are O(L D).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.device import Device
+from attnswitch.problem import DTYPES, Problem
+
+__all__ = ["RaisedKernel", "extra_bytes", "is_raised"]
+
+
+def is_raised(problem: Problem, device: Device) -> bool:
+    """Whether operands of ``problem`` are raised. A forward in bfloat16 is as fast as it is."""
+    narrow = problem.dtype == "float16" or (problem.dtype == "bfloat16" and bool(problem.grads))
+    return narrow and device.kind == "cpu" and not _multiplies(problem.dtype)
+
+
+@functools.cache
+def _multiplies(dtype: str) -> bool:
+    """Whether oneDNN has products of this type on this processor; so too where this torch cannot be asked."""
+    asked = {"float16": "_is_mkldnn_fp16_supported", "bfloat16": "_is_mkldnn_bf16_supported"}[dtype]
+    try:
+        return bool(getattr(torch.ops.mkldnn, asked)())
+    except (AttributeError, RuntimeError):
+        return True
+
+
+def extra_bytes(problem: Problem) -> int:
+    """Of the copies: operands and output in float32."""
+    rows = problem.batch * (problem.heads_q * problem.seq_q + problem.heads_kv * problem.seq_k)
+    return rows * (problem.dim_qk + problem.dim_v) * DTYPES["float32"]
+
+
+class RaisedKernel(Kernel):
+    """``kernel`` of the same problem in float32, between two casts."""
+
+    def __init__(self, kernel: Kernel, problem: Problem) -> None:
+        self.kernel, self.dtype = kernel, getattr(torch, problem.dtype)
+        self.shows = kernel.shows
+
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        """Output in the operands' type, lse in float32."""
+        return self._lowered(self.kernel.forward(_raised(inputs)))
+
+    def results(self, inputs: Inputs) -> tuple[Any, Any]:
+        """The same, of which torch keeps no graph."""
+        return self._lowered(self.kernel.results(_raised(inputs)))
+
+    def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        """Gradients in the types of their operands."""
+        out = None if out is None else out.float()
+        grads = self.kernel.backward(_raised(inputs), out, lse, grad_out.float(), grad_lse)
+        query, key, value = (None if x is None else x.to(self.dtype) for x in grads[:3])
+        return Gradients(query, key, value, grads.attn_mask)
+
+    def prepared(self, inputs: Inputs) -> Forward:
+        """``forward`` of what lies like ``inputs``; so do their copies."""
+        return self._between(self.kernel.prepared(_raised(inputs)))
+
+    def prepared_results(self, inputs: Inputs) -> Forward:
+        """The same of ``results``."""
+        return self._between(self.kernel.prepared_results(_raised(inputs)))
+
+    def prepared_backward(self, inputs: Inputs) -> Backward:
+        """``backward``: the casts are worth more than what could be prepared."""
+        return self.backward
+
+    def _lowered(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        out, lse = results
+        return out.to(self.dtype), lse
+
+    def _between(self, run: Forward) -> Forward:
+        def forward(query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, Any]:
+            return self._lowered(run(query.float(), key.float(), value.float(), *others))
+
+        return forward
+
+
+def _raised(inputs: Inputs) -> Inputs:
+    query, key, value = (operand.float() for operand in inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)

@@ -1,0 +1,67 @@
+"""torch's kernel of the CPU on 16-bit operands: raised to float32 where the processor has no products of their type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Device, Problem
+from attnswitch.machine import registry
+from attnswitch.planning import planner
+from attnswitch.verify import Case, check
+
+BACKEND = "sdpa-flash"
+
+
+@pytest.fixture(params=[False, True], ids=["raised", "native"])
+def multiplies(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether the processor is taken to have products of 16-bit types."""
+    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
+
+    has: bool = request.param
+    monkeypatch.setattr(raised, "_multiplies", lambda dtype: has)
+    planner.forget()
+    yield has
+    monkeypatch.undo()
+    planner.forget()
+
+
+@pytest.mark.parametrize("text", ["fp16", "fp16.grad", "bf16", "bf16.grad", "fp32", "fp32.grad"])
+def test_16_bits_are_raised_where_that_is_faster(text: str, multiplies: bool) -> None:
+    problem = Problem.parse(f"b1.h2.s9.d8.{text}")
+    backend = registry.loaded(BACKEND)
+    kernel = backend.compile(problem, Device.cpu(), next(iter(backend.configs(problem, Device.cpu()))))
+    wanted = not multiplies and text in ("fp16", "fp16.grad", "bf16.grad")
+    assert (type(kernel).__name__ == "RaisedKernel") is wanted
+    extra, wide = (backend.extra_bytes(p, Device.cpu()) for p in (problem, problem.replace(dtype="float32")))
+    assert extra - wide == (4 * 2 * 9 * 4 * 8 if wanted else 0)  # query, key, value and output
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(heads_kv=2, group=3, seq_q=70, seq_k=33, causal=True, grads="qkv"),
+        Case(batch=3, seq_q=20, seq_k=40, lengths=(0, 17, 40), grads="qkv", library="numpy"),
+        Case(seq_q=1, seq_k=300, window=(100, 0), alignment="bottom_right", lse=True),
+        Case(seq_q=17, seq_k=17, layout="BLHD", causal=True, grads="qkv"),
+    ],
+    ids=str,
+)
+def test_what_is_raised_is_right(case: Case, dtype: str, multiplies: bool) -> None:
+    outcome = check(case.replace(dtype=dtype), BACKEND)
+    assert (outcome.verdict, outcome.failure) == ("verified", None)
+
+
+def test_a_step_leaves_gradients_of_the_operands_types(multiplies: bool) -> None:
+    operands = [torch.randn(2, 2, 10, 8, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    for _ in range(3):  # the last as it was prepared
+        out = attnswitch.attention(*operands, is_causal=True, backend=BACKEND)
+        out.sum().backward()
+    assert out.dtype == torch.float16
+    assert [x.grad.dtype for x in operands if x.grad is not None] == [torch.float16] * 3
