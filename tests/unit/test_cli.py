@@ -297,7 +297,7 @@ def test_a_mistake_is_explained_and_exits_with_two(arguments: tuple[str, ...], m
 
 
 VARIABLES = {
-    "ATTNSWITCH_POLICY": ("fastest", "expected one of estimate, measure, wisdom-only"),
+    "ATTNSWITCH_POLICY": ("fastest", "expected one of estimate, measure, learn, wisdom-only"),
     "ATTNSWITCH_CHECK_FINITE": ("perhaps", "expected one of cpu, always, never"),
     "ATTNSWITCH_RECORD": ("absent/calls.txt", "cannot be written: No such file or directory"),
 }
