@@ -103,6 +103,22 @@ CASES: dict[str, tuple[str, str]] = {
         f"if (group == 0) {{ {MULTIPLY} wait_products<0>(); }}",
         "",
     ),
+    "one tile, cleared by two warpgroups that each multiply it": (
+        LOAD + WAIT + "clear_rows<64, 64>(shared.tile[1], 40); meet_at(1 + group, 128);\n"
+        f"{MULTIPLY} wait_products<0>(); if (group == 0) put(out, sums);",
+        "",
+    ),
+    "the same, where one of them does not wait for its own": (
+        LOAD + WAIT + f"clear_rows<64, 64>(shared.tile[1], 40);\n{MULTIPLY} wait_products<0>();",
+        "a race",
+    ),
+    "the same, loaded again when one of them has multiplied it": (
+        LOAD + WAIT + "clear_rows<64, 64>(shared.tile[1], 40); meet_at(1 + group, 128);\n"
+        f"{MULTIPLY} wait_products<0>(); meet_at(1 + group, 128);"
+        "if (t == 0) load_tile<64, 64>(shared.tile[1], map, shared.full[1], 0, 0, 0); shared.full[1].wait(1);",
+        "a race",
+    ),
+    "two write different numbers": ("store_shared(shared.numbers, float(group));", "a race"),
     "a left operand is rewritten too early": (
         LOAD + WAIT + "if (group == 0) { begin_products(); product_nn<64, 64>(sums, left, tile1); commit_products();"
         " left[0][0] = 1; wait_products<0>(); }",
@@ -207,6 +223,9 @@ def test_products_are_those_of_the_tiles(kernels: Any) -> None:
     np.testing.assert_allclose(out, first @ second.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(run(kernels, "a^T b")[2], first.T @ second, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(run(kernels, "a in registers")[2], numbers @ second, rtol=1e-5, atol=1e-5)
+    shared = run(kernels, "one tile, cleared by two warpgroups that each multiply it")[2]
+    np.testing.assert_allclose(shared[:, :40], (first @ second.T)[:, :40], rtol=1e-5, atol=1e-5)
+    assert (shared[:, 40:] == 0).all()
 
 
 def test_numbers_arrive_and_are_added(kernels: Any) -> None:

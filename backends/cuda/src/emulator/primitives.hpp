@@ -102,7 +102,7 @@ template <class V> DEVICE V load_shared(const V* at) {
     return *at;
 }
 template <class V> DEVICE void store_shared(V* at, V value) {
-    emulator::touch(at, sizeof(V), true, thread_index());
+    emulator::touch_with(&value, at, sizeof(V), thread_index());
     *at = value;
 }
 

@@ -1,8 +1,11 @@
 // Shared memory that knows who touched it: who wrote each 2 bytes last, and who read them since.
 //
 // Two that touch the same bytes, one of them writing, where the later does not know of the earlier, are a race,
-// whichever came first here.
+// whichever came first here. Threads that write what is there already are none: a reader is to know of one of them, and
+// who writes anything else of all.
 #pragma once
+#include <string.h>
+
 #include <vector>
 
 #include "emulator/clocks.hpp"
@@ -11,6 +14,7 @@ namespace emulator {
 
 struct Word {
     Moment written;
+    std::vector<Moment> again;  // the same
     std::vector<Moment> read;
 };
 
@@ -30,19 +34,31 @@ inline void poison(size_t bytes) {
     }
     shared.bytes = bytes;
     for (size_t n = 0; n < bytes; n++) shared.memory[n] = 0xff;  // NaN in every type
-    for (Word& word : shared.words) word.written = Moment(), word.read.clear();
+    for (Word& word : shared.words) word.written = Moment(), word.again.clear(), word.read.clear();
 }
 
 // Who touches memory, and how. `proxy`: as products and copies do, which see of threads' writes what these have shown.
+// `value`, if it is told: the bytes that are to be written.
 struct Visit {
     Moment moment;
     const Clock& known;
     bool writes, proxy;
+    const void* value = nullptr;
 
     bool sees(Moment written) const {
         const bool shown = !proxy || writes || written.agent < 0 || written.agent >= THREADS ||
                            known.at[SHOWN + written.agent] >= written.time;
         return shown && known.knows(written);
+    }
+    bool sees(const Word& word) const {
+        bool one = sees(word.written), all = one;
+        for (const Moment& moment : word.again) one |= sees(moment), all &= sees(moment);
+        return writes ? all : one;
+    }
+    bool knows_readers(const Word& word) const {
+        for (const Moment& moment : word.read)
+            if (!known.knows(moment)) return false;
+        return true;
     }
 };
 
@@ -55,17 +71,21 @@ inline bool touch(const void* at, size_t bytes, const Visit& visit) {
     const size_t from = static_cast<const unsigned char*>(at) - shared.memory;
     if (from + bytes > shared.bytes || from > shared.bytes) return no("shared memory is left");
     if (from % bytes % 16) return no("shared memory is touched at an odd address");
+    const bool same = visit.value && memcmp(at, visit.value, bytes) == 0;
     for (size_t n = from / 2; n < (from + bytes + 1) / 2; n++) {
         Word& word = shared.words[n];
-        if (!visit.sees(word.written)) {
+        if (same && !(visit.sees(word) && visit.knows_readers(word))) {
+            word.again.push_back(visit.moment);
+            continue;
+        }
+        if (!visit.sees(word)) {
             if (visit.known.knows(word.written)) return no("a race: what a thread wrote was not shown to products and copies");
             return no("a race: shared memory was written with no barrier since");
         }
         if (visit.writes) {
-            for (const Moment& moment : word.read)
-                if (!visit.known.knows(moment)) return no("a race: shared memory was read with no barrier since");
+            if (!visit.knows_readers(word)) return no("a race: shared memory was read with no barrier since");
             word.written = visit.moment;
-            word.read.clear();
+            word.again.clear(), word.read.clear();
             continue;
         }
         bool noted = false;
@@ -78,6 +98,9 @@ inline bool touch(const void* at, size_t bytes, const Visit& visit) {
 
 inline bool touch(const void* at, size_t bytes, bool writes, int thread) {
     return touch(at, bytes, Visit{now(thread), clocks[thread], writes, false});
+}
+inline bool touch_with(const void* value, const void* at, size_t bytes, int thread) {
+    return touch(at, bytes, Visit{now(thread), clocks[thread], true, false, value});
 }
 
 }  // namespace emulator
