@@ -17,7 +17,7 @@ from .classes import per_class
 from .config import CudaConfig
 from .survey import Survey
 from .tensor_maps import TensorMap, tensor_map
-from .tiles import HOPPER_SMS, HopperTile, hopper_block, hopper_shared
+from .tiles import HOPPER_SMS, HopperTile, hopper_dims, hopper_shared
 from .variant import Variant
 
 __all__ = ["Forward"]
@@ -115,17 +115,16 @@ class Forward:
 
 @per_class
 def _forward(p: Problem, tile: HopperTile) -> Variant:
-    dim = hopper_block(p)
+    dims = hopper_dims(p)
     return Variant(
         "forward",
         p.dtype,
         tile.queries,
         tile.keys,
-        dim,
-        dim,
+        *dims,
         warps=4 * (1 + tile.queries // _ROWS),
         stages=tile.stages,
-        shared=hopper_shared(tile, dim),
+        shared=hopper_shared(tile, *dims),
         flags=(
             ("CONTINUED", int(tile.continued)),
             ("MASKED", int(p.mask is not None)),

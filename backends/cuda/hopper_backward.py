@@ -14,7 +14,7 @@ from .hopper_tiles import splits
 from .portable import Step
 from .survey import Survey
 from .tensor_maps import TensorMap, tensor_map
-from .tiles import HopperGradients, hopper_block, hopper_gradients_shared
+from .tiles import HopperGradients, hopper_gradient_dim, hopper_gradients_shared
 from .variant import Variant
 
 __all__ = ["Backward"]
@@ -34,7 +34,7 @@ class Backward(portable.Launches):
     """
 
     def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
-        padded, dim = arithmetic.padded(p), hopper_block(p)
+        padded, dim = arithmetic.padded(p), _dim(p)
         rows = p.batch * p.heads_q * padded
         keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * tile.keys
         parts = splits(p, device, tile)
@@ -76,7 +76,7 @@ class Backward(portable.Launches):
 
 @per_class
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
-    dim = hopper_block(p)
+    dim = _dim(p)
     return Variant(
         "backward",
         p.dtype,
@@ -94,5 +94,11 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
 
 @per_class
 def _of_rows(p: Problem, kernel: str) -> Variant:
-    dim = hopper_block(p)
+    dim = _dim(p)
     return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim, warps=_WARPS, family="hopper")
+
+
+def _dim(p: Problem) -> int:
+    dim = hopper_gradient_dim(p)
+    assert dim is not None  # families.py says why not
+    return dim

@@ -9,24 +9,32 @@ from attnswitch.problem import Problem
 
 from ..own import arithmetic
 from .classes import per_class
-from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_block
+from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_dims, hopper_gradient_dim
 
 __all__ = ["gradients", "ranked", "splits"]
 
-#: Tiles by head dimension, with times on an H200; README.md has what was measured beside them.
+#: Tiles by head dimensions, with times on an H200; README.md has what was measured beside them. Those of 96 and of
+#: 192/128 are not measured yet: they are reckoned from their neighbours' by operations.
 _TILES = {
-    64: (
+    (64, 64): (
         HopperTile(192, 128, begin=3.5, step=1.38),
         HopperTile(128, 128, begin=2.7, step=1.18),
         HopperTile(128, 128, continued=True, begin=2.05, step=1.18),
     ),
-    128: (
+    (96, 96): (
+        HopperTile(192, 112, begin=4.5, step=1.55),
+        HopperTile(128, 128, begin=3.6, step=1.38),
+        HopperTile(192, 112, continued=True, begin=3.85, step=1.55),
+        HopperTile(128, 128, continued=True, begin=2.9, step=1.38),
+    ),
+    (128, 128): (
         HopperTile(192, 80, begin=5.5, step=1.36),
         HopperTile(128, 128, begin=4.4, step=1.57),
         HopperTile(192, 80, continued=True, begin=4.85, step=1.36),
         HopperTile(128, 128, continued=True, begin=3.75, step=1.57),
     ),
-    256: (HopperTile(128, 80, begin=5.5, step=1.75), HopperTile(128, 64, begin=5.5, step=1.43)),
+    (192, 128): (HopperTile(192, 80, begin=6.0, step=1.6), HopperTile(128, 128, begin=5.0, step=1.85)),
+    (256, 256): (HopperTile(128, 80, begin=5.5, step=1.75), HopperTile(128, 64, begin=5.5, step=1.43)),
 }
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
@@ -53,12 +61,13 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
     """Each tile, after what puts it behind the others however fast it is."""
     # What is continued pays where tiles of rows take as long as one another.
     uneven = _uneven(problem)
-    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[hopper_block(problem)]]
+    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[hopper_dims(problem)]]
 
 
 def gradients(problem: Problem) -> HopperGradients | None:
     """The tile of the backward, if it has one for the head dimension."""
-    return _GRADIENTS.get(hopper_block(problem))
+    dim = hopper_gradient_dim(problem)
+    return None if dim is None else _GRADIENTS[dim]
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
@@ -140,7 +149,7 @@ def _crowded(problem: Problem, tile: HopperTile) -> bool:
     """Whether a mask's bits or a tanh have registers to spill: scores and sums of three consumers, or of 256."""
     three = tile.queries > 128
     if arithmetic.capped(problem):
-        return three or tile.keys * hopper_block(problem) > 2**14
+        return three or tile.keys * hopper_dims(problem)[1] > 2**14
     return problem.mask is not None and three and (tile.continued or tile.keys > 80)
 
 

@@ -18,7 +18,8 @@ __all__ = [
     "Tile",
     "block",
     "fits",
-    "hopper_block",
+    "hopper_dims",
+    "hopper_gradient_dim",
     "hopper_gradients_shared",
     "hopper_shared",
     "left",
@@ -41,8 +42,11 @@ ROWS_A_BLOCK = 4
 MERGING_WARPS = 8
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
 HOPPER_SMS = 132
-#: Head dimensions of Hopper's forward.
-_HOPPER_DIMS = (64, 128, 256)
+#: Head dimensions, of key and of value, that Hopper's forward is compiled for, and its backward.
+_HOPPER_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+_HOPPER_GRADIENT_DIMS = (64, 128)
+#: Columns that an operand has side by side in shared memory.
+_PANEL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +128,14 @@ def block(dim: int, problem: Problem, tile: Tile) -> int:
     return -(-dim // step) * step
 
 
-def hopper_block(problem: Problem) -> int:
-    """The head dimension as Hopper's forward sees it, of key and value alike: TMA fills up with zeros."""
-    return min(dim for dim in _HOPPER_DIMS if dim >= max(problem.dim_qk, problem.dim_v))
+def hopper_dims(problem: Problem) -> tuple[int, int]:
+    """The head dimensions of key and value as Hopper's forward sees them: TMA fills up with zeros."""
+    return next((d, dv) for d, dv in _HOPPER_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
+
+
+def hopper_gradient_dim(problem: Problem) -> int | None:
+    """That of key and value alike as its backward sees it; none if it is too large."""
+    return next((d for d in _HOPPER_GRADIENT_DIMS if d >= max(problem.dim_qk, problem.dim_v)), None)
 
 
 def packs(problem: Problem) -> bool:
@@ -142,9 +151,9 @@ def rows(problem: Problem) -> int:
 def shared(kernel: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
     if isinstance(tile, HopperTile):
-        return hopper_shared(tile, hopper_block(problem))
+        return hopper_shared(tile, *hopper_dims(problem))
     if isinstance(tile, HopperGradients):
-        return hopper_gradients_shared(tile, hopper_block(problem))
+        return hopper_gradients_shared(tile, hopper_gradient_dim(problem) or 0)
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem, tile) + pad for n in (problem.dim_qk, problem.dim_v))
@@ -177,10 +186,11 @@ def _real(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
-def hopper_shared(tile: HopperTile, dim: int) -> int:
+def hopper_shared(tile: HopperTile, dim: int, dim_v: int) -> int:
     """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
     queries = tile.queries * (2 if dim <= 128 else 1)
-    return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
+    width, width_v = (-(-n // _PANEL) * _PANEL for n in (dim, dim_v))
+    return 2 * (queries * width + tile.stages * tile.keys * (width + width_v)) + 1024
 
 
 def hopper_gradients_shared(tile: HopperGradients, dim: int) -> int:

@@ -177,7 +177,7 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
     tensor = tiles.on_tensor_cores(problem)
     for chosen in found:
         if isinstance(chosen.forward, tiles.HopperTile):
-            assert tiles.hopper_shared(chosen.forward, tiles.hopper_block(problem)) <= where.shared_memory
+            assert tiles.hopper_shared(chosen.forward, *tiles.hopper_dims(problem)) <= where.shared_memory
             assert chosen.splits == 1
             continue
         for name in KERNELS:

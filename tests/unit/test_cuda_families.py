@@ -120,6 +120,7 @@ def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int
     ("dim", "more", "tile"),
     [
         (64, ".mask=bool", (128, 128)),
+        (96, ".mask=bool", (128, 128)),
         (128, ".mask=bool", (192, 80)),
         (128, ".mask=bool.softcap=30.0", (128, 128)),
         (256, ".mask=bool", (128, 80)),
@@ -162,14 +163,30 @@ def test_tiles_of_all_sizes_fill_gaps_and_are_not_continued(more: str) -> None:
     assert first(Problem.parse(f"b1.h16.s2048.d128.bf16{more}")).queries == 128
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_every_tile_fits_a_block(dim: int) -> None:
-    for chosen in config.configs(PLAIN.replace(dim_qk=dim, dim_v=dim), H200):
+@pytest.mark.parametrize(
+    ("dims", "compiled"),
+    [
+        ((64, 64), (64, 64)),
+        ((72, 80), (96, 96)),
+        ((96, 8), (96, 96)),
+        ((8, 104), (128, 128)),
+        ((136, 128), (192, 128)),
+        ((192, 64), (192, 128)),
+        ((192, 192), (256, 256)),
+    ],
+)
+def test_head_dimensions_are_filled_up_to_the_next(dims: tuple[int, int], compiled: tuple[int, int]) -> None:
+    assert tiles.hopper_dims(PLAIN.replace(dim_qk=dims[0], dim_v=dims[1])) == compiled
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_every_tile_fits_a_block(dims: tuple[int, int]) -> None:
+    for chosen in config.configs(PLAIN.replace(dim_qk=dims[0], dim_v=dims[1]), H200):
         tile = chosen.forward
         if isinstance(tile, tiles.HopperTile):
             assert tile.queries % 64 == 0
-            assert tile.keys in (64, 80, 128), "which products there are instructions for"
-            assert tiles.hopper_shared(tile, dim) <= H200.shared_memory
+            assert tile.keys in (64, 80, 96, 112, 128), "which products there are instructions for"
+            assert tiles.hopper_shared(tile, *dims) <= H200.shared_memory
 
 
 def test_on_this_machine_what_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +303,7 @@ def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest
 
 def test_tiles_are_those_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     ((inputs, variant, _, arguments, _, maps, _),) = launches(PLAIN.replace(dim_qk=80, dim_v=72), monkeypatch)
-    assert (variant.dim, variant.dim_v) == (128, 128)
+    assert (variant.dim, variant.dim_v) == (96, 96)
     assert (arguments.dim, arguments.dim_v) == (80, 72)
     assert [m.box for m in maps] == [64, variant.columns, variant.columns]
     assert [m.shape for m in maps] == [(4, 16, 1024, 80), (4, 4, 1024, 80), (4, 4, 1024, 72)]

@@ -25,7 +25,7 @@ hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
 
 H200 = Device.named("h200")
 #: Ptxas takes seconds for each.
-DIMS = (64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (128, 256)))
+DIMS = ("64", *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("96", "128", "192/128", "256")))
 #: Bytes that a thread may spill, between tiles of rows: 128 rows and keys at D 128, not continued, have 168 registers,
 #: and where three warpgroups compute, they have 160 each.
 SPILLED = {2: 16, 3: 64}
@@ -34,25 +34,25 @@ SPILLED_MORE = {2: 64, 3: 128}
 MORE = ("", ".mask=bool:bk", ".softcap=30.0")
 
 
-def variants(dim: int, dtype: str = "bfloat16", more: str = "", causal: str = ".causal") -> list[Any]:
+def variants(dims: str, dtype: str = "bfloat16", more: str = "", causal: str = ".causal") -> list[Any]:
     """What the forward is compiled to in each of the family's configurations, the heuristic's choice first."""
-    problem = Problem.parse(f"b4.h16.s4096.d{dim}.{dtype}{causal}{more}")
+    problem = Problem.parse(f"b4.h16.s4096.d{dims}.{dtype}{causal}{more}")
     configs = [c for c in config.configs(problem, H200) if isinstance(c.forward, tiles.HopperTile)]
     return [hopper.Forward(problem, chosen, H200).variant for chosen in configs]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("dim", DIMS)
-def test_tiles_stay_in_registers(dim: int, dtype: str) -> None:
-    for chosen in variants(dim, dtype):
+@pytest.mark.parametrize("dims", DIMS)
+def test_tiles_stay_in_registers(dims: str, dtype: str) -> None:
+    for chosen in variants(dims, dtype):
         assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= SPILLED[chosen.rows // 64], chosen
 
 
 @pytest.mark.parametrize("more", MORE[1:])
-@pytest.mark.parametrize("dim", DIMS)
-def test_the_tile_of_a_mask_or_a_softcap_stays_in_registers(dim: int, more: str) -> None:
+@pytest.mark.parametrize("dims", DIMS)
+def test_the_tile_of_a_mask_or_a_softcap_stays_in_registers(dims: str, more: str) -> None:
     """But for a few addresses, and for the threads that load and deal."""
-    for chosen in (variants(dim, more=more)[0], variants(dim, more=more, causal="")[0]):
+    for chosen in (variants(dims, more=more)[0], variants(dims, more=more, causal="")[0]):
         assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= SPILLED_MORE[chosen.rows // 64], chosen
 
 
@@ -61,7 +61,7 @@ def test_registers_that_a_block_does_not_have_are_refused() -> None:
     source = sources.of_gpus()["hopper/forward.cu"]
     greedy, changed = re.subn(r"(\? MASKED \? 224 : )232\b", r"\g<1>240", source)
     assert changed == 1
-    chosen = next(c for c in variants(128) if c.rows == 128)
+    chosen = next(c for c in variants("128") if c.rows == 128)
     options = tuple(f"-D{name}={value}" for name, value in {**chosen.sizes, **dict(chosen.flags)}.items())
     with pytest.raises(CompileError, match="registers for all"):
         nvrtc.compiled(greedy, "sm_90a", options)
@@ -79,13 +79,23 @@ def listing(variant: Any, folder: Path) -> str:
 
 @disassembled
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dim", DIMS)
-def test_weights_are_not_rewritten_under_a_product(dim: int, more: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dims", DIMS)
+def test_weights_are_not_rewritten_under_a_product(dims: str, more: str, tmp_path: Path) -> None:
     """Compilers before CUDA 13.3 let it happen where the source does; this one is whichever is installed."""
-    for chosen in variants(dim, more=more):
+    for chosen in variants(dims, more=more):
         products, found = sass.overwritten(listing(chosen, tmp_path))
         assert products >= 2 * chosen.columns // 16
         assert found == [], chosen
+
+
+@disassembled
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("dims", DIMS)
+def test_products_overlap(dims: str, more: str, tmp_path: Path) -> None:
+    """Ptxas lets them come one after another for want of registers, and says so in its log alone."""
+    for chosen in variants(dims, more=more):
+        waits = listing(chosen, tmp_path).count("WARPGROUP.DEPBAR")
+        assert waits == (6 if dict(chosen.flags)["CONTINUED"] else 4), chosen
 
 
 def test_a_weight_that_is_rewritten_is_found() -> None:
@@ -112,7 +122,7 @@ def test_the_forward_waits_for_the_look_at_its_mask_and_for_nothing_else(tmp_pat
     assert ("PREEXIT" in survey, "ACQBULK" in survey) == (True, False)
     behind = listing(forward.variant, tmp_path)
     assert ("PREEXIT" in behind, "ACQBULK" in behind) == (False, True)
-    plain = listing(variants(problem.dim_qk)[0], tmp_path)
+    plain = listing(variants("128")[0], tmp_path)
     assert "PREEXIT" not in plain
     assert "ACQBULK" not in plain
 
@@ -132,10 +142,10 @@ def roundings_of_lse(listing: str) -> list[str]:
 
 @disassembled
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dim", DIMS)
-def test_every_way_to_end_rows_rounds_lse_alike(dim: int, more: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_way_to_end_rows_rounds_lse_alike(dims: str, more: str, tmp_path: Path) -> None:
     """A product and a sum that are fused in one place and not in another differ in the last bit."""
-    for chosen in variants(dim, more=more):
+    for chosen in variants(dims, more=more):
         found = roundings_of_lse(listing(chosen, tmp_path))
         assert len(found) == (4 if dict(chosen.flags)["CONTINUED"] else 2), chosen
         assert set(found) == {"FFMA"}, chosen

@@ -17,7 +17,7 @@
 // need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh.
 #include "hopper/forward/consumer.cuh"
 
-static_assert(BLOCK_M % 64 == 0 && BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole products and panels");
+static_assert(BLOCK_M % 64 == 0 && BLOCK_D % 32 == 0 && BLOCK_DV % 32 == 0, "whole products, and rows to store");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
 // Of a thread, once the first warpgroup has handed on what it does not need: no more than all have at the start, or it

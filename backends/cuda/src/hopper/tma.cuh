@@ -1,10 +1,14 @@
 // Tiles of an operand (batch, heads, rows, columns) brought to shared memory by TMA.
 //
-// A tile [ROWS][WIDTH] lies in panels of 64 columns, [WIDTH / 64][ROWS][64]: a row of a panel is 128 bytes, the span of
+// A tile [ROWS][WIDTH] lies in panels of 64 columns, [PANELS][ROWS][64]: a row of a panel is 128 bytes, the span of
 // the swizzle, by which the 16 bytes number n of row r lie at n ^ r % 8. Panels begin at multiples of 1024 bytes, where
-// the pattern begins. What lies outside the operand arrives as 0.
+// the pattern begins. What lies outside the operand arrives as 0; so does what of the last panel lies outside the tile,
+// which no product reads.
 #pragma once
 #include "hopper/barriers.cuh"
+
+// Elements of a tile, its last panel included.
+template <int ROWS, int WIDTH> constexpr int SIZE_OF = ROWS * ((WIDTH + PANEL - 1) / PANEL * PANEL);
 
 // Asks for ROWS rows from `row` on of one head, which `full` expects.
 template <int ROWS, int WIDTH>
@@ -15,7 +19,7 @@ DEVICE void copy_tile(T* tile, const TensorMap& map, Barrier& full, int row, int
 // The same, and nothing else: `full` completes with them.
 template <int ROWS, int WIDTH>
 DEVICE void load_tile(T* tile, const TensorMap& map, Barrier& full, int row, int head, int batch) {
-    full.expect(ROWS * WIDTH * sizeof(T));
+    full.expect(SIZE_OF<ROWS, WIDTH> * sizeof(T));
     copy_tile<ROWS, WIDTH>(tile, map, full, row, head, batch);
 }
 

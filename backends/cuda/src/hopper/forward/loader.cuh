@@ -7,10 +7,12 @@
 constexpr int QUERY_STAGES = BLOCK_D <= 128 ? 2 : 1;
 static_assert(QUERY_STAGES == 2 || !CONTINUED, "queries of two tiles of rows");
 
+constexpr int QUERY = SIZE_OF<64, BLOCK_D>, KEY = SIZE_OF<BLOCK_N, BLOCK_D>, VALUE = SIZE_OF<BLOCK_N, BLOCK_DV>;
+
 struct Shared {
-    alignas(1024) T query[QUERY_STAGES][CONSUMERS][64 * BLOCK_D];
-    alignas(1024) T key[STAGES][BLOCK_N * BLOCK_D];
-    alignas(1024) T value[STAGES][BLOCK_N * BLOCK_DV];
+    alignas(1024) T query[QUERY_STAGES][CONSUMERS][QUERY];
+    alignas(1024) T key[STAGES][KEY];
+    alignas(1024) T value[STAGES][VALUE];
     Barrier query_full[QUERY_STAGES][CONSUMERS], query_free[QUERY_STAGES][CONSUMERS];
     u32 told[STAGES];  // MASKED: of the keys of a stage, the number of the tile and a bit for each consumer (`Left::next`)
     Barrier key_full[STAGES], key_free[STAGES], value_full[STAGES], value_free[STAGES];
@@ -20,9 +22,9 @@ struct Shared {
     static DEVICE u32 query_place(int stage, int consumer) { return (stage * CONSUMERS + consumer) * QUERY_PLACES; }
     static DEVICE u32 key_place(int stage) { return QUERY_STAGES * CONSUMERS * QUERY_PLACES + stage * KEY_PLACES; }
     static DEVICE u32 value_place(int stage) { return key_place(STAGES) + stage * VALUE_PLACES; }
-    static constexpr u32 QUERY_PLACES = 64 * BLOCK_D * sizeof(T) / 16;
-    static constexpr u32 KEY_PLACES = BLOCK_N * BLOCK_D * sizeof(T) / 16;
-    static constexpr u32 VALUE_PLACES = BLOCK_N * BLOCK_DV * sizeof(T) / 16;
+    static constexpr u32 QUERY_PLACES = QUERY * sizeof(T) / 16;
+    static constexpr u32 KEY_PLACES = KEY * sizeof(T) / 16;
+    static constexpr u32 VALUE_PLACES = VALUE * sizeof(T) / 16;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "tiles.py counts the same shared memory");
 

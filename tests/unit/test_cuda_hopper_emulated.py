@@ -1,0 +1,80 @@
+"""Hopper's forward, emulated, where a block has several consumers and more than one tile of keys."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import attnswitch
+from attnswitch import Problem
+from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
+
+config = importlib.import_module("attnswitch.backends.cuda.config")
+emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper_tiles")
+
+pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+#: One of each head dimension here; g++ takes seconds for each.
+DIMS = (
+    "64",
+    "80",
+    *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("72/96", "128", "192/128", "136/64", "256")),
+)
+
+
+def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = None) -> None:
+    """Output and lse of a tile beside ``reference``; what lies past the lengths is NaN."""
+    p = Problem.parse(text)
+    rng = np.random.default_rng(p.seq_k)
+    shapes = (
+        (p.batch, p.heads_q, p.seq_q, p.dim_qk),
+        (p.batch, p.heads_kv, p.seq_k, p.dim_qk),
+        (p.batch, p.heads_kv, p.seq_k, p.dim_v),
+    )
+    q, k, v = (rng.standard_normal(shape).astype(TYPES[p.dtype]) for shape in shapes)
+    call = {"is_causal": p.causal, "causal_alignment": p.alignment, "window": p.window, "softcap": p.softcap}
+    call |= {"attn_mask": mask, "key_lengths": lengths, "backend": "reference", "return_lse": True}
+    right, right_lse = attnswitch.attention(*(x.astype(np.float64) for x in (q, k, v)), **call)
+    for b, length in enumerate(lengths or ()):
+        k[b, :, length:], v[b, :, length:] = np.nan, np.nan
+    device = Device.cpu()
+    ranked = hopper_tiles.ranked(p, device)
+    chosen = replace(next(config.configs(p, device)), forward=ranked[which % len(ranked)], splits=1)
+    out, lse = np.full(right.shape, np.nan, q.dtype), np.full(right_lse.shape, np.nan, np.float32)
+    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
+    hopper.Forward(p, chosen, device)(inputs, out, lse)
+    unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
+    np.testing.assert_allclose(out.astype(np.float64), right, rtol=2 * unit, atol=2 * unit)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("dims", DIMS)
+def test_lengths_end_within_a_tile_of_several_consumers(dims: str, which: int) -> None:
+    check(f"b2.h2/1.s201x310.d{dims}.fp16.lengths", which, [90, 291])
+    check(f"b2.h2/1.s201x310.d{dims}.fp16.causal.lengths", which, [1, 190])
+
+
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", DIMS)
+def test_positions_hide_parts_of_tiles(dims: str, which: int) -> None:
+    for how in ("", ".causal", ".causal-br", ".window=40,9", ".window=150,0"):
+        check(f"b1.h2/1.s201x309.d{dims}.fp16{how}", which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", ["64", "80", "128", "192/128", "256"])
+def test_masks_and_softcaps(dims: str) -> None:
+    rng = np.random.default_rng(3)
+    mask = rng.random((1, 2, 201, 309)) < 0.5
+    mask[..., :64, :140], mask[..., 250:] = False, True
+    check(f"b1.h2/1.s201x309.d{dims}.bf16.mask=bool:hqk", 0, mask=mask)
+    check(f"b1.h2/1.s201x309.d{dims}.bf16.causal.softcap=5.0", 0)
