@@ -66,6 +66,8 @@ def _backward(p: Problem) -> Iterator[str]:
         yield "deterministic=True: it adds to dQ in any order"
     if (widest := max(p.dim_qk, p.dim_v)) > _WIDEST:
         yield f"head dimension {widest}: its sums of dK and dV leave registers up to {_WIDEST}"
+    if p.dropout:
+        yield f"dropout_p={p.dropout:g}: it has none"
     if p.dim_qk % 8:
         yield f"dim_qk={p.dim_qk}: it stores 8 columns at once"
 
@@ -80,8 +82,6 @@ def _features(p: Problem) -> Iterator[str]:
         yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and not p.mask.is_bool:
         yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
-    if p.dropout:
-        yield f"dropout_p={p.dropout:g}: it has none"
     if p.dim_v % 8:
         yield f"dim_v={p.dim_v}: it stores 8 columns at once"
     if arithmetic.capped(p):

@@ -129,6 +129,7 @@ def _forward(p: Problem, tile: HopperTile) -> Variant:
             ("CONTINUED", int(tile.continued)),
             ("MASKED", int(p.mask is not None)),
             ("SOFTCAP", int(arithmetic.capped(p))),
+            ("DROPOUT", int(p.dropout > 0.0)),
         ),
         family="hopper",
     )

@@ -146,11 +146,13 @@ def _uneven(problem: Problem) -> bool:
 
 
 def _crowded(problem: Problem, tile: HopperTile) -> bool:
-    """Whether a mask's bits or a tanh have registers to spill: scores and sums of three consumers, or of 256."""
+    """Whether the bits of a mask or of dropout, or a tanh, spill: of three consumers' scores and sums, or those of 256."""
     three = tile.queries > 128
     if arithmetic.capped(problem):
         return three or tile.keys * hopper_dims(problem)[1] > 2**14
-    return problem.mask is not None and three and (tile.continued or tile.keys > 80)
+    if problem.mask is not None and three and tile.continued:
+        return True
+    return (problem.mask is not None or problem.dropout > 0.0) and three and tile.keys > 80
 
 
 def _staircase(steps: int, start: int, rise: int, tread: int, most: int) -> int:

@@ -51,6 +51,7 @@ def first(problem: Problem, device: Device = H200) -> Any:
         PLAIN.replace(mask=Mask("bool"), attn_mask=Memory(align=1, strided=True, expanded=True, negative=True)),
         *(PLAIN.replace(softcap=30.0, scale=scale) for scale in (None, -0.5, 1e-30)),
         PLAIN.replace(softcap=1e35),
+        PLAIN.replace(dropout=0.1),
     ],
     ids=str,
 )
@@ -68,7 +69,6 @@ def test_hopper_takes_the_forward(problem: Problem) -> None:
         *((PLAIN.replace(mask=Mask(kind)), "h200", f"attn_mask of {kind}") for kind in ("bfloat16", "float32")),
         *((PLAIN.replace(softcap=30.0, scale=scale), "h200", "scale=.*softcap=30: ") for scale in (0.0, 1e-38, 1e40)),
         (PLAIN.replace(softcap=1e-39), "h200", "softcap=1e-39"),
-        (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
         *((PLAIN.replace(scale=scale), "h200", "scale=") for scale in (0.0, -0.5, 1e-40, 1e39)),
         (PLAIN.replace(seq_q=0), "h200", "nothing to compute"),
         (PLAIN.replace(seq_k=0), "h200", "nothing to compute"),
@@ -211,7 +211,8 @@ def told(problem: Problem, device: str) -> str:
 
 def test_explain_names_the_family_and_says_why() -> None:
     assert "forward by Hopper's kernel, hopper 128x128 s2\n" in told(PLAIN, "h200")
-    assert "forward by the portable kernels, not by Hopper's (dropout_p=0.1" in told(PLAIN.replace(dropout=0.1), "h200")
+    assert "forward by the portable kernels, not by Hopper's (scale=-0.5" in told(PLAIN.replace(scale=-0.5), "h200")
+    assert "backward by the portable kernels, not by Hopper's (dropout_p=0.1" in told(PLAIN.replace(dropout=0.1), "h200")
     assert "not by Hopper's (cuda (A100, sm_80)" in told(PLAIN, "a100")
     assert "Hopper" not in told(PLAIN, "cpu")
 
@@ -296,7 +297,7 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])
 def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, variant, _, arguments, *_),) = launches(PLAIN.replace(softcap=softcap, scale=0.6), monkeypatch)
-    assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag}
+    assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag, "DROPOUT": 0}
     assert arguments.cap == softcap
     assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)
 

@@ -30,7 +30,7 @@ DIMS = (
 )
 
 
-def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = None) -> None:
+def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = None, seed: int | None = None) -> None:
     """Output and lse of a tile beside ``reference``; what lies past the lengths is NaN."""
     p = Problem.parse(text)
     rng = np.random.default_rng(p.seq_k)
@@ -41,7 +41,8 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
     )
     q, k, v = (rng.standard_normal(shape).astype(TYPES[p.dtype]) for shape in shapes)
     call = {"is_causal": p.causal, "causal_alignment": p.alignment, "window": p.window, "softcap": p.softcap}
-    call |= {"attn_mask": mask, "key_lengths": lengths, "backend": "reference", "return_lse": True}
+    call |= {"attn_mask": mask, "key_lengths": lengths, "dropout_p": p.dropout, "seed": seed}
+    call |= {"backend": "reference", "return_lse": True}
     right, right_lse = attnswitch.attention(*(x.astype(np.float64) for x in (q, k, v)), **call)
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
@@ -49,7 +50,7 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
     ranked = hopper_tiles.ranked(p, device)
     chosen = replace(next(config.configs(p, device)), forward=ranked[which % len(ranked)], splits=1)
     out, lse = np.full(right.shape, np.nan, q.dtype), np.full(right_lse.shape, np.nan, np.float32)
-    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
+    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths), seed)
     hopper.Forward(p, chosen, device)(inputs, out, lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(out.astype(np.float64), right, rtol=2 * unit, atol=2 * unit)
@@ -70,6 +71,12 @@ def test_positions_hide_parts_of_tiles(dims: str, which: int) -> None:
         check(f"b1.h2/1.s201x309.d{dims}.fp16{how}", which)
 
 
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", DIMS)
+def test_dropout_is_that_of_the_seed(dims: str, which: int) -> None:
+    check(f"b2.h2/1.s201x309.d{dims}.fp16.causal.dropout=0.4", which, seed=2**33 + 5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", ["64", "80", "128", "192/128", "256"])
 def test_masks_and_softcaps(dims: str) -> None:
@@ -77,4 +84,5 @@ def test_masks_and_softcaps(dims: str) -> None:
     mask = rng.random((1, 2, 201, 309)) < 0.5
     mask[..., :64, :140], mask[..., 250:] = False, True
     check(f"b1.h2/1.s201x309.d{dims}.bf16.mask=bool:hqk", 0, mask=mask)
+    check(f"b1.h2/1.s201x309.d{dims}.bf16.mask=bool:hqk.dropout=0.2", 0, mask=mask, seed=7)
     check(f"b1.h2/1.s201x309.d{dims}.bf16.causal.softcap=5.0", 0)

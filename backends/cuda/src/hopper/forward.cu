@@ -14,7 +14,8 @@
 //
 // CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
 // loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
-// need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh.
+// need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh. DROPOUT: weights of
+// some keys become 0 once they are summed.
 #include "hopper/forward/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % 32 == 0 && BLOCK_DV % 32 == 0, "whole products, and rows to store");

@@ -4,6 +4,7 @@
 // waited for. Invariants: weights, the left operand in registers, are rewritten when no product is under way. Every
 // tile of the block is waited for and freed, also one that these rows do not see, and takes a turn.
 #pragma once
+#include "hopper/forward/dropout.cuh"
 #include "hopper/forward/loader.cuh"
 #include "hopper/forward/softmax.cuh"
 #include "hopper/store.cuh"
@@ -45,6 +46,7 @@ struct Consumer {
     Weights weights;
     float sums[BLOCK_DV / 2];
     Softmax softmax;
+    Dropout dropout;  // DROPOUT: of the tile whose scores are asked for
     float rescale[2];
 
     static DEVICE void release(Barrier& free) {
@@ -88,10 +90,12 @@ struct Consumer {
         if (!rows.count) return;
         ask_scores(rows);
         pass_turn(index);
+        draw(rows, 0);
         wait_products<0>();
         got_scores(rows, 0);
         softmax.raise(scores, factor, rescale);  // of sums that are 0
         softmax.weigh(weights, scores, factor, true);
+        if (DROPOUT) dropout.drop(weights);
         clear_beyond(rows);
     }
     // The scores of tile i beside the values of the one before, whose weights give way to its own. Exponentials are
@@ -100,6 +104,7 @@ struct Consumer {
         ask_scores(rows);
         ask_sums();
         pass_turn(index);
+        draw(rows, i);
         wait_products<1>();
         got_scores(rows, i);
         wait_products<0>();
@@ -108,6 +113,7 @@ struct Consumer {
             softmax.raise(scores, factor, rescale);
             scale_rows(sums, rescale);
         }
+        if (DROPOUT) dropout.drop(weights);
     }
     // A step where tile i is the first of other rows, so that the products go on while results are stored.
     DEVICE void change(const Rows& rows, const Rows& next) {
@@ -116,6 +122,7 @@ struct Consumer {
         ask_scores(next);
         ask_sums();
         pass_turn(index);
+        draw(next, 0);
         wait_products<1>();
         got_scores(next, 0);
         Softmax fresh;
@@ -124,6 +131,7 @@ struct Consumer {
         wait_products<0>();
         got_sums();
         fresh.weigh(weights, scores, factor, true);
+        if (DROPOUT) dropout.drop(weights);
         store(rows);
         UNROLL for (float& sum : sums) sum = 0;
         softmax = fresh;
@@ -178,6 +186,10 @@ struct Consumer {
             hide(scores, start_of(rows, i), [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
         if (MASKED && mixed()) hide(scores, shown);
     }
+    // While products are under way.
+    DEVICE void draw(const Rows& rows, int i) {
+        if (DROPOUT) dropout.draw(a, rows.work.batch, rows.work.head, rows.first + row_of(0), start_of(rows, i));
+    }
     // Where tile i of the rows begins, counted from the last; behind a mask, the one whose scores were asked for.
     DEVICE int start_of(const Rows& rows, int i) const {
         return MASKED ? int(told >> CONSUMERS) * BLOCK_N : rows.start(i);
@@ -215,6 +227,7 @@ struct Consumer {
         value_at.next();
     }
 
+    DEVICE float weight_of(float total) const { return (DROPOUT ? float(a.keep_scale) : 1) / total; }
     DEVICE void store(const Rows& rows) const {
         const Work& work = rows.work;
         UNROLL for (int m = 0; m < 2; m++) {
@@ -228,7 +241,7 @@ struct Consumer {
                     empty ? -INFINITE
                           : multiply_add(softmax.top[m], float(SOFTCAP ? a.cap : a.scale), logarithm(total));
             T* const out = reinterpret_cast<T*>(a.out.at) + work.batch * a.out.batch + work.head * a.out.head;
-            store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : 1 / total, a.dim_v);
+            store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : weight_of(total), a.dim_v);
         }
     }
 };
