@@ -146,7 +146,7 @@ def _uneven(problem: Problem) -> bool:
 
 
 def _crowded(problem: Problem, tile: HopperTile) -> bool:
-    """Whether the bits of a mask or of dropout, or a tanh, spill: of three consumers' scores and sums, or those of 256."""
+    """Whether bits of a mask or of dropout, or a tanh, spill: beside sums of three consumers, or of D 256."""
     three = tile.queries > 128
     if arithmetic.capped(problem):
         return three or tile.keys * hopper_dims(problem)[1] > 2**14

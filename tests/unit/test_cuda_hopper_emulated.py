@@ -40,10 +40,15 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
         (p.batch, p.heads_kv, p.seq_k, p.dim_v),
     )
     q, k, v = (rng.standard_normal(shape).astype(TYPES[p.dtype]) for shape in shapes)
-    call = {"is_causal": p.causal, "causal_alignment": p.alignment, "window": p.window, "softcap": p.softcap}
+    call: dict[str, Any] = {
+        "is_causal": p.causal,
+        "causal_alignment": p.alignment,
+        "window": p.window,
+        "softcap": p.softcap,
+    }
     call |= {"attn_mask": mask, "key_lengths": lengths, "dropout_p": p.dropout, "seed": seed}
-    call |= {"backend": "reference", "return_lse": True}
-    right, right_lse = attnswitch.attention(*(x.astype(np.float64) for x in (q, k, v)), **call)
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+    right, right_lse = attnswitch.attention(*exact, backend="reference", return_lse=True, **call)
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
     device = Device.cpu()
