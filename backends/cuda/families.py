@@ -66,6 +66,8 @@ def _backward(p: Problem) -> Iterator[str]:
         yield "deterministic=True: it adds to dQ in any order"
     if (widest := max(p.dim_qk, p.dim_v)) > _WIDEST:
         yield f"head dimension {widest}: its sums of dK and dV leave registers up to {_WIDEST}"
+    if p.mask is not None and not p.mask.is_bool:
+        yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
     if p.dropout:
         yield f"dropout_p={p.dropout:g}: it has none"
     if p.dim_qk % 8:
@@ -81,7 +83,10 @@ def _features(p: Problem) -> Iterator[str]:
     if p.dtype not in ("float16", "bfloat16"):
         yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and not p.mask.is_bool:
-        yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
+        if p.mask.dtype != p.dtype:
+            yield f"attn_mask of {p.mask.dtype}: it adds one of the operands' type"
+        if "k" not in p.mask.axes:
+            yield "attn_mask is the same for all keys: it loads one with a number for each"
     if p.dim_v % 8:
         yield f"dim_v={p.dim_v}: it stores 8 columns at once"
     if arithmetic.capped(p):
@@ -110,7 +115,8 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
 
 
 def _memory(p: Problem) -> Iterator[str]:
-    for name in _OPERANDS:
+    biased = p.mask is not None and not p.mask.is_bool
+    for name in (*_OPERANDS, *(("attn_mask",) if biased else ())):
         memory = getattr(p, name)
         if memory.strided or memory.expanded or memory.negative:
             how = "strided" if memory.strided else "expanded" if memory.expanded else "turned round"

@@ -17,7 +17,7 @@ from .classes import per_class
 from .config import CudaConfig
 from .survey import Survey
 from .tensor_maps import TensorMap, tensor_map
-from .tiles import HOPPER_SMS, HopperTile, hopper_dims, hopper_shared
+from .tiles import HOPPER_SMS, HopperTile, hopper_bias, hopper_dims, hopper_shared
 from .variant import Variant
 
 __all__ = ["Forward"]
@@ -41,18 +41,21 @@ class Forward:
         heads = p.batch * p.heads_q
         self.constants = arguments.constants(p, min(arithmetic.heads_a_section(p), max(1, heads)))
         keys = p.batch, p.heads_kv, p.seq_k
-        #: Shapes of query, key and value, and rows of each that a load brings.
-        self._mapped = (
+        #: Shapes of query, key, value and a float mask, and rows of each that a load brings.
+        self._mapped = [
             ((p.batch, p.heads_q, p.seq_q, p.dim_qk), _ROWS),
             ((*keys, p.dim_qk), tile.keys),
             ((*keys, p.dim_v), tile.keys),
-        )
+        ]
+        self._biased = bool(bias := hopper_bias(p))
+        if self._biased:
+            self._mapped.append((_mask_shape(p), _ROWS if bias == 1 else 1))
         self._dtype = p.dtype
         rows = heads * arithmetic.tiles(p.seq_q, tile.queries)
         self.blocks = min(rows, device.sms or HOPPER_SMS)
         self._counts = rows > self.blocks
         self.variant = _forward(p, tile)
-        self._survey = Survey(p, tile.keys) if p.mask is not None else None
+        self._survey = Survey(p, tile.keys) if p.mask is not None and p.mask.is_bool else None
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
@@ -63,7 +66,7 @@ class Forward:
         a = arguments.of_call(self.constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
-        maps = self._maps(*(memory.place(array) for array in inputs[:3]))
+        maps = self._maps(*(memory.place(array) for array in inputs[: len(self._mapped)]))
         if self._survey is not None:
             space = self._survey(inputs.attn_mask, a)
             run.start(self.variant, self.blocks, a, out, maps, beside=True)
@@ -74,9 +77,12 @@ class Forward:
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
         """See ``portable.Forward.bound``."""
         function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
-        steps = [operand.stride() for operand in inputs[:3]]
+        operands: tuple[Any, ...] = inputs[: len(self._mapped)]
+        steps = [operand.stride() for operand in operands]
 
         def pointers(a: Arguments, at: tuple[int, ...]) -> tuple[int, ...]:
+            if self._biased:
+                at = (*at, a.mask.at)
             maps = self._maps(*((address, *step) for address, step in zip(at, steps, strict=True)))
             return *(operand.pointer for operand in maps), ctypes.addressof(a)
 
@@ -108,14 +114,14 @@ class Forward:
         return alone
 
     def _maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
-        """The tensor maps of query, key and value."""
+        """The tensor maps of query, key and value, and of a float mask."""
         pairs = zip(self._mapped, places, strict=True)
         return tuple(tensor_map(self._dtype, shape, box, place) for (shape, box), place in pairs)
 
 
 @per_class
 def _forward(p: Problem, tile: HopperTile) -> Variant:
-    dims = hopper_dims(p)
+    dims, bias = hopper_dims(p), hopper_bias(p)
     return Variant(
         "forward",
         p.dtype,
@@ -124,12 +130,21 @@ def _forward(p: Problem, tile: HopperTile) -> Variant:
         *dims,
         warps=4 * (1 + tile.queries // _ROWS),
         stages=tile.stages,
-        shared=hopper_shared(tile, *dims),
+        shared=hopper_shared(tile, *dims, bias),
         flags=(
             ("CONTINUED", int(tile.continued)),
-            ("MASKED", int(p.mask is not None)),
+            ("MASKED", int(p.mask is not None and p.mask.is_bool)),
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("DROPOUT", int(p.dropout > 0.0)),
+            ("BIAS", bias),
         ),
         family="hopper",
     )
+
+
+def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
+    """The shape of the mask, with 1 for the axes that it is broadcast over."""
+    assert p.mask is not None
+    sizes = zip("bhqk", (p.batch, p.heads_q, p.seq_q, p.seq_k), strict=True)
+    b, h, q, k = (size if axis in p.mask.axes else 1 for axis, size in sizes)
+    return b, h, q, k

@@ -9,7 +9,7 @@ from attnswitch.problem import Problem
 
 from ..own import arithmetic
 from .classes import per_class
-from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_dims, hopper_gradient_dim
+from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_bias, hopper_dims, hopper_gradient_dim
 
 __all__ = ["gradients", "ranked", "splits"]
 
@@ -36,6 +36,14 @@ _TILES = {
     (192, 128): (HopperTile(192, 80, begin=6.0, step=1.6), HopperTile(128, 128, begin=5.0, step=1.85)),
     (256, 256): (HopperTile(128, 80, begin=5.5, step=1.75), HopperTile(128, 64, begin=5.5, step=1.43)),
 }
+#: The same where tiles of a float mask take room, and registers: reckoned, too.
+_BIASED = {
+    (64, 64): (HopperTile(128, 128, begin=3.0, step=1.5), HopperTile(128, 128, continued=True, begin=2.4, step=1.5)),
+    (96, 96): (HopperTile(128, 128, begin=4.0, step=1.7),),
+    (128, 128): (HopperTile(128, 128, begin=4.8, step=1.9),),
+    (192, 128): (HopperTile(128, 80, begin=5.4, step=1.5),),
+    (256, 256): (HopperTile(128, 64, begin=5.8, step=1.65),),
+}
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
     64: HopperGradients(128, 64, 4, begin=6.0, step=1.5),
@@ -61,7 +69,8 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
     """Each tile, after what puts it behind the others however fast it is."""
     # What is continued pays where tiles of rows take as long as one another.
     uneven = _uneven(problem)
-    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[hopper_dims(problem)]]
+    found = (_BIASED if hopper_bias(problem) else _TILES)[hopper_dims(problem)]
+    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in found]
 
 
 def gradients(problem: Problem) -> HopperGradients | None:
@@ -142,7 +151,7 @@ def _steps(p: Problem, tile: HopperTile) -> tuple[int, int]:
 
 def _uneven(problem: Problem) -> bool:
     """Whether tiles of rows take as long as lengths or a mask say, which the problem does not."""
-    return problem.key_lengths or problem.mask is not None
+    return problem.key_lengths or (problem.mask is not None and problem.mask.is_bool)
 
 
 def _crowded(problem: Problem, tile: HopperTile) -> bool:

@@ -18,6 +18,7 @@ __all__ = [
     "Tile",
     "block",
     "fits",
+    "hopper_bias",
     "hopper_dims",
     "hopper_gradient_dim",
     "hopper_gradients_shared",
@@ -133,6 +134,13 @@ def hopper_dims(problem: Problem) -> tuple[int, int]:
     return next((d, dv) for d, dv in _HOPPER_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
 
 
+def hopper_bias(problem: Problem) -> int:
+    """BIAS of Hopper's forward: 0 without a float mask, 1 where it has rows for queries, 2 where all share one."""
+    if problem.mask is None or problem.mask.is_bool:
+        return 0
+    return 1 if "q" in problem.mask.axes else 2
+
+
 def hopper_gradient_dim(problem: Problem) -> int | None:
     """That of key and value alike as its backward sees it; none if it is too large."""
     return next((d for d in _HOPPER_GRADIENT_DIMS if d >= max(problem.dim_qk, problem.dim_v)), None)
@@ -151,7 +159,7 @@ def rows(problem: Problem) -> int:
 def shared(kernel: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
     if isinstance(tile, HopperTile):
-        return hopper_shared(tile, *hopper_dims(problem))
+        return hopper_shared(tile, *hopper_dims(problem), hopper_bias(problem))
     if isinstance(tile, HopperGradients):
         return hopper_gradients_shared(tile, hopper_gradient_dim(problem) or 0)
     size, real = DTYPES[problem.dtype], _real(problem)
@@ -186,11 +194,12 @@ def _real(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
-def hopper_shared(tile: HopperTile, dim: int, dim_v: int) -> int:
-    """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
-    queries = tile.queries * (2 if dim <= 128 else 1)
-    width, width_v = (-(-n // _PANEL) * _PANEL for n in (dim, dim_v))
-    return 2 * (queries * width + tile.stages * tile.keys * (width + width_v)) + 1024
+def hopper_shared(tile: HopperTile, dim: int, dim_v: int, bias: int = 0) -> int:
+    """Bytes of shared memory that a block of Hopper's forward takes, barriers included; ``bias``: ``hopper_bias``."""
+    queries = tile.queries * (2 if dim <= (64 if bias else 128) else 1)
+    width, width_v, columns = (-(-n // _PANEL) * _PANEL for n in (dim, dim_v, tile.keys))
+    biases = (0, tile.queries, 8)[bias] * columns
+    return 2 * (queries * width + tile.stages * (tile.keys * (width + width_v) + biases)) + 1024
 
 
 def hopper_gradients_shared(tile: HopperGradients, dim: int) -> int:

@@ -52,6 +52,7 @@ def first(problem: Problem, device: Device = H200) -> Any:
         *(PLAIN.replace(softcap=30.0, scale=scale) for scale in (None, -0.5, 1e-30)),
         PLAIN.replace(softcap=1e35),
         PLAIN.replace(dropout=0.1),
+        *(PLAIN.replace(mask=Mask("bfloat16", axes), softcap=3.0) for axes in ("k", "bk", "qk", "bhqk")),
     ],
     ids=str,
 )
@@ -66,7 +67,10 @@ def test_hopper_takes_the_forward(problem: Problem) -> None:
         (PLAIN, "a100", r"A100, sm_80.*compute capability 9\.0"),
         (PLAIN, "b200", r"B200, sm_100.*compute capability 9\.0"),
         (PLAIN.replace(dtype="float32"), "h200", "float32"),
-        *((PLAIN.replace(mask=Mask(kind)), "h200", f"attn_mask of {kind}") for kind in ("bfloat16", "float32")),
+        *((PLAIN.replace(mask=Mask(kind)), "h200", f"attn_mask of {kind}") for kind in ("float16", "float32")),
+        (PLAIN.replace(mask=Mask("bfloat16", "bq")), "h200", "attn_mask is the same for all keys"),
+        (PLAIN.replace(mask=Mask("bfloat16"), attn_mask=Memory(align=8)), "h200", "attn_mask is aligned to 8 bytes"),
+        (PLAIN.replace(mask=Mask("bfloat16"), attn_mask=Memory(expanded=True)), "h200", "attn_mask is expanded"),
         *((PLAIN.replace(softcap=30.0, scale=scale), "h200", "scale=.*softcap=30: ") for scale in (0.0, 1e-38, 1e40)),
         (PLAIN.replace(softcap=1e-39), "h200", "softcap=1e-39"),
         *((PLAIN.replace(scale=scale), "h200", "scale=") for scale in (0.0, -0.5, 1e-40, 1e39)),
@@ -298,7 +302,7 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])
 def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, variant, _, arguments, *_),) = launches(PLAIN.replace(softcap=softcap, scale=0.6), monkeypatch)
-    assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag, "DROPOUT": 0}
+    assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag, "DROPOUT": 0, "BIAS": 0}
     assert arguments.cap == softcap
     assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)
 

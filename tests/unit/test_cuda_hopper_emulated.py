@@ -47,6 +47,9 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
         "softcap": p.softcap,
     }
     call |= {"attn_mask": mask, "key_lengths": lengths, "dropout_p": p.dropout, "seed": seed}
+    if mask is not None and mask.dtype != bool:
+        mask = mask.astype(q.dtype)
+        call["attn_mask"] = mask.astype(np.float64)
     exact = [x.astype(np.float64) for x in (q, k, v)]
     right, right_lse = attnswitch.attention(*exact, backend="reference", return_lse=True, **call)
     for b, length in enumerate(lengths or ()):
@@ -91,3 +94,40 @@ def test_masks_and_softcaps(dims: str) -> None:
     check(f"b1.h2/1.s201x309.d{dims}.bf16.mask=bool:hqk", 0, mask=mask)
     check(f"b1.h2/1.s201x309.d{dims}.bf16.mask=bool:hqk.dropout=0.2", 0, mask=mask, seed=7)
     check(f"b1.h2/1.s201x309.d{dims}.bf16.causal.softcap=5.0", 0)
+
+
+@pytest.mark.parametrize("axes", ["bhqk", "qk", "bk", "k"])
+@pytest.mark.parametrize("dims", DIMS)
+def test_a_float_mask_is_added(dims: str, axes: str) -> None:
+    """To what positions, lengths and a softcap leave; -inf hides, and a row of -1e4 attends to all alike."""
+    rng = np.random.default_rng(len(axes))
+    sizes = zip("bhqk", (2, 2, 201, 312), strict=True)
+    mask = rng.standard_normal(tuple(size if axis in axes else 1 for axis, size in sizes))
+    mask[rng.random(mask.shape) < 0.3] = -np.inf
+    mask[..., :130] = -1e4
+    check(f"b2.h2/1.s201x312.d{dims}.fp16.mask=fp16:{axes}", 0, mask=mask)
+    check(f"b2.h2/1.s201x312.d{dims}.fp16.causal.lengths.mask=fp16:{axes}", 1, lengths=[311, 150], mask=mask)
+    if axes == "bhqk":
+        check(f"b2.h2/1.s201x312.d{dims}.fp16.mask=fp16:{axes}.softcap=4.0.dropout=0.3", 0, mask=mask, seed=4)
+
+
+def test_a_float_mask_hides_what_is_no_number() -> None:
+    """Also in a tile where other scores are NaN or inf, and are seen."""
+    p = Problem.parse("b1.h1.s70x200.d64.bf16.mask=bf16:qk.lse")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, n, 64)).astype(ml_dtypes.bfloat16) for n in (70, 200, 200))
+    mask = np.zeros((1, 1, 70, 200), ml_dtypes.bfloat16)
+    k[0, 0, 7], k[0, 0, 150] = np.nan, np.inf
+    mask[..., [7, 150]] = -np.inf
+    mask[0, 0, 5, 7] = mask[0, 0, 6, 150] = 0
+    device = Device.cpu()
+    chosen = replace(next(config.configs(p, device)), forward=hopper_tiles.ranked(p, device)[0], splits=1)
+    out, lse = np.zeros((1, 1, 70, 64), q.dtype), np.zeros((1, 1, 70), np.float32)
+    hopper.Forward(p, chosen, device)(Inputs(q, k, v, mask), out, lse)
+    assert np.flatnonzero(np.isnan(out.astype(float)).any(-1)[0, 0]).tolist() == [5, 6]
+    hidden = np.delete(np.arange(200), [7, 150])
+    right = attnswitch.attention(
+        *(x.astype(np.float64) for x in (q, k[:, :, hidden], v[:, :, hidden])), backend="reference"
+    )
+    rows = np.delete(np.arange(70), [5, 6])
+    np.testing.assert_allclose(out[0, 0, rows].astype(float), right[0, 0, rows], rtol=2**-7, atol=2**-7)

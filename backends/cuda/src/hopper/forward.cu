@@ -14,8 +14,8 @@
 //
 // CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
 // loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
-// need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh. DROPOUT: weights of
-// some keys become 0 once they are summed.
+// need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh. BIAS: a float mask is added to them, a tile of which
+// comes with every tile of keys (bias.cuh). DROPOUT: weights of some keys become 0 once they are summed.
 #include "hopper/forward/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % 32 == 0 && BLOCK_DV % 32 == 0, "whole products, and rows to store");
@@ -30,8 +30,14 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? MASKED ? 224 : 232 : 160;
 static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * ENTRY_REGISTERS,
               "registers for all");
 
+#if BIAS
+KERNEL forward(CONSTANT TensorMap queries, CONSTANT TensorMap keys,
+               CONSTANT TensorMap values, CONSTANT TensorMap biases, CONSTANT Arguments a) {
+#else
 KERNEL forward(CONSTANT TensorMap queries, CONSTANT TensorMap keys,
                CONSTANT TensorMap values, CONSTANT Arguments a) {
+    const TensorMap& biases = keys;  // of which there are none
+#endif
     Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
     if (thread_index() == 0) {
         prefetch(queries), prefetch(keys), prefetch(values);
@@ -41,7 +47,7 @@ KERNEL forward(CONSTANT TensorMap queries, CONSTANT TensorMap keys,
     const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader{a, shared, keys, values}.run();
+        if (thread_index() == 0) Loader{a, shared, keys, values, biases}.run();
         if (thread_index() == 32) Dealer{a, shared, queries}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();

@@ -10,11 +10,11 @@
 // Elements of a tile, its last panel included.
 template <int ROWS, int WIDTH> constexpr int SIZE_OF = ROWS * ((WIDTH + PANEL - 1) / PANEL * PANEL);
 
-// Asks for ROWS rows from `row` on of one head, which `full` expects.
+// Asks for ROWS rows from `row` on of one head, from column `first` on, which `full` expects.
 template <int ROWS, int WIDTH>
-DEVICE void copy_tile(T* tile, const TensorMap& map, Barrier& full, int row, int head, int batch) {
+DEVICE void copy_tile(T* tile, const TensorMap& map, Barrier& full, int row, int head, int batch, int first = 0) {
     UNROLL for (int column = 0; column < WIDTH; column += PANEL)
-        copy_box(tile + column * ROWS, map, &full.state, column, row, head, batch);
+        copy_box(tile + column * ROWS, map, &full.state, first + column, row, head, batch);
 }
 // The same, and nothing else: `full` completes with them.
 template <int ROWS, int WIDTH>

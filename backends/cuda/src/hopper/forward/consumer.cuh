@@ -179,9 +179,13 @@ struct Consumer {
     }
     DEVICE void got_scores(const Rows& rows, int i) {
         hold(scores);
+        if (BIAS) {
+            if (SOFTCAP) cap(scores, float(a.factor));
+            add_bias();
+        }
         release(shared.key_free[key_at.stage]);
         key_at.next();
-        if (SOFTCAP) cap(scores, float(a.factor));
+        if (SOFTCAP && !BIAS) cap(scores, float(a.factor));
         if (MASKED ? rows.reach.hides(start_of(rows, i)) : rows.hides(i))
             hide(scores, start_of(rows, i), [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
         if (MASKED && mixed()) hide(scores, shown);
@@ -189,6 +193,13 @@ struct Consumer {
     // While products are under way.
     DEVICE void draw(const Rows& rows, int i) {
         if (DROPOUT) dropout.draw(a, rows.work.batch, rows.work.head, rows.first + row_of(0), start_of(rows, i));
+    }
+    DEVICE void add_bias() {
+#if BIAS
+        const T* const tile = shared.bias[key_at.stage][BIAS == BIAS_OF_ALL ? 0 : index];
+        ::add_bias(scores, tile, float(SOFTCAP ? a.cap : a.factor));
+        warp_barrier();  // all lanes have read it
+#endif
     }
     // Where tile i of the rows begins, counted from the last; behind a mask, the one whose scores were asked for.
     DEVICE int start_of(const Rows& rows, int i) const {
@@ -239,7 +250,7 @@ struct Consumer {
                 // One operation wherever this is inlined: rows end in `change` or in `finish`, as their block comes by.
                 static_cast<float*>(a.lse)[line] =
                     empty ? -INFINITE
-                          : multiply_add(softmax.top[m], float(SOFTCAP ? a.cap : a.scale), logarithm(total));
+                          : multiply_add(softmax.top[m], float(BIAS ? 1 : SOFTCAP ? a.cap : a.scale), logarithm(total));
             T* const out = reinterpret_cast<T*>(a.out.at) + work.batch * a.out.batch + work.head * a.out.head;
             store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : weight_of(total), a.dim_v);
         }

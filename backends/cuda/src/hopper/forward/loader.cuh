@@ -1,10 +1,10 @@
 // Shared memory of the forward, and who brings the tiles there.
 #pragma once
+#include "hopper/forward/bias.cuh"
 #include "hopper/forward/scheduler.cuh"
-#include "hopper/tma.cuh"
 
 // The next rows' queries are there while those before are still multiplied, if there is room.
-constexpr int QUERY_STAGES = BLOCK_D <= 128 ? 2 : 1;
+constexpr int QUERY_STAGES = BLOCK_D <= (BIAS ? 64 : 128) ? 2 : 1;
 static_assert(QUERY_STAGES == 2 || !CONTINUED, "queries of two tiles of rows");
 
 constexpr int QUERY = SIZE_OF<64, BLOCK_D>, KEY = SIZE_OF<BLOCK_N, BLOCK_D>, VALUE = SIZE_OF<BLOCK_N, BLOCK_DV>;
@@ -13,6 +13,9 @@ struct Shared {
     alignas(1024) T query[QUERY_STAGES][CONSUMERS][QUERY];
     alignas(1024) T key[STAGES][KEY];
     alignas(1024) T value[STAGES][VALUE];
+#if BIAS
+    alignas(1024) T bias[STAGES][BIASES][BIAS_SIZE];  // comes and goes with the keys
+#endif
     Barrier query_full[QUERY_STAGES][CONSUMERS], query_free[QUERY_STAGES][CONSUMERS];
     u32 told[STAGES];  // MASKED: of the keys of a stage, the number of the tile and a bit for each consumer (`Left::next`)
     Barrier key_full[STAGES], key_free[STAGES], value_full[STAGES], value_free[STAGES];
@@ -47,7 +50,7 @@ constexpr int AHEAD = 2;
 struct Loader {
     const Arguments& a;
     Shared& shared;
-    const TensorMap &keys, &values;
+    const TensorMap &keys, &values, &biases;
     Position<STAGES> key_at, value_at;
     int start = -1, head_kv = 0, batch = 0;  // values that are still to be loaded
 
@@ -77,8 +80,19 @@ struct Loader {
         const int s = key_at.stage;
         shared.key_free[s].wait(key_at.parity ^ 1);
         if (MASKED) shared.told[s] = told;
-        load_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], tile * BLOCK_N, work.head_kv, work.batch);
+        shared.key_full[s].expect(KEY * sizeof(T) + BIAS_BYTES);
+        copy_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], tile * BLOCK_N, work.head_kv, work.batch);
+        bias(work, tile);
         key_at.next();
+    }
+    // Of the mask, for the keys of this stage.
+    DEVICE void bias(const Work& work, int tile) {
+#if BIAS
+        const int s = key_at.stage, head = a.mask.head ? work.head : 0, batch = a.mask.batch ? work.batch : 0;
+        UNROLL for (int n = 0; n < BIASES; n++)
+            copy_tile<BIAS_ROOM, BLOCK_N>(shared.bias[s][n], biases, shared.key_full[s],
+                                          BIAS == BIAS_OF_ALL ? 0 : work.first + 64 * n, head, batch, tile * BLOCK_N);
+#endif
     }
     DEVICE void value() {
         if (start < 0) return;

@@ -1,6 +1,7 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
-// A score is q . k, or its tanh for a softcap, times a positive factor, which is a part of the exponential. Weights are
+// A score is q . k, or its tanh for a softcap, times a positive factor, which is a part of the exponential; with a float
+// mask it is the score itself, whose distance from a base is exact however large the mask is. Weights are
 // taken relative to `top`, the largest score of a tile before; only where they add up to too much is the largest of
 // their own tile looked for, and they are taken again. So a tile costs a comparison for a row, and not one for a score.
 //
@@ -35,6 +36,11 @@ DEVICE void hide(Scores& scores, const u32 (&shown)[2][SHOWN]) {
 struct Softmax {
     float top[2] = {-INFINITE, -INFINITE}, base[2] = {-LOWEST, -LOWEST}, total[2] = {0, 0};
 
+    // What the exponential is taken of.
+    DEVICE float above_base(float score, float factor, int m) const {
+        return BIAS ? (score - base[m]) * UNIT : multiply_add(score, factor, -base[m]);
+    }
+
     // Turns scores into weights, in 16 bits as the left operand of a product. False if some may be too large: never
     // where `raised` says that none is above `top`.
     DEVICE bool weigh(Weights& weights, const Scores& scores, float factor, bool raised) {
@@ -42,8 +48,8 @@ struct Softmax {
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
             UNROLL for (int r = 0; r < 4; r++) {
                 const int n = 8 * k + 2 * r, m = r % 2;
-                const float even = power(multiply_add(scores[n], factor, -base[m]));
-                const float odd = power(multiply_add(scores[n + 1], factor, -base[m]));
+                const float even = power(above_base(scores[n], factor, m));
+                const float odd = power(above_base(scores[n + 1], factor, m));
                 sum[m] += even, sum[m] += odd;
                 weights[k][r] = pack_pair<T>(even, odd);
             }
@@ -59,8 +65,9 @@ struct Softmax {
         UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = largest(here[n / 2 % 2], scores[n]);
         UNROLL for (int m = 0; m < 2; m++) {
             here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
-            base[m] = here[m] == -INFINITE ? -LOWEST : here[m] * factor + (here[m] - here[m]);  // of inf, NaN
-            rescale[m] = power(top[m] * factor - base[m]);
+            const float first = BIAS ? here[m] : here[m] * factor;
+            base[m] = here[m] == -INFINITE ? -LOWEST : first + (here[m] - here[m]);  // of inf, NaN
+            rescale[m] = power(BIAS ? (top[m] - base[m]) * UNIT : top[m] * factor - base[m]);
             top[m] = here[m];
             total[m] *= rescale[m];
         }
