@@ -22,6 +22,7 @@ from .families import against_hopper, against_hopper_backward
 from .tiles import HopperGradients, HopperTile, Tile, shared
 
 if TYPE_CHECKING:
+    from .compiling.variant import Variant
     from .kernel import CudaKernel
 
 __all__ = ["CudaBackend"]
@@ -91,10 +92,10 @@ class CudaBackend(Backend):
         return CudaKernel(problem, config, device)
 
     def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
-        """See ``ahead``."""
-        from . import ahead
+        """See ``compiling.ahead``."""
+        from .compiling import ahead
 
-        yield from ahead.pack(ahead.variants(devices, _refused), folder, progress)
+        yield from ahead.pack(ahead.variants(devices, _refused, _launched), folder, progress)
 
 
 def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...]) -> str:
@@ -141,14 +142,19 @@ def _refused(problem: Problem, device: Device) -> Iterator[str]:
 
 def _uncompiled(problem: Problem, device: Device) -> str | None:
     """Why there is no kernel where nothing can be compiled: packs hold those of usual problems."""
-    from . import cubins, nvrtc
-    from .kernel import CudaKernel
+    from .compiling import cubins, nvrtc
 
     if nvrtc.known() or device.capability is None or _unavailable() is not None:
         return None
-    variants = CudaKernel(problem, next(config.configs(problem, device)), device).variants()
-    why = cubins.missing(variants, device.capability)
+    why = cubins.missing(_launched(problem, device), device.capability)
     return why and f"no pack has its kernels: {why}"
+
+
+def _launched(problem: Problem, device: Device) -> tuple[Variant, ...]:
+    """The kernels of its first config."""
+    from .kernel import CudaKernel
+
+    return CudaKernel(problem, next(config.configs(problem, device)), device).variants()
 
 
 @functools.cache
@@ -157,7 +163,7 @@ def _unavailable() -> str | None:
         return "CuPy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for drivers of CUDA 12"
     if why := _no_gpu():
         return f"{why}; {emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
-    from . import nvrtc, packs
+    from .compiling import nvrtc, packs
 
     return None if packs.any_there() else nvrtc.unavailable()
 

@@ -14,11 +14,11 @@ from ..own import arithmetic
 from . import arguments, memory, run, workspace
 from .arguments import Arguments, put
 from .classes import per_class
+from .compiling.variant import Variant
 from .config import CudaConfig
 from .survey import Survey
 from .tensor_maps import TensorMap, tensor_map
 from .tiles import HOPPER_SMS, HopperTile, hopper_block, hopper_shared
-from .variant import Variant
 
 __all__ = ["Forward"]
 

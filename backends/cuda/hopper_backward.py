@@ -10,12 +10,12 @@ from attnswitch.problem import Problem
 from ..own import arithmetic
 from . import arguments, memory, portable
 from .classes import per_class
+from .compiling.variant import Variant
 from .hopper_tiles import splits
 from .portable import Step
 from .survey import Survey
 from .tensor_maps import TensorMap, tensor_map
 from .tiles import HopperGradients, hopper_block, hopper_gradients_shared
-from .variant import Variant
 
 __all__ = ["Backward"]
 

@@ -12,9 +12,9 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import hopper, hopper_backward, memory, portable, prepared, run
+from .compiling.variant import Variant
 from .config import CudaConfig
 from .tiles import HopperTile
-from .variant import Variant
 
 __all__ = ["CudaKernel"]
 

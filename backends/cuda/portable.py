@@ -15,12 +15,12 @@ from ..own import arithmetic
 from . import arguments, config, memory, run, tiles, workspace
 from .arguments import Arguments, put
 from .classes import per_class
+from .compiling.variant import Variant
 from .config import CudaConfig
 from .splits import MERGED, PARTS, WHOLE
 from .survey import Survey
 from .tensor_maps import TensorMap
 from .tiles import ROWS_A_BLOCK, Tile, block
-from .variant import Variant
 
 __all__ = ["Backward", "Forward", "Launches", "Step", "turned"]
 

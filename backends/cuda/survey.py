@@ -10,7 +10,7 @@ from ..own import arithmetic
 from . import memory, run
 from .arguments import Arguments
 from .classes import per_class
-from .variant import Variant
+from .compiling.variant import Variant
 
 __all__ = ["Survey"]
 

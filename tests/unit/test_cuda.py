@@ -31,7 +31,7 @@ splits = importlib.import_module("attnswitch.backends.cuda.splits")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
 run = importlib.import_module("attnswitch.backends.cuda.run")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
@@ -306,7 +306,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def variant_of(kernel: str) -> Any:
-    return importlib.import_module("attnswitch.backends.cuda.variant").Variant(kernel, "float32", warps=4, shared=7)
+    module = importlib.import_module("attnswitch.backends.cuda.compiling.variant")
+    return module.Variant(kernel, "float32", warps=4, shared=7)
 
 
 def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

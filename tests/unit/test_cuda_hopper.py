@@ -14,11 +14,11 @@ from attnswitch import CompileError, Problem
 from attnswitch.machine.device import Device
 
 pytest.importorskip("cupy")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
 usage = importlib.import_module("cubin").usage
 sass = importlib.import_module("sass")
-sources = importlib.import_module("attnswitch.backends.cuda.sources")
+sources = importlib.import_module("attnswitch.backends.cuda.compiling.sources")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 hopper = importlib.import_module("attnswitch.backends.cuda.hopper")

@@ -22,7 +22,7 @@ from attnswitch.problem import Mask, Memory
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
 usage = importlib.import_module("cubin").usage
 sass = importlib.import_module("sass")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
