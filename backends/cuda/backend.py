@@ -16,9 +16,10 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
-from . import config, emulator
+from . import config
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward
+from .launching import emulator
 from .tiles import HopperGradients, HopperTile, Tile, shared
 
 if TYPE_CHECKING:

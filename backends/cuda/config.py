@@ -11,19 +11,15 @@ from operator import itemgetter
 from attnswitch.machine.backend import Config
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
-from attnswitch.problem.cost import kv_bytes
 
 from ..own import arithmetic
 from . import hopper_tiles
 from .classes import per_class
 from .families import against_hopper, against_hopper_backward
 from .splits import how, schedule
-from .tiles import FEW, HopperGradients, HopperTile, Tile, fits, on_tensor_cores, packs, rows, shrunk
+from .tiles import FEW, HopperGradients, HopperTile, Tile, fits, on_tensor_cores, rows, shrunk
 
-__all__ = ["CudaConfig", "configs", "once"]
-
-#: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
-_ONCE = 256 * 2**20
+__all__ = ["CudaConfig", "configs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +50,6 @@ class CudaConfig(Config):
         keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
         parts = (f"forward {self.forward}", keys, f"queries {self.query_gradient}", f"mask {self.mask_gradient}")
         return ", ".join((*parts, f"splits {self.splits}"))
-
-
-def once(problem: Problem, tile: Tile) -> bool:
-    """Whether keys and values, each of which one block reads, are the first to leave the L2.
-
-    Not with one stage: there ptxas 13.0 writes copies by a descriptor in an odd register, which no GPU takes.
-    """
-    if tile.stages == 1:
-        return False
-    one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
-    return one_tile and kv_bytes(problem) <= _ONCE
 
 
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:

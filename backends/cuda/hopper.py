@@ -11,13 +11,13 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
-from . import arguments, memory, run, workspace
-from .arguments import Arguments, put
 from .classes import per_class
 from .compiling.variant import Variant
-from .config import CudaConfig
+from .launching import arguments, memory, run, workspace
+from .launching.arguments import Arguments, put
+from .launching.forward import ForwardLaunches
+from .launching.tensor_maps import TensorMap, tensor_map
 from .survey import Survey
-from .tensor_maps import TensorMap, tensor_map
 from .tiles import HOPPER_SMS, HopperTile, hopper_block, hopper_shared
 
 __all__ = ["Forward"]
@@ -26,18 +26,13 @@ __all__ = ["Forward"]
 _ROWS = 64
 
 
-class Forward:
+class Forward(ForwardLaunches):
     """Writes output and lse: one launch of as many blocks as SMs, which take tiles of queries as they are done.
 
     A bool mask takes a launch before it, and memory meanwhile: see ``Survey``.
     """
 
-    #: Whether an lse is written, be it asked for or not.
-    needs_lse = False
-
-    def __init__(self, p: Problem, chosen: CudaConfig, device: Device) -> None:
-        tile = chosen.forward
-        assert isinstance(tile, HopperTile)
+    def __init__(self, p: Problem, tile: HopperTile, device: Device) -> None:
         heads = p.batch * p.heads_q
         self.constants = arguments.constants(p, min(arithmetic.heads_a_section(p), max(1, heads)))
         keys = p.batch, p.heads_kv, p.seq_k
@@ -72,7 +67,7 @@ class Forward:
         run.start(self.variant, self.blocks, a, out, maps, self._counts)
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
-        """See ``portable.Forward.bound``."""
+        """See ``launching.forward``."""
         function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
         steps = [operand.stride() for operand in inputs[:3]]
 
@@ -81,13 +76,11 @@ class Forward:
             return *(operand.pointer for operand in maps), ctypes.addressof(a)
 
         if self._survey is not None:
-            survey = self._survey
-            looks, looking = survey.looks(inputs.attn_mask), run.loaded(survey.variant, index)
+            look = self._survey.bound(inputs.attn_mask, index)
 
             def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
                 passed = pointers(a, at)
-                space = survey.space(like, a, looks)
-                run.send(looking, survey.variant, looks.blocks, stream, ctypes.addressof(a))
+                space = look(a, like, stream)
                 run.send(function, variant, blocks, stream, *passed, beside=True)
                 del space
 

@@ -8,13 +8,13 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own import arithmetic
-from . import arguments, memory, portable
 from .classes import per_class
 from .compiling.variant import Variant
 from .hopper_tiles import splits
-from .portable import Step
+from .launching import arguments, memory
+from .launching.backward import BackwardLaunches, Step
+from .launching.tensor_maps import TensorMap, tensor_map
 from .survey import Survey
-from .tensor_maps import TensorMap, tensor_map
 from .tiles import HopperGradients, hopper_block, hopper_gradients_shared
 
 __all__ = ["Backward"]
@@ -25,7 +25,7 @@ _ROWS, _WARPS = 64, 4
 _SECTION = 24 * 2**20
 
 
-class Backward(portable.Launches):
+class Backward(BackwardLaunches):
     """Gradients of query, key and value: three launches, of which the second computes, and one more for a bool mask.
 
     The first makes of each row what that one works on beside the inputs, as that of ``portable.Backward`` does, and
@@ -52,7 +52,7 @@ class Backward(portable.Launches):
             Step(_of_rows(p, "finish"), (of_queries + of_keys) // _ROWS, 0, beside=True),
         ]
         if p.mask is not None:
-            self.survey = Survey(p, tile.keys)
+            self.look = Survey(p, tile.keys)
         queries, by_keys = (p.batch, p.heads_q, p.seq_q), (p.batch, p.heads_kv, p.seq_k)
         #: Shapes of query, key, value and the output's gradient, and rows of each that a load brings.
         self._mapped = (

@@ -6,23 +6,23 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from attnswitch.machine.backend import Gradients, Inputs
-from attnswitch.problem import DTYPES, Memory, Problem
+from attnswitch.machine.backend import Inputs
+from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
-from . import arguments, config, memory, run, tiles, workspace
-from .arguments import Arguments, put
+from . import tiles
 from .classes import per_class
 from .compiling.variant import Variant
-from .config import CudaConfig
-from .splits import MERGED, PARTS, WHOLE
-from .survey import Survey
-from .tensor_maps import TensorMap
+from .launching import arguments, memory, run, workspace
+from .launching.arguments import Arguments, put
+from .launching.backward import BackwardLaunches, Step
+from .launching.forward import ForwardLaunches
+from .splits import MERGED, PARTS, WHOLE, how
 from .tiles import ROWS_A_BLOCK, Tile, block
 
-__all__ = ["Backward", "Forward", "Launches", "Step", "turned"]
+__all__ = ["Backward", "Forward"]
 
 #: Flags that generic kernels are compiled for too: they decide on registers.
 _REGISTERS = ("WITH_KEY", "WITH_VALUE")
@@ -30,12 +30,10 @@ _REGISTERS = ("WITH_KEY", "WITH_VALUE")
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-class Forward:
+class Forward(ForwardLaunches):
     """Writes output and lse: one launch, and another that merges many splits; of few, the last one's block does."""
 
-    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        tile, splits = chosen.forward, chosen.splits
-        assert isinstance(tile, Tile)
+    def __init__(self, p: Problem, tile: Tile, splits: int) -> None:
         packed = tiles.packs(p)
         pack = p.group if packed else 1
         heads = p.heads_q // pack
@@ -44,10 +42,10 @@ class Forward:
         self.constants = arguments.constants(p, section, generic=tile.generic)
         arguments.divide(self.constants, p, pack, heads, rows, splits, chunk * tile.keys)
         self.blocks = p.batch * heads * rows * splits
-        self.variant = _forward(p, tile, chosen.split, config.once(p, tile))
-        #: Whether an lse is written, be it asked for or not.
-        self.needs_lse = chosen.split == PARTS
-        self._problem, self._tile, self._splits, self._split = p, tile, splits, chosen.split
+        split = how(tile, splits)
+        self.variant = _forward(p, tile, split, tiles.once(p, tile))
+        self.needs_lse = split == PARTS
+        self._problem, self._tile, self._splits, self._split = p, tile, splits, split
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
@@ -69,10 +67,7 @@ class Forward:
             del parts  # not before: the next launch's is what it points to from here on
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
-        """How to launch it on GPU ``index``, the current one, for tensors that lie like ``inputs``.
-
-        That takes arguments which say where all arrays are, tensor maps, output or lse, and the stream.
-        """
+        """See ``launching.forward``."""
         function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
         if self._split == WHOLE:
 
@@ -119,129 +114,46 @@ class Forward:
         return parts
 
 
-class Step(NamedTuple):
-    """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
-
-    ``mapped``: it is passed tensor maps of query, key, value and the output's gradient. ``beside``: see ``run.start``.
-    """
-
-    variant: Variant
-    blocks: int
-    section: int
-    mapped: bool = False
-    beside: bool = False
-
-
-class Launches:
-    """A backward in several launches, and the memory between them.
-
-    ``counts`` are the numbers, of lse's type, that lie in it: of base, of delta, of the sums of dQ, and of the parts of
-    dK and dV. ``least`` is how many bytes one copy of the gradient of the output moves at least.
-    """
-
-    def __init__(self, p: Problem, constants: Arguments, counts: tuple[int, int, int, int], least: int) -> None:
-        self.constants = constants
-        dims = zip("qkv", (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
-        #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
-        self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
-        self.mask_shape = p.mask_shape if "m" in p.grads else None
-        #: Numbers of the memory, and where in it base, delta, sums and parts begin, in bytes.
-        self.space = sum(counts)
-        size = 8 if p.dtype == "float64" else 4
-        self.begins = tuple(size * sum(counts[:n]) for n in range(len(counts)))
-        self._dtype, self._bytes = p.dtype, least
-        #: What is launched, in that order; before it, a look at a mask.
-        self.steps: list[Step] = []
-        self.survey: Survey | None = None
-
-    def variants(self) -> tuple[Variant, ...]:
-        """What is launched, in that order."""
-        steps = tuple(step.variant for step in self.steps)
-        return steps if self.survey is None else (self.survey.variant, *steps)
-
-    def maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
-        """Those that ``Step.mapped`` launches are passed, of operands at these places."""
-        return ()
-
-    def readable(self, rows: Any) -> Any:
-        """The output, or its gradient; or a dense copy where rows lie so that the kernels would read less at once.
-
-        How they lie is no part of the problem, and each way would be one more kernel to compile.
-        """
-        return rows if _copied(_memory(rows), self._dtype) >= self._bytes else memory.dense(rows)
-
-    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        """Launch it."""
-        a = arguments.of_call(self.constants, inputs)
-        out, grad_out = self.readable(out), self.readable(grad_out)
-        put(a, Arguments.out.offset, out)
-        put(a, Arguments.grad_out.offset, grad_out)
-        lse, grad_lse = _contiguous(lse), _contiguous(grad_lse)
-        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
-        space = memory.empty((self.space,), lse)
-        a.base, a.delta, a.sums, a.parts = (memory.address(space) + begin for begin in self.begins)
-        a.turned = turned(inputs)
-        q, k, v = (
-            None if dim is None else memory.like(operand, dim)
-            for operand, dim in zip(inputs[:3], self.dims, strict=True)
-        )
-        grads = Gradients(q, k, v, self.mask_shape and memory.empty(self.mask_shape, inputs.attn_mask))
-        a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
-            None if grad is None else memory.address(grad) for grad in grads
-        )
-        looked = None if self.survey is None else self.survey(inputs.attn_mask, a)
-        maps = self.maps(*(memory.place(array) for array in (*inputs[:3], grad_out)))
-        for step in self.steps:
-            a.section = step.section
-            run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)
-        del looked  # not before: what it points to is the next launch's from here on
-        return grads
-
-
-class Backward(Launches):
+class Backward(BackwardLaunches):
     """Gradients of what the problem asks for: three launches or four, and one more for a mask.
 
     The first makes of each row what the others work on beside the inputs: ``base`` of its lse and ``delta`` of output
     and gradients, both (B, Hq, Lq padded to whole tiles). They may be of more keys than there are here.
+
+    ``keys``, ``query`` and ``mask`` are the tiles of the gradients of key and value, of query, and of a float mask.
+    ``together``: those of key and value are made by one launch.
     """
 
-    def __init__(self, p: Problem, chosen: CudaConfig) -> None:
-        generic = chosen.key_gradients.generic
+    def __init__(self, p: Problem, keys: Tile, query: Tile, mask: Tile, *, together: bool) -> None:
+        generic = keys.generic
         rows = p.batch * p.heads_q * arithmetic.padded(p)
         least = DTYPES[p.dtype] if generic else _dense_bytes(p)
         super().__init__(p, arguments.constants(p, generic=generic), (rows, rows, 0, 0), least)
         self._rows = rows
-        self.steps = list(self._launches(p, chosen))
+        self.steps = list(self._launches(p, keys, query, mask, together))
 
-    def _launches(self, p: Problem, chosen: CudaConfig) -> Iterator[Step]:
-        folds = arithmetic.folds(p) and not chosen.key_gradients.generic
+    def _launches(self, p: Problem, keys: Tile, query: Tile, mask: Tile, together: bool) -> Iterator[Step]:
+        folds = arithmetic.folds(p) and not keys.generic
         yield Step(_of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
         heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
         if "q" in p.grads:
-            tile = chosen.query_gradient
+            blocks = heads_q * arithmetic.tiles(p.seq_q, query.queries)
             section = min(arithmetic.heads_a_section(p), max(1, heads_q))
-            yield Step(_gradient(p, "query_gradient", tile), heads_q * arithmetic.tiles(p.seq_q, tile.queries), section)
-        tile = chosen.key_gradients
+            yield Step(_gradient(p, "query_gradient", query), blocks, section)
         section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads_kv))
         wanted = "".join(letter for letter in "kv" if letter in p.grads)
-        if wanted and tile.generic and chosen.key_and_value:  # it makes both, and writes what is asked for
+        if wanted and keys.generic and together:  # it makes both, and writes what is asked for
             wanted = "kv"
-        for letters in (wanted,) if wanted and chosen.key_and_value else wanted:
-            blocks = heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
-            yield Step(_gradient(p, "key_gradients", tile, letters), blocks, section)
+        for letters in (wanted,) if wanted and together else wanted:
+            blocks = heads_kv * arithmetic.tiles(p.seq_k, keys.keys)
+            yield Step(_gradient(p, "key_gradients", keys, letters), blocks, section)
         if "m" in p.grads and p.mask_shape is not None:
-            tile = chosen.mask_gradient
             b, h, q, k = p.mask_shape
             a = self.constants
             a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
-            down = arithmetic.tiles(q, tile.queries) if q != 1 else 1
-            across = arithmetic.tiles(k, tile.keys) if k != 1 else 1
-            yield Step(_gradient(p, "mask_gradient", tile), b * h * down * across, 0)
-
-
-def turned(inputs: Inputs) -> int:
-    """Bits of the gradients of query, key and value whose heads lie inside L, as those of their operands."""
-    return sum(memory.turned(operand) << at for at, operand in enumerate(inputs[:3]))
+            down = arithmetic.tiles(q, mask.queries) if q != 1 else 1
+            across = arithmetic.tiles(k, mask.keys) if k != 1 else 1
+            yield Step(_gradient(p, "mask_gradient", mask), b * h * down * across, 0)
 
 
 # -- what a kernel is compiled for -------------------------------------------------------------------------------------
@@ -299,15 +211,10 @@ def _flags(p: Problem) -> dict[str, int]:
         "MASK_KIND": arguments.mask_kind(p),
         "MASK_PAIRS": int(_pairs(p)),
         "DROPOUT": int(p.dropout > 0.0),
-        "QUERY_BYTES": _copied(p.query, p.dtype),
-        "KEY_BYTES": _copied(p.key, p.dtype),
-        "VALUE_BYTES": _copied(p.value, p.dtype),
+        "QUERY_BYTES": memory.copied(p.query, p.dtype),
+        "KEY_BYTES": memory.copied(p.key, p.dtype),
+        "VALUE_BYTES": memory.copied(p.value, p.dtype),
     }
-
-
-def _copied(operand: Memory, dtype: str) -> int:
-    """Bytes that one copy may move."""
-    return DTYPES[dtype] if operand.strided else max(operand.align, DTYPES[dtype])
 
 
 def _dense_bytes(p: Problem) -> int:
@@ -320,23 +227,3 @@ def _pairs(p: Problem) -> bool:
     if p.mask is None or "k" not in p.mask.axes or p.attn_mask.strided or not tiles.on_tensor_cores(p):
         return False
     return 2 * p.element("attn_mask") <= min(p.attn_mask.align, 8)
-
-
-def _memory(array: Any) -> Memory:
-    """How ``array`` lies, as far as copies care."""
-    address, *steps = memory.place(array)
-    size = array.itemsize
-    strided = array.shape[3] > 1 and steps[3] != 1
-    return Memory(align=math.gcd(16, address, *(stride * size for stride in steps[:3])), strided=strided)
-
-
-def _contiguous(array: Any) -> Any:
-    """(B, H, L) without gaps, as the kernels read it."""
-    if array is None:
-        return None
-    _, h, length = array.shape
-    wanted = (h * length, length, 1)
-    steps = memory.place(array)[1:]
-    if all(step == want for size, step, want in zip(array.shape, steps, wanted, strict=True) if size > 1):
-        return array
-    return array.contiguous() if hasattr(array, "contiguous") else array.copy(order="C")

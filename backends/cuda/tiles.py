@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem.cost import kv_bytes
 
 from ..own import arithmetic
 
@@ -24,6 +25,7 @@ __all__ = [
     "left",
     "merging_shared",
     "on_tensor_cores",
+    "once",
     "packs",
     "room",
     "rows",
@@ -43,6 +45,8 @@ MERGING_WARPS = 8
 HOPPER_SMS = 132
 #: Head dimensions of Hopper's forward.
 _HOPPER_DIMS = (64, 128, 256)
+#: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
+_ONCE = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,17 @@ def packs(problem: Problem) -> bool:
 def rows(problem: Problem) -> int:
     """Rows of queries for each head of the grid."""
     return problem.seq_q * (problem.group if packs(problem) else 1)
+
+
+def once(problem: Problem, tile: Tile) -> bool:
+    """Whether keys and values, each of which one block reads, are the first to leave the L2.
+
+    Not with one stage: there ptxas 13.0 writes copies by a descriptor in an odd register, which no GPU takes.
+    """
+    if tile.stages == 1:
+        return False
+    one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
+    return one_tile and kv_bytes(problem) <= _ONCE
 
 
 def shared(kernel: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:

@@ -72,7 +72,7 @@ def kernel_of(text: str) -> Any:
 def test_a_training_step_needs_nothing_more_once_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    run = importlib.import_module("attnswitch.backends.cuda.run")
+    run = importlib.import_module("attnswitch.backends.cuda.launching.run")
     cubins = importlib.import_module("attnswitch.backends.cuda.compiling.cubins")
     nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
     monkeypatch.setattr(run, "_built", set())
@@ -91,7 +91,7 @@ def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
 ) -> None:
     pytest.importorskip("cupy")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    run = importlib.import_module("attnswitch.backends.cuda.run")
+    run = importlib.import_module("attnswitch.backends.cuda.launching.run")
     cubins = importlib.import_module("attnswitch.backends.cuda.compiling.cubins")
     sources = importlib.import_module("attnswitch.backends.cuda.compiling.sources")
     monkeypatch.setattr(run, "_built", set())

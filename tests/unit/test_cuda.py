@@ -25,14 +25,14 @@ from attnswitch.verify.launch.layouts import place
 
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
-libcuda = importlib.import_module("attnswitch.backends.cuda.driver")
+libcuda = importlib.import_module("attnswitch.backends.cuda.launching.driver")
 config = importlib.import_module("attnswitch.backends.cuda.config")
 splits = importlib.import_module("attnswitch.backends.cuda.splits")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
-run = importlib.import_module("attnswitch.backends.cuda.run")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
@@ -319,7 +319,7 @@ def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, mon
         return run.workspace.Places(4096, size, None)
 
     monkeypatch.setattr(run.workspace, "blank", blank)
-    a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3, scale=0.5)
+    a = importlib.import_module("attnswitch.backends.cuda.launching.arguments").Arguments(batch=3, scale=0.5)
     run.start(variant_of("merge"), 0, a, None, (), True)
     assert (driver.launched, asked) == ([], [])
     run.start(variant_of("merge"), 5, a, None)
@@ -338,7 +338,7 @@ def test_a_launch_beside_another_says_so(driver: Driver, overlaps: bool, monkeyp
     pytest.importorskip("cupy_backends")
     monkeypatch.setattr(run, "_overlaps", lambda: overlaps)
     driver.free(0)
-    a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3)
+    a = importlib.import_module("attnswitch.backends.cuda.launching.arguments").Arguments(batch=3)
     run.start(variant_of("forward"), 5, a, None, beside=True)
     parameters, attributes = [ctypes.addressof(a), None, None, None], [(6, 1)] * overlaps
     assert driver.launched == [(1003, (5, 1, 1), (128, 1, 1), 7, 17, parameters, attributes)]

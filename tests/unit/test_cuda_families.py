@@ -23,8 +23,8 @@ config = importlib.import_module("attnswitch.backends.cuda.config")
 tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
-run = importlib.import_module("attnswitch.backends.cuda.run")
-tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
@@ -221,7 +221,7 @@ def operands(problem: Problem) -> Inputs:
 def launches(problem: Problem, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[Any]:
     started: list[Any] = []
     monkeypatch.setattr(run, "start", lambda *parts, **_: started.append(parts))
-    forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+    forward = hopper.Forward(problem, next(config.configs(problem, H200)).forward, H200)
     inputs = operands(problem)
     out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
     for _ in range(times):
@@ -252,7 +252,7 @@ def test_only_what_follows_a_look_at_a_mask_begins_beside_it(monkeypatch: pytest
     """It alone waits by itself for the end of the launch before."""
     named: list[tuple[str, bool]] = []
     for problem in (PLAIN, PLAIN.replace(mask=Mask("bool", "bk"))):
-        forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+        forward = hopper.Forward(problem, next(config.configs(problem, H200)).forward, H200)
         inputs = operands(problem)
         out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
         with monkeypatch.context() as patch:

@@ -28,7 +28,7 @@ cubins = importlib.import_module("attnswitch.backends.cuda.compiling.cubins")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
 packs = importlib.import_module("attnswitch.backends.cuda.compiling.packs")
-run = importlib.import_module("attnswitch.backends.cuda.run")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
 
 H200, A10 = Device.named("h200"), Device.named("a10")
 SMALL = Problem.parse("b1.h1.s16.d32.fp32.grad")

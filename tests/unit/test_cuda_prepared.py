@@ -14,12 +14,12 @@ from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-prepared = importlib.import_module("attnswitch.backends.cuda.prepared")
-run = importlib.import_module("attnswitch.backends.cuda.run")
-tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+prepared = importlib.import_module("attnswitch.backends.cuda.launching.prepared")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 H200 = Device.named("h200")
@@ -95,7 +95,7 @@ def test_it_passes_what_the_general_one_passes(text: str, turned: bool, gpu: lis
 
 
 def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     made, p = kernel("b2.h4.s64.d64.bf16"), Problem.parse("b2.h4.s64.d64.bf16")
     assert made._forward.variant.family == "hopper"
@@ -110,7 +110,7 @@ def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("mask", ["", ".mask=bool:qk", ".mask=bool:bk"])
 def test_hopper_passes_what_the_general_one_passes(mask: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than SMs, which are counted, and a mask that is looked at before."""
-    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     asked: list[Any] = []
 
@@ -181,7 +181,7 @@ def test_lengths_and_seeds_are_passed_as_by_the_general_one(
     text: str, kind: str, step: int, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call has its own, through one prepared launch; forward and backward."""
-    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     places = run.workspace.Places(4096, 4096, None)
     monkeypatch.setattr(run.workspace, "blank", lambda *_: places)

@@ -9,10 +9,10 @@ from typing import Any
 
 from attnswitch.machine.builds import Build
 
+from ..compiling import cubins
+from ..compiling.variant import Variant
 from . import driver, emulator, memory, workspace
 from .arguments import Arguments
-from .compiling import cubins
-from .compiling.variant import Variant
 from .tensor_maps import TensorMap
 
 __all__ = ["COUNTER", "builds", "loaded", "send", "start"]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from attnswitch.errors import CompileError
 
+from ..compiling import cache, sources
+from ..compiling.variant import Variant
 from .arguments import Arguments
-from .compiling import cache, sources
-from .compiling.variant import Variant
 from .tensor_maps import EmulatedMap, TensorMap
 
 __all__ = ["VARIABLE", "Library", "build", "is_wanted", "launch", "load", "unavailable"]
