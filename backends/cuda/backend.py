@@ -19,8 +19,11 @@ from ..own import requirements
 from . import config
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward
+from .hopper import tiles as hopper_tiles
+from .hopper.tiles import HopperGradients, HopperTile
 from .launching import emulator
-from .tiles import HopperGradients, HopperTile, Tile, shared
+from .portable import tiles as portable_tiles
+from .portable.tiles import Tile
 
 if TYPE_CHECKING:
     from .compiling.variant import Variant
@@ -62,7 +65,7 @@ class CudaBackend(Backend):
         roles = ["forward", *(role for role, letters in asked.items() if set(letters) & set(problem.grads))]
         tiles = ((role, getattr(config, role)) for role in roles)
         return tuple(
-            OnChip(role, tile.queries, tile.keys, tile.stages, shared(role, tile, problem)) for role, tile in tiles
+            OnChip(role, tile.queries, tile.keys, tile.stages, _shared(role, tile, problem)) for role, tile in tiles
         )
 
     def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
@@ -97,6 +100,15 @@ class CudaBackend(Backend):
         from .compiling import ahead
 
         yield from ahead.pack(ahead.variants(devices, _refused, _launched), folder, progress)
+
+
+def _shared(role: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
+    """Bytes of shared memory that a block of the kernel with that role takes."""
+    if isinstance(tile, HopperTile):
+        return hopper_tiles.shared(tile, hopper_tiles.block(problem))
+    if isinstance(tile, HopperGradients):
+        return hopper_tiles.gradients_shared(tile, hopper_tiles.block(problem))
+    return portable_tiles.shared(role, tile, problem)
 
 
 def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...]) -> str:

@@ -13,11 +13,12 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
-from . import hopper_tiles
 from .classes import per_class
 from .families import against_hopper, against_hopper_backward
-from .splits import how, schedule
-from .tiles import FEW, HopperGradients, HopperTile, Tile, fits, on_tensor_cores, rows, shrunk
+from .hopper import choice as hopper_choice
+from .hopper.tiles import HopperGradients, HopperTile
+from .portable.splits import schedule
+from .portable.tiles import FEW, Tile, fits, on_tensor_cores, rows, shrunk
 
 __all__ = ["CudaConfig", "configs"]
 
@@ -39,11 +40,6 @@ class CudaConfig(Config):
     key_and_value: bool = True
     backward: HopperGradients | None = None
 
-    @property
-    def split(self) -> int:
-        """How keys are split, and who merges them."""
-        return how(self.forward, self.splits)
-
     def __str__(self) -> str:
         if self.backward is not None:
             return f"forward {self.forward}, backward {self.backward}, splits {self.splits}"
@@ -62,7 +58,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         yield _generic(problem, on_chip)
     backward = _backward(problem, device)
     if not against_hopper(problem, device):
-        for hopper in hopper_tiles.ranked(problem, device):
+        for hopper in hopper_choice.ranked(problem, device):
             yield replace(_with(problem, on_chip, hopper, 1), backward=backward)
     best = replace(_heuristic(problem, device), backward=backward)
     yield best
@@ -88,7 +84,7 @@ def _backward(problem: Problem, device: Device) -> HopperGradients | None:
     """The tile of Hopper's backward, if it takes the problem."""
     if not problem.grads or against_hopper_backward(problem, device):
         return None
-    return hopper_tiles.gradients(problem)
+    return hopper_choice.gradients(problem)
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
@@ -112,7 +108,7 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
     if problem.seq_q % 2 and not against_hopper(problem, device):
-        ranked = hopper_tiles.ranked(problem, device)
+        ranked = hopper_choice.ranked(problem, device)
         forward, splits = ranked[problem.seq_k % len(ranked)], 1
     return CudaConfig(
         forward,

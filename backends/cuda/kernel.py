@@ -11,13 +11,16 @@ from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import hopper, hopper_backward, portable
 from .compiling.variant import Variant
 from .config import CudaConfig
+from .hopper import backward as hopper_backward
+from .hopper import forward as hopper_forward
+from .hopper.tiles import HopperTile
 from .launching import memory, prepared, run
 from .launching.backward import BackwardLaunches
 from .launching.forward import ForwardLaunches
-from .tiles import HopperTile
+from .portable import backward as portable_backward
+from .portable import forward as portable_forward
 
 __all__ = ["CudaKernel"]
 
@@ -107,12 +110,12 @@ def _forward(p: Problem, config: CudaConfig, device: Device) -> ForwardLaunches:
     """That of the family whose tile is chosen."""
     tile = config.forward
     if isinstance(tile, HopperTile):
-        return hopper.Forward(p, tile, device)
-    return portable.Forward(p, tile, config.splits)
+        return hopper_forward.Forward(p, tile, device)
+    return portable_forward.Forward(p, tile, config.splits)
 
 
 def _backward(p: Problem, config: CudaConfig, device: Device) -> BackwardLaunches:
     if config.backward is not None:
         return hopper_backward.Backward(p, config.backward, device)
     tiles = config.key_gradients, config.query_gradient, config.mask_gradient
-    return portable.Backward(p, *tiles, together=config.key_and_value)
+    return portable_backward.Backward(p, *tiles, together=config.key_and_value)

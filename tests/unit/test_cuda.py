@@ -27,8 +27,9 @@ arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 libcuda = importlib.import_module("attnswitch.backends.cuda.launching.driver")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-splits = importlib.import_module("attnswitch.backends.cuda.splits")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
@@ -176,8 +177,8 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
     assert device != "cpu" or len(found) == 1
     tensor = tiles.on_tensor_cores(problem)
     for chosen in found:
-        if isinstance(chosen.forward, tiles.HopperTile):
-            assert tiles.hopper_shared(chosen.forward, tiles.hopper_block(problem)) <= where.shared_memory
+        if isinstance(chosen.forward, hopper_tiles.HopperTile):
+            assert hopper_tiles.shared(chosen.forward, hopper_tiles.block(problem)) <= where.shared_memory
             assert chosen.splits == 1
             continue
         for name in KERNELS:
@@ -249,7 +250,8 @@ def test_warps_are_apart_where_rows_are_few() -> None:
 
 def test_many_splits_are_merged_by_a_launch_of_their_own() -> None:
     def split(text: str) -> int:
-        return int(next(config.configs(Problem.parse(text), Device.named("h200"))).split)
+        chosen = next(config.configs(Problem.parse(text), Device.named("h200")))
+        return int(splits.how(chosen.forward, chosen.splits))
 
     assert split("b16.h32/8.s1x8192.d128.bf16") == splits.WHOLE
     assert split("b1.h32/8.s1x8192.d128.bf16") == splits.MERGED

@@ -20,9 +20,10 @@ from attnswitch.problem import Mask, Memory
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 families = importlib.import_module("attnswitch.backends.cuda.families")
-hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper.forward")
 run = importlib.import_module("attnswitch.backends.cuda.launching.run")
 tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 
@@ -56,7 +57,7 @@ def first(problem: Problem, device: Device = H200) -> Any:
 )
 def test_hopper_takes_the_forward(problem: Problem) -> None:
     assert families.against_hopper(problem, H200) == ()
-    assert isinstance(first(problem), tiles.HopperTile)
+    assert isinstance(first(problem), hopper_tiles.HopperTile)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_the_portable_family_takes_the_rest(problem: Problem, device: str, words
 
 def test_all_of_both_families_can_be_searched() -> None:
     found = list(config.configs(PLAIN, H200))
-    own = [chosen for chosen in found if isinstance(chosen.forward, tiles.HopperTile)]
+    own = [chosen for chosen in found if isinstance(chosen.forward, hopper_tiles.HopperTile)]
     assert own == found[: len(own)]
     assert len(own) > 1
     assert first(PLAIN, Device.named("a100")) in {chosen.forward for chosen in found[len(own) :]}
@@ -166,10 +167,10 @@ def test_tiles_of_all_sizes_fill_gaps_and_are_not_continued(more: str) -> None:
 def test_every_tile_fits_a_block(dim: int) -> None:
     for chosen in config.configs(PLAIN.replace(dim_qk=dim, dim_v=dim), H200):
         tile = chosen.forward
-        if isinstance(tile, tiles.HopperTile):
+        if isinstance(tile, hopper_tiles.HopperTile):
             assert tile.queries % 64 == 0
             assert tile.keys in (64, 80, 128), "which products there are instructions for"
-            assert tiles.hopper_shared(tile, dim) <= H200.shared_memory
+            assert hopper_tiles.shared(tile, dim) <= H200.shared_memory
 
 
 def test_on_this_machine_what_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ usage = importlib.import_module("cubin").usage
 sass = importlib.import_module("sass")
 sources = importlib.import_module("attnswitch.backends.cuda.compiling.sources")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
-hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
+tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper.forward")
 
 H200 = Device.named("h200")
 #: Ptxas takes seconds for each.

@@ -19,6 +19,7 @@ backend = importlib.import_module("attnswitch.backends.cuda.backend")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 prepared = importlib.import_module("attnswitch.backends.cuda.launching.prepared")
 run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
 tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
@@ -280,7 +281,7 @@ def test_masks_and_splits_come_to_the_same_bits(
 ) -> None:
     made = kernel(text, Device.cpu())
     p = made.problem
-    assert made._config.split == getattr(importlib.import_module("attnswitch.backends.cuda.splits"), split)
+    assert splits.how(made._config.forward, made._config.splits) == getattr(splits, split)
     expected = []
     calls = [operands(p, turned) for _ in range(2)]
     monkeypatch.setenv(VARIABLE, "1")

@@ -16,7 +16,7 @@ from attnswitch.problem import Mask
 
 arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
-survey = importlib.import_module("attnswitch.backends.cuda.survey")
+survey = importlib.import_module("attnswitch.backends.cuda.hopper.survey")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 

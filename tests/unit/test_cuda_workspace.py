@@ -20,9 +20,9 @@ from attnswitch.planning import planner
 
 arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
-portable = importlib.import_module("attnswitch.backends.cuda.portable")
+portable = importlib.import_module("attnswitch.backends.cuda.portable.forward")
 run = importlib.import_module("attnswitch.backends.cuda.launching.run")
 workspace = importlib.import_module("attnswitch.backends.cuda.launching.workspace")
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")

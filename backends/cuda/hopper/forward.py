@@ -10,15 +10,15 @@ from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from .classes import per_class
-from .compiling.variant import Variant
-from .launching import arguments, memory, run, workspace
-from .launching.arguments import Arguments, put
-from .launching.forward import ForwardLaunches
-from .launching.tensor_maps import TensorMap, tensor_map
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments, memory, run, workspace
+from ..launching.arguments import Arguments, put
+from ..launching.forward import ForwardLaunches
+from ..launching.tensor_maps import TensorMap, tensor_map
 from .survey import Survey
-from .tiles import HOPPER_SMS, HopperTile, hopper_block, hopper_shared
+from .tiles import SMS, HopperTile, block, shared
 
 __all__ = ["Forward"]
 
@@ -44,7 +44,7 @@ class Forward(ForwardLaunches):
         )
         self._dtype = p.dtype
         rows = heads * arithmetic.tiles(p.seq_q, tile.queries)
-        self.blocks = min(rows, device.sms or HOPPER_SMS)
+        self.blocks = min(rows, device.sms or SMS)
         self._counts = rows > self.blocks
         self.variant = _forward(p, tile)
         self._survey = Survey(p, tile.keys) if p.mask is not None else None
@@ -108,7 +108,7 @@ class Forward(ForwardLaunches):
 
 @per_class
 def _forward(p: Problem, tile: HopperTile) -> Variant:
-    dim = hopper_block(p)
+    dim = block(p)
     return Variant(
         "forward",
         p.dtype,
@@ -118,7 +118,7 @@ def _forward(p: Problem, tile: HopperTile) -> Variant:
         dim,
         warps=4 * (1 + tile.queries // _ROWS),
         stages=tile.stages,
-        shared=hopper_shared(tile, dim),
+        shared=shared(tile, dim),
         flags=(
             ("CONTINUED", int(tile.continued)),
             ("MASKED", int(p.mask is not None)),

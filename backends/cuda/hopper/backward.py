@@ -7,15 +7,15 @@ from typing import Any
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from .classes import per_class
-from .compiling.variant import Variant
-from .hopper_tiles import splits
-from .launching import arguments, memory
-from .launching.backward import BackwardLaunches, Step
-from .launching.tensor_maps import TensorMap, tensor_map
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments, memory
+from ..launching.backward import BackwardLaunches, Step
+from ..launching.tensor_maps import TensorMap, tensor_map
+from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, hopper_block, hopper_gradients_shared
+from .tiles import HopperGradients, block, gradients_shared
 
 __all__ = ["Backward"]
 
@@ -28,13 +28,13 @@ _SECTION = 24 * 2**20
 class Backward(BackwardLaunches):
     """Gradients of query, key and value: three launches, of which the second computes, and one more for a bool mask.
 
-    The first makes of each row what that one works on beside the inputs, as that of ``portable.Backward`` does, and
+    The first makes of each row what that one works on beside the inputs, as the portable backward's does, and
     fills with 0 what dQ is added up in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums,
     and of those of dK and dV where the queries of the same keys are split among blocks.
     """
 
     def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
-        padded, dim = arithmetic.padded(p), hopper_block(p)
+        padded, dim = arithmetic.padded(p), block(p)
         rows = p.batch * p.heads_q * padded
         keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * tile.keys
         parts = splits(p, device, tile)
@@ -76,7 +76,7 @@ class Backward(BackwardLaunches):
 
 @per_class
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
-    dim = hopper_block(p)
+    dim = block(p)
     return Variant(
         "backward",
         p.dtype,
@@ -86,7 +86,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         dim,
         warps=_WARPS * (1 + tile.keys // _ROWS),
         stages=tile.stages,
-        shared=hopper_gradients_shared(tile, dim),
+        shared=gradients_shared(tile, dim),
         flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
         family="hopper",
     )
@@ -94,5 +94,5 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
 
 @per_class
 def _of_rows(p: Problem, kernel: str) -> Variant:
-    dim = hopper_block(p)
+    dim = block(p)
     return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim, warps=_WARPS, family="hopper")

@@ -1,4 +1,4 @@
-"""Tiles of the CUDA kernels, what of a problem decides how they are filled, and the shared memory that they take."""
+"""Tiles of the portable kernels, what of a problem decides how they are filled, and the shared memory they take."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from dataclasses import dataclass, replace
 from attnswitch.problem import DTYPES, Problem
 from attnswitch.problem.cost import kv_bytes
 
-from ..own import arithmetic
+from ...own import arithmetic
 
 __all__ = [
     "FEW",
-    "HOPPER_SMS",
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
-    "HopperGradients",
-    "HopperTile",
     "Tile",
     "block",
     "fits",
-    "hopper_block",
-    "hopper_gradients_shared",
-    "hopper_shared",
     "left",
     "merging_shared",
     "on_tensor_cores",
@@ -41,10 +35,6 @@ _MOST_COLUMNS = 256
 ROWS_A_BLOCK = 4
 #: Warps of a block that merges many splits of a row.
 MERGING_WARPS = 8
-#: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
-HOPPER_SMS = 132
-#: Head dimensions of Hopper's forward.
-_HOPPER_DIMS = (64, 128, 256)
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
 
@@ -76,42 +66,6 @@ class Tile:
         return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}{kind}"
 
 
-@dataclass(frozen=True, slots=True)
-class HopperTile:
-    """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
-
-    ``continued``: the next rows' first product runs beside the last of these. ``begin``, ``step``: microseconds that a
-    tile of rows takes to begin and to end with, and for each tile of keys.
-    """
-
-    queries: int
-    keys: int
-    stages: int = 2
-    continued: bool = False
-    begin: float = 0.0
-    step: float = 0.0
-
-    def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class HopperGradients:
-    """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
-
-    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
-    """
-
-    keys: int
-    queries: int
-    stages: int
-    begin: float = 0.0
-    step: float = 0.0
-
-    def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}"
-
-
 def on_tensor_cores(problem: Problem) -> bool:
     """Whether products run on tensor cores (``mma.cuh``) or on the ordinary units (``simt.cuh``)."""
     return problem.dtype in ("float16", "bfloat16")
@@ -126,11 +80,6 @@ def block(dim: int, problem: Problem, tile: Tile) -> int:
         return arithmetic.dim_class(problem)
     step = 16 if on_tensor_cores(problem) else 8 * 16 // DTYPES[problem.dtype]
     return -(-dim // step) * step
-
-
-def hopper_block(problem: Problem) -> int:
-    """The head dimension as Hopper's forward sees it, of key and value alike: TMA fills up with zeros."""
-    return min(dim for dim in _HOPPER_DIMS if dim >= max(problem.dim_qk, problem.dim_v))
 
 
 def packs(problem: Problem) -> bool:
@@ -154,12 +103,8 @@ def once(problem: Problem, tile: Tile) -> bool:
     return one_tile and kv_bytes(problem) <= _ONCE
 
 
-def shared(kernel: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
+def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
-    if isinstance(tile, HopperTile):
-        return hopper_shared(tile, hopper_block(problem))
-    if isinstance(tile, HopperGradients):
-        return hopper_gradients_shared(tile, hopper_block(problem))
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem, tile) + pad for n in (problem.dim_qk, problem.dim_v))
@@ -190,19 +135,6 @@ def merging_shared(problem: Problem) -> int:
 def _real(problem: Problem) -> int:
     """Bytes of a number as the kernels add up: float32, or float64 for float64."""
     return 8 if problem.dtype == "float64" else 4
-
-
-def hopper_shared(tile: HopperTile, dim: int) -> int:
-    """Bytes of shared memory that a block of Hopper's forward takes, barriers included."""
-    queries = tile.queries * (2 if dim <= 128 else 1)
-    return 2 * dim * (queries + 2 * tile.stages * tile.keys) + 1024
-
-
-def hopper_gradients_shared(tile: HopperGradients, dim: int) -> int:
-    """Bytes of shared memory that a block of Hopper's backward takes, barriers included."""
-    rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
-    return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024
 
 
 def room(tile: Tile, kernel: str, problem: Problem, shared_memory: int) -> int:

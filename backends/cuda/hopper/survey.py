@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from .classes import per_class
-from .compiling.variant import Variant
-from .launching import memory, run
-from .launching.arguments import Arguments
-from .launching.backward import Look
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import memory, run
+from ..launching.arguments import Arguments
+from ..launching.backward import Look
 
 __all__ = ["Survey"]
 

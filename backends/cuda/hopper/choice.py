@@ -7,13 +7,13 @@ import math
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from .classes import per_class
-from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_block
+from ...own import arithmetic
+from ..classes import per_class
+from .tiles import SMS, HopperGradients, HopperTile, block
 
 __all__ = ["gradients", "ranked", "splits"]
 
-#: Tiles by head dimension, with times on an H200; README.md has what was measured beside them.
+#: Tiles by head dimension, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
     64: (
         HopperTile(192, 128, begin=3.5, step=1.38),
@@ -53,12 +53,12 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
     """Each tile, after what puts it behind the others however fast it is."""
     # What is continued pays where tiles of rows take as long as one another.
     uneven = _uneven(problem)
-    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[hopper_block(problem)]]
+    return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in _TILES[block(problem)]]
 
 
 def gradients(problem: Problem) -> HopperGradients | None:
     """The tile of the backward, if it has one for the head dimension."""
-    return _GRADIENTS.get(hopper_block(problem))
+    return _GRADIENTS.get(block(problem))
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
@@ -67,7 +67,7 @@ def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
     blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
     total, longest = _queries(p, tile)
     sums = blocks * tile.keys * (p.dim_qk + p.dim_v) / 1e6
-    sms = device.sms or HOPPER_SMS
+    sms = device.sms or SMS
 
     def time(parts: int) -> float:
         share = (blocks * parts * tile.begin + p.batch * p.heads_q * total * tile.step) / sms
@@ -97,7 +97,7 @@ def _queries(p: Problem, tile: HopperGradients) -> tuple[int, int]:
 def _time(problem: Problem, device: Device, tile: HopperTile) -> float:
     """About how many microseconds the SM with most to do takes, beside what any launch does."""
     rows = arithmetic.tiles(problem.seq_q, tile.queries)
-    share = problem.batch * problem.heads_q * rows / (device.sms or HOPPER_SMS)
+    share = problem.batch * problem.heads_q * rows / (device.sms or SMS)
     launch = _CONTINUING if tile.continued else 0.0
     if problem.positional:  # tiles of all sizes, the longest first, which fill gaps
         steps, longest = _steps(problem, tile)
@@ -140,7 +140,7 @@ def _crowded(problem: Problem, tile: HopperTile) -> bool:
     """Whether a mask's bits or a tanh have registers to spill: scores and sums of three consumers, or of 256."""
     three = tile.queries > 128
     if arithmetic.capped(problem):
-        return three or tile.keys * hopper_block(problem) > 2**14
+        return three or tile.keys * block(problem) > 2**14
     return problem.mask is not None and three and (tile.continued or tile.keys > 80)
 
 
