@@ -16,12 +16,17 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
-from . import config, emulator
+from . import config
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward
-from .tiles import HopperGradients, HopperTile, Tile, shared
+from .hopper import tiles as hopper_tiles
+from .hopper.tiles import HopperGradients, HopperTile
+from .launching import emulator
+from .portable import tiles as portable_tiles
+from .portable.tiles import Tile
 
 if TYPE_CHECKING:
+    from .compiling.variant import Variant
     from .kernel import CudaKernel
 
 __all__ = ["CudaBackend"]
@@ -60,7 +65,7 @@ class CudaBackend(Backend):
         roles = ["forward", *(role for role, letters in asked.items() if set(letters) & set(problem.grads))]
         tiles = ((role, getattr(config, role)) for role in roles)
         return tuple(
-            OnChip(role, tile.queries, tile.keys, tile.stages, shared(role, tile, problem)) for role, tile in tiles
+            OnChip(role, tile.queries, tile.keys, tile.stages, _shared(role, tile, problem)) for role, tile in tiles
         )
 
     def remarks(self, problem: Problem, device: Device, config: str) -> tuple[str, ...]:
@@ -91,10 +96,19 @@ class CudaBackend(Backend):
         return CudaKernel(problem, config, device)
 
     def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
-        """See ``ahead``."""
-        from . import ahead
+        """See ``compiling.ahead``."""
+        from .compiling import ahead
 
-        yield from ahead.pack(ahead.variants(devices, _refused), folder, progress)
+        yield from ahead.pack(ahead.variants(devices, _refused, _launched), folder, progress)
+
+
+def _shared(role: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
+    """Bytes of shared memory that a block of the kernel with that role takes."""
+    if isinstance(tile, HopperTile):
+        return hopper_tiles.shared(tile, problem)
+    if isinstance(tile, HopperGradients):
+        return hopper_tiles.gradients_shared(tile, problem)
+    return portable_tiles.shared(role, tile, problem)
 
 
 def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...]) -> str:
@@ -141,14 +155,19 @@ def _refused(problem: Problem, device: Device) -> Iterator[str]:
 
 def _uncompiled(problem: Problem, device: Device) -> str | None:
     """Why there is no kernel where nothing can be compiled: packs hold those of usual problems."""
-    from . import cubins, nvrtc
-    from .kernel import CudaKernel
+    from .compiling import cubins, nvrtc
 
     if nvrtc.known() or device.capability is None or _unavailable() is not None:
         return None
-    variants = CudaKernel(problem, next(config.configs(problem, device)), device).variants()
-    why = cubins.missing(variants, device.capability)
+    why = cubins.missing(_launched(problem, device), device.capability)
     return why and f"no pack has its kernels: {why}"
+
+
+def _launched(problem: Problem, device: Device) -> tuple[Variant, ...]:
+    """The kernels of its first config."""
+    from .kernel import CudaKernel
+
+    return CudaKernel(problem, next(config.configs(problem, device)), device).variants()
 
 
 @functools.cache
@@ -157,7 +176,7 @@ def _unavailable() -> str | None:
         return "CuPy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for drivers of CUDA 12"
     if why := _no_gpu():
         return f"{why}; {emulator.VARIABLE}=1 emulates the kernels on the CPU, to check them"
-    from . import nvrtc, packs
+    from .compiling import nvrtc, packs
 
     return None if packs.any_there() else nvrtc.unavailable()
 

@@ -11,19 +11,16 @@ from operator import itemgetter
 from attnswitch.machine.backend import Config
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
-from attnswitch.problem.cost import kv_bytes
 
 from ..own import arithmetic
-from . import hopper_tiles
 from .classes import per_class
 from .families import against_hopper, against_hopper_backward
-from .splits import how, schedule
-from .tiles import FEW, HopperGradients, HopperTile, Tile, fits, on_tensor_cores, packs, rows, shrunk
+from .hopper import choice as hopper_choice
+from .hopper.tiles import HopperGradients, HopperTile
+from .portable.splits import schedule
+from .portable.tiles import FEW, Tile, fits, on_tensor_cores, rows, shrunk
 
-__all__ = ["CudaConfig", "configs", "once"]
-
-#: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
-_ONCE = 256 * 2**20
+__all__ = ["CudaConfig", "configs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +40,12 @@ class CudaConfig(Config):
     key_and_value: bool = True
     backward: HopperGradients | None = None
 
-    @property
-    def split(self) -> int:
-        """How keys are split, and who merges them."""
-        return how(self.forward, self.splits)
-
     def __str__(self) -> str:
         if self.backward is not None:
             return f"forward {self.forward}, backward {self.backward}, splits {self.splits}"
         keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
         parts = (f"forward {self.forward}", keys, f"queries {self.query_gradient}", f"mask {self.mask_gradient}")
         return ", ".join((*parts, f"splits {self.splits}"))
-
-
-def once(problem: Problem, tile: Tile) -> bool:
-    """Whether keys and values, each of which one block reads, are the first to leave the L2.
-
-    Not with one stage: there ptxas 13.0 writes copies by a descriptor in an odd register, which no GPU takes.
-    """
-    if tile.stages == 1:
-        return False
-    one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
-    return one_tile and kv_bytes(problem) <= _ONCE
 
 
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
@@ -77,7 +58,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         yield _generic(problem, on_chip)
     backward = _backward(problem, device)
     if not against_hopper(problem, device):
-        for hopper in hopper_tiles.ranked(problem, device):
+        for hopper in hopper_choice.ranked(problem, device):
             yield replace(_with(problem, on_chip, hopper, 1), backward=backward)
     best = replace(_heuristic(problem, device), backward=backward)
     yield best
@@ -103,7 +84,7 @@ def _backward(problem: Problem, device: Device) -> HopperGradients | None:
     """The tile of Hopper's backward, if it takes the problem."""
     if not problem.grads or against_hopper_backward(problem, device):
         return None
-    return hopper_tiles.gradients(problem)
+    return hopper_choice.gradients(problem)
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
@@ -127,7 +108,7 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
     if problem.seq_q % 2 and not against_hopper(problem, device):
-        ranked = hopper_tiles.ranked(problem, device)
+        ranked = hopper_choice.ranked(problem, device)
         forward, splits = ranked[problem.seq_k % len(ranked)], 1
     return CudaConfig(
         forward,

@@ -128,7 +128,7 @@ def _memory(p: Problem) -> Iterator[str]:
 @functools.cache
 def _missing() -> str | None:
     """What this machine lacks for it."""
-    from . import cubins, nvrtc
+    from .compiling import cubins, nvrtc
 
     if importlib.util.find_spec("cupy") is None:
         return "cupy is not installed; pip install attnswitch[cuda13], or attnswitch[cuda12] for CUDA 12"

@@ -11,10 +11,16 @@ from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import hopper, hopper_backward, memory, portable, prepared, run
+from .compiling.variant import Variant
 from .config import CudaConfig
-from .tiles import HopperTile
-from .variant import Variant
+from .hopper import backward as hopper_backward
+from .hopper import forward as hopper_forward
+from .hopper.tiles import HopperTile
+from .launching import memory, prepared, run
+from .launching.backward import BackwardLaunches
+from .launching.forward import ForwardLaunches
+from .portable import backward as portable_backward
+from .portable import forward as portable_forward
 
 __all__ = ["CudaKernel"]
 
@@ -32,14 +38,11 @@ class CudaKernel(Kernel):
     def __init__(self, problem: Problem, config: CudaConfig, device: Device) -> None:
         p = self.problem = problem
         self._config, self._device = config, device
-        own = isinstance(config.forward, HopperTile)
-        self._forward = hopper.Forward(p, config, device) if own else portable.Forward(p, config)
+        self._forward = _forward(p, config, device)
 
     @functools.cached_property
-    def _backward(self) -> portable.Launches:
-        if self._config.backward is not None:
-            return hopper_backward.Backward(self.problem, self._config.backward, self._device)
-        return portable.Backward(self.problem, self._config)
+    def _backward(self) -> BackwardLaunches:
+        return _backward(self.problem, self._config, self._device)
 
     def variants(self) -> tuple[Variant, ...]:
         """The kernels that forward and backward launch, in that order."""
@@ -101,3 +104,18 @@ class CudaKernel(Kernel):
             return ready(inputs, out, lse, grad_out, grad_lse)
 
         return differentiate
+
+
+def _forward(p: Problem, config: CudaConfig, device: Device) -> ForwardLaunches:
+    """That of the family whose tile is chosen."""
+    tile = config.forward
+    if isinstance(tile, HopperTile):
+        return hopper_forward.Forward(p, tile, device)
+    return portable_forward.Forward(p, tile, config.splits)
+
+
+def _backward(p: Problem, config: CudaConfig, device: Device) -> BackwardLaunches:
+    if config.backward is not None:
+        return hopper_backward.Backward(p, config.backward, device)
+    tiles = config.key_gradients, config.query_gradient, config.mask_gradient
+    return portable_backward.Backward(p, *tiles, together=config.key_and_value)

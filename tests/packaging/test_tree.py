@@ -124,6 +124,29 @@ def test_a_backend_imports_nothing_above_machine(name: str) -> None:
     assert rooms <= set(BELOW_BACKENDS)
 
 
+CUDA = "attnswitch.backends.cuda"
+#: Its rooms and the files beside them, from the top down.
+CUDA_FLOORS = (
+    {"backend"},
+    {"kernel"},
+    {"config"},
+    {"families"},
+    {"hopper", "portable"},
+    {"launching"},
+    {"compiling"},
+    {"classes"},
+)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith(f"{CUDA}.")])
+def test_imports_between_the_rooms_of_cuda_run_down(name: str) -> None:
+    """A room knows those on the floors below it: none above, and none beside it."""
+    floors = {room: floor for floor, rooms in enumerate(CUDA_FLOORS) for room in rooms}
+    own = name.split(".")[3]
+    others = {target.split(".")[3] for target in imports(name) if target.startswith(f"{CUDA}.")} - {own}
+    assert [room for room in others if floors[room] <= floors[own]] == []
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("attnswitch.cli")])
 def test_nothing_imports_the_commands(name: str) -> None:
     if name != "attnswitch.__main__":

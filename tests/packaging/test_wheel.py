@@ -19,7 +19,7 @@ DATA = {
     "attnswitch/bench/peaks.toml",
     "attnswitch/py.typed",
     *(f"attnswitch/{path.relative_to(ROOT)}" for path in (ROOT / "backends/cuda/src").rglob("*.*")),
-    "attnswitch/backends/cuda/usual.toml",
+    "attnswitch/backends/cuda/compiling/usual.toml",
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",
     "attnswitch/planning/forecast/sm90.npz",

@@ -72,9 +72,9 @@ def kernel_of(text: str) -> Any:
 def test_a_training_step_needs_nothing_more_once_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    run = importlib.import_module("attnswitch.backends.cuda.run")
-    cubins = importlib.import_module("attnswitch.backends.cuda.cubins")
-    nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+    run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+    cubins = importlib.import_module("attnswitch.backends.cuda.compiling.cubins")
+    nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
     monkeypatch.setattr(run, "_built", set())
     kernel = kernel_of("b1.h1.s16.d16.fp32.grad")
     assert len(kernel.builds()) == len(kernel.variants()) == 4
@@ -91,9 +91,9 @@ def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
 ) -> None:
     pytest.importorskip("cupy")
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    run = importlib.import_module("attnswitch.backends.cuda.run")
-    cubins = importlib.import_module("attnswitch.backends.cuda.cubins")
-    sources = importlib.import_module("attnswitch.backends.cuda.sources")
+    run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+    cubins = importlib.import_module("attnswitch.backends.cuda.compiling.cubins")
+    sources = importlib.import_module("attnswitch.backends.cuda.compiling.sources")
     monkeypatch.setattr(run, "_built", set())
     broken = {name: text + "\n#error broken" for name, text in sources.of_gpus().items()}
     monkeypatch.setattr(sources, "of_gpus", lambda: broken)
@@ -106,7 +106,7 @@ def test_what_does_not_compile_is_told_of_by_the_call_that_needs_it(
 
 def test_threads_that_want_one_file_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    cache = importlib.import_module("attnswitch.backends.cuda.cache")
+    cache = importlib.import_module("attnswitch.backends.cuda.compiling.cache")
     made: list[int] = []
     barrier, paths = threading.Barrier(4), []
 

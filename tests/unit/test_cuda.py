@@ -25,14 +25,15 @@ from attnswitch.verify.launch.layouts import place
 
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
-libcuda = importlib.import_module("attnswitch.backends.cuda.driver")
+libcuda = importlib.import_module("attnswitch.backends.cuda.launching.driver")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-splits = importlib.import_module("attnswitch.backends.cuda.splits")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
-run = importlib.import_module("attnswitch.backends.cuda.run")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
@@ -176,8 +177,8 @@ def test_tiles_are_what_the_kernels_take(problem: Problem, device: str) -> None:
     assert device != "cpu" or len(found) == 1
     tensor = tiles.on_tensor_cores(problem)
     for chosen in found:
-        if isinstance(chosen.forward, tiles.HopperTile):
-            assert tiles.hopper_shared(chosen.forward, *tiles.hopper_dims(problem)) <= where.shared_memory
+        if isinstance(chosen.forward, hopper_tiles.HopperTile):
+            assert hopper_tiles.shared(chosen.forward, problem) <= where.shared_memory
             assert chosen.splits == 1
             continue
         for name in KERNELS:
@@ -249,7 +250,8 @@ def test_warps_are_apart_where_rows_are_few() -> None:
 
 def test_many_splits_are_merged_by_a_launch_of_their_own() -> None:
     def split(text: str) -> int:
-        return int(next(config.configs(Problem.parse(text), Device.named("h200"))).split)
+        chosen = next(config.configs(Problem.parse(text), Device.named("h200")))
+        return int(splits.how(chosen.forward, chosen.splits))
 
     assert split("b16.h32/8.s1x8192.d128.bf16") == splits.WHOLE
     assert split("b1.h32/8.s1x8192.d128.bf16") == splits.MERGED
@@ -306,7 +308,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def variant_of(kernel: str) -> Any:
-    return importlib.import_module("attnswitch.backends.cuda.variant").Variant(kernel, "float32", warps=4, shared=7)
+    module = importlib.import_module("attnswitch.backends.cuda.compiling.variant")
+    return module.Variant(kernel, "float32", warps=4, shared=7)
 
 
 def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +321,7 @@ def test_a_launch_passes_the_addresses_of_maps_and_arguments(driver: Driver, mon
         return run.workspace.Places(4096, size, None)
 
     monkeypatch.setattr(run.workspace, "blank", blank)
-    a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3, scale=0.5)
+    a = importlib.import_module("attnswitch.backends.cuda.launching.arguments").Arguments(batch=3, scale=0.5)
     run.start(variant_of("merge"), 0, a, None, (), True)
     assert (driver.launched, asked) == ([], [])
     run.start(variant_of("merge"), 5, a, None)
@@ -337,7 +340,7 @@ def test_a_launch_beside_another_says_so(driver: Driver, overlaps: bool, monkeyp
     pytest.importorskip("cupy_backends")
     monkeypatch.setattr(run, "_overlaps", lambda: overlaps)
     driver.free(0)
-    a = importlib.import_module("attnswitch.backends.cuda.arguments").Arguments(batch=3)
+    a = importlib.import_module("attnswitch.backends.cuda.launching.arguments").Arguments(batch=3)
     run.start(variant_of("forward"), 5, a, None, beside=True)
     parameters, attributes = [ctypes.addressof(a), None, None, None], [(6, 1)] * overlaps
     assert driver.launched == [(1003, (5, 1, 1), (128, 1, 1), 7, 17, parameters, attributes)]

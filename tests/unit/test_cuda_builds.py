@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[2] / "fixtures"))  # where processes 
 make_builds = importlib.import_module("make_cuda_builds")
 nvrtc = make_builds.nvrtc
 classes = importlib.import_module("attnswitch.backends.cuda.classes")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
 
 VERSION, TABLE = make_builds.committed()
 COMMITTED = make_builds.most_spilled(TABLE)

@@ -16,9 +16,9 @@ from attnswitch.machine.device import Device
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 classes = importlib.import_module("attnswitch.backends.cuda.classes")
-hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper_tiles")
-splits = importlib.import_module("attnswitch.backends.cuda.splits")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+hopper_choice = importlib.import_module("attnswitch.backends.cuda.hopper.choice")
+splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 
 CUDA = backend.CudaBackend()
 
@@ -101,7 +101,7 @@ def test_a_staircase_is_the_sum_of_its_steps() -> None:
         )
         most = draw.randrange(40)
         expected = sum(min(most, max(0, (start + rise * i) // tread)) for i in range(steps))
-        assert hopper_tiles._staircase(steps, start, rise, tread, most) == expected
+        assert hopper_choice._staircase(steps, start, rise, tread, most) == expected
 
 
 def test_splits_are_the_fewest_of_the_soonest() -> None:
@@ -129,7 +129,7 @@ def test_tiles_of_keys_by_position_are_counted(hiding: str) -> None:
     draw = random.Random(hiding)
     for _ in range(100):
         p = Problem.parse(f"b1.h1.s{draw.randint(1, 3000)}x{draw.randint(1, 3000)}.d64.bf16{hiding}")
-        tile = tiles.HopperTile(draw.choice((128, 192)), draw.choice((64, 80, 128)))
+        tile = hopper_tiles.HopperTile(draw.choice((128, 192)), draw.choice((64, 80, 128)))
         left, right = p.reach
         offset = p.seq_k - p.seq_q if p.bottom_right else 0
         steps = []
@@ -138,6 +138,6 @@ def test_tiles_of_keys_by_position_are_counted(hiding: str) -> None:
             begin = 0 if left is None else max(0, first + offset - left)
             end = p.seq_k if right is None else max(0, min(p.seq_k, last + offset + right + 1))
             steps.append(max(0, -(-end // tile.keys) - begin // tile.keys))
-        total, longest = hopper_tiles._steps(p, tile)
+        total, longest = hopper_choice._steps(p, tile)
         assert total == sum(steps), p
         assert max(steps) == longest if left is None else max(steps) <= longest <= max(steps) + 2, p

@@ -13,8 +13,8 @@ import pytest
 
 from attnswitch.problem.philox import ROUNDS, philox4x32
 
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 

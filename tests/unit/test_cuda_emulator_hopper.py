@@ -12,9 +12,9 @@ import pytest
 
 from attnswitch.problem.philox import ROUNDS
 
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
-tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 

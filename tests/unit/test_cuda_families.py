@@ -20,11 +20,12 @@ from attnswitch.problem import Mask, Memory
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
+hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 families = importlib.import_module("attnswitch.backends.cuda.families")
-hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
-run = importlib.import_module("attnswitch.backends.cuda.run")
-tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper.forward")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
@@ -58,7 +59,7 @@ def first(problem: Problem, device: Device = H200) -> Any:
 )
 def test_hopper_takes_the_forward(problem: Problem) -> None:
     assert families.against_hopper(problem, H200) == ()
-    assert isinstance(first(problem), tiles.HopperTile)
+    assert isinstance(first(problem), hopper_tiles.HopperTile)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_the_portable_family_takes_the_rest(problem: Problem, device: str, words
 
 def test_all_of_both_families_can_be_searched() -> None:
     found = list(config.configs(PLAIN, H200))
-    own = [chosen for chosen in found if isinstance(chosen.forward, tiles.HopperTile)]
+    own = [chosen for chosen in found if isinstance(chosen.forward, hopper_tiles.HopperTile)]
     assert own == found[: len(own)]
     assert len(own) > 1
     assert first(PLAIN, Device.named("a100")) in {chosen.forward for chosen in found[len(own) :]}
@@ -180,17 +181,19 @@ def test_tiles_of_all_sizes_fill_gaps_and_are_not_continued(more: str) -> None:
     ],
 )
 def test_head_dimensions_are_filled_up_to_the_next(dims: tuple[int, int], compiled: tuple[int, int]) -> None:
-    assert tiles.hopper_dims(PLAIN.replace(dim_qk=dims[0], dim_v=dims[1])) == compiled
+    assert hopper_tiles.dims(PLAIN.replace(dim_qk=dims[0], dim_v=dims[1])) == compiled
 
 
+@pytest.mark.parametrize("mask", [None, Mask("bool"), Mask("bfloat16"), Mask("bfloat16", "bk")])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
-def test_every_tile_fits_a_block(dims: tuple[int, int]) -> None:
-    for chosen in config.configs(PLAIN.replace(dim_qk=dims[0], dim_v=dims[1]), H200):
+def test_every_tile_fits_a_block(dims: tuple[int, int], mask: Mask | None) -> None:
+    problem = PLAIN.replace(dim_qk=dims[0], dim_v=dims[1], mask=mask)
+    for chosen in config.configs(problem, H200):
         tile = chosen.forward
-        if isinstance(tile, tiles.HopperTile):
+        if isinstance(tile, hopper_tiles.HopperTile):
             assert tile.queries % 64 == 0
-            assert tile.keys in (64, 80, 96, 112, 128), "which products there are instructions for"
-            assert tiles.hopper_shared(tile, *dims) <= H200.shared_memory
+            assert tile.keys in (64, 80, 112, 128), "which products there are instructions for"
+            assert hopper_tiles.shared(tile, problem) <= H200.shared_memory
 
 
 def test_on_this_machine_what_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +247,7 @@ def operands(problem: Problem) -> Inputs:
 def launches(problem: Problem, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[Any]:
     started: list[Any] = []
     monkeypatch.setattr(run, "start", lambda *parts, **_: started.append(parts))
-    forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+    forward = hopper.Forward(problem, next(config.configs(problem, H200)).forward, H200)
     inputs = operands(problem)
     out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
     for _ in range(times):
@@ -275,7 +278,7 @@ def test_only_what_follows_a_look_at_a_mask_begins_beside_it(monkeypatch: pytest
     """It alone waits by itself for the end of the launch before."""
     named: list[tuple[str, bool]] = []
     for problem in (PLAIN, PLAIN.replace(mask=Mask("bool", "bk"))):
-        forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+        forward = hopper.Forward(problem, next(config.configs(problem, H200)).forward, H200)
         inputs = operands(problem)
         out = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.dim_v, dtype=inputs.query.dtype)
         with monkeypatch.context() as patch:

@@ -14,14 +14,14 @@ from attnswitch import CompileError, Problem
 from attnswitch.machine.device import Device
 
 pytest.importorskip("cupy")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
 usage = importlib.import_module("cubin").usage
 sass = importlib.import_module("sass")
-sources = importlib.import_module("attnswitch.backends.cuda.sources")
+sources = importlib.import_module("attnswitch.backends.cuda.compiling.sources")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
-hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
+tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper.forward")
 
 H200 = Device.named("h200")
 #: Ptxas takes seconds for each.
@@ -38,7 +38,7 @@ def variants(dims: str, dtype: str = "bfloat16", more: str = "", causal: str = "
     """What the forward is compiled to in each of the family's configurations, the heuristic's choice first."""
     problem = Problem.parse(f"b4.h16.s4096.d{dims}.{dtype}{causal}{more}")
     configs = [c for c in config.configs(problem, H200) if isinstance(c.forward, tiles.HopperTile)]
-    return [hopper.Forward(problem, chosen, H200).variant for chosen in configs]
+    return [hopper.Forward(problem, chosen.forward, H200).variant for chosen in configs]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -117,7 +117,7 @@ def test_a_weight_that_is_rewritten_is_found() -> None:
 def test_the_forward_waits_for_the_look_at_its_mask_and_for_nothing_else(tmp_path: Path) -> None:
     """Programmatic dependent launch: what lets the next one begin must be waited for."""
     problem = Problem.parse("b4.h16.s2048.d128.bf16.mask=bool:bk")
-    forward = hopper.Forward(problem, next(config.configs(problem, H200)), H200)
+    forward = hopper.Forward(problem, next(config.configs(problem, H200)).forward, H200)
     survey = listing(forward._survey.variant, tmp_path)
     assert ("PREEXIT" in survey, "ACQBULK" in survey) == (True, False)
     behind = listing(forward.variant, tmp_path)

@@ -22,13 +22,13 @@ from attnswitch.problem import Mask, Memory
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
 usage = importlib.import_module("cubin").usage
 sass = importlib.import_module("sass")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
-backward = importlib.import_module("attnswitch.backends.cuda.hopper_backward")
-hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper_tiles")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
+backward = importlib.import_module("attnswitch.backends.cuda.hopper.backward")
+choice = importlib.import_module("attnswitch.backends.cuda.hopper.choice")
+tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
@@ -113,7 +113,7 @@ def met(p: Problem, keys: int = 128, queries: int = 64) -> list[int]:
 )
 def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int, int], how: str) -> None:
     p = Problem.parse(f"b1.h1.s{sizes[0]}x{sizes[1]}.d64.bf16{how}.grad")
-    total, longest = hopper_tiles._queries(p, tiles.HopperGradients(128, 64, 2))
+    total, longest = choice._queries(p, tiles.HopperGradients(128, 64, 2))
     right = met(p)
     assert sum(right) <= total <= sum(right) + 2 * len(right)  # a last tile that is not full may count as full
     assert max(right) <= longest <= max(right) + 2
@@ -130,13 +130,13 @@ def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int,
 )
 def test_few_tiles_of_keys_are_shared_by_several_blocks(text: str, parts: int) -> None:
     p = Problem.parse(text)
-    assert hopper_tiles.splits(p, H200, hopper_tiles.gradients(p)) == parts
+    assert choice.splits(p, H200, choice.gradients(p)) == parts
 
 
 def test_memory_is_what_the_launches_need() -> None:
     """base and delta, sums of dQ, and of dK and dV for each split: linear in the lengths."""
     p = Problem.parse("b2.h16/4.s1000.d80.bf16.causal.grad")
-    made = backward.Backward(p, hopper_tiles.gradients(p), H200)
+    made = backward.Backward(p, choice.gradients(p), H200)
     rows, parts = 2 * 16 * 1024, made.constants.splits
     assert parts > 1
     assert made.space == 2 * rows + rows * 128 + 2 * parts * 2 * 4 * 1024 * 128
@@ -149,7 +149,7 @@ def test_memory_is_what_the_launches_need() -> None:
 
 def variant(more: str) -> Any:
     p = Problem.parse(f"b4.h16.s4096.{more}.grad")
-    return backward._backward(p, hopper_tiles.gradients(p))
+    return backward._backward(p, choice.gradients(p))
 
 
 @disassembled
@@ -201,7 +201,7 @@ def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = 
     )
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
-    launch = backward.Backward(p, hopper_tiles.gradients(p), Device.cpu())
+    launch = backward.Backward(p, choice.gradients(p), Device.cpu())
     inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
     got = launch(inputs, out.astype(q.dtype), lse.astype(np.float32), grad, grad_lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11

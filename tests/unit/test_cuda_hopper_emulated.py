@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -15,10 +14,9 @@ from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
-config = importlib.import_module("attnswitch.backends.cuda.config")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
-hopper_tiles = importlib.import_module("attnswitch.backends.cuda.hopper_tiles")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+hopper = importlib.import_module("attnswitch.backends.cuda.hopper.forward")
+choice = importlib.import_module("attnswitch.backends.cuda.hopper.choice")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -55,11 +53,11 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
     device = Device.cpu()
-    ranked = hopper_tiles.ranked(p, device)
-    chosen = replace(next(config.configs(p, device)), forward=ranked[which % len(ranked)], splits=1)
+    ranked = choice.ranked(p, device)
+    tile = ranked[which % len(ranked)]
     out, lse = np.full(right.shape, np.nan, q.dtype), np.full(right_lse.shape, np.nan, np.float32)
     inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths), seed)
-    hopper.Forward(p, chosen, device)(inputs, out, lse)
+    hopper.Forward(p, tile, device)(inputs, out, lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(out.astype(np.float64), right, rtol=2 * unit, atol=2 * unit)
     np.testing.assert_allclose(lse, right_lse, rtol=1e-4, atol=1e-4)
@@ -121,9 +119,9 @@ def test_a_float_mask_hides_what_is_no_number() -> None:
     mask[..., [7, 150]] = -np.inf
     mask[0, 0, 5, 7] = mask[0, 0, 6, 150] = 0
     device = Device.cpu()
-    chosen = replace(next(config.configs(p, device)), forward=hopper_tiles.ranked(p, device)[0], splits=1)
+    tile = choice.ranked(p, device)[0]
     out, lse = np.zeros((1, 1, 70, 64), q.dtype), np.zeros((1, 1, 70), np.float32)
-    hopper.Forward(p, chosen, device)(Inputs(q, k, v, mask), out, lse)
+    hopper.Forward(p, tile, device)(Inputs(q, k, v, mask), out, lse)
     assert np.flatnonzero(np.isnan(out.astype(float)).any(-1)[0, 0]).tolist() == [5, 6]
     hidden = np.delete(np.arange(200), [7, 150])
     right = attnswitch.attention(

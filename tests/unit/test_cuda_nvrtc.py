@@ -16,11 +16,11 @@ import pytest
 from attnswitch import CompileError
 
 pytest.importorskip("cupy")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
-cache = importlib.import_module("attnswitch.backends.cuda.cache")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
+cache = importlib.import_module("attnswitch.backends.cuda.compiling.cache")
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
 cubin = importlib.import_module("cubin")
-sources = importlib.import_module("attnswitch.backends.cuda.sources")
+sources = importlib.import_module("attnswitch.backends.cuda.compiling.sources")
 
 PLAIN = 'extern "C" __global__ void plain(float* x) { x[threadIdx.x] *= FACTOR; }'
 #: More numbers than a thread has registers for, indexed so that none can be left out.

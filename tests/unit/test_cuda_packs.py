@@ -22,13 +22,13 @@ from attnswitch.machine.device import KNOWN, Device
 
 pytest.importorskip("cupy")
 app = importlib.import_module("attnswitch.cli.app").app
-ahead = importlib.import_module("attnswitch.backends.cuda.ahead")
+ahead = importlib.import_module("attnswitch.backends.cuda.compiling.ahead")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
-cubins = importlib.import_module("attnswitch.backends.cuda.cubins")
+cubins = importlib.import_module("attnswitch.backends.cuda.compiling.cubins")
 families = importlib.import_module("attnswitch.backends.cuda.families")
-nvrtc = importlib.import_module("attnswitch.backends.cuda.nvrtc")
-packs = importlib.import_module("attnswitch.backends.cuda.packs")
-run = importlib.import_module("attnswitch.backends.cuda.run")
+nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
+packs = importlib.import_module("attnswitch.backends.cuda.compiling.packs")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
 
 H200, A10 = Device.named("h200"), Device.named("a10")
 SMALL = Problem.parse("b1.h1.s16.d32.fp32.grad")

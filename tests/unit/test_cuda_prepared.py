@@ -14,12 +14,13 @@ from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-prepared = importlib.import_module("attnswitch.backends.cuda.prepared")
-run = importlib.import_module("attnswitch.backends.cuda.run")
-tensor_maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+prepared = importlib.import_module("attnswitch.backends.cuda.launching.prepared")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
 VARIABLE = emulator.VARIABLE
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 H200 = Device.named("h200")
@@ -95,7 +96,7 @@ def test_it_passes_what_the_general_one_passes(text: str, turned: bool, gpu: lis
 
 
 def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     made, p = kernel("b2.h4.s64.d64.bf16"), Problem.parse("b2.h4.s64.d64.bf16")
     assert made._forward.variant.family == "hopper"
@@ -110,7 +111,7 @@ def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("mask", ["", ".mask=bool:qk", ".mask=bool:bk"])
 def test_hopper_passes_what_the_general_one_passes(mask: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than SMs, which are counted, and a mask that is looked at before."""
-    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     asked: list[Any] = []
 
@@ -181,7 +182,7 @@ def test_lengths_and_seeds_are_passed_as_by_the_general_one(
     text: str, kind: str, step: int, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call has its own, through one prepared launch; forward and backward."""
-    maps = importlib.import_module("attnswitch.backends.cuda.tensor_maps")
+    maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
     places = run.workspace.Places(4096, 4096, None)
     monkeypatch.setattr(run.workspace, "blank", lambda *_: places)
@@ -280,7 +281,7 @@ def test_masks_and_splits_come_to_the_same_bits(
 ) -> None:
     made = kernel(text, Device.cpu())
     p = made.problem
-    assert made._config.split == getattr(importlib.import_module("attnswitch.backends.cuda.splits"), split)
+    assert splits.how(made._config.forward, made._config.splits) == getattr(splits, split)
     expected = []
     calls = [operands(p, turned) for _ in range(2)]
     monkeypatch.setenv(VARIABLE, "1")

@@ -14,9 +14,9 @@ from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Mask
 
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-hopper = importlib.import_module("attnswitch.backends.cuda.hopper")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+survey = importlib.import_module("attnswitch.backends.cuda.hopper.survey")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
@@ -38,7 +38,7 @@ def surveyed(mask: Any, keys: int) -> tuple[Any, Any, Any]:
     problem = PLAIN.replace(seq_k=lk, mask=Mask("bool"))
     operand = torch.zeros(1)
     a = arguments.of_call(arguments.constants(problem), Inputs(operand, operand, operand, mask), mapped=True)
-    found = hopper.Survey(problem, keys)(mask, a).numpy().view(np.uint32)
+    found = survey.Survey(problem, keys)(mask, a).numpy().view(np.uint32)
     planes, groups, tiles = a.mask_batch * a.mask_heads, -(-a.mask_rows // 64), -(-lk // keys)
     words, rows = -(-tiles // 32), 1 if a.mask_rows == 1 else 64 * groups
     sets, bits = (found[(at - a.counter) // 4 :] for at in (a.mask_sets, a.mask_bits))
@@ -115,13 +115,13 @@ def test_what_a_launch_leaves_does_not_depend_on_what_was_there(monkeypatch: pyt
     mask = torch.from_numpy(np.random.default_rng(1).random((1, 2, 100, 300)) < 0.5)
     found = []
     for before in (0, -1):
-        empty = hopper.memory.empty
+        empty = survey.memory.empty
 
         def filled(*given: Any, before: int = before, empty: Any = empty) -> Any:
             return empty(*given).fill_(before)
 
         with monkeypatch.context() as patch:
-            patch.setattr(hopper.memory, "empty", filled)
+            patch.setattr(survey.memory, "empty", filled)
             found.append(surveyed(mask, 128)[1:])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -10,8 +10,8 @@ import pytest
 
 from attnswitch.problem.philox import ROUNDS
 
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 

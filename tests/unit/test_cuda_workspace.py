@@ -18,13 +18,13 @@ from attnswitch.call import attend
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 
-arguments = importlib.import_module("attnswitch.backends.cuda.arguments")
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 config = importlib.import_module("attnswitch.backends.cuda.config")
-tiles = importlib.import_module("attnswitch.backends.cuda.tiles")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
-portable = importlib.import_module("attnswitch.backends.cuda.portable")
-run = importlib.import_module("attnswitch.backends.cuda.run")
-workspace = importlib.import_module("attnswitch.backends.cuda.workspace")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+portable = importlib.import_module("attnswitch.backends.cuda.portable.forward")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+workspace = importlib.import_module("attnswitch.backends.cuda.launching.workspace")
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
 
@@ -170,7 +170,7 @@ def test_a_divisor_divides_every_number_below_2_31() -> None:
 
 def test_keys_that_are_read_once_leave_the_cache_first() -> None:
     def once(text: str) -> bool:
-        return bool(config.once(Problem.parse(text), tiles.Tile(16, 32, 8, 3, apart=True)))
+        return bool(tiles.once(Problem.parse(text), tiles.Tile(16, 32, 8, 3, apart=True)))
 
     assert once("b1.h32/8.s1x8192.d128.bf16")
     assert once("b1.h8.s4x8192.d128.bf16")
@@ -178,11 +178,11 @@ def test_keys_that_are_read_once_leave_the_cache_first() -> None:
     assert not once("b1.h8.s64x8192.d128.bf16"), "tiles of rows share them"
     assert not once("b1.h64/2.s4x8192.d128.bf16"), "so do query heads"
     one_stage = tiles.Tile(16, 32, 1, 1)
-    assert not config.once(Problem.parse("b4.h8.s1x128.d64.bf16"), one_stage), "ptxas 13.0 fails to copy so"
+    assert not tiles.once(Problem.parse("b4.h8.s1x128.d64.bf16"), one_stage), "ptxas 13.0 fails to copy so"
 
 
 def test_what_blocks_leave_has_a_place_for_each_row_and_split() -> None:
     problem = Problem.parse("b1.h32/8.s1x8192.d128.bf16")
     chosen = next(config.configs(problem, Device.named("h200")))
-    forward = portable.Forward(problem, chosen)
+    forward = portable.Forward(problem, chosen.forward, chosen.splits)
     assert forward._left == 8 * 15 * 16 * (128 + 2) * 4

@@ -17,7 +17,7 @@ from attnswitch.planning import planner
 from attnswitch.problem import Memory
 
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
-emulator = importlib.import_module("attnswitch.backends.cuda.emulator")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 
 H200 = Device.named("h200")
 

@@ -10,8 +10,10 @@ from typing import Any
 from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs
 from attnswitch.problem import Problem
 
-from . import arguments, hopper, memory, portable, run
+from . import arguments, memory, run
 from .arguments import Arguments
+from .backward import BackwardLaunches, turned
+from .forward import ForwardLaunches
 
 __all__ = ["backward", "forward"]
 
@@ -23,7 +25,7 @@ _AT_MASK, _AT_REST = Arguments.mask.offset, Arguments.lse.offset
 _ADDRESS = struct.Struct("=q")
 
 
-def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs: Inputs, general: Forward) -> Forward:
+def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: Forward) -> Forward:
     """Output, and lse if ``problem`` asks for it or for gradients, of torch tensors on a GPU that lie like ``inputs``.
 
     ``general`` takes the calls that are made while another GPU is the current one. Raises ``CompileError``.
@@ -65,7 +67,7 @@ def forward(problem: Problem, launch: portable.Forward | hopper.Forward, inputs:
     return attend
 
 
-def backward(problem: Problem, launch: portable.Launches, inputs: Inputs, general: Backward) -> Backward:
+def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general: Backward) -> Backward:
     """Gradients of torch tensors on a GPU that lie like ``inputs``; those that are given may lie in any way.
 
     ``general`` takes the calls that are made while another GPU is the current one, or whose lengths lie otherwise.
@@ -76,16 +78,14 @@ def backward(problem: Problem, launch: portable.Launches, inputs: Inputs, genera
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     constants = Arguments.from_buffer_copy(arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths))
     lengths_lie = _lie(inputs.key_lengths)
-    constants.turned = portable.turned(inputs)
+    constants.turned = turned(inputs)
     lying = zip(inputs[:3], launch.dims, strict=True)
     of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
     of_mask = launch.mask_shape
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
     mapped = any(step.mapped for step in launch.steps)
     launches = [(run.loaded(step.variant, index), step) for step in launch.steps if step.blocks]
-    survey = launch.survey
-    looks = None if survey is None else survey.looks(inputs.attn_mask)
-    looking = None if survey is None else run.loaded(survey.variant, index)
+    look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
     #: Strides of outputs and their gradients that are read where they lie, if their address is a multiple of 16.
     known: set[tuple[int, ...]] = set()
 
@@ -134,10 +134,7 @@ def backward(problem: Problem, launch: portable.Launches, inputs: Inputs, genera
             0 if grad_mask is None else grad_mask.data_ptr(),
         )
         at, where = ctypes.addressof(a), stream(index)
-        looked = None
-        if survey is not None and looks is not None and looking is not None:
-            looked = survey.space(space, a, looks)
-            run.send(looking, survey.variant, looks.blocks, where, at)
+        looked = None if look is None else look(a, space, where)
         maps: tuple[int, ...] = ()
         if mapped:
             places = (operands[:5], operands[5:10], operands[10:], (at_grad, *by_grad))

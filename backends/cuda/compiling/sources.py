@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 __all__ = ["FOLDER", "files", "of_gpus"]
 
 #: Where a compiler that reads files finds them.
-FOLDER = Path(str(resources.files(__package__))) / "src"
+FOLDER = Path(__file__).parents[1] / "src"
 
 
 @functools.cache

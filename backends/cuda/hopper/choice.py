@@ -7,14 +7,14 @@ import math
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from .classes import per_class
-from .tiles import HOPPER_SMS, HopperGradients, HopperTile, hopper_bias, hopper_dims, hopper_gradient_dim
+from ...own import arithmetic
+from ..classes import per_class
+from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim
 
 __all__ = ["gradients", "ranked", "splits"]
 
-#: Tiles by head dimensions, with times on an H200; README.md has what was measured beside them. Those of 96 and of
-#: 192/128 are not measured yet: they are reckoned from their neighbours' by operations.
+#: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them. Those of
+#: 96 and of 192/128 are not measured yet: they are reckoned from their neighbours' by operations.
 _TILES = {
     (64, 64): (
         HopperTile(192, 128, begin=3.5, step=1.38),
@@ -69,14 +69,13 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
     """Each tile, after what puts it behind the others however fast it is."""
     # What is continued pays where tiles of rows take as long as one another.
     uneven = _uneven(problem)
-    found = (_BIASED if hopper_bias(problem) else _TILES)[hopper_dims(problem)]
+    found = (_BIASED if bias(problem) else _TILES)[dims(problem)]
     return [((_crowded(problem, tile), uneven and tile.continued), tile) for tile in found]
 
 
-def gradients(problem: Problem) -> HopperGradients | None:
-    """The tile of the backward, if it has one for the head dimension."""
-    dim = hopper_gradient_dim(problem)
-    return None if dim is None else _GRADIENTS[dim]
+def gradients(problem: Problem) -> HopperGradients:
+    """The tile of the backward."""
+    return _GRADIENTS[gradient_dim(problem)]
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
@@ -85,7 +84,7 @@ def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
     blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
     total, longest = _queries(p, tile)
     sums = blocks * tile.keys * (p.dim_qk + p.dim_v) / 1e6
-    sms = device.sms or HOPPER_SMS
+    sms = device.sms or SMS
 
     def time(parts: int) -> float:
         share = (blocks * parts * tile.begin + p.batch * p.heads_q * total * tile.step) / sms
@@ -115,7 +114,7 @@ def _queries(p: Problem, tile: HopperGradients) -> tuple[int, int]:
 def _time(problem: Problem, device: Device, tile: HopperTile) -> float:
     """About how many microseconds the SM with most to do takes, beside what any launch does."""
     rows = arithmetic.tiles(problem.seq_q, tile.queries)
-    share = problem.batch * problem.heads_q * rows / (device.sms or HOPPER_SMS)
+    share = problem.batch * problem.heads_q * rows / (device.sms or SMS)
     launch = _CONTINUING if tile.continued else 0.0
     if problem.positional:  # tiles of all sizes, the longest first, which fill gaps
         steps, longest = _steps(problem, tile)
@@ -158,7 +157,7 @@ def _crowded(problem: Problem, tile: HopperTile) -> bool:
     """Whether bits of a mask or of dropout, or a tanh, spill: beside sums of three consumers, or of D 256."""
     three = tile.queries > 128
     if arithmetic.capped(problem):
-        return three or tile.keys * hopper_dims(problem)[1] > 2**14
+        return three or tile.keys * dims(problem)[1] > 2**14
     if problem.mask is not None and three and tile.continued:
         return True
     return (problem.mask is not None or problem.dropout > 0.0) and three and tile.keys > 80

@@ -9,10 +9,11 @@ from typing import Any
 
 from attnswitch.machine.builds import Build
 
-from . import cubins, driver, emulator, memory, workspace
+from ..compiling import cubins
+from ..compiling.variant import Variant
+from . import driver, emulator, memory, workspace
 from .arguments import Arguments
 from .tensor_maps import TensorMap
-from .variant import Variant
 
 __all__ = ["COUNTER", "builds", "loaded", "send", "start"]
 

@@ -10,15 +10,15 @@ from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from . import arguments, memory, run, workspace
-from .arguments import Arguments, put
-from .classes import per_class
-from .config import CudaConfig
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments, memory, run, workspace
+from ..launching.arguments import Arguments, put
+from ..launching.forward import ForwardLaunches
+from ..launching.tensor_maps import TensorMap, tensor_map
 from .survey import Survey
-from .tensor_maps import TensorMap, tensor_map
-from .tiles import HOPPER_SMS, HopperTile, hopper_bias, hopper_dims, hopper_shared
-from .variant import Variant
+from .tiles import SMS, HopperTile, bias, dims, shared
 
 __all__ = ["Forward"]
 
@@ -26,18 +26,13 @@ __all__ = ["Forward"]
 _ROWS = 64
 
 
-class Forward:
+class Forward(ForwardLaunches):
     """Writes output and lse: one launch of as many blocks as SMs, which take tiles of queries as they are done.
 
     A bool mask takes a launch before it, and memory meanwhile: see ``Survey``.
     """
 
-    #: Whether an lse is written, be it asked for or not.
-    needs_lse = False
-
-    def __init__(self, p: Problem, chosen: CudaConfig, device: Device) -> None:
-        tile = chosen.forward
-        assert isinstance(tile, HopperTile)
+    def __init__(self, p: Problem, tile: HopperTile, device: Device) -> None:
         heads = p.batch * p.heads_q
         self.constants = arguments.constants(p, min(arithmetic.heads_a_section(p), max(1, heads)))
         keys = p.batch, p.heads_kv, p.seq_k
@@ -47,12 +42,12 @@ class Forward:
             ((*keys, p.dim_qk), tile.keys),
             ((*keys, p.dim_v), tile.keys),
         ]
-        self._biased = bool(bias := hopper_bias(p))
+        self._biased = bool(bias(p))
         if self._biased:
-            self._mapped.append((_mask_shape(p), _ROWS if bias == 1 else 1))
+            self._mapped.append((_mask_shape(p), _ROWS if bias(p) == 1 else 1))
         self._dtype = p.dtype
         rows = heads * arithmetic.tiles(p.seq_q, tile.queries)
-        self.blocks = min(rows, device.sms or HOPPER_SMS)
+        self.blocks = min(rows, device.sms or SMS)
         self._counts = rows > self.blocks
         self.variant = _forward(p, tile)
         self._survey = Survey(p, tile.keys) if p.mask is not None and p.mask.is_bool else None
@@ -75,7 +70,7 @@ class Forward:
         run.start(self.variant, self.blocks, a, out, maps, self._counts)
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
-        """See ``portable.Forward.bound``."""
+        """See ``launching.forward``."""
         function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
         operands: tuple[Any, ...] = inputs[: len(self._mapped)]
         steps = [operand.stride() for operand in operands]
@@ -87,13 +82,11 @@ class Forward:
             return *(operand.pointer for operand in maps), ctypes.addressof(a)
 
         if self._survey is not None:
-            survey = self._survey
-            looks, looking = survey.looks(inputs.attn_mask), run.loaded(survey.variant, index)
+            look = self._survey.bound(inputs.attn_mask, index)
 
             def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
                 passed = pointers(a, at)
-                space = survey.space(like, a, looks)
-                run.send(looking, survey.variant, looks.blocks, stream, ctypes.addressof(a))
+                space = look(a, like, stream)
                 run.send(function, variant, blocks, stream, *passed, beside=True)
                 del space
 
@@ -121,22 +114,21 @@ class Forward:
 
 @per_class
 def _forward(p: Problem, tile: HopperTile) -> Variant:
-    dims, bias = hopper_dims(p), hopper_bias(p)
     return Variant(
         "forward",
         p.dtype,
         tile.queries,
         tile.keys,
-        *dims,
+        *dims(p),
         warps=4 * (1 + tile.queries // _ROWS),
         stages=tile.stages,
-        shared=hopper_shared(tile, *dims, bias),
+        shared=shared(tile, p),
         flags=(
             ("CONTINUED", int(tile.continued)),
             ("MASKED", int(p.mask is not None and p.mask.is_bool)),
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("DROPOUT", int(p.dropout > 0.0)),
-            ("BIAS", bias),
+            ("BIAS", bias(p)),
         ),
         family="hopper",
     )

@@ -1,31 +1,25 @@
-"""Tiles of the CUDA kernels, what of a problem decides how they are filled, and the shared memory that they take."""
+"""Tiles of the portable kernels, what of a problem decides how they are filled, and the shared memory they take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem.cost import kv_bytes
 
-from ..own import arithmetic
+from ...own import arithmetic
 
 __all__ = [
     "FEW",
-    "HOPPER_SMS",
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
-    "HopperGradients",
-    "HopperTile",
     "Tile",
     "block",
     "fits",
-    "hopper_bias",
-    "hopper_dims",
-    "hopper_gradient_dim",
-    "hopper_gradients_shared",
-    "hopper_shared",
     "left",
     "merging_shared",
     "on_tensor_cores",
+    "once",
     "packs",
     "room",
     "rows",
@@ -41,13 +35,8 @@ _MOST_COLUMNS = 256
 ROWS_A_BLOCK = 4
 #: Warps of a block that merges many splits of a row.
 MERGING_WARPS = 8
-#: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
-HOPPER_SMS = 132
-#: Head dimensions, of key and of value, that Hopper's forward is compiled for, and its backward.
-_HOPPER_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-_HOPPER_GRADIENT_DIMS = (64, 128)
-#: Columns that an operand has side by side in shared memory.
-_PANEL = 64
+#: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
+_ONCE = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,42 +66,6 @@ class Tile:
         return f"{self.queries}x{self.keys} w{self.warps} s{self.stages} r{self.resident}{kind}"
 
 
-@dataclass(frozen=True, slots=True)
-class HopperTile:
-    """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
-
-    ``continued``: the next rows' first product runs beside the last of these. ``begin``, ``step``: microseconds that a
-    tile of rows takes to begin and to end with, and for each tile of keys.
-    """
-
-    queries: int
-    keys: int
-    stages: int = 2
-    continued: bool = False
-    begin: float = 0.0
-    step: float = 0.0
-
-    def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class HopperGradients:
-    """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
-
-    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
-    """
-
-    keys: int
-    queries: int
-    stages: int
-    begin: float = 0.0
-    step: float = 0.0
-
-    def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}"
-
-
 def on_tensor_cores(problem: Problem) -> bool:
     """Whether products run on tensor cores (``mma.cuh``) or on the ordinary units (``simt.cuh``)."""
     return problem.dtype in ("float16", "bfloat16")
@@ -129,23 +82,6 @@ def block(dim: int, problem: Problem, tile: Tile) -> int:
     return -(-dim // step) * step
 
 
-def hopper_dims(problem: Problem) -> tuple[int, int]:
-    """The head dimensions of key and value as Hopper's forward sees them: TMA fills up with zeros."""
-    return next((d, dv) for d, dv in _HOPPER_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
-
-
-def hopper_bias(problem: Problem) -> int:
-    """BIAS of Hopper's forward: 0 without a float mask, 1 where it has rows for queries, 2 where all share one."""
-    if problem.mask is None or problem.mask.is_bool:
-        return 0
-    return 1 if "q" in problem.mask.axes else 2
-
-
-def hopper_gradient_dim(problem: Problem) -> int | None:
-    """That of key and value alike as its backward sees it; none if it is too large."""
-    return next((d for d in _HOPPER_GRADIENT_DIMS if d >= max(problem.dim_qk, problem.dim_v)), None)
-
-
 def packs(problem: Problem) -> bool:
     """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
     return problem.group > 1 and problem.seq_q * problem.group <= 64
@@ -156,12 +92,19 @@ def rows(problem: Problem) -> int:
     return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
-def shared(kernel: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
+def once(problem: Problem, tile: Tile) -> bool:
+    """Whether keys and values, each of which one block reads, are the first to leave the L2.
+
+    Not with one stage: there ptxas 13.0 writes copies by a descriptor in an odd register, which no GPU takes.
+    """
+    if tile.stages == 1:
+        return False
+    one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
+    return one_tile and kv_bytes(problem) <= _ONCE
+
+
+def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
-    if isinstance(tile, HopperTile):
-        return hopper_shared(tile, *hopper_dims(problem), hopper_bias(problem))
-    if isinstance(tile, HopperGradients):
-        return hopper_gradients_shared(tile, hopper_gradient_dim(problem) or 0)
     size, real = DTYPES[problem.dtype], _real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem, tile) + pad for n in (problem.dim_qk, problem.dim_v))
@@ -192,21 +135,6 @@ def merging_shared(problem: Problem) -> int:
 def _real(problem: Problem) -> int:
     """Bytes of a number as the kernels add up: float32, or float64 for float64."""
     return 8 if problem.dtype == "float64" else 4
-
-
-def hopper_shared(tile: HopperTile, dim: int, dim_v: int, bias: int = 0) -> int:
-    """Bytes of shared memory that a block of Hopper's forward takes, barriers included; ``bias``: ``hopper_bias``."""
-    queries = tile.queries * (2 if dim <= (64 if bias else 128) else 1)
-    width, width_v, columns = (-(-n // _PANEL) * _PANEL for n in (dim, dim_v, tile.keys))
-    biases = (0, tile.queries, 8)[bias] * columns
-    return 2 * (queries * width + tile.stages * (tile.keys * (width + width_v) + biases)) + 1024
-
-
-def hopper_gradients_shared(tile: HopperGradients, dim: int) -> int:
-    """Bytes of shared memory that a block of Hopper's backward takes, barriers included."""
-    rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
-    return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024
 
 
 def room(tile: Tile, kernel: str, problem: Problem, shared_memory: int) -> int:

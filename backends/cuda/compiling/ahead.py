@@ -17,8 +17,6 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import nvrtc, packs
-from .config import configs
-from .kernel import CudaKernel
 from .variant import Variant
 
 __all__ = ["architecture", "pack", "usual", "variants"]
@@ -40,9 +38,11 @@ def architecture(device: Device) -> str:
 
 
 def variants(
-    devices: Iterable[Device], refused: Callable[[Problem, Device], Iterator[str]]
+    devices: Iterable[Device],
+    refused: Callable[[Problem, Device], Iterator[str]],
+    launched: Callable[[Problem, Device], Iterable[Variant]],
 ) -> dict[str, list[Variant]]:
-    """By architecture, what those of the usual problems launch that nothing is ``refused`` of.
+    """By architecture, what those of the usual problems have ``launched`` that nothing is ``refused`` of.
 
     Raises ``InvalidProblem`` for a device of which all are.
     """
@@ -53,8 +53,7 @@ def variants(
         for problem in usual():
             reason = next(refused(problem, device), None)
             if reason is None:
-                kernel = CudaKernel(problem, next(configs(problem, device)), device)
-                taken.update(dict.fromkeys(kernel.variants()))
+                taken.update(dict.fromkeys(launched(problem, device)))
             else:
                 reasons.append(reason)
         if not taken:

@@ -11,9 +11,9 @@ from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 from attnswitch.problem.philox import BITS
 
-from ..own import arithmetic
+from ...own import arithmetic
+from ..classes import per_class
 from . import memory
-from .classes import per_class
 
 __all__ = ["Arguments", "Divisor", "Operand", "constants", "divide", "lying", "mask_kind", "of_call", "put", "seed"]
 

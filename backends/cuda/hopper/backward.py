@@ -7,15 +7,15 @@ from typing import Any
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from . import arguments, memory, portable
-from .classes import per_class
-from .hopper_tiles import splits
-from .portable import Step
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments, memory
+from ..launching.backward import BackwardLaunches, Step
+from ..launching.tensor_maps import TensorMap, tensor_map
+from .choice import splits
 from .survey import Survey
-from .tensor_maps import TensorMap, tensor_map
-from .tiles import HopperGradients, hopper_gradient_dim, hopper_gradients_shared
-from .variant import Variant
+from .tiles import HopperGradients, gradient_dim, gradients_shared
 
 __all__ = ["Backward"]
 
@@ -25,16 +25,16 @@ _ROWS, _WARPS = 64, 4
 _SECTION = 24 * 2**20
 
 
-class Backward(portable.Launches):
+class Backward(BackwardLaunches):
     """Gradients of query, key and value: three launches, of which the second computes, and one more for a bool mask.
 
-    The first makes of each row what that one works on beside the inputs, as that of ``portable.Backward`` does, and
+    The first makes of each row what that one works on beside the inputs, as the portable backward's does, and
     fills with 0 what dQ is added up in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums,
     and of those of dK and dV where the queries of the same keys are split among blocks.
     """
 
     def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
-        padded, dim = arithmetic.padded(p), _dim(p)
+        padded, dim = arithmetic.padded(p), gradient_dim(p)
         rows = p.batch * p.heads_q * padded
         keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * tile.keys
         parts = splits(p, device, tile)
@@ -52,7 +52,7 @@ class Backward(portable.Launches):
             Step(_of_rows(p, "finish"), (of_queries + of_keys) // _ROWS, 0, beside=True),
         ]
         if p.mask is not None:
-            self.survey = Survey(p, tile.keys)
+            self.look = Survey(p, tile.keys)
         queries, by_keys = (p.batch, p.heads_q, p.seq_q), (p.batch, p.heads_kv, p.seq_k)
         #: Shapes of query, key, value and the output's gradient, and rows of each that a load brings.
         self._mapped = (
@@ -76,7 +76,7 @@ class Backward(portable.Launches):
 
 @per_class
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
-    dim = _dim(p)
+    dim = gradient_dim(p)
     return Variant(
         "backward",
         p.dtype,
@@ -86,7 +86,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         dim,
         warps=_WARPS * (1 + tile.keys // _ROWS),
         stages=tile.stages,
-        shared=hopper_gradients_shared(tile, dim),
+        shared=gradients_shared(tile, p),
         flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
         family="hopper",
     )
@@ -94,11 +94,5 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
 
 @per_class
 def _of_rows(p: Problem, kernel: str) -> Variant:
-    dim = _dim(p)
+    dim = gradient_dim(p)
     return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim, warps=_WARPS, family="hopper")
-
-
-def _dim(p: Problem) -> int:
-    dim = hopper_gradient_dim(p)
-    assert dim is not None  # families.py says why not
-    return dim

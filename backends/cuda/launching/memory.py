@@ -7,12 +7,29 @@ for the emulator. Results on the CPU start out as NaN, so that what is not writt
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from typing import Any
 
 from attnswitch.arrays import library_of
+from attnswitch.problem import DTYPES, Memory
 
-__all__ = ["address", "dense", "dtype_name", "empty", "index", "like", "on", "on_cpu", "place", "stream", "turned"]
+__all__ = [
+    "address",
+    "contiguous",
+    "copied",
+    "dense",
+    "dtype_name",
+    "empty",
+    "index",
+    "layout",
+    "like",
+    "on",
+    "on_cpu",
+    "place",
+    "stream",
+    "turned",
+]
 
 
 _HERE = contextlib.nullcontext()
@@ -34,6 +51,19 @@ def place(array: Any) -> tuple[int, ...]:
     if _library(array) == "torch":
         return array.data_ptr(), *array.stride()
     return address(array), *(stride // array.itemsize for stride in array.strides)
+
+
+def layout(array: Any) -> Memory:
+    """How ``array`` lies, as far as copies care."""
+    at, *steps = place(array)
+    size = array.itemsize
+    strided = array.shape[3] > 1 and steps[3] != 1
+    return Memory(align=math.gcd(16, at, *(stride * size for stride in steps[:3])), strided=strided)
+
+
+def copied(operand: Memory, dtype: str) -> int:
+    """Bytes that one copy may move."""
+    return DTYPES[dtype] if operand.strided else max(operand.align, DTYPES[dtype])
 
 
 def dtype_name(array: Any) -> str:
@@ -69,6 +99,18 @@ def dense(array: Any) -> Any:
     if _library(array) == "torch":
         return array.clone(memory_format=sys.modules["torch"].contiguous_format)
     return array.copy(order="C")
+
+
+def contiguous(array: Any) -> Any:
+    """(B, H, L) without gaps, as the kernels read it."""
+    if array is None:
+        return None
+    _, h, length = array.shape
+    wanted = (h * length, length, 1)
+    steps = place(array)[1:]
+    if all(step == want for size, step, want in zip(array.shape, steps, wanted, strict=True) if size > 1):
+        return array
+    return array.contiguous() if hasattr(array, "contiguous") else array.copy(order="C")
 
 
 def turned(query: Any) -> bool:

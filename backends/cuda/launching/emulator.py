@@ -18,10 +18,10 @@ from pathlib import Path
 
 from attnswitch.errors import CompileError
 
-from . import cache, sources
+from ..compiling import cache, sources
+from ..compiling.variant import Variant
 from .arguments import Arguments
 from .tensor_maps import EmulatedMap, TensorMap
-from .variant import Variant
 
 __all__ = ["VARIABLE", "Library", "build", "is_wanted", "launch", "load", "unavailable"]
 

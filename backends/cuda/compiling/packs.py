@@ -20,7 +20,7 @@ from attnswitch import files
 __all__ = ["OWN", "Pack", "any_there", "cached", "has", "kept", "kernel", "there", "write"]
 
 #: What comes with the package.
-OWN = Path(__file__).parent / "packs"
+OWN = Path(__file__).parents[1] / "packs"
 _INDEX = "index.json"
 
 

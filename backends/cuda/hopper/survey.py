@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attnswitch.problem import Problem
 
-from ..own import arithmetic
-from . import memory, run
-from .arguments import Arguments
-from .classes import per_class
-from .variant import Variant
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import memory, run
+from ..launching.arguments import Arguments
+from ..launching.backward import Look
 
 __all__ = ["Survey"]
 
@@ -22,7 +25,7 @@ _WARPS, _RESIDENT, _TILES = 16, 2, 8
 _BITS, _HEAD = 32, 4
 
 
-class Survey:
+class Survey(Look):
     """One look at a bool mask: which tiles of keys it hides, and its bits (``src/hopper/mask.cuh``).
 
     Memory that it takes, until the next kernel is done: 16 bytes for each row of the mask and tile of ``keys`` keys,
@@ -36,12 +39,23 @@ class Survey:
 
     def __call__(self, mask: Any, a: Arguments) -> Any:
         """Launch it. Returns the memory that ``a`` then points to, the forward's counter included, which is 0."""
-        looks = self.looks(mask)
-        space = self.space(mask, a, looks)
+        looks = self._looks(mask)
+        space = _space(mask, a, looks)
         run.start(self.variant, looks.blocks, a, space)
         return space
 
-    def looks(self, mask: Any) -> _Looks:
+    def bound(self, mask: Any, index: int) -> Callable[[Arguments, Any, int], Any]:
+        """See ``Look.bound``."""
+        looks, function, variant = self._looks(mask), run.loaded(self.variant, index), self.variant
+
+        def look(a: Arguments, like: Any, stream: int) -> Any:
+            space = _space(like, a, looks)
+            run.send(function, variant, looks.blocks, stream, ctypes.addressof(a))
+            return space
+
+        return look
+
+    def _looks(self, mask: Any) -> _Looks:
         """What a launch has to do for a mask that lies like this one."""
         _, *steps = memory.place(mask)
         b, h, rows = (n if step else 1 for n, step in zip(mask.shape[:3], steps[:3], strict=True))
@@ -49,14 +63,6 @@ class Survey:
         sets = arithmetic.tiles(2 * b * h * groups * words, _HEAD) * _HEAD
         bits = 4 * b * h * self._tiles * (1 if rows == 1 else groups * _ROWS)
         return _Looks(b, h, rows, sets, bits, b * h * groups * words * (_BITS // _TILES))
-
-    def space(self, mask: Any, a: Arguments, looks: _Looks) -> Any:
-        """Memory for it, which ``a`` then points to."""
-        a.mask_batch, a.mask_heads, a.mask_rows = looks[:3]
-        space = memory.empty((_HEAD + looks.sets + looks.bits,), mask, "int32")
-        at = memory.address(space)
-        a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + looks.sets)
-        return space
 
 
 class _Looks(NamedTuple):
@@ -68,6 +74,15 @@ class _Looks(NamedTuple):
     sets: int
     bits: int
     blocks: int
+
+
+def _space(like: Any, a: Arguments, looks: _Looks) -> Any:
+    """Memory of the library and on the GPU of ``like`` for it, which ``a`` then points to."""
+    a.mask_batch, a.mask_heads, a.mask_rows = looks[:3]
+    space = memory.empty((_HEAD + looks.sets + looks.bits,), like, "int32")
+    at = memory.address(space)
+    a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + looks.sets)
+    return space
 
 
 @per_class

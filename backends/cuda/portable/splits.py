@@ -7,8 +7,8 @@ import functools
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from .classes import per_class
-from .tiles import HopperTile, Tile, on_tensor_cores, packs, room
+from ..classes import per_class
+from .tiles import Tile, on_tensor_cores, packs, room
 
 __all__ = ["MERGED", "PARTS", "WHOLE", "how", "schedule"]
 
@@ -25,11 +25,11 @@ _EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
 _STEP, _ORDINARY = 2**20, 7
 
 
-def how(tile: Tile | HopperTile, splits: int) -> int:
+def how(tile: Tile, splits: int) -> int:
     """Which of ``WHOLE``, ``PARTS`` and ``MERGED`` as many splits are."""
     if splits == 1:
         return WHOLE
-    return MERGED if isinstance(tile, Tile) and tile.apart and splits <= _MOST_MERGED else PARTS
+    return MERGED if tile.apart and splits <= _MOST_MERGED else PARTS
 
 
 def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:

@@ -1,0 +1,87 @@
+"""Tiles of Hopper's kernels, and the shared memory that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnswitch.problem import Problem
+
+__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dim", "gradients_shared", "shared"]
+
+#: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
+SMS = 132
+#: Head dimensions, of key and of value, that the forward is compiled for, and those of the backward.
+_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+_GRADIENT_DIMS = (64, 128)
+#: Columns that an operand has side by side in shared memory.
+_PANEL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Rows of queries, 64 to a warpgroup, and of keys in a tile of Hopper's forward, and stages of keys and values.
+
+    ``continued``: the next rows' first product runs beside the last of these. ``begin``, ``step``: microseconds that a
+    tile of rows takes to begin and to end with, and for each tile of keys.
+    """
+
+    queries: int
+    keys: int
+    stages: int = 2
+    continued: bool = False
+    begin: float = 0.0
+    step: float = 0.0
+
+    def __str__(self) -> str:
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class HopperGradients:
+    """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
+
+    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
+    """
+
+    keys: int
+    queries: int
+    stages: int
+    begin: float = 0.0
+    step: float = 0.0
+
+    def __str__(self) -> str:
+        return f"hopper {self.queries}x{self.keys} s{self.stages}"
+
+
+def dims(problem: Problem) -> tuple[int, int]:
+    """The head dimensions of key and value as the forward sees them: TMA fills up with zeros."""
+    return next((d, dv) for d, dv in _DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
+
+
+def gradient_dim(problem: Problem) -> int:
+    """That of key and value alike as the backward sees it."""
+    return min(dim for dim in _GRADIENT_DIMS if dim >= max(problem.dim_qk, problem.dim_v))
+
+
+def bias(problem: Problem) -> int:
+    """BIAS of the forward: 0 without a float mask, 1 where it has rows for queries, 2 where all share one."""
+    if problem.mask is None or problem.mask.is_bool:
+        return 0
+    return 1 if "q" in problem.mask.axes else 2
+
+
+def shared(tile: HopperTile, problem: Problem) -> int:
+    """Bytes of shared memory that a block of the forward takes, barriers included."""
+    kind = bias(problem)
+    width, width_v, columns = (-(-n // _PANEL) * _PANEL for n in (*dims(problem), tile.keys))
+    queries = tile.queries * (2 if width <= (64 if kind else 128) else 1)
+    biases = (0, tile.queries, 8)[kind] * columns
+    return 2 * (queries * width + tile.stages * (tile.keys * (width + width_v) + biases)) + 1024
+
+
+def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
+    """Bytes of shared memory that a block of the backward takes, barriers included."""
+    dim = gradient_dim(problem)
+    rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
+    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
+    return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024

@@ -1,0 +1,119 @@
+"""A backward of either family as launches: laid out once for a problem, and given the arrays of every call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from attnswitch.machine.backend import Gradients, Inputs
+from attnswitch.problem import Problem
+
+from ..compiling.variant import Variant
+from . import arguments, memory, run
+from .arguments import Arguments, put
+from .tensor_maps import TensorMap
+
+__all__ = ["BackwardLaunches", "Look", "Step", "turned"]
+
+
+class Step(NamedTuple):
+    """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
+
+    ``mapped``: it is passed tensor maps of query, key, value and the output's gradient. ``beside``: see ``run.start``.
+    """
+
+    variant: Variant
+    blocks: int
+    section: int
+    mapped: bool = False
+    beside: bool = False
+
+
+class Look(ABC):
+    """A launch before the others: it looks at a mask, and leaves what it finds in memory of its own."""
+
+    variant: Variant
+
+    @abstractmethod
+    def __call__(self, mask: Any, a: Arguments) -> Any:
+        """Launch it. Returns the memory that ``a`` then points to."""
+
+    @abstractmethod
+    def bound(self, mask: Any, index: int) -> Callable[[Arguments, Any, int], Any]:
+        """How to launch it on GPU ``index``, the current one, for masks that lie like this one.
+
+        That takes arguments which say where the mask is, an array of the library to take memory of, and the stream, and
+        returns the memory that the arguments then point to.
+        """
+
+
+class BackwardLaunches:
+    """A backward in several launches, and the memory between them.
+
+    ``counts`` are the numbers, of lse's type, that lie in it: of base, of delta, of the sums of dQ, and of the parts of
+    dK and dV. ``least`` is how many bytes one copy of the gradient of the output moves at least.
+    """
+
+    def __init__(self, p: Problem, constants: Arguments, counts: tuple[int, int, int, int], least: int) -> None:
+        self.constants = constants
+        dims = zip("qkv", (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
+        #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
+        self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
+        self.mask_shape = p.mask_shape if "m" in p.grads else None
+        #: Numbers of the memory, and where in it base, delta, sums and parts begin, in bytes.
+        self.space = sum(counts)
+        size = 8 if p.dtype == "float64" else 4
+        self.begins = tuple(size * sum(counts[:n]) for n in range(len(counts)))
+        self._dtype, self._bytes = p.dtype, least
+        #: What is launched, in that order; before it, a look at a mask.
+        self.steps: list[Step] = []
+        self.look: Look | None = None
+
+    def variants(self) -> tuple[Variant, ...]:
+        """What is launched, in that order."""
+        steps = tuple(step.variant for step in self.steps)
+        return steps if self.look is None else (self.look.variant, *steps)
+
+    def maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
+        """Those that ``Step.mapped`` launches are passed, of operands at these places."""
+        return ()
+
+    def readable(self, rows: Any) -> Any:
+        """The output, or its gradient; or a dense copy where rows lie so that the kernels would read less at once.
+
+        How they lie is no part of the problem, and each way would be one more kernel to compile.
+        """
+        return rows if memory.copied(memory.layout(rows), self._dtype) >= self._bytes else memory.dense(rows)
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        """Launch it."""
+        a = arguments.of_call(self.constants, inputs)
+        out, grad_out = self.readable(out), self.readable(grad_out)
+        put(a, Arguments.out.offset, out)
+        put(a, Arguments.grad_out.offset, grad_out)
+        lse, grad_lse = memory.contiguous(lse), memory.contiguous(grad_lse)
+        a.lse, a.grad_lse = memory.address(lse), None if grad_lse is None else memory.address(grad_lse)
+        space = memory.empty((self.space,), lse)
+        a.base, a.delta, a.sums, a.parts = (memory.address(space) + begin for begin in self.begins)
+        a.turned = turned(inputs)
+        q, k, v = (
+            None if dim is None else memory.like(operand, dim)
+            for operand, dim in zip(inputs[:3], self.dims, strict=True)
+        )
+        grads = Gradients(q, k, v, self.mask_shape and memory.empty(self.mask_shape, inputs.attn_mask))
+        a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
+            None if grad is None else memory.address(grad) for grad in grads
+        )
+        looked = None if self.look is None else self.look(inputs.attn_mask, a)
+        maps = self.maps(*(memory.place(array) for array in (*inputs[:3], grad_out)))
+        for step in self.steps:
+            a.section = step.section
+            run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)
+        del looked  # not before: what it points to is the next launch's from here on
+        return grads
+
+
+def turned(inputs: Inputs) -> int:
+    """Bits of the gradients of query, key and value whose heads lie inside L, as those of their operands."""
+    return sum(memory.turned(operand) << at for at, operand in enumerate(inputs[:3]))

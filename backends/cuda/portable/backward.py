@@ -1,0 +1,66 @@
+"""Launches of the portable backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnswitch.problem import DTYPES, Problem
+
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments
+from ..launching.backward import BackwardLaunches, Step
+from . import variants
+from .tiles import ROWS_A_BLOCK, Tile
+
+__all__ = ["Backward"]
+
+
+class Backward(BackwardLaunches):
+    """Gradients of what the problem asks for: three launches or four, and one more for a mask.
+
+    The first makes of each row what the others work on beside the inputs: ``base`` of its lse and ``delta`` of output
+    and gradients, both (B, Hq, Lq padded to whole tiles). They may be of more keys than there are here.
+
+    ``keys``, ``query`` and ``mask`` are the tiles of the gradients of key and value, of query, and of a float mask.
+    ``together``: those of key and value are made by one launch.
+    """
+
+    def __init__(self, p: Problem, keys: Tile, query: Tile, mask: Tile, *, together: bool) -> None:
+        generic = keys.generic
+        rows = p.batch * p.heads_q * arithmetic.padded(p)
+        least = DTYPES[p.dtype] if generic else variants.dense_bytes(p)
+        super().__init__(p, arguments.constants(p, generic=generic), (rows, rows, 0, 0), least)
+        self._rows = rows
+        self.steps = list(self._launches(p, keys, query, mask, together))
+
+    def _launches(self, p: Problem, keys: Tile, query: Tile, mask: Tile, together: bool) -> Iterator[Step]:
+        folds = arithmetic.folds(p) and not keys.generic
+        yield Step(variants.of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
+        heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
+        if "q" in p.grads:
+            blocks = heads_q * arithmetic.tiles(p.seq_q, query.queries)
+            section = min(arithmetic.heads_a_section(p), max(1, heads_q))
+            yield Step(_gradient(p, "query_gradient", query), blocks, section)
+        section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads_kv))
+        wanted = "".join(letter for letter in "kv" if letter in p.grads)
+        if wanted and keys.generic and together:  # it makes both, and writes what is asked for
+            wanted = "kv"
+        for letters in (wanted,) if wanted and together else wanted:
+            blocks = heads_kv * arithmetic.tiles(p.seq_k, keys.keys)
+            yield Step(_gradient(p, "key_gradients", keys, letters), blocks, section)
+        if "m" in p.grads and p.mask_shape is not None:
+            b, h, q, k = p.mask_shape
+            a = self.constants
+            a.mask_batch, a.mask_heads, a.mask_rows, a.mask_columns = b, h, q, k
+            down = arithmetic.tiles(q, mask.queries) if q != 1 else 1
+            across = arithmetic.tiles(k, mask.keys) if k != 1 else 1
+            yield Step(_gradient(p, "mask_gradient", mask), b * h * down * across, 0)
+
+
+@per_class
+def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "") -> Variant:
+    """``letters`` are those of ``key_gradients``."""
+    own = {"WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)} if letters else {}
+    return variants.of_tile(kernel, p, tile, {**variants.flags(p), **own, "GRAD_OUT_BYTES": variants.dense_bytes(p)})

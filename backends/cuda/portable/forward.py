@@ -1,0 +1,119 @@
+"""Launches of the portable forward."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from attnswitch.machine.backend import Inputs
+from attnswitch.problem import Problem
+
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments, memory, run, workspace
+from ..launching.arguments import Arguments, put
+from ..launching.forward import ForwardLaunches
+from . import tiles, variants
+from .splits import MERGED, PARTS, WHOLE, how
+from .tiles import Tile
+
+__all__ = ["Forward"]
+
+
+class Forward(ForwardLaunches):
+    """Writes output and lse: one launch, and another that merges many splits; of few, the last one's block does."""
+
+    def __init__(self, p: Problem, tile: Tile, splits: int) -> None:
+        packed = tiles.packs(p)
+        pack = p.group if packed else 1
+        heads = p.heads_q // pack
+        rows, chunk = arithmetic.tiles(tiles.rows(p), tile.queries), arithmetic.tiles(p.seq_k, splits * tile.keys)
+        section = min(arithmetic.heads_a_section(p, packed=packed), max(1, p.batch * heads))
+        self.constants = arguments.constants(p, section, generic=tile.generic)
+        arguments.divide(self.constants, p, pack, heads, rows, splits, chunk * tile.keys)
+        self.blocks = p.batch * heads * rows * splits
+        split = how(tile, splits)
+        self.variant = _forward(p, tile, split, tiles.once(p, tile))
+        self.needs_lse = split == PARTS
+        self._problem, self._tile, self._splits, self._split = p, tile, splits, split
+
+    def variants(self) -> tuple[Variant, ...]:
+        """What is launched, in that order."""
+        return (self.variant, _merge(self._problem)) if self._split == PARTS else (self.variant,)
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
+        """Launch it. ``out`` and ``lse`` are written."""
+        a = arguments.of_call(self.constants, inputs)
+        put(a, Arguments.out.offset, out)
+        a.lse = memory.address(lse)
+        if self._split == WHOLE:
+            run.start(self.variant, self.blocks, a, out)
+        elif self._split == MERGED:
+            run.start(self.variant, self.blocks, a, out, left=self._left)
+        else:
+            parts = self._parts(a, lse)
+            run.start(self.variant, self.blocks, a, out)
+            run.start(_merge(self._problem), self._lines, a, out)
+            del parts  # not before: the next launch's is what it points to from here on
+
+    def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
+        """See ``launching.forward``."""
+        function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
+        if self._split == WHOLE:
+
+            def whole(a: Arguments, _: Any, like: Any, stream: int) -> None:
+                run.send(function, variant, blocks, stream, ctypes.addressof(a))
+
+            return whole
+        if self._split == MERGED:
+            left = self._left
+
+            def merged(a: Arguments, _: Any, like: Any, stream: int) -> None:
+                places = workspace.blank(left, like, stream)
+                a.parts = places.address
+                run.send(function, variant, blocks, stream, ctypes.addressof(a))
+
+            return merged
+        merge, lines = _merge(self._problem), self._lines
+        merging = run.loaded(merge, index)
+
+        def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:
+            parts = self._parts(a, lse)
+            run.send(function, variant, blocks, stream, ctypes.addressof(a))
+            run.send(merging, merge, lines, stream, ctypes.addressof(a))
+            del parts
+
+        return apart
+
+    @functools.cached_property
+    def _left(self) -> int:
+        """Bytes that blocks leave to those of the last splits."""
+        return tiles.left(self._problem, self._tile) * (self.blocks - self.blocks // self._splits)
+
+    @functools.cached_property
+    def _lines(self) -> int:
+        p = self._problem
+        return p.batch * p.heads_q * p.seq_q
+
+    def _parts(self, a: Arguments, lse: Any) -> Any:
+        """Memory for what splits come to, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
+        numerators = self._splits * self._lines * self._problem.dim_v
+        parts = memory.empty((numerators + 2 * self._splits * self._lines,), lse)
+        at = memory.address(parts)
+        a.parts, a.sums = at, at + numerators * lse.itemsize
+        return parts
+
+
+@per_class
+def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
+    own = {"LENGTHS": int(p.key_lengths), "SPLIT": split, "ONCE": int(once)}
+    return variants.of_tile("forward", p, tile, {**variants.flags(p), **own})
+
+
+@per_class
+def _merge(p: Problem) -> Variant:
+    plain = variants.of_rows(p, "merge", arithmetic.folds(p))
+    return plain._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p))
