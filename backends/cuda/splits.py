@@ -7,6 +7,7 @@ import functools
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from . import occupancy, portable_tiles
 from .classes import per_class
 from .tiles import HopperTile, Tile, on_tensor_cores, packs, room
 
@@ -39,6 +40,8 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     to end with. So no SM is left without work while others have some, if that can be, and is worth the merging.
     """
     heads, group, at_once, pace = _of_class(problem, tile, device.on_chip)
+    if not tile.apart and portable_tiles.taken(problem, device):
+        at_once = max(1, occupancy.blocks("forward", tile, problem, occupancy.sm(device)))
     blocks = problem.batch * heads * -(-problem.seq_q * group // tile.queries)
     tiles = -(-problem.seq_k // tile.keys)
     if not blocks or not tiles:
