@@ -27,6 +27,8 @@ __all__ = ["ranked", "taken"]
 _WARPS, _STAGES = (4, 8), (1, 2)
 #: Rows of a warp and columns of a tile.
 _ROWS, _COLUMNS = (8, 16, 32), (8, 16, 32, 64, 128)
+#: Registers that are left for a mask or dropout, which the table does not have.
+_SPARE = 7
 #: Rows to which the backward's arrays are padded.
 _MOST_ROWS = 128
 #: Tiles of a class of problems that are compared for its lengths.
@@ -133,7 +135,7 @@ def _steps(problem: Problem, kernel: str, sm: SM) -> list[_Step]:
         tile = Tile(*shape, warps, stages)
         registers = occupancy.registers(kernel, tile, problem) or occupancy.MOST_REGISTERS
         held = occupancy.blocks(kernel, tile, problem, sm)
-        if held and registers < occupancy.MOST_REGISTERS:  # else a mask or dropout has none left
+        if held and registers <= occupancy.MOST_REGISTERS - _SPARE:
             found.append(_step(kernel, tile, problem, sm, held))
     best = sorted(found, key=lambda step: step.pace)[:_FEW]
     alike = _ALIKE * best[0].pace if best else 0.0

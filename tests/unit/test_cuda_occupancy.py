@@ -123,7 +123,7 @@ def test_tiles_are_those_that_spill_nothing(dim: str, dtype: str, device: str) -
     problem, where = long(dim, dtype), Device.named(device)
     for kernel in KERNELS:
         for tile in portable_tiles.ranked(kernel, problem, where):
-            assert occupancy.registers(kernel, tile, problem) < occupancy.MOST_REGISTERS
+            assert occupancy.registers(kernel, tile, problem) <= 248
             assert config._suits(tile, kernel, problem, where.shared_memory) or kernel == "mask_gradient"
             assert tile.stages == 1 or device != "t4", "copies run beside"
 
