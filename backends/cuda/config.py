@@ -17,10 +17,14 @@ from .classes import per_class
 from .families import against_hopper, against_hopper_backward
 from .hopper import choice as hopper_choice
 from .hopper.tiles import HopperGradients, HopperTile
+from .portable import choice as portable_choice
 from .portable.splits import schedule
 from .portable.tiles import FEW, Tile, fits, on_tensor_cores, rows, shrunk
 
 __all__ = ["CudaConfig", "configs"]
+
+#: Rows up to which a tile has all of them.
+_FEWER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     backward = _backward(problem, device)
     if not against_hopper(problem, device):
         for hopper in hopper_choice.ranked(problem, device):
-            yield replace(_with(problem, on_chip, hopper, 1), backward=backward)
+            yield replace(_with(problem, device, hopper, 1), backward=backward)
     best = replace(_heuristic(problem, device), backward=backward)
     yield best
     if best.splits > 1:
@@ -67,17 +71,25 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
     few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
-    for tile in (*searched, *(Tile(FEW, *choice, apart=True) for choice in few)):
+    near = partial(_reckoned, problem=problem, device=device)
+    forwards = near("forward") if rows(problem) > _FEWER else []
+    for tile in dict.fromkeys((*forwards, *searched, *(Tile(FEW, *choice, apart=True) for choice in few))):
         if tile != best.forward and _suits(tile, "forward", problem, on_chip):
             yield replace(best, forward=tile, splits=schedule(problem, device, tile)[1])
     if best.backward is not None:
         yield (best := replace(best, backward=None))
-    for tile in searched if problem.grads else ():
+    if not problem.grads:
+        return
+    for tile in dict.fromkeys((*near("query_gradient"), *searched)):
         if tile != best.query_gradient and _suits(tile, "query_gradient", problem, on_chip):
             yield replace(best, query_gradient=tile)
-        turned = replace(tile, queries=tile.keys, keys=tile.queries)
-        if turned != best.key_gradients and _suits(turned, "key_gradients", problem, on_chip):
-            yield replace(best, key_gradients=turned)
+    turned = (replace(tile, queries=tile.keys, keys=tile.queries) for tile in searched)
+    for tile in dict.fromkeys((*near("key_gradients"), *turned)):
+        if tile != best.key_gradients and _suits(tile, "key_gradients", problem, on_chip):
+            yield replace(best, key_gradients=tile)
+    for tile in near("mask_gradient") if "m" in problem.grads else ():
+        if tile != best.mask_gradient:
+            yield replace(best, mask_gradient=tile)
 
 
 def _backward(problem: Problem, device: Device) -> HopperGradients | None:
@@ -144,13 +156,38 @@ def _generic(problem: Problem, on_chip: int) -> CudaConfig:
 
 def _heuristic(problem: Problem, device: Device) -> CudaConfig:
     forwards = _forwards(problem, device.on_chip)
+    if rows(problem) > _FEWER:
+        forwards = tuple(_reckoned("forward", problem, device)[:1]) or forwards
     _, splits, tile = min([(*schedule(problem, device, tile), tile) for tile in forwards], key=itemgetter(0))
-    return _with(problem, device.on_chip, tile, splits)
+    return _with(problem, device, tile, splits)
+
+
+def _with(problem: Problem, device: Device, forward: Tile | HopperTile, splits: int) -> CudaConfig:
+    """The config with that forward, and the tiles of gradients that all of its class have, or that are reckoned."""
+    config = _of_class(problem, device.on_chip, forward, splits)
+    if not problem.grads or not portable_choice.taken(problem, device):
+        return config
+    first = partial(_first, problem=problem, device=device)
+    return replace(
+        config,
+        key_gradients=first("key_gradients", config.key_gradients),
+        query_gradient=first("query_gradient", config.query_gradient),
+        mask_gradient=first("mask_gradient", config.mask_gradient),
+    )
+
+
+def _first(kernel: str, otherwise: Tile, problem: Problem, device: Device) -> Tile:
+    """The best of the reckoned tiles, or another where none fits."""
+    return next(iter(_reckoned(kernel, problem, device)), otherwise)
+
+
+def _reckoned(kernel: str, problem: Problem, device: Device) -> list[Tile]:
+    """The tiles of a GPU on which none was measured, the best first."""
+    return portable_choice.ranked(kernel, problem, device) if portable_choice.taken(problem, device) else []
 
 
 @per_class
-def _with(problem: Problem, on_chip: int, forward: Tile | HopperTile, splits: int) -> CudaConfig:
-    """The config with that forward, and the tiles of gradients that all of its class have."""
+def _of_class(problem: Problem, on_chip: int, forward: Tile | HopperTile, splits: int) -> CudaConfig:
     return CudaConfig(forward, *_gradients(problem, on_chip), splits, _together(problem))
 
 
@@ -160,7 +197,7 @@ def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     wide = max(problem.dim_qk, problem.dim_v)
     if (few := rows(problem)) <= FEW:
         return _streaming(problem, on_chip)
-    if few <= 64:
+    if few <= _FEWER:
         # Blocks of few warps, several to an SM, with tiles of keys in flight.
         height = 1 << (few - 1).bit_length()
         tile = Tile(height, 64 if on_tensor_cores(problem) else 32, height // 16, 3)

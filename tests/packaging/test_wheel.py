@@ -20,6 +20,7 @@ DATA = {
     "attnswitch/py.typed",
     *(f"attnswitch/{path.relative_to(ROOT)}" for path in (ROOT / "backends/cuda/src").rglob("*.*")),
     "attnswitch/backends/cuda/compiling/usual.toml",
+    "attnswitch/backends/cuda/portable/registers.json",
     "attnswitch/backends/sdpa/divergences.toml",
     "attnswitch/bench/suites.toml",
     "attnswitch/planning/forecast/sm90.npz",

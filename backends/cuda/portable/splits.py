@@ -8,6 +8,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..classes import per_class
+from . import choice, occupancy
 from .tiles import Tile, on_tensor_cores, packs, room
 
 __all__ = ["MERGED", "PARTS", "WHOLE", "how", "schedule"]
@@ -39,6 +40,8 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     to end with. So no SM is left without work while others have some, if that can be, and is worth the merging.
     """
     heads, group, at_once, pace = _of_class(problem, tile, device.on_chip)
+    if not tile.apart and choice.taken(problem, device):
+        at_once = max(1, occupancy.blocks("forward", tile, problem, occupancy.sm(device)))
     blocks = problem.batch * heads * -(-problem.seq_q * group // tile.queries)
     tiles = -(-problem.seq_k // tile.keys)
     if not blocks or not tiles:
