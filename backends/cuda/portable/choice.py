@@ -101,8 +101,8 @@ def ranked(kernel: str, problem: Problem, device: Device) -> list[Tile]:
     if not timed:
         return []
     order = [n for _, n in sorted(timed)]
-    if timed[0][0] <= _WORTH * timed[order[0]][0]:
-        order.sort(key=bool)
+    if timed[0][0] <= _WORTH * timed[order[0]][0]:  # the best for long sequences is near enough
+        order = [0, *(n for n in order if n)]
     return [steps[n].tile for n in order]
 
 
