@@ -1,14 +1,16 @@
 // One look at a bool mask before the forward: which tiles of keys it hides, and the mask in bits (mask.cuh).
 //
-// A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, 16 columns
-// each, which are one chunk of bits, and go down the rows together, with all of a thread's loads on their way at once:
+// A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, ACROSS of
+// them with a chunk of EACH columns each, and go down the rows together, DOWN at a time, with all of a thread's loads
+// on their way at once. Of tiles of 128 keys:
 //
-//              tile 8 byte        tile 8 byte + 1                    a byte of SEEN, and one of HIDDEN,
-//   row 0     | 0  1  2 ... 7 | 8  9 ...  across, EACH columns |     has bit n for tile 8 byte + n
-//   row 1     | ACROSS ...                                     |
-//   ...         down, DOWN rows at a time
+//             tile 8 byte     tile 8 byte + 1       tile 8 byte + 7
+//   row 0     | 0  1 ...  7 | 8  9 ...  15 |  ...  | ... ACROSS - 1 |    threads; a chunk of `mask_bits` of each
+//   row 1     | ACROSS ...                                          |
 //
-// Rows past the last see everything, as where there is no mask. A last block of a word has no tiles, and leaves zeros.
+//   bit of `mask_sets`  0             1                     7            of the byte of SEEN, and of that of HIDDEN
+//
+// Rows past the last see everything, as where there is no mask. A block that only fills up a word leaves zeros.
 //
 // It also makes `counter` blank, from which the blocks of the forward take their tiles of rows. They are launched
 // beside it, and wait for its end.
@@ -23,14 +25,16 @@ static_assert(WARPS * sizeof(u32) == SHARED_BYTES, "hopper.py counts the same sh
 // The highest bit of each byte that is not 0.
 DEVICE u32 bytes_set(u32 word) { return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080; }
 
-// Half a chunk from the bytes of columns 8 c + 4 n to 8 c + 4 n + 3, of which `left` (c = 0) and `right` (c = 1) have
-// four each. Column 8 c + 2 q + e goes to bit 4 q + 2 c + e, so q = 2 n and 2 n + 1 make the byte n of the chunk:
+// Byte n of a chunk: `left` has columns 4 n to 4 n + 3 of the 16, a byte each, and `right` those 8 further on. Column
+// 8 c + 2 q + e is bit 4 q + 2 c + e of a chunk; here c is 0 in `left` and 1 in `right`. What is set moves from the
+// lowest bits of its byte to the highest byte, all at once by a product, whose other terms lie in bits of their own
+// below or beyond the word:
 //
-//   byte of the word             3       2       1       0
-//   bits that are set, left     24      16       8       0
-//                      right    26      18      10       2
-//   moved up by                  5      12      17      24
-//   bits of the product       29 31   28 30   25 27   24 26   the rest of it lies below, each bit by itself: no carry
+//   byte                   3       2       1       0
+//   set, left, c = 0      24      16       8       0
+//        right, c = 1     26      18      10       2
+//   moved up by            5      12      17      24
+//   of the product     29 31   28 30   25 27   24 26
 DEVICE u32 half_chunk(u32 left, u32 right) {
     constexpr u32 UP = 1u << 5 | 1u << 12 | 1u << 17 | 1u << 24;
     return (bytes_set(left) >> 7 | bytes_set(right) >> 5) * UP >> 24;

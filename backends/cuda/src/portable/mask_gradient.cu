@@ -15,29 +15,29 @@ constexpr int KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
 constexpr int OPERANDS = (QUERY + GRAD_OUT + KEY + VALUE) * sizeof(T), SUMS = BLOCK_M * BLOCK_N * sizeof(Real);
 static_assert((OPERANDS > SUMS ? OPERANDS : SUMS) == SHARED_BYTES, "tiles.py counts the same shared memory");
 
-// The block's tile of the mask, and the tiles of scores that it was added to.
+// What a block's tile of the mask was added to: an interval along each axis, of one place or, where the mask is
+// broadcast, of all. Rows and columns are counted in tiles.
 struct Target {
-    bool one_row, one_column;  // which the mask has, for all
-    int batch, head;           // of the mask
-    int tile_q, tile_k;
-    int last_b, last_h, last_q, last_k;  // the ends of what it was added to, from these on
+    bool one_row, one_column;
+    Span batches, heads, rows, columns;
 
     DEVICE Target(const Arguments& a) {
         one_row = a.mask_rows == 1, one_column = a.mask_columns == 1;
         const int tiles_q = ceil_div(a.queries, BLOCK_M), tiles_k = ceil_div(a.keys, BLOCK_N);
         i64 at = block_index();
-        tile_k = one_column ? 0 : at % tiles_k;
+        columns.from = one_column ? 0 : at % tiles_k;
         if (!one_column) at /= tiles_k;
-        tile_q = one_row ? 0 : at % tiles_q;
+        rows.from = one_row ? 0 : at % tiles_q;
         if (!one_row) at /= tiles_q;
-        head = at % a.mask_heads, batch = at / a.mask_heads;
-        last_b = a.mask_batch == 1 ? a.batch : batch + 1;
-        last_h = a.mask_heads == 1 ? a.heads : head + 1;
-        last_q = one_row ? tiles_q : tile_q + 1, last_k = one_column ? tiles_k : tile_k + 1;
+        heads.from = at % a.mask_heads, batches.from = at / a.mask_heads;
+        batches.to = a.mask_batch == 1 ? a.batch : batches.from + 1;
+        heads.to = a.mask_heads == 1 ? a.heads : heads.from + 1;
+        rows.to = one_row ? tiles_q : rows.from + 1;
+        columns.to = one_column ? tiles_k : columns.from + 1;
     }
 };
 
-// BLOCK_M queries of one head, and the part of them that is a thread's.
+// BLOCK_M queries of one head; row m of a thread: which one it is, what it sees, where it begins in the mask.
 struct Queries {
     const Arguments& a;
     const Extent extent;
@@ -64,8 +64,8 @@ DEVICE const T* head_of(const Operand& x, int batch, i64 head) {
     return reinterpret_cast<const T*>(x.at) + batch * x.batch + head * x.head;
 }
 
-// The operands of one tile of scores, in shared memory.
-struct Operands {
+// The operands of one tile of scores.
+struct Shared {
     T* const query = reinterpret_cast<T*>(shared_memory());
     T* const grad_out = query + QUERY;
     T* const key = grad_out + GRAD_OUT;
@@ -130,36 +130,36 @@ DEVICE void store_mask_gradient(const Arguments& a, const Target& target, const 
         for (int m = target.one_row ? 0 : r; m < (target.one_row ? BLOCK_M : r + 1); m++)
             for (int n = target.one_column ? 0 : c; n < (target.one_column ? BLOCK_N : c + 1); n++)
                 sum += load_shared(tile + m * BLOCK_N + n);
-        const int i = target.tile_q * BLOCK_M + r, j = target.tile_k * BLOCK_N + c;
-        const i64 line = (i64(target.batch) * a.mask_heads + target.head) * a.mask_rows + i;
+        const int i = target.rows.from * BLOCK_M + r, j = target.columns.from * BLOCK_N + c;
+        const i64 line = (i64(target.batches.from) * a.mask_heads + target.heads.from) * a.mask_rows + i;
         if (i < a.mask_rows && j < a.mask_columns) store_element(a, line * a.mask_columns + j, sum);
     }
 }
 
-// The loops and the step stand here whole: in functions of their own the compiler gives them other registers.
+// The step stands inside the loops: in a function of its own it takes more instructions.
 KERNEL mask_gradient(const Arguments a) {
     const Target target(a);
-    const Operands tiles;
+    const Shared shared;
     Scores sums;
     clear(sums);
-    for (int b = target.batch; b < target.last_b; b++) {
+    for (int b = target.batches.from; b < target.batches.to; b++) {
         const Extent e = extent(a, b);
-        for (int h = target.head; h < target.last_h; h++)
-            for (int tq = target.tile_q; tq < target.last_q; tq++) {
+        for (int h = target.heads.from; h < target.heads.to; h++)
+            for (int tq = target.rows.from; tq < target.rows.to; tq++) {
                 const Queries rows{a, e, b, h, tq * BLOCK_M};
                 const auto sees = [&](int m) { return rows.sees(m); };
                 const auto mask = [&](int m) { return rows.mask(m); };
                 const Reach reached = rows.reach();
                 bool loaded = false;
-                for (int tk = target.tile_k; tk < target.last_k; tk++) {
+                for (int tk = target.columns.from; tk < target.columns.to; tk++) {
                     const int start = tk * BLOCK_N;
                     if (start >= reached.any.to || start + BLOCK_N <= reached.any.from) continue;
                     barrier();  // the tiles before have been read
                     if (!loaded) {
-                        tiles.load_queries(a, rows);
+                        shared.load_queries(a, rows);
                         loaded = true;
                     }
-                    tiles.load_keys(a, rows, start);
+                    shared.load_keys(a, rows, start);
                     copy_commit();
                     const Prepared prepared(a, rows);
                     copy_wait<0>();
@@ -168,8 +168,8 @@ KERNEL mask_gradient(const Arguments a) {
                     Scores s, dp, tangents, inner;
                     clear(s);
                     clear(dp);
-                    product_nt<BLOCK_N, BLOCK_D>(s, tiles.query + warp_row() * PITCH<BLOCK_D>, tiles.key);
-                    product_nt<BLOCK_N, BLOCK_DV>(dp, tiles.grad_out + warp_row() * PITCH<BLOCK_DV>, tiles.value);
+                    product_nt<BLOCK_N, BLOCK_D>(s, shared.query + warp_row() * PITCH<BLOCK_D>, shared.key);
+                    product_nt<BLOCK_N, BLOCK_DV>(dp, shared.grad_out + warp_row() * PITCH<BLOCK_DV>, shared.value);
                     scale_scores(s, tangents, a);
                     MaskTile<true> masks;
                     masks.fetch(a, start, true, mask, a.mask.column);
