@@ -25,8 +25,8 @@ struct Shared {
     T* const ring = rings + team() * ROOM;  // of the thread's team
     T* const scratch = rings + TEAMS * ROOM;
 
-    DEVICE T* key(int slot) const { return ring + slot * (KEY + VALUE); }
-    DEVICE T* value(int slot) const { return key(slot) + KEY; }
+    // Where a tile's keys begin, and its values KEY later.
+    DEVICE T* stage(int slot) const { return ring + slot * (KEY + VALUE); }
     // The room of team n once it has no more tiles.
     DEVICE Real* share(int n) const { return reinterpret_cast<Real*>(rings + n * ROOM); }
 };
@@ -83,16 +83,16 @@ KERNEL forward(const Arguments a) {
     };
     const auto load = [&](int t, int slot) {
         const int start = tiles.start(t);
-        load_rows<BLOCK_N, BLOCK_D>(shared.key(slot), lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES,
-                                    ONCE);
-        load_rows<BLOCK_N, BLOCK_DV>(shared.value(slot), lines(values, a.value, start, e.end), a.value.column, a.dim_v,
+        T* const key = shared.stage(slot);
+        load_rows<BLOCK_N, BLOCK_D>(key, lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES, ONCE);
+        load_rows<BLOCK_N, BLOCK_DV>(key + KEY, lines(values, a.value, start, e.end), a.value.column, a.dim_v,
                                      VALUE_BYTES, ONCE);
     };
     const auto sees = [&](int m) { return rows.sees(m); };
     const auto mask = [&](int m) { return rows.mask(m); };
     pipeline(tiles.count, load, load_queries, [&](int t, int slot) {
         const int start = tiles.start(t);
-        const T *const key = shared.key(slot), *const value = shared.value(slot);
+        const T* const key = shared.stage(slot);
         Scores p, tangents;
         clear(p);
         MaskTile<true> masks;
@@ -102,7 +102,7 @@ KERNEL forward(const Arguments a) {
         hide(p, masks, a, start, tiles.hides(start), sees, mask, a.mask.column);
         softmax.weigh(p, sums, factor, rows.count);
         if (DROPOUT) drop(p, rows.kept(start));
-        product_nn<BLOCK_N, BLOCK_DV>(sums, p, value, shared.scratch);
+        product_nn<BLOCK_N, BLOCK_DV>(sums, p, key + KEY, shared.scratch);
     });
 
     const Results results{a, rows};
