@@ -71,7 +71,8 @@ KERNEL forward(const Arguments a) {
     const T* const values =
         reinterpret_cast<const T*>(a.value.at) + rows.batch * a.value.batch + rows.head_kv * a.value.head;
     const T* const queries = reinterpret_cast<const T*>(a.query.at) + rows.batch * a.query.batch;
-    const Others others{a, rows};
+    Real* const parts = reinterpret_cast<Real*>(a.parts);
+    const Others others{a, rows, parts};
 
     const auto load_queries = [&] {
         const auto line = [&](int r) {
@@ -105,7 +106,7 @@ KERNEL forward(const Arguments a) {
         product_nn<BLOCK_N, BLOCK_DV>(sums, p, key + KEY, shared.scratch);
     });
 
-    const Results results{a, rows};
+    const Results results{a, rows, parts};
     softmax.finish();
     if constexpr (TEAMS == 1)
         results.store_rows(sums, softmax, factor);

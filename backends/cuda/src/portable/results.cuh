@@ -15,9 +15,9 @@ enum { WHOLE, PARTS, MERGED };  // of SPLIT
 struct Others {
     const Arguments& a;
     const PackedRows& rows;
+    Real* const parts;
     const int count = a.splits - 1;
-    Real* const left =
-        reinterpret_cast<Real*>(a.parts) + i64(quotient(block_index(), a.by_splits)) * count * LEFT_BY_BLOCK;
+    Real* const left = parts + i64(quotient(block_index(), a.by_splits)) * count * LEFT_BY_BLOCK;
 
     // Whether this block is one of them, and leaves its columns d and d + 1 of the block's row r; or merges what they
     // leave with its own.
@@ -40,7 +40,7 @@ struct Others {
 struct Results {
     const Arguments& a;
     const PackedRows& rows;
-    Real* const parts = reinterpret_cast<Real*>(a.parts);
+    Real* const parts;
     const i64 lines = i64(a.batch) * a.heads * a.queries;
     Real* const lse = reinterpret_cast<Real*>(a.lse);
     Real* const maxima = reinterpret_cast<Real*>(a.sums);
