@@ -18,8 +18,8 @@ static_assert((OPERANDS > SUMS ? OPERANDS : SUMS) == SHARED_BYTES, "tiles.py cou
 // What a block's tile of the mask was added to: an interval along each axis, of one place or, where the mask is
 // broadcast, of all. Rows and columns are counted in tiles.
 struct Target {
-    bool one_row, one_column;
     Span batches, heads, rows, columns;
+    bool one_row, one_column;  // which the mask has, for all
 
     DEVICE Target(const Arguments& a) {
         one_row = a.mask_rows == 1, one_column = a.mask_columns == 1;
