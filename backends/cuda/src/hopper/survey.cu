@@ -1,8 +1,16 @@
 // One look at a bool mask before the forward: which tiles of keys it hides, and the mask in bits (mask.cuh).
 //
-// A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, 16 columns
-// each, and go down the rows together, with all of a thread's loads on their way at once. Rows past the last see
-// everything, as where there is no mask.
+// A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, ACROSS of
+// them with a chunk of EACH columns each, and go down the rows together, DOWN at a time, with all of a thread's loads
+// on their way at once. Of tiles of 128 keys:
+//
+//             tile 8 byte     tile 8 byte + 1       tile 8 byte + 7
+//   row 0     | 0  1 ...  7 | 8  9 ...  15 |  ...  | ... ACROSS - 1 |    threads; a chunk of `mask_bits` of each
+//   row 1     | ACROSS ...                                          |
+//
+//   bit of `mask_sets`  0             1                     7            of the byte of SEEN, and of that of HIDDEN
+//
+// Rows past the last see everything, as where there is no mask. A block that only fills up a word leaves zeros.
 //
 // It also makes `counter` blank, from which the blocks of the forward take their tiles of rows. They are launched
 // beside it, and wait for its end.
@@ -17,27 +25,80 @@ static_assert(WARPS * sizeof(u32) == SHARED_BYTES, "hopper.py counts the same sh
 // The highest bit of each byte that is not 0.
 DEVICE u32 bytes_set(u32 word) { return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080; }
 
-// What a row sees of the 16 columns of a thread: four bits for each quarter, of columns 8 c + 2 q + e at 4 q + 2 c + e.
-struct Look {
-    u32 quarters = 0;
-    bool hidden = false;  // of those that are there
+// Byte n of a chunk: `left` has columns 4 n to 4 n + 3 of the 16, a byte each, and `right` those 8 further on. Column
+// 8 c + 2 q + e is bit 4 q + 2 c + e of a chunk; here c is 0 in `left` and 1 in `right`. What is set moves from the
+// lowest bits of its byte to the highest byte, all at once by a product, whose other terms lie in bits of their own
+// below or beyond the word:
+//
+//   byte                   3       2       1       0
+//   set, left, c = 0      24      16       8       0
+//        right, c = 1     26      18      10       2
+//   moved up by            5      12      17      24
+//   of the product     29 31   28 30   25 27   24 26
+DEVICE u32 half_chunk(u32 left, u32 right) {
+    constexpr u32 UP = 1u << 5 | 1u << 12 | 1u << 17 | 1u << 24;
+    return (bytes_set(left) >> 7 | bytes_set(right) >> 5) * UP >> 24;
+}
 
-    // All 16, side by side.
-    DEVICE void wide(const Chunk<u32>& all) {
-        // Of the same half of both groups of 8 columns, bits 0 and 2 of four bytes; the product has all eight on top.
-        u32 half[2];
-        UNROLL for (int n = 0; n < 2; n++)
-            half[n] = (bytes_set(all.at[n]) >> 7 | bytes_set(all.at[n + 2]) >> 5) * 0x01021020;
-        quarters = half[0] >> 24 | half[1] >> 24 << 8;
-        hidden = quarters != 0xffff;
+// What a row sees of the 16 columns of a thread.
+struct Look {
+    u32 chunk = 0;        // as mask.cuh lays it out
+    bool hidden = false;  // some of those that are there
+
+    // All 16, side by side: a byte each, four to a word.
+    DEVICE void wide(const Chunk<u32>& bytes) {
+        chunk = half_chunk(bytes.at[0], bytes.at[2]) | half_chunk(bytes.at[1], bytes.at[3]) << 8;
+        hidden = chunk != 0xffff;
     }
     // The first `count`, `step` apart.
     DEVICE void narrow(const u8* at, i64 step, int count) {
         for (int n = 0; n < count; n++) {
             const u32 sees = at[n * step] != 0;
-            quarters |= sees << (n % 8 / 2 * 4 + n / 8 * 2 + n % 2);
+            const int c = n / 8, q = n % 8 / 2, e = n % 2;
+            chunk |= sees << (4 * q + 2 * c + e);
             hidden |= !sees;
         }
+    }
+};
+
+// What a block looks at: a group of rows of one plane, and the tiles of one byte of its sets.
+struct Part {
+    int plane, group, byte;
+    int tiles;  // that are there: none where the byte fills up a word
+
+    DEVICE Part(const Arguments& a) {
+        const int bytes = 4 * mask_words<BLOCK_N>(a), groups = mask_groups(a);
+        byte = block_index() % bytes, group = block_index() / bytes % groups;
+        plane = block_index() / bytes / groups;
+        tiles = smaller(TILES, mask_tiles<BLOCK_N>(a) - TILES * byte);
+    }
+    DEVICE void store(const Arguments& a, int kind, u32 set) const {
+        reinterpret_cast<u8*>(mask_set<BLOCK_N>(a, plane, group, kind))[byte] = set;
+    }
+};
+
+// What a thread looks at: EACH columns of one of the block's tiles, and of the group's rows `down`, down + DOWN and so
+// on, as many as are below `rows`.
+struct Column {
+    int tile, first, down, rows;
+    int ends;         // rows of the mask from the group's first on
+    const u8* mask;   // the first column of the group's first row
+    u16* chunks;      // where the bits of that row go
+    bool aligned;     // so that it can be read 16 bytes at once
+
+    DEVICE Column(const Arguments& a, const Part& part) {
+        const u8* const plane =
+            a.mask.at + part.plane / a.mask_heads * a.mask.batch + part.plane % a.mask_heads * a.mask.head;
+        aligned = a.mask.column == 1 && (reinterpret_cast<u64>(plane) | u64(a.mask.row)) % EACH == 0;
+        const int across = thread_index() % ACROSS;
+        down = thread_index() / ACROSS;
+        tile = across * EACH / BLOCK_N;
+        first = TILES * part.byte * BLOCK_N + across * EACH;
+        ends = a.mask_rows - part.group * GROUP;
+        rows = tile >= part.tiles || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
+        mask = plane + part.group * GROUP * a.mask.row + first * a.mask.column;
+        chunks = mask_row<BLOCK_N>(a, part.plane, TILES * part.byte + tile, part.group * GROUP) +
+                 across % (BLOCK_N / EACH);
     }
 };
 
@@ -48,60 +109,54 @@ DEVICE u32 any_of_warp(u32 bits) {
 
 KERNEL survey(const Arguments a) {
     let_next_begin();
-    u32* const found = reinterpret_cast<u32*>(shared_memory());
+    u32* const of_warps = reinterpret_cast<u32*>(shared_memory());  // [WARPS]
     if (block_index() == 0 && thread_index() == 0) *a.counter = BLANK;
 
-    const int bytes = 4 * mask_words<BLOCK_N>(a), groups = mask_groups(a);
-    const int byte = block_index() % bytes, group = block_index() / bytes % groups;
-    const int plane = block_index() / bytes / groups;
-    const auto set = [&](int kind, u32 tiles) {
-        reinterpret_cast<u8*>(mask_set<BLOCK_N>(a, plane, group, kind))[byte] = tiles;
-    };
-    const int there = smaller(TILES, mask_tiles<BLOCK_N>(a) - TILES * byte);
-    if (there <= 0) {  // it fills up a word
-        if (thread_index() <= HIDDEN) set(thread_index(), 0);
+    const Part part(a);
+    if (part.tiles <= 0) {
+        if (thread_index() <= HIDDEN) part.store(a, thread_index(), 0);
         return;
     }
-    const u8* const mask = a.mask.at + plane / a.mask_heads * a.mask.batch + plane % a.mask_heads * a.mask.head;
-    const bool aligned = a.mask.column == 1 && (reinterpret_cast<u64>(mask) | u64(a.mask.row)) % EACH == 0;
 
-    const int chunk = thread_index() % ACROSS, down = thread_index() / ACROSS;
-    const int place = chunk * EACH / BLOCK_N, tile = TILES * byte + place;
-    const int first = TILES * byte * BLOCK_N + chunk * EACH;
-    const int ends = a.mask_rows - group * GROUP;
-    const int rows = place >= there || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
-    const u8* const line = mask + group * GROUP * a.mask.row + first * a.mask.column;
-    u16* const out = mask_row<BLOCK_N>(a, plane, tile, group * GROUP) + chunk % (BLOCK_N / EACH);
-    bool seen = false, hidden = false;
+    // Bits of each row; and whether some row of the mask sees something, or some does not.
+    const Column column(a, part);
+    struct {
+        bool seen = false, hidden = false;
+    } any;
     const auto put = [&](int r, const Look& look) {
-        if (r < ends) seen |= look.quarters != 0, hidden |= look.hidden;
-        out[CHUNKS * r] = r < ends ? look.quarters : 0xffff;
+        if (r < column.ends) any.seen |= look.chunk != 0, any.hidden |= look.hidden;
+        column.chunks[CHUNKS * r] = r < column.ends ? look.chunk : 0xffff;
     };
-    if (aligned && first + EACH <= a.keys) {
-        Chunk<u32> all[ROWS];
-        UNROLL for (int n = 0; n < ROWS; n++)
-            if (down + n * DOWN < smaller(rows, ends))
-                all[n] = *reinterpret_cast<const Chunk<u32>*>(line + (down + n * DOWN) * a.mask.row);
-        UNROLL for (int n = 0; n < ROWS; n++)
-            if (down + n * DOWN < rows) {
-                Look look;
-                look.wide(all[n]);
-                put(down + n * DOWN, look);
-            }
-    } else {
-        const int count = larger(smaller(EACH, a.keys - first), 0);
-        for (int r = down; r < rows; r += DOWN) {
+    if (column.aligned && column.first + EACH <= a.keys) {
+        Chunk<u32> bytes[ROWS];
+        UNROLL for (int n = 0; n < ROWS; n++) {
+            const int r = column.down + n * DOWN;
+            if (r < smaller(column.rows, column.ends))
+                bytes[n] = *reinterpret_cast<const Chunk<u32>*>(column.mask + r * a.mask.row);
+        }
+        UNROLL for (int n = 0; n < ROWS; n++) {
+            const int r = column.down + n * DOWN;
+            if (r >= column.rows) continue;
             Look look;
-            if (r < ends) look.narrow(line + r * a.mask.row, a.mask.column, count);
+            look.wide(bytes[n]);
+            put(r, look);
+        }
+    } else {
+        const int count = larger(smaller(EACH, a.keys - column.first), 0);
+        for (int r = column.down; r < column.rows; r += DOWN) {
+            Look look;
+            if (r < column.ends) look.narrow(column.mask + r * a.mask.row, a.mask.column, count);
             put(r, look);
         }
     }
 
-    const u32 tiles = any_of_warp(u32(seen) << place | u32(hidden) << (TILES + place));
-    if (thread_index() % 32 == 0) store_shared(found + thread_index() / 32, tiles);
+    // The block's byte of SEEN, and above it that of HIDDEN: of a thread, of its warp, of all warps.
+    const u32 sets = any_of_warp(u32(any.seen) << column.tile | u32(any.hidden) << (TILES + column.tile));
+    if (thread_index() % 32 == 0) store_shared(of_warps + thread_index() / 32, sets);
     barrier();
-    if (thread_index() > HIDDEN) return;
+    const int kind = thread_index();
+    if (kind > HIDDEN) return;
     u32 all = 0;
-    for (int n = 0; n < WARPS; n++) all |= load_shared(found + n);
-    set(thread_index(), all >> TILES * thread_index());
+    for (int n = 0; n < WARPS; n++) all |= load_shared(of_warps + n);
+    part.store(a, kind, all >> TILES * kind);
 }
