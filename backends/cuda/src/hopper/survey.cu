@@ -20,7 +20,7 @@ constexpr int EACH = 16, TILES = 8;                                         // c
 constexpr int ACROSS = TILES * BLOCK_N / EACH, DOWN = 32 * WARPS / ACROSS;  // threads
 constexpr int ROWS = (GROUP + DOWN - 1) / DOWN;                             // of a thread
 static_assert(BLOCK_N % EACH == 0 && BLOCK_N <= EACH * CHUNKS, "whole chunks");
-static_assert(WARPS * sizeof(u32) == SHARED_BYTES, "hopper.py counts the same shared memory");
+static_assert(WARPS * sizeof(u32) == SHARED_BYTES, "survey.py counts the same shared memory");
 
 // The highest bit of each byte that is not 0.
 DEVICE u32 bytes_set(u32 word) { return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080; }
