@@ -17,6 +17,7 @@ from . import memory, raised
 from .arguments import told
 from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
+from .kept import kept
 from .masks import Hiding, added, compose_plain, ends, unsaturated
 from .operands import dense_rows, padded, with_aligned_gradient
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
@@ -78,7 +79,7 @@ class FlashBackend(SdpaBackend):
 
     def composer(self, problem: Problem, device: Device) -> Compose:
         """The CPU kernel adds a mask of the operands' type or of float32; beside float64 it misreads that."""
-        return functools.partial(added, problem, _mask_types(problem))
+        return kept(problem, functools.partial(added, problem, _mask_types(problem)))
 
     def shown(self, problem: Problem, device: Device) -> Shows:
         """On the CPU the lse shows what is lost, and what leaks from a hidden key; the output, from a hidden value."""
