@@ -46,7 +46,7 @@ class Child:
         ends = (read_requests.fileno(), write_events.fileno())
         command = [sys.executable, "-m", module, *map(str, ends), str(self.folder), *arguments]
         environment = {**os.environ, **variables, _PATHS: os.pathsep.join(path for path in sys.path if path)}
-        self._output = (self.folder / "output.txt").open("w+b")
+        self._output = (self.folder / "output.txt").open("a+b")
         self._apart = apart
         self._process = subprocess.Popen(
             command,
@@ -70,13 +70,14 @@ class Child:
         return self._output.read().decode(errors="replace").strip()[-2000:]
 
     def kill(self) -> None:
-        """Kill it if it still runs."""
-        if self._process.poll() is None:
-            if self._apart:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-            self._process.wait()
+        """Kill it, unless it is known to have ended; if it is apart, with its own children, which may outlive it."""
+        if self._process.returncode is not None:  # its number may be another's by now
+            return
+        if self._apart:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
 
     def end(self) -> None:
         """Kill it if it still runs, and tidy up."""

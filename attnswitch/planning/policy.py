@@ -74,12 +74,12 @@ def share() -> float:
     """
     said = os.environ.get("ATTNSWITCH_LEARN_SHARE") or _SHARE
     try:
-        share = float(said)
+        number = float(said)
     except ValueError:
-        share = 0.0
-    if not 0.0 < share <= 1.0:
+        number = 0.0
+    if not 0.0 < number <= 1.0:
         raise InvalidProblem(f"ATTNSWITCH_LEARN_SHARE={said!r}: expected a number above 0 and up to 1, such as 0.05")
-    return share
+    return number
 
 
 def _read(policy: Policy | str, what: str) -> Policy:

@@ -26,8 +26,10 @@ def add(problem: Problem, device: Device) -> bool:
     if key in _met:
         return False
     with _lock:
+        if key in _met:  # by another thread meanwhile
+            return False
         _met.add(key)
-        _waiting.setdefault(key, problem)
+        _waiting[key] = problem
     return True
 
 

@@ -80,7 +80,7 @@ class CudaBackend(Backend):
         tiles = {"forward": chosen.forward, "backward": chosen.backward or chosen.key_gradients}
         reasons = {"forward": against_hopper, "backward": against_hopper_backward}
         return tuple(
-            _remark(role, tiles[role], reasons[role](problem, device))
+            _remark(role, tiles[role], reasons[role](problem, device), device.capability == (9, 0))
             for role in ("forward", *(("backward",) if problem.grads else ()))
         )
 
@@ -111,10 +111,12 @@ def _shared(role: str, tile: Tile | HopperTile | HopperGradients, problem: Probl
     return portable_tiles.shared(role, tile, problem)
 
 
-def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...]) -> str:
-    """Which family's kernel has that role, and why it is not Hopper's."""
+def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...], hopper: bool) -> str:
+    """Which family's kernel has that role, and on a Hopper why it is not Hopper's."""
     if not isinstance(tile, Tile):
         return f"{role} by Hopper's kernel, {tile}"
+    if not hopper:
+        return f"{role} by a portable kernel, {tile}"
     why = "; ".join(reasons or (f"{tile} was faster here",))
     return f"{role} by the portable kernels, not by Hopper's ({why})"
 

@@ -1,4 +1,4 @@
-"""Which tiles, and how many splits, the CUDA kernels get for a problem on a device: chosen here and nowhere else."""
+"""Which tiles and splits the CUDA kernels get for a problem on a device, of those that the families' rooms rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ class CudaConfig(Config):
 
 
 def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
-    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device."""
+    """The first is the choice; the others are for tuning.
+
+    Generic kernels where they serve; Hopper's where they take the problem; the portable family's first; then every
+    other combination that fits the device.
+    """
     if device.kind == "cpu":
         yield _emulated(problem, device)
         return

@@ -15,10 +15,10 @@ from attnswitch.problem import Problem
 from ..own import arithmetic
 from .classes import per_class
 
-__all__ = ["HOPPER_ROWS", "against_hopper", "against_hopper_backward"]
+__all__ = ["against_hopper", "against_hopper_backward"]
 
 #: Rows of queries of the least tile of Hopper's forward.
-HOPPER_ROWS = 128
+_ROWS = 128
 #: What a float holds in full precision, and thus a factor within an exponential.
 _LEAST, _MOST = 2.0**-126, 2.0**127
 #: Queries below which its tiles are mostly empty: 198 TFLOP/s with 32 of them, 147 by the portable kernels.
@@ -109,7 +109,7 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
     yield from few
     if few:
         return
-    tiles = p.batch * p.heads_q * -(-p.seq_q // HOPPER_ROWS)
+    tiles = p.batch * p.heads_q * -(-p.seq_q // _ROWS)
     if p.seq_k >= _LONG and 4 * tiles <= device.sms:
         yield f"{tiles} tiles of queries for {device.sms} SMs: it does not split keys"
 

@@ -29,7 +29,7 @@ _met: set[tuple[Variant, CudaConfig, str]] = set()
 
 
 class CudaKernel(Kernel):
-    """Forward in one launch, or two for many splits or a mask on Hopper; backward in three or four, five with a mask.
+    """Forward in one launch, or two for many splits, or a bool mask on Hopper; backward in three to five.
 
     Nothing is special about sizes of 0: a grid without blocks is not launched, and a row without keys is one that sees
     nothing.

@@ -35,9 +35,9 @@ def _multiplies(dtype: str) -> bool:
 
 
 def extra_bytes(problem: Problem) -> int:
-    """Of the copies: operands and output in float32."""
+    """Of the copies: operands and output in float32, and their gradients."""
     rows = problem.batch * (problem.heads_q * problem.seq_q + problem.heads_kv * problem.seq_k)
-    return rows * (problem.dim_qk + problem.dim_v) * DTYPES["float32"]
+    return rows * (problem.dim_qk + problem.dim_v) * DTYPES["float32"] * (2 if problem.grads else 1)
 
 
 class RaisedKernel(Kernel):

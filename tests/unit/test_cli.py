@@ -487,11 +487,11 @@ def test_explain_gives_every_backend_its_line(cli: Cli) -> None:
 
 
 def test_explain_tells_how_a_backend_computes_it(cli: Cli) -> None:
-    ran = cli("explain", "b4.h16.s1024.d64.bf16.dropout=0.1", "--device", "h200")
-    document = json.loads(cli("explain", "b4.h16.s1024.d64.bf16.dropout=0.1", "--device", "h200", "--json").out)
+    ran = cli("explain", "b4.h16.s1024.d64.bf16.mask=fp32", "--device", "h200")
+    document = json.loads(cli("explain", "b4.h16.s1024.d64.bf16.mask=fp32", "--device", "h200", "--json").out)
     remarks = {candidate["backend"]: candidate["remarks"] for candidate in document["candidates"]}
     (remark,) = remarks.pop("cuda")
-    assert "not by Hopper's (dropout_p=0.1" in remark
+    assert "not by Hopper's (attn_mask of float32" in remark
     assert remark in ran.out
     assert not any(remarks.values())
 

@@ -38,7 +38,8 @@ def test_16_bits_are_raised_where_that_is_faster(text: str, multiplies: bool) ->
     wanted = not multiplies and text in ("fp16", "fp16.grad", "bf16.grad")
     assert (type(kernel).__name__ == "RaisedKernel") is wanted
     extra, wide = (backend.extra_bytes(p, Device.cpu()) for p in (problem, problem.replace(dtype="float32")))
-    assert extra - wide == (4 * 2 * 9 * 4 * 8 if wanted else 0)  # query, key, value and output
+    copies = 8 if problem.grads else 4  # query, key, value and output, and their gradients
+    assert extra - wide == (4 * 2 * 9 * copies * 8 if wanted else 0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

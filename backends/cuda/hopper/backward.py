@@ -28,9 +28,9 @@ _SECTION = 24 * 2**20
 class Backward(BackwardLaunches):
     """Gradients of query, key and value: three launches, of which the second computes, and one more for a bool mask.
 
-    The first makes of each row what that one works on beside the inputs, as the portable backward's does, and
-    fills with 0 what dQ is added up in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums,
-    and of those of dK and dV where the queries of the same keys are split among blocks.
+    The first makes base and delta of each row, as the portable backward's does, and fills with 0 what dQ is added up
+    in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums, and of those of dK and dV where
+    the queries of the same keys are split among blocks.
     """
 
     def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
@@ -42,7 +42,7 @@ class Backward(BackwardLaunches):
         constants.splits = parts
         of_queries = rows if "q" in p.grads else 0
         of_keys = 2 * keys if parts > 1 else 0
-        #: Numbers of what is saved for a backward: base, delta, sums of dQ, and those of dK and dV for each split.
+        # Numbers of what is saved for a backward: base, delta, sums of dQ, and those of dK and dV for each split.
         super().__init__(p, constants, (rows, rows, of_queries * dim, of_keys * parts * dim), least=16)
         section = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
         blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts

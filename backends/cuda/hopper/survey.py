@@ -13,7 +13,7 @@ from ..classes import per_class
 from ..compiling.variant import Variant
 from ..launching import memory, run
 from ..launching.arguments import Arguments
-from ..launching.backward import Look
+from ..launching.look import Look
 
 __all__ = ["Survey"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attnswitch.machine.backend import Gradients, Inputs
@@ -12,9 +10,10 @@ from attnswitch.problem import Problem
 from ..compiling.variant import Variant
 from . import arguments, memory, run
 from .arguments import Arguments, put
+from .look import Look
 from .tensor_maps import TensorMap
 
-__all__ = ["BackwardLaunches", "Look", "Step", "turned"]
+__all__ = ["BackwardLaunches", "Step", "turned"]
 
 
 class Step(NamedTuple):
@@ -28,24 +27,6 @@ class Step(NamedTuple):
     section: int
     mapped: bool = False
     beside: bool = False
-
-
-class Look(ABC):
-    """A launch before the others: it looks at a mask, and leaves what it finds in memory of its own."""
-
-    variant: Variant
-
-    @abstractmethod
-    def __call__(self, mask: Any, a: Arguments) -> Any:
-        """Launch it. Returns the memory that ``a`` then points to."""
-
-    @abstractmethod
-    def bound(self, mask: Any, index: int) -> Callable[[Arguments, Any, int], Any]:
-        """How to launch it on GPU ``index``, the current one, for masks that lie like this one.
-
-        That takes arguments which say where the mask is, an array of the library to take memory of, and the stream, and
-        returns the memory that the arguments then point to.
-        """
 
 
 class BackwardLaunches:

@@ -1,8 +1,8 @@
 // The forward on Hopper: online softmax over tiles of keys, brought by TMA and multiplied by wgmma.
 //
 // out (batch, heads, queries, dim_v) and lse (batch, heads, queries) of softmax(scores) value, scores being q . k times
-// a positive factor. A block is a loader and a dealer, two threads of the first warpgroup, and CONSUMERS warpgroups
-// with 64 rows of queries each. The tiles of keys go by from the last to the first: those on the diagonal come first.
+// a factor, a softcap of that, and a float mask. A block is a loader and a dealer, two threads of the first warpgroup,
+// and CONSUMERS warpgroups with 64 rows of queries each. The tiles of keys go by from the last to the first: those on the diagonal come first.
 //
 //   dealer      query | waits for the last tiles of keys | the next rows, query | ...
 //   loader      key 0, key 1, value 0, key 2, value 1, ...                 into rings of STAGES tiles each

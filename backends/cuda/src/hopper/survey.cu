@@ -1,4 +1,4 @@
-// One look at a bool mask before the forward: which tiles of keys it hides, and the mask in bits (mask.cuh).
+// One look at a bool mask before the forward or the backward: which tiles of keys it hides, and the mask in bits (mask.cuh).
 //
 // A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, ACROSS of
 // them with a chunk of EACH columns each, and go down the rows together, DOWN at a time, with all of a thread's loads

@@ -1,12 +1,12 @@
 // A float mask, brought beside the keys by TMA, and added to scores in the registers where wgmma leaves them.
 //
-// BIAS says of which rows a tile is: of a consumer's 64, a tile for each, or of one that all queries share.
+// BIAS_OF_ROWS: a tile of 64 rows for each consumer. BIAS_OF_ALL: a tile of one row, which all queries share.
 #pragma once
 #include "hopper/scores.cuh"
 
 enum { NO_BIAS, BIAS_OF_ROWS, BIAS_OF_ALL };
 
-// Tiles of a stage, rows that a load brings, and as many as a panel has room for: the swizzle repeats after 8.
+// Tiles of a stage; rows that a load brings to one, and rows that it has room for: the swizzle repeats after 8.
 constexpr int BIASES = BIAS == BIAS_OF_ALL ? 1 : CONSUMERS;
 constexpr int BIAS_ROWS = BIAS == BIAS_OF_ALL ? 1 : 64, BIAS_ROOM = BIAS == BIAS_OF_ALL ? 8 : 64;
 constexpr int BIAS_SIZE = SIZE_OF<BIAS_ROOM, BLOCK_N>;
@@ -25,9 +25,9 @@ template <class Use> DEVICE void each_bias(Scores& scores, const T* tile, Use us
     }
 }
 
-// Scores become factor * score + mask: in natural units. What the mask hides is hidden, be it NaN or inf: that is rare,
-// and looked for in a branch, since ptxas takes a choice for each score here for a part of the products under way, and
-// lets all of them come one after another.
+// Scores become factor * score + mask, in natural units. A score that is NaN or inf is hidden as well where the mask is
+// -inf. Few tiles have one, and those are gone over again: with a choice for every score in the straight line, ptxas lets
+// all products come one after another.
 DEVICE void add_bias(Scores& scores, const T* tile, float factor) {
     bool numbers = true;
     each_bias(scores, tile, [&](float& score, float bias) {

@@ -1,7 +1,7 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
 // A score is q . k, or its tanh for a softcap, times a positive factor, which is a part of the exponential; with a float
-// mask it is the score itself, whose distance from a base is exact however large the mask is. Weights are
+// mask it is the score itself, and the base is taken off first: a large mask is not rounded again. Weights are
 // taken relative to `top`, the largest score of a tile before; only where they add up to too much is the largest of
 // their own tile looked for, and they are taken again. So a tile costs a comparison for a row, and not one for a score.
 //
