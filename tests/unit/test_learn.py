@@ -277,8 +277,9 @@ def test_plans_are_made_while_wisdom_grows() -> None:
 # -- how it ends -------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import os, sys, time, torch, attnswitch
+import os, signal, sys, time, torch, attnswitch
 from attnswitch.tune import learn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 torch.manual_seed(0)
 learn._START = 0.0
 query, key, value = (torch.randn(2, 4, 64, 32) for _ in range(3))
@@ -321,7 +322,10 @@ def test_it_ends_with_the_program(script: Script, how: str) -> None:
     pid = int(ran.stdout.readline())
     if how in ("interrupt", "kill"):
         ran.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGKILL)
-    code = ran.wait(30)
+    try:
+        code = ran.wait(30)
+    finally:
+        ran.kill()
     with ran.stdout, ran.stderr:
         said = ran.stderr.read()
     until(lambda: gone(pid), 20)
