@@ -101,6 +101,15 @@ def nothing_before() -> Iterator[None]:
 
 
 @pytest.fixture
+def emulated(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA kernels run in their emulator, and no plan of theirs outlives the test."""
+    monkeypatch.setenv("ATTNSWITCH_CUDA_EMULATE", "1")
+    planner.forget()
+    yield
+    planner.forget()
+
+
+@pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one for each launch that is built."""
     seen: list[object] = []

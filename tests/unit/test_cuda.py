@@ -53,11 +53,6 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
-
-
 # -- what it refuses ---------------------------------------------------------------------------------------------------
 
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import attend
 from attnswitch.machine.device import Device
-from attnswitch.planning import planner
 
 config = importlib.import_module("attnswitch.backends.cuda.config")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
@@ -233,16 +230,6 @@ def test_the_table_has_the_registers_of_today(place: int, monkeypatch: pytest.Mo
 
 
 # -- emulated ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(emulator.VARIABLE, "1")
-    planner.forget()
-    attend.forget()
-    yield
-    planner.forget()
-    attend.forget()
 
 
 @pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import attend
 from attnswitch.machine.device import Device
-from attnswitch.planning import planner
 
 arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 config = importlib.import_module("attnswitch.backends.cuda.config")
@@ -111,18 +108,12 @@ def test_the_stream_of_each_thread_is_one_by_thread(runtime: Runtime) -> None:
 
 
 @pytest.fixture
-def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(emulator.VARIABLE, "1")
+def alone(emulated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
-    planner.forget()
-    attend.forget()
-    yield
-    planner.forget()
-    attend.forget()
 
 
 @compiled
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("splits", [2, 5, 18])
 def test_a_launch_leaves_it_blank(dtype: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:

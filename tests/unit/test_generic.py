@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +11,7 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import attend
 from attnswitch.machine.device import Device
-from attnswitch.planning import planner
 from attnswitch.problem import Memory
 
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
@@ -103,16 +101,6 @@ def test_explain_says_that_kernels_are_shared() -> None:
     for text in ("b1.h4.s128.d96.bf16.causal", "b1.h2.s64.d64.bf16.mask=bool.grad"):
         (remark,) = backend.CudaBackend().remarks(Problem.parse(text), H200, "")
         assert remark.startswith("forward by generic kernels, which tiny problems share")
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(emulator.VARIABLE, "1")
-    planner.forget()
-    attend.forget()
-    yield
-    planner.forget()
-    attend.forget()
 
 
 def only_generic(launch: Callable[..., None]) -> Callable[..., None]:
