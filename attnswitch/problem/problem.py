@@ -212,7 +212,7 @@ class Problem(_Fields):
                 )
         if self.grads != "".join(operand for operand in GRAD_OPERANDS if operand in self.grads):
             raise InvalidProblem(f"grads={self.grads!r}: expected a subset of {GRAD_OPERANDS!r} in that order")
-        if "m" in self.grads and (self.mask is None or self.mask.is_bool):
+        if "m" in self.grads and not self.adds_mask:
             raise InvalidProblem("a gradient of attn_mask was asked for, but there is no float attn_mask")
 
     @property
@@ -277,6 +277,11 @@ class Problem(_Fields):
         if self.key_lengths or self.window is not None:
             return True
         return self.causal and not self.plainly_causal and not self.sees_all
+
+    @property
+    def adds_mask(self) -> bool:
+        """Whether there is a float ``attn_mask``, which is added to the scores."""
+        return self.mask is not None and not self.mask.is_bool
 
     @property
     def mask_shape(self) -> tuple[int, int, int, int] | None:

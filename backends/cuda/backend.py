@@ -18,7 +18,7 @@ from attnswitch.problem import DTYPES, Problem
 from ..own import requirements
 from . import config
 from .config import CudaConfig
-from .families import against_hopper, against_hopper_backward
+from .families import against_hopper, against_hopper_backward, is_hopper
 from .hopper import tiles as hopper_tiles
 from .hopper.tiles import HopperGradients, HopperTile
 from .launching import emulator
@@ -80,7 +80,7 @@ class CudaBackend(Backend):
         tiles = {"forward": chosen.forward, "backward": chosen.backward or chosen.key_gradients}
         reasons = {"forward": against_hopper, "backward": against_hopper_backward}
         return tuple(
-            _remark(role, tiles[role], reasons[role](problem, device), device.capability == (9, 0))
+            _remark(role, tiles[role], reasons[role](problem, device), is_hopper(device))
             for role in ("forward", *(("backward",) if problem.grads else ()))
         )
 

@@ -75,7 +75,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
     few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
-    near = partial(_reckoned, problem=problem, device=device)
+    near = partial(portable_choice.ranked, problem=problem, device=device)
     forwards = near("forward") if rows(problem) > _FEWER else []
     for tile in dict.fromkeys((*forwards, *searched, *(Tile(FEW, *choice, apart=True) for choice in few))):
         if tile != best.forward and _suits(tile, "forward", problem, on_chip):
@@ -161,7 +161,7 @@ def _generic(problem: Problem, on_chip: int) -> CudaConfig:
 def _heuristic(problem: Problem, device: Device) -> CudaConfig:
     forwards = _forwards(problem, device.on_chip)
     if rows(problem) > _FEWER:
-        forwards = tuple(_reckoned("forward", problem, device)[:1]) or forwards
+        forwards = tuple(portable_choice.ranked("forward", problem, device)[:1]) or forwards
     _, splits, tile = min([(*schedule(problem, device, tile), tile) for tile in forwards], key=itemgetter(0))
     return _with(problem, device, tile, splits)
 
@@ -182,12 +182,7 @@ def _with(problem: Problem, device: Device, forward: Tile | HopperTile, splits: 
 
 def _first(kernel: str, otherwise: Tile, problem: Problem, device: Device) -> Tile:
     """The best of the reckoned tiles, or another where none fits."""
-    return next(iter(_reckoned(kernel, problem, device)), otherwise)
-
-
-def _reckoned(kernel: str, problem: Problem, device: Device) -> list[Tile]:
-    """The tiles of a GPU on which none was measured, the best first."""
-    return portable_choice.ranked(kernel, problem, device) if portable_choice.taken(problem, device) else []
+    return next(iter(portable_choice.ranked(kernel, problem, device)), otherwise)
 
 
 @per_class

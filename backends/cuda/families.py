@@ -15,7 +15,7 @@ from attnswitch.problem import Problem
 from ..own import arithmetic
 from .classes import per_class
 
-__all__ = ["against_hopper", "against_hopper_backward"]
+__all__ = ["against_hopper", "against_hopper_backward", "is_hopper"]
 
 #: Rows of queries of the least tile of Hopper's forward.
 _ROWS = 128
@@ -52,11 +52,16 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
     return (*features, *_backward_features(problem), *_few(problem), *memory)
 
 
+def is_hopper(device: Device) -> bool:
+    """Whether its kernels are written for ``device``."""
+    return device.kind == "cuda" and device.capability == (9, 0)
+
+
 def _absent(device: Device) -> str | None:
     """Why ``device`` runs no kernel of the family; the emulator runs all."""
     if device.kind == "cpu":
         return None
-    if device.kind != "cuda" or device.capability != (9, 0):
+    if not is_hopper(device):
         return f"{device}: it is written for compute capability 9.0"
     return _missing() if device.present else None
 
@@ -66,7 +71,7 @@ def _backward(p: Problem) -> Iterator[str]:
         yield "deterministic=True: it adds to dQ in any order"
     if (widest := max(p.dim_qk, p.dim_v)) > _WIDEST:
         yield f"head dimension {widest}: its sums of dK and dV leave registers up to {_WIDEST}"
-    if p.mask is not None and not p.mask.is_bool:
+    if p.mask is not None and p.adds_mask:
         yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
     if p.dropout:
         yield f"dropout_p={p.dropout:g}: it has none"
@@ -82,7 +87,7 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _features(p: Problem) -> Iterator[str]:
     if p.dtype not in ("float16", "bfloat16"):
         yield f"{p.dtype}: it multiplies 16-bit types"
-    if p.mask is not None and not p.mask.is_bool:
+    if p.mask is not None and p.adds_mask:
         if p.mask.dtype != p.dtype:
             yield f"attn_mask of {p.mask.dtype}: it adds one of the operands' type"
         if "k" not in p.mask.axes:
@@ -115,8 +120,7 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
 
 
 def _memory(p: Problem) -> Iterator[str]:
-    biased = p.mask is not None and not p.mask.is_bool
-    for name in (*_OPERANDS, *(("attn_mask",) if biased else ())):
+    for name in (*_OPERANDS, "attn_mask") if p.adds_mask else _OPERANDS:
         memory = getattr(p, name)
         if memory.strided or memory.expanded or memory.negative:
             how = "strided" if memory.strided else "expanded" if memory.expanded else "turned round"

@@ -66,8 +66,7 @@ def capped(problem: Problem) -> bool:
 
 def folds(problem: Problem) -> bool:
     """Whether a score is q . k times a positive factor, which then becomes a part of the exponential."""
-    plain_mask = problem.mask is None or problem.mask.is_bool
-    return plain_mask and not capped(problem) and problem.softmax_scale > 0.0
+    return not problem.adds_mask and not capped(problem) and problem.softmax_scale > 0.0
 
 
 def factors(problem: Problem) -> tuple[float, float]:

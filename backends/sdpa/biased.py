@@ -79,10 +79,9 @@ def gradients(
     mask = given.hiding.mask
     scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k)
     added = None if mask is None else bias(mask, given.query, scores)
-    far = problem.mask is not None and not problem.mask.is_bool
-    if far:
+    if problem.adds_mask:
         given = given._replace(launch=launcher(problem.replace(lse=True), operator))
-    grads = backward(problem, given, added, relative(given, renewed=far), no_state(given.query.device))
+    grads = backward(problem, given, added, relative(given, renewed=problem.adds_mask), no_state(given.query.device))
     if "m" not in problem.grads:
         return grads
     dmask = grads[3][..., : problem.seq_k].sum_to_size(*problem.mask_shape or ())

@@ -123,8 +123,7 @@ class FlashBackend(SdpaBackend):
     def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
         """The operator's backward."""
         query, key, value, hiding, out, _, grad_out, _ = given
-        far = problem.mask is not None and not problem.mask.is_bool
-        operands = grad_out, query, key, value, out, relative(given, renewed=far)
+        operands = grad_out, query, key, value, out, relative(given, renewed=problem.adds_mask)
         scale, aten = problem.softmax_scale, torch.ops.aten
         if device.kind == "cpu":
             back = aten._scaled_dot_product_flash_attention_for_cpu_backward

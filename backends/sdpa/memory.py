@@ -17,7 +17,7 @@ def composed(problem: Problem, accepted: tuple[str, ...]) -> int:
     positional = p.positional and not p.sees_all
     item = 0 if p.mask is None else p.element("attn_mask")
     made = DTYPES[accepted[0]]
-    if p.mask is not None and not p.mask.is_bool:
+    if p.mask is not None and p.adds_mask:
         made = item if p.mask.dtype in accepted else item + DTYPES[accepted[-1]]
         if not positional and not p.key_lengths:
             return _elements(p) * (made - item)

@@ -86,7 +86,7 @@ def host_features(p: Problem) -> tuple[float, ...]:
     grads, mask = bool(p.grads), p.mask is not None
     said = (
         *(True, grads, p.key_lengths, p.key_lengths and grads, mask, mask and grads),
-        *(p.mask is not None and not p.mask.is_bool, p.irregular and not p.key_lengths, p.dropout > 0),
+        *(p.adds_mask, p.irregular and not p.key_lengths, p.dropout > 0),
         *(p.dropout > 0 and grads, p.softcap > 0, p.group > 1, DTYPES[p.dtype] > 2, p.seq_q == 1, p.deterministic),
     )
     return tuple(map(float, said))

@@ -158,9 +158,8 @@ def _crowded(problem: Problem, tile: HopperTile) -> bool:
     three = tile.queries > 128
     if arithmetic.capped(problem):
         return three or tile.keys * dims(problem)[1] > 2**14
-    if problem.mask is not None and three and tile.continued:
-        return True
-    return (problem.mask is not None or problem.dropout > 0.0) and three and tile.keys > 80
+    masked = problem.mask is not None
+    return three and ((masked and tile.continued) or ((masked or problem.dropout > 0.0) and tile.keys > 80))
 
 
 def _staircase(steps: int, start: int, rise: int, tread: int, most: int) -> int:

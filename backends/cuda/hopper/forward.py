@@ -42,9 +42,9 @@ class Forward(ForwardLaunches):
             ((*keys, p.dim_qk), tile.keys),
             ((*keys, p.dim_v), tile.keys),
         ]
-        self._biased = bool(bias(p))
-        if self._biased:
-            self._mapped.append((_mask_shape(p), _ROWS if bias(p) == 1 else 1))
+        self._biased = p.adds_mask
+        if p.mask_shape is not None and p.adds_mask:
+            self._mapped.append((p.mask_shape, _ROWS if bias(p) == 1 else 1))
         self._dtype = p.dtype
         rows = heads * arithmetic.tiles(p.seq_q, tile.queries)
         self.blocks = min(rows, device.sms or SMS)
@@ -132,11 +132,3 @@ def _forward(p: Problem, tile: HopperTile) -> Variant:
         ),
         family="hopper",
     )
-
-
-def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
-    """The shape of the mask, with 1 for the axes that it is broadcast over."""
-    assert p.mask is not None
-    sizes = zip("bhqk", (p.batch, p.heads_q, p.seq_q, p.seq_k), strict=True)
-    b, h, q, k = (size if axis in p.mask.axes else 1 for axis, size in sizes)
-    return b, h, q, k

@@ -65,7 +65,7 @@ def gradient_dim(problem: Problem) -> int:
 
 def bias(problem: Problem) -> int:
     """BIAS of the forward: 0 without a float mask, 1 where it has rows for queries, 2 where all share one."""
-    if problem.mask is None or problem.mask.is_bool:
+    if problem.mask is None or not problem.adds_mask:
         return 0
     return 1 if "q" in problem.mask.axes else 2
 

@@ -95,7 +95,12 @@ def taken(problem: Problem, device: Device) -> bool:
 
 
 def ranked(kernel: str, problem: Problem, device: Device) -> list[Tile]:
-    """The tiles of ``kernel`` that suit ``problem`` on ``device``, the fastest first; empty where none fits."""
+    """The tiles of ``kernel`` that suit ``problem`` on ``device``, the fastest first.
+
+    Empty where none fits, or where tiles are not reckoned.
+    """
+    if not taken(problem, device):
+        return []
     steps = _steps(problem, kernel, occupancy.sm(device))
     timed = [(_time(kernel, problem, device, step), n) for n, step in enumerate(steps)]
     if not timed:

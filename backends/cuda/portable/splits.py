@@ -39,9 +39,8 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     Blocks run for about as long, in rounds of as many as fit, and a round takes its steps and a few more to begin and
     to end with. So no SM is left without work while others have some, if that can be, and is worth the merging.
     """
-    heads, group, at_once, pace = _of_class(problem, tile, device.on_chip)
-    if not tile.apart and choice.taken(problem, device):
-        at_once = max(1, occupancy.blocks("forward", tile, problem, occupancy.sm(device)))
+    sm = occupancy.sm(device) if not tile.apart and choice.taken(problem, device) else None
+    heads, group, at_once, pace = _of_class(problem, tile, device.on_chip, sm)
     blocks = problem.batch * heads * -(-problem.seq_q * group // tile.queries)
     tiles = -(-problem.seq_k // tile.keys)
     if not blocks or not tiles:
@@ -78,9 +77,13 @@ def _soonest(blocks: int, tiles: int, slots: int, teams: int, apart: bool, launc
 
 
 @per_class
-def _of_class(problem: Problem, tile: Tile, on_chip: int) -> tuple[int, int, int, float]:
+def _of_class(problem: Problem, tile: Tile, on_chip: int, sm: occupancy.SM | None) -> tuple[int, int, int, float]:
     """Heads of the grid, query heads in each, blocks on an SM at one time, and ``_pace``."""
-    at_once = max(1, min(room(tile, "forward", problem, on_chip), 16 // tile.warps))
+    if sm is None:
+        held = min(room(tile, "forward", problem, on_chip), 16 // tile.warps)
+    else:
+        held = occupancy.blocks("forward", tile, problem, sm)
+    at_once = max(1, held)
     shape = (problem.heads_kv, problem.group) if packs(problem) else (problem.heads_q, 1)
     return *shape, at_once, _pace(problem, tile)
 
