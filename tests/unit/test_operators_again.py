@@ -15,6 +15,7 @@ import attnswitch
 import attnswitch.call.operators  # defines them
 from attnswitch.call.finite import checking
 
+sdpa: Any = torch.nn.functional.scaled_dot_product_attention
 FORWARD, BACKWARD = torch.ops.attnswitch.attention_forward.default, torch.ops.attnswitch.attention_backward.default
 SAID = {"is_causal": True, "grads": "qkv", "backend": "sdpa-flash"}
 
@@ -70,7 +71,7 @@ def test_they_return_what_torch_would() -> None:
     found = BACKWARD(upstream, None, *fresh, None, None, out, lse, state, **SAID)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in fresh]
-        expected = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        expected = sdpa(*leaves, is_causal=True, enable_gqa=True)
         grads = torch.autograd.grad(expected, leaves, upstream)
     torch.testing.assert_close(out, expected.detach())
     for one, other, operand in zip(found, grads, fresh, strict=True):
@@ -87,7 +88,7 @@ def test_others_are_torchs(given: Any) -> None:
     assert dispatched(lambda: forward(*given))
     torch.testing.assert_close(
         forward(*given)[0],
-        torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True),
+        sdpa(*given, is_causal=True, enable_gqa=True),
     )
 
 
