@@ -88,6 +88,8 @@ def test_a_saved_case_is_right_or_refused(saved: Saved) -> None:
     outcome = guarded(saved)
     if saved.backend in NEEDS and outcome.verdict == "unavailable":
         pytest.importorskip(*NEEDS[saved.backend])
+        if "the interpreter of" in outcome.reasons[0]:  # not kept from working by anything of ours
+            pytest.skip(outcome.reasons[0])
     assert outcome.verdict in ("verified", "refused")
     assert outcome.failure is None
     assert (outcome.verdict == "refused") == bool(outcome.reasons)
