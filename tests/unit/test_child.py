@@ -37,6 +37,26 @@ thread.start()
 thread.join()
 time.sleep(600)
 """
+#: Prints what the children of a process and of its fork answer together, both begun by threads that end.
+FORKS = """
+import os, threading
+from attnswitch.child import Child
+def answer():
+    child = Child("echo", variables={"PYTHONPATH": PATHS})
+    child.requests.send(1)
+    answers.append(child.events.recv())
+    child.end()
+def in_a_thread():
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+answers = []
+in_a_thread()
+fork = os.fork()
+in_a_thread() if fork == 0 else os.waitpid(fork, 0)
+if fork == 0:
+    print(sum(answers), flush=True)
+"""
 HANGS = "import time; from attnswitch import child; parent = child.begin(); parent.events.send(0); time.sleep(600)"
 
 
@@ -83,22 +103,11 @@ def test_it_outlives_the_thread_that_started_it(started: list[Child], tmp_path: 
         assert answers(child), f"it ended with {child.wait()}"
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_starts_children_of_its_own(started: list[Child], tmp_path: Path) -> None:
+def test_a_fork_starts_children_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "echo.py").write_text(ECHO)
-    in_a_thread(started, tmp_path)
-    fork = os.fork()
-    if fork == 0:
-        code = 1
-        try:
-            own: list[Child] = []
-            child = in_a_thread(own, tmp_path)
-            code = 0 if answers(child) else 2
-            child.end()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
-    assert answers(started[0])
+    program = FORKS.replace("PATHS", repr(str(tmp_path)))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "2\n"), ran.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the pipe tells, between two jobs")
