@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,20 +29,10 @@ def forward(*given: Any, mask: Any = None, **said: Any) -> Any:
     return FORWARD(*given, mask, None, **{**SAID, **said})
 
 
-def dispatched(call: Callable[[], Any]) -> bool:
-    """Whether torch's dispatcher takes ``call`` to the operator's kernel."""
-    kernels: list[str] = []
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("operators/run.py") and frame.f_code.co_name == "runs":
-            kernels.append(frame.f_code.co_name)
-
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return bool(kernels)
+@pytest.fixture
+def dispatched(entered: Any) -> Callable[[Callable[[], Any]], bool]:
+    """Whether torch's dispatcher takes a call to the operator's kernel."""
+    return lambda call: ("attnswitch.call.operators.run", "runs") in entered(call)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +45,7 @@ def known() -> Iterator[None]:
         yield
 
 
-def test_calls_that_are_alike_are_made_at_once() -> None:
+def test_calls_that_are_alike_are_made_at_once(dispatched: Any) -> None:
     assert not dispatched(lambda: forward(*operands()))
     out, lse, state = forward(*operands())
     upstream = torch.randn_like(out)
@@ -84,7 +73,7 @@ def test_they_return_what_torch_would() -> None:
     [operands(17), tuple(x.contiguous() for x in operands()), operands(dtype=torch.float64)],
     ids=["length", "strides", "dtype"],
 )
-def test_others_are_torchs(given: Any) -> None:
+def test_others_are_torchs(given: Any, dispatched: Any) -> None:
     assert dispatched(lambda: forward(*given))
     torch.testing.assert_close(
         forward(*given)[0],
@@ -92,10 +81,20 @@ def test_others_are_torchs(given: Any) -> None:
     )
 
 
-def test_other_options_are_others() -> None:
+def test_other_options_are_others(dispatched: Any) -> None:
     assert dispatched(lambda: forward(*operands(), scale=0.5))
     assert dispatched(lambda: forward(*operands(), window=[3, 0], backend=None))
     assert dispatched(lambda: forward(*operands(), mask=torch.ones(16, 16, dtype=torch.bool), is_causal=False))
+
+
+def test_results_of_another_type_are_converted_every_time(dispatched: Any) -> None:
+    out, lse, state = forward(*operands())
+    given = torch.ones_like(out), None, *operands(), None, None, out, lse.double(), state
+    expected = BACKWARD(*given[:8], lse, state, **SAID)
+    for _ in range(4):
+        assert dispatched(lambda: BACKWARD(*given, **SAID))
+    for one, other in zip(BACKWARD(*given, **SAID), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_window_in_a_list_comes_again() -> None:
@@ -107,7 +106,7 @@ def test_a_window_in_a_list_comes_again() -> None:
     assert torch.equal(windowed()[0], out)
 
 
-def test_gradients_are_torchs() -> None:
+def test_gradients_are_torchs(dispatched: Any) -> None:
     given = operands()
     with torch.enable_grad():
         leaves = tuple(x.requires_grad_() for x in given)
@@ -125,7 +124,9 @@ def test_gradients_are_torchs() -> None:
     ],
     ids=["profiler", "recording", "checking", "autocast"],
 )
-def test_what_looks_at_calls_sees_them(looking: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+def test_what_looks_at_calls_sees_them(
+    looking: Callable[[], contextlib.AbstractContextManager[Any]], dispatched: Any
+) -> None:
     with looking():
         assert dispatched(lambda: forward(*operands()))
     assert not dispatched(lambda: forward(*operands()))
@@ -157,7 +158,7 @@ def test_nan_is_looked_for() -> None:
     torch.testing.assert_close(out[0, :2, :-1], clean[0, :2, :-1])
 
 
-def test_compiled_training_makes_its_calls_at_once() -> None:
+def test_compiled_training_makes_its_calls_at_once(dispatched: Any) -> None:
     linear = torch.nn.Linear(32, 32)
 
     @torch.compile(fullgraph=True)

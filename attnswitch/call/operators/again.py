@@ -8,12 +8,13 @@ at calls (a mode, a transform, a profiler, autograd), or a tensor lies otherwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
 from attnswitch.call import finite, recording
+from attnswitch.call.attend import lies_alike
 from attnswitch.call.launch import Launch
 from attnswitch.call.operators import run
 from attnswitch.call.operators.direct import plainly
@@ -30,37 +31,31 @@ _MOST = 256
 _policy_of_context, _look_of_context, _recording = policy.of_context, finite.of_context, recording.of_context
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
-_Run = TypeVar("_Run", bound=Callable[..., Any])
+#: Query, key, value, and a mask if there is one; and output, lse and the output's gradient, if the operator has them.
+_Tensors = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
-class _Way(Generic[_Run]):
+class _Way:
     """What calls come to whose tensors lie as those did that it was found with, in an equal context."""
 
-    __slots__ = ("alike", "context", "launch", "run")
+    __slots__ = ("alike", "beside", "context", "launch", "run")
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.context: Hashable = None
         #: None until another call comes to the same launch: what comes once is not worth it.
         self.alike: Callable[..., bool] | None = None
-        self.run: _Run
 
-    def holds(self, operands: Sequence[Any], tensors: Sequence[Any]) -> bool:
-        """Whether a call with ``operands``, and with all these ``tensors``, is to be run by it."""
+    def bind(self, run: Callable[..., Any], operands: tuple[Any, ...], beside: tuple[Any, ...]) -> None:
+        """Know what to run for tensors that lie like these, from now on."""
+        self.run, self.context = run, _context()
+        self.beside = guards(beside) if beside else None
+        self.alike = guards(operands)
+
+    def holds(self, operands: tuple[Any, ...], beside: tuple[Any, ...]) -> bool:
+        """Whether a call with these tensors is to be run by it."""
         if self.alike is None or self.context != _context() or _profiled():
             return False
-        try:
-            together = 0
-            for tensor in tensors:
-                if type(tensor) is not torch.Tensor or tensor.is_nested:  # without sizes guards would end the process
-                    return False
-                at = tensor.data_ptr()
-                if not at:
-                    return False
-                together |= at
-            if together & 15 or not self.alike(*tensors):
-                return False
-        except (AttributeError, RuntimeError, TypeError, ValueError):  # of a tensor without memory of its own
+        if not lies_alike(self.alike, *operands) or (beside and not lies_alike(self.beside, *beside)):
             return False
         look = self.launch.look
         return look is None or look(*operands[:3])
@@ -70,64 +65,97 @@ def _context() -> tuple[Any, ...]:
     return _policy_of_context(), _look_of_context(), _recording(), view.generation()
 
 
-class _Ways(Generic[_Run]):
-    """The ways of an operator, by what its calls say."""
+class _Again:
+    """An operator as it is called, where ``dispatch`` is how torch calls it.
 
-    def __init__(self, bind: Callable[[Launch, dict[str, Any]], _Run]) -> None:
-        self._bind = bind
-        self._known: dict[Hashable, _Way[_Run]] = {}
+    ``read`` finds the tensors of a call, or None where that is torch's; ``bind`` makes of a launch what runs them.
+    """
 
-    def find(self, said: dict[str, Any], *also: Hashable) -> tuple[Hashable, _Way[_Run] | None]:
+    def __init__(
+        self,
+        dispatch: Callable[..., Any],
+        read: Callable[[tuple[Any, ...], dict[str, Any]], _Tensors | None],
+        bind: Callable[[Launch, dict[str, Any]], Callable[..., Any]],
+    ) -> None:
+        self._dispatch, self._read, self._bind = dispatch, read, bind
+        #: By what calls say, and the sizes of query and key.
+        self._ways: dict[Hashable, _Way] = {}
+
+    def __call__(self, *given: Any, **said: Any) -> Any:
+        tensors = self._read(given, said)
+        if tensors is None:
+            return self._dispatch(*given, **said)
+        operands, beside = tensors
+        key, way = self._find(said, len(operands), operands[0].shape, operands[1].shape)
+        if way is not None and way.holds(operands, beside):
+            return way.run(operands, *beside)
+        results = self._dispatch(*given, **said)
+        if key is not None:
+            self._learn(key, operands, beside, said)
+        return results
+
+    def _find(self, said: dict[str, Any], *also: Hashable) -> tuple[Hashable, _Way | None]:
         """What a call is known by, None if it cannot be known, and its way, None if it is new."""
         key = (*also, *said, *said.values())
         try:
-            return key, self._known.get(key)
+            return key, self._ways.get(key)
         except TypeError:  # a window in a list, or sizes that are symbols
             key = (*also, *said, *[tuple(each) if type(each) is list else each for each in said.values()])
         try:
-            return key, self._known.get(key)
+            return key, self._ways.get(key)
         except TypeError:
             return None, None
 
-    def learn(self, key: Hashable, operands: Sequence[Any], tensors: Sequence[Any], said: dict[str, Any]) -> None:
-        """Know the way of a call that torch has just made with ``tensors``, the second time that it is met."""
-        if key is None or _recording() is not None or not plainly(tensors):
+    def _learn(self, key: Hashable, operands: tuple[Any, ...], beside: tuple[Any, ...], said: dict[str, Any]) -> None:
+        """Know the way of a call that torch has just made, the second time that it is met."""
+        if _recording() is not None or not plainly((*operands, *beside)):
             return
-        launch = run.latest(*operands, **said)
+        launch = run.latest(*operands, beside=beside, **said)
         if launch is None or launch.recorded or launch.save is None or launch.differentiate is None:
             return
-        way = self._known.get(key)
-        if way is None or way.launch is not launch:
-            if len(self._known) >= _MOST:
-                self._known.clear()
-            self._known[key] = _Way(launch)
+        way = self._ways.get(key)
+        if way is not None and way.launch is launch:
+            way.bind(self._bind(launch, said), operands, beside)
             return
-        way.context, way.run, way.alike = _context(), self._bind(launch, said), guards(tensors)
+        if len(self._ways) >= _MOST:
+            self._ways.clear()
+        self._ways[key] = _Way(launch)
+
+
+# -- the operators -----------------------------------------------------------------------------------------------------
 
 
 def forward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """``attention_forward`` as it is called, where ``dispatch`` is how torch calls it."""
-    ways: _Ways[Callable[..., Any]] = _Ways(_results)
+    """``attention_forward``, for gradients."""
+    return _Again(dispatch, _of_forward, _results)
 
-    def call(*given: Any, **said: Any) -> Any:
-        if len(given) != 5 or given[4] is not None or not said.get("grads") or said.get("dropout_p"):
-            return dispatch(*given, **said)
-        operands = given[:3] if given[3] is None else given[:4]
-        key, way = ways.find(said, given[3] is None, operands[0].shape, operands[1].shape)
-        if way is not None and way.holds(operands, operands):
-            return way.run(*operands)
-        results = dispatch(*given, **said)
-        ways.learn(key, operands, operands, said)
-        return results
 
-    return call
+def backward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """``attention_backward``, where lse has no gradient."""
+    return _Again(dispatch, _of_backward, _gradients)
+
+
+def _of_forward(given: tuple[Any, ...], said: dict[str, Any]) -> _Tensors | None:
+    if len(given) != 5 or type(given[0]) is not torch.Tensor or given[4] is not None:
+        return None
+    return None if said.get("dropout_p") or not said.get("grads") else (_operands(*given[:4]), ())
+
+
+def _of_backward(given: tuple[Any, ...], said: dict[str, Any]) -> _Tensors | None:
+    if len(given) != 10 or type(given[0]) is not torch.Tensor or given[1] is not None or given[6] is not None:
+        return None
+    return None if said.get("dropout_p") else (_operands(*given[2:6]), (given[7], given[8], given[0]))
+
+
+def _operands(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, ...]:
+    return (query, key, value) if mask is None else (query, key, value, mask)
 
 
 def _results(launch: Launch, said: dict[str, Any]) -> Callable[..., Any]:
     save: Any = launch.save
     layout = said.get("layout", "BHLD")
 
-    def results(*operands: Any) -> tuple[Any, Any, Any]:
+    def results(operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         query = operands[0]
         out, lse = save(*operands)
         return laid(out, query, layout), lse.contiguous(), query.new_empty(0, dtype=torch.float32)
@@ -135,32 +163,12 @@ def _results(launch: Launch, said: dict[str, Any]) -> Callable[..., Any]:
     return results
 
 
-def backward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """``attention_backward`` likewise, where lse has no gradient."""
-    ways: _Ways[Callable[..., Any]] = _Ways(_gradients)
-
-    def call(*given: Any, **said: Any) -> Any:
-        if len(given) != 10 or given[1] is not None or given[6] is not None or said.get("dropout_p"):
-            return dispatch(*given, **said)
-        grad_out, _, query, key, value, mask, _, out, lse, _ = given
-        operands = (query, key, value) if mask is None else (query, key, value, mask)
-        tensors = (grad_out, out, lse, *operands)
-        known_by, way = ways.find(said, mask is None, query.shape, key.shape)
-        if way is not None and way.holds(operands, tensors):
-            return way.run(operands, out, lse, grad_out)
-        found = dispatch(*given, **said)
-        ways.learn(known_by, operands, tensors, said)
-        return found
-
-    return call
-
-
 def _gradients(launch: Launch, said: dict[str, Any]) -> Callable[..., Any]:
     differentiate: Any = launch.differentiate
     layout = said.get("layout", "BHLD")
     wanted = [at for at, name in enumerate(GRAD_OPERANDS) if name in said["grads"]]
 
-    def gradients(operands: Sequence[Any], out: Any, lse: Any, grad_out: Any) -> list[Any]:
+    def gradients(operands: tuple[Any, ...], out: Any, lse: Any, grad_out: Any) -> list[Any]:
         found = differentiate(operands, out, lse, grad_out, None)
         return [laid(found[at], operands[at], layout) if at < 3 else found[at].contiguous() for at in wanted]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnswitch.call.attend import attend, lies_alike, request
-from attnswitch.call.backward import gradients, results
+from attnswitch.call.backward import are_of, gradients, results
 from attnswitch.call.launch import Launch
 from attnswitch.call.operators.memory import laid
 from attnswitch.call.operators.schema import read_said
@@ -135,14 +135,29 @@ def backward(
 
 
 @_as_without_graph
-def latest(query: Any, key: Any, value: Any, attn_mask: Any = None, *, grads: str, **said: Any) -> Launch | None:
-    """The launch of a call for gradients that was just made, if another with these operands would be quickly told."""
+def latest(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    *,
+    beside: tuple[Any, ...],
+    grads: str,
+    **said: Any,
+) -> Launch | None:
+    """The launch of a call for gradients that was just made, if another with these tensors would be quickly told.
+
+    ``beside`` are output, lse and the output's gradient where these were given.
+    """
     backend, policy, options = read_said(said)
-    asked = request(
-        query, options, backend, policy, seeded=False, masked=attn_mask is not None, lengths=False, grads=grads
-    )
+    masked = attn_mask is not None
+    asked = request(query, options, backend, policy, seeded=False, masked=masked, lengths=False, grads=grads)
     launch = asked.latest
-    return launch if launch is not None and lies_alike(launch, query, key, value, attn_mask) else None
+    if launch is None or not lies_alike(launch.alike, query, key, value, attn_mask):
+        return None
+    if beside and not are_of(asked, launch, query, beside[:2], (beside[2], None)):
+        return None
+    return launch
 
 
 def _unsigned(seed: int | None) -> int | None:
