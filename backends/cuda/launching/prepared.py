@@ -39,7 +39,7 @@ def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: 
     wanted = problem.lse or bool(problem.grads) or launch.needs_lse
     b, h, length, _ = shape
     rows = (b, h, length), (h * length, length, 1)
-    dtype, real = inputs.query.dtype, torch.float64 if problem.dtype == "float64" else torch.float32
+    dtype, real = _types(inputs.query)
     empty = memory.allocator(inputs.query)
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     constants = arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths)
@@ -84,12 +84,12 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
     of_mask = launch.mask_shape
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
-    dtype, real = inputs.query.dtype, torch.float64 if problem.dtype == "float64" else torch.float32
+    dtype, real = _types(inputs.query)
     empty = memory.allocator(inputs.query)
     mapped = any(step.mapped for step in launch.steps)
-    operands_lie = by_query, by_key, by_value
+    lie = by_query, by_key, by_value
     maps_at = tensor_maps.remembered(
-        lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*operands_lie, by_grad), strict=True)))
+        lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad), strict=True)))
     )
     launches = [(run.loaded(step.variant, index), step) for step in launch.steps if step.blocks]
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
@@ -142,22 +142,21 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         )
         at, where = ctypes.addressof(a), stream(index)
         looked = None if look is None else look(a, space, where)
-        maps = maps_at((operands[0], operands[5], operands[10], at_grad), by_grad) if mapped else None
+        maps = maps_at((operands[0], operands[5], operands[10], at_grad), by_grad) if mapped else tensor_maps.NONE
         for function, (variant, blocks, section, takes_maps, beside) in launches:
             a.section = section
-            run.send(
-                function,
-                variant,
-                blocks,
-                where,
-                *(maps.pointers if maps is not None and takes_maps else ()),
-                at,
-                beside=beside,
-            )
+            pointers = maps.pointers if takes_maps else ()
+            run.send(function, variant, blocks, where, *pointers, at, beside=beside)
         del looked  # not before: what it points to is the next launch's from here on
         return Gradients(grad_query, grad_key, grad_value, grad_mask)
 
     return differentiate
+
+
+def _types(query: Any) -> tuple[Any, Any]:
+    """Those of results, and of lse and what is summed."""
+    torch: Any = sys.modules["torch"]
+    return query.dtype, torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _lie(lengths: Any) -> tuple[Any, ...] | None:

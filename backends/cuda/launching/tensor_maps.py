@@ -12,7 +12,7 @@ from attnswitch.problem import DTYPES
 
 from . import driver
 
-__all__ = ["COLUMNS", "EmulatedMap", "Passed", "TensorMap", "remembered", "tensor_map"]
+__all__ = ["COLUMNS", "NONE", "EmulatedMap", "Passed", "TensorMap", "remembered", "tensor_map"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
@@ -82,6 +82,10 @@ class Passed(NamedTuple):
 
     maps: tuple[TensorMap, ...]
     pointers: tuple[int, ...]
+
+
+#: For a launch that takes none.
+NONE = Passed((), ())
 
 
 def remembered(make: Callable[..., tuple[TensorMap, ...]]) -> Callable[..., Passed]:
