@@ -26,8 +26,6 @@ _FEW = 32
 #: Keys from which on splitting them pays where tiles of queries leave three of four SMs idle: 8 heads of 512 queries
 #: against 16,384 keys are 177 TFLOP/s whole and 198 split, 4 of 1,024 against 1,024 under a causal mask 94 and 52.
 _LONG = 8192
-#: The head dimension up to which sums of dK and dV leave registers for the rest.
-_WIDEST = 128
 _OPERANDS = ("query", "key", "value")
 
 
@@ -69,8 +67,6 @@ def _absent(device: Device) -> str | None:
 def _backward(p: Problem) -> Iterator[str]:
     if p.deterministic:
         yield "deterministic=True: it adds to dQ in any order"
-    if (widest := max(p.dim_qk, p.dim_v)) > _WIDEST:
-        yield f"head dimension {widest}: its sums of dK and dV leave registers up to {_WIDEST}"
     if p.mask is not None and p.adds_mask:
         yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
     if p.dropout:

@@ -15,12 +15,14 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, gradient_dim, gradients_shared
+from .tiles import HopperGradients, gradient_dims, gradients_shared, is_wide
 
 __all__ = ["Backward"]
 
-#: Rows of a tile of sums, which a block of four warps prepares and finishes.
+#: Rows of a tile of sums, which a block of four warps prepares and finishes; of keys' tiles there are an even number.
 _ROWS, _WARPS = 64, 4
+#: Warpgroups that compute.
+_WORKERS = 2
 #: Bytes of the L2 that heads may share which run side by side: their queries, upstream gradients and sums of dQ.
 _SECTION = 24 * 2**20
 
@@ -34,9 +36,9 @@ class Backward(BackwardLaunches):
     """
 
     def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
-        padded, dim = arithmetic.padded(p), gradient_dim(p)
+        padded, (dim, _) = arithmetic.padded(p), gradient_dims(p)
         rows = p.batch * p.heads_q * padded
-        keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * tile.keys
+        keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * _ROWS) * 2 * _ROWS
         parts = splits(p, device, tile)
         constants = arguments.constants(p)
         constants.splits = parts
@@ -76,15 +78,15 @@ class Backward(BackwardLaunches):
 
 @per_class
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
-    dim = gradient_dim(p)
+    dim, dim_v = gradient_dims(p)
     return Variant(
-        "backward",
+        "backward_wide" if is_wide(p) else "backward",
         p.dtype,
         tile.keys,
         tile.queries,
         dim,
-        dim,
-        warps=_WARPS * (1 + tile.keys // _ROWS),
+        dim_v,
+        warps=_WARPS * (1 + _WORKERS),
         stages=tile.stages,
         shared=gradients_shared(tile, p),
         flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
@@ -94,5 +96,5 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
 
 @per_class
 def _of_rows(p: Problem, kernel: str) -> Variant:
-    dim = gradient_dim(p)
-    return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim, warps=_WARPS, family="hopper")
+    dim, dim_v = gradient_dims(p)
+    return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim_v, warps=_WARPS, family="hopper")

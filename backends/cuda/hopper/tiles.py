@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from attnswitch.problem import Problem
 
-__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dim", "gradients_shared", "shared"]
+__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dims", "gradients_shared", "is_wide", "shared"]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
 SMS = 132
 #: Head dimensions, of key and of value, that the forward is compiled for, and those of the backward.
 _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-_GRADIENT_DIMS = (64, 128)
+_GRADIENT_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+#: The head dimension up to which the sums of dK and dV of 64 keys are one warpgroup's.
+_TOGETHER = 128
 #: Columns that an operand has side by side in shared memory.
 _PANEL = 64
 
@@ -58,9 +60,14 @@ def dims(problem: Problem) -> tuple[int, int]:
     return next((d, dv) for d, dv in _DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
 
 
-def gradient_dim(problem: Problem) -> int:
-    """That of key and value alike as the backward sees it."""
-    return min(dim for dim in _GRADIENT_DIMS if dim >= max(problem.dim_qk, problem.dim_v))
+def gradient_dims(problem: Problem) -> tuple[int, int]:
+    """Those of key and value as the backward sees them."""
+    return next((d, dv) for d, dv in _GRADIENT_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
+
+
+def is_wide(problem: Problem) -> bool:
+    """Whether dK and dV of the same keys are two warpgroups': ``src/hopper/backward_wide.cu``."""
+    return gradient_dims(problem)[0] > _TOGETHER
 
 
 def bias(problem: Problem) -> int:
@@ -81,7 +88,14 @@ def shared(tile: HopperTile, problem: Problem) -> int:
 
 def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
-    dim = gradient_dim(problem)
-    rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
-    return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024
+    dim, dim_v = gradient_dims(problem)
+    keys, queries = 2 * tile.keys * (dim + dim_v), 2 * tile.queries * dim
+    upstream = 2 * tile.queries * dim_v
+    scores = 2 * 2 * tile.keys * tile.queries  # dS twice
+    numbers = 2 * 4 * tile.stages * tile.queries
+    if is_wide(problem):
+        stages = 1 if dim_v > _TOGETHER else tile.stages
+        weights, sums = 4 * tile.keys * tile.queries, 4 * 2 * tile.queries * _PANEL
+        return keys + tile.stages * queries + stages * upstream + scores + weights + sums + numbers + 1024
+    sums = 4 * tile.queries * dim
+    return keys + tile.stages * (queries + upstream) + scores + sums + numbers + 1024

@@ -137,18 +137,18 @@ template <int COLUMNS> struct Instruction;
 #define OCTETS_6 OCTETS_5, OCTET(5)
 #define OCTETS_7 OCTETS_6, OCTET(6)
 #define OCTETS_8 OCTETS_7, OCTET(7)
-#define OCTETS_16 OCTETS_8, OCTET(8), OCTET(9), OCTET(10), OCTET(11), OCTET(12), OCTET(13), OCTET(14), OCTET(15)
+#define OCTETS_12 OCTETS_8, OCTET(8), OCTET(9), OCTET(10), OCTET(11)
+#define OCTETS_16 OCTETS_12, OCTET(12), OCTET(13), OCTET(14), OCTET(15)
 #define NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_4 NAMES_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_5 NAMES_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_6 NAMES_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_7 NAMES_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES_8 NAMES_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_16 NAMES_8 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-                         ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-                         ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110" \
-                         ", %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124" \
-                         ", %125, %126, %127"
+#define NAMES_12 NAMES_8 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+                         ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_16 NAMES_12 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+                          ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // P to U number the operands that follow the sums.
 #define OPCODE(COLUMNS) "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TEXT(STORAGE) "." TEXT(STORAGE)
@@ -174,6 +174,7 @@ INSTRUCTION(80, 5, 40, 41, 42, 43, 44)
 INSTRUCTION(96, 6, 48, 49, 50, 51, 52)
 INSTRUCTION(112, 7, 56, 57, 58, 59, 60)
 INSTRUCTION(128, 8, 64, 65, 66, 67, 68)
+INSTRUCTION(192, 12, 96, 97, 98, 99, 100)
 INSTRUCTION(256, 16, 128, 129, 130, 131, 132)
 #undef INSTRUCTION
 #undef IN_SHARED
