@@ -15,7 +15,7 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, gradient_dims, gradients_shared, is_wide
+from .tiles import HopperGradients, gradient_dims, gradient_kernel, gradients_shared
 
 __all__ = ["Backward"]
 
@@ -80,7 +80,7 @@ class Backward(BackwardLaunches):
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
     dim, dim_v = gradient_dims(p)
     return Variant(
-        "backward_wide" if is_wide(p) else "backward",
+        gradient_kernel(tile, p),
         p.dtype,
         tile.keys,
         tile.queries,

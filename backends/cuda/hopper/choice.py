@@ -42,7 +42,7 @@ _BIASED = {
 _GRADIENTS = {
     (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5),
     (128, 128): HopperGradients(128, 64, 2, begin=7.0, step=2.15),
-    (192, 128): HopperGradients(64, 64, 2, begin=6.0, step=2.2),
+    (192, 128): HopperGradients(128, 64, 2, begin=8.0, step=3.6),
     (256, 256): HopperGradients(64, 64, 2, begin=8.0, step=3.5),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.

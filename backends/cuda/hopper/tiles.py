@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from attnswitch.problem import Problem
 
-__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dims", "gradients_shared", "is_wide", "shared"]
+__all__ = [
+    "SMS",
+    "HopperGradients",
+    "HopperTile",
+    "bias",
+    "dims",
+    "gradient_dims",
+    "gradient_kernel",
+    "gradients_shared",
+    "shared",
+]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
 SMS = 132
@@ -65,9 +75,11 @@ def gradient_dims(problem: Problem) -> tuple[int, int]:
     return next((d, dv) for d, dv in _GRADIENT_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
 
 
-def is_wide(problem: Problem) -> bool:
-    """Whether dK and dV of the same keys are two warpgroups': ``src/hopper/backward_wide.cu``."""
-    return gradient_dims(problem)[0] > _TOGETHER
+def gradient_kernel(tile: HopperGradients, problem: Problem) -> str:
+    """Which of ``src/hopper`` computes: by whether one warpgroup's registers hold dK and dV of 64 keys, and what else."""
+    if gradient_dims(problem)[0] <= _TOGETHER:
+        return "backward"
+    return "backward_wide" if tile.keys == _PANEL else "backward_halved"
 
 
 def bias(problem: Problem) -> int:
@@ -93,9 +105,10 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     upstream = 2 * tile.queries * dim_v
     scores = 2 * 2 * tile.keys * tile.queries  # dS twice
     numbers = 2 * 4 * tile.stages * tile.queries
-    if is_wide(problem):
+    kernel = gradient_kernel(tile, problem)
+    if kernel == "backward_wide":
         stages = 1 if dim_v > _TOGETHER else tile.stages
         weights, sums = 4 * tile.keys * tile.queries, 4 * 2 * tile.queries * _PANEL
         return keys + tile.stages * queries + stages * upstream + scores + weights + sums + numbers + 1024
-    sums = 4 * tile.queries * dim
+    sums = 4 * tile.queries * min(dim, 2 * _PANEL)
     return keys + tile.stages * (queries + upstream) + scores + sums + numbers + 1024

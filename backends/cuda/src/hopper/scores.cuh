@@ -13,9 +13,9 @@ DEVICE int first_column() { return 2 * (thread_index() % 4); }
 
 // Scores q . k become tanh(factor q . k), PART at a time, with a branch for each: all together, they take more registers
 // than there are.
-DEVICE void cap(Scores& scores, float factor) {
+template <int COUNT> DEVICE void cap(float (&scores)[COUNT], float factor) {
     constexpr int PART = 8;
-    UNROLL for (int first = 0; first < BLOCK_N / 2; first += PART) {
+    UNROLL for (int first = 0; first < COUNT; first += PART) {
         float most = 0;
         UNROLL for (int n = first; n < first + PART; n++)
             scores[n] *= factor, most = larger(most, fabsf(scores[n]));
@@ -29,11 +29,12 @@ DEVICE void cap(Scores& scores, float factor) {
 }
 
 // Takes out the columns from `start` on that rows do not see, for which `instead` is put; `sees(m)` is what row m sees.
-template <class Sees> DEVICE void hide(Scores& scores, int start, Sees sees, float instead = -INFINITE) {
+template <int COUNT, class Sees>
+DEVICE void hide(float (&scores)[COUNT], int start, Sees sees, float instead = -INFINITE) {
     UNROLL for (int m = 0; m < 2; m++) {
         const Span span = sees(m);
         const int from = span.from - start - first_column(), to = span.to - start - first_column();
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
+        UNROLL for (int c = 0; c < COUNT / 4; c++)
             UNROLL for (int e = 0; e < 2; e++)
                 if (8 * c + e < from || 8 * c + e >= to) scores[4 * c + 2 * m + e] = instead;
     }

@@ -29,12 +29,15 @@ struct Matrix {
 
 constexpr int ROW_BYTES = PANEL * sizeof(T);
 
+// Operands in shared memory are whole tiles, or some rows of a tile of ROWS.
+
 // sums = left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory.
-template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
+template <int COLUMNS, int DEPTH, int ROWS = COLUMNS>
+DEVICE void product_nt(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
     UNROLL for (int k = 0; k < DEPTH; k += 16) {
         const int panel = k / PANEL, within = k % PANEL * int(sizeof(T));
         const u64 a_k = left.advanced(panel * 64 * ROW_BYTES + within);
-        const u64 b_k = right.advanced(panel * COLUMNS * ROW_BYTES + within);
+        const u64 b_k = right.advanced(panel * ROWS * ROW_BYTES + within);
         if (k == 0)
             Instruction<COLUMNS>::template nt<0>(sums, a_k, b_k);
         else
@@ -43,10 +46,10 @@ template <int COLUMNS, int DEPTH> DEVICE void product_nt(float (&sums)[COLUMNS /
 }
 
 // sums += left (64 x DEPTH, packed) right (DEPTH x COLUMNS in shared memory).
-template <int COLUMNS, int DEPTH>
+template <int COLUMNS, int DEPTH, int ROWS = DEPTH>
 DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], Matrix right) {
     UNROLL for (int k = 0; k < DEPTH / 16; k++)
-        Instruction<COLUMNS>::nn(sums, left[k], right.advanced(k * 16 * ROW_BYTES, DEPTH * ROW_BYTES));
+        Instruction<COLUMNS>::nn(sums, left[k], right.advanced(k * 16 * ROW_BYTES, ROWS * ROW_BYTES));
 }
 
 // sums (+)= left^T right, of left (DEPTH x 64) and right (DEPTH x COLUMNS), one panel each, both in shared memory.

@@ -20,8 +20,7 @@ struct OfKeys : Worker<1> {
         Step step(a, block);
         UNROLL for (float& sum : sums) sum = 0;
         if (step.more()) visit(block, step);
-        clear_beyond(block, sums);
-        store(block, sums, a.grad_key, OF_KEY, a.dim, float(a.scale));
+        store_gradient(a, block, block.first, sums, OF_KEY);
     }
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
@@ -75,7 +74,7 @@ struct OfKeys : Worker<1> {
     }
     // dS^T from dP^T, in its place, and in 16 bits to both that make dQ of it.
     DEVICE void differentiate(const Keys& block, const Step& step) {
-        OfColumns delta;
+        Pair delta[BLOCK_N / 8];
         numbers(delta, shared.delta[grad_out_at.stage]);
         hold(gradients);
         release(shared.grad_out_free[grad_out_at.stage]);
@@ -88,7 +87,7 @@ struct OfKeys : Worker<1> {
             UNROLL for (int k = 0; k < 4; k++) {
                 float& x = gradients[4 * c + k];
                 x = weight.at[k] * (x - delta[c].at[k % 2]);
-                if (hidden && float_bits(weight.at[k]) == float_bits(unseen())) x = 0;
+                if (hidden && is_unseen(weight.at[k])) x = 0;
             }
         }
         release(shared.weights_free[warp()]);

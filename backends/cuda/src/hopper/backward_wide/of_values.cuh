@@ -19,8 +19,7 @@ struct OfValues : Worker<0> {
         Step step(a, block);
         UNROLL for (float& sum : sums) sum = 0;
         if (step.more()) visit(block, step);
-        clear_beyond(block, sums);
-        store(block, sums, a.grad_value, OF_VALUE, a.dim_v, 1);
+        store_gradient(a, block, block.first, sums, OF_VALUE);
     }
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
@@ -110,7 +109,7 @@ struct OfValues : Worker<0> {
     // P^T from S^T, in its place. Behind a softcap P^T is packed, and in its place is what the tanh leaves of it.
     DEVICE void make_weights(const Keys& block, const Step& step) {
         const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
-        OfColumns base;
+        Pair base[BLOCK_N / 8];
         numbers(base, shared.base[query_at.stage]);
         hold(scores);
         if (SOFTCAP) cap(scores, float(a.factor)), hide(block, step, -INFINITE);

@@ -1,19 +1,10 @@
 // What both warpgroups that compute have: columns of dQ, and a gradient of the block's 64 keys to leave at the end.
 #pragma once
-#include "gradient_rows.cuh"
+#include "hopper/backward/columns.cuh"
+#include "hopper/backward/results.cuh"
 #include "hopper/backward_wide/loader.cuh"
-#include "hopper/store.cuh"
-
-struct alignas(8) Pair {
-    float at[2];
-};
 
 constexpr int NONE = -1;
-
-typedef Pair OfColumns[BLOCK_N / 8];  // numbers of the thread's columns
-
-// P of what a query does not see: it weighs 0, and says so to who makes dS, where 0 times what overflows is NaN.
-DEVICE float unseen() { return -0.0f; }
 
 template <int INDEX> struct Worker {
     static constexpr int PANELS = BLOCK_D / PANEL, FIRST = INDEX * (PANELS / 2);  // of dQ, and the first of its own
@@ -42,15 +33,6 @@ template <int INDEX> struct Worker {
     DEVICE void forget_addresses() { origin = broadcast(origin); }
     DEVICE Matrix matrix(u32 place) const { return Matrix(origin + place); }
 
-    static DEVICE void pack(Weights& to, const Scores& from) {
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-            UNROLL for (int r = 0; r < 4; r++) to[k][r] = pack_pair<T>(from[8 * k + 2 * r], from[8 * k + 2 * r + 1]);
-    }
-    // The numbers of the thread's columns.
-    static DEVICE void numbers(OfColumns& of_columns, const float* from) {
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
-            of_columns[c] = load_shared(reinterpret_cast<const Pair*>(from + 8 * c + first_column()));
-    }
     // Keys, where those past the end of a sequence may be NaN, which a weight of 0 does not take away.
     DEVICE void begin(const Keys& block) {
         shared.key_full.wait(0);
@@ -99,37 +81,5 @@ template <int INDEX> struct Worker {
             add_query_sums(tile, n);
         }
         if (lane() == 0) wait_additions();
-    }
-
-    // -- the gradient of keys, or of values ---------------------------------------------------------------------------
-
-    // Keys that are not there weigh 0, but 0 times NaN is NaN.
-    template <int COUNT> DEVICE void clear_beyond(const Keys& block, float (&sums)[COUNT]) const {
-        if (block.extent.end >= block.first + BLOCK_M) return;
-        UNROLL for (int m = 0; m < 2; m++)
-            if (block.first + row_of(m) >= block.extent.end)
-                UNROLL for (int n = 0; n < COUNT; n++)
-                    if (n / 2 % 2 == m) sums[n] = 0;
-    }
-    // To `gradient`, or as the part `which` of two of the split's sums.
-    template <int COUNT>
-    DEVICE void store(const Keys& block, const float (&sums)[COUNT], void* gradient, Gradient kind, int dim,
-                      float scale) const {
-        const int heads = a.heads / a.group;
-        if (a.splits > 1) {
-            const i64 tiles = tiles_of_keys(a), all = i64(a.batch) * heads * tiles;
-            const i64 line = (i64(block.batch) * heads + block.head_kv) * tiles + block.first / 64;
-            float* const part = sums_of(a.parts, (2 * block.split + (kind == OF_VALUE)) * all + line);
-            UNROLL for (int c = 0; c < COUNT / 4; c++)
-                *reinterpret_cast<Chunk<float>*>(quad_of(part, c)) =
-                    Chunk<float>{{sums[4 * c], sums[4 * c + 1], sums[4 * c + 2], sums[4 * c + 3]}};
-            return;
-        }
-        UNROLL for (int m = 0; m < 2; m++) {
-            const int row = block.first + row_of(m);
-            const i64 line = gradient_row(a, kind, block.batch, block.head_kv, row, heads, a.keys);
-            T* const to = gradient && row < a.keys ? static_cast<T*>(gradient) + line * dim : nullptr;
-            store_row<COUNT * 2>(to, sums, m, scale, dim);
-        }
     }
 };
