@@ -36,11 +36,11 @@ KERNEL backward_wide(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTA
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
         if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
-        return;
-    }
-    take_registers<WORKER_REGISTERS>();
-    if (group == 1)
+    } else if (group == 1) {
+        take_registers<WORKER_REGISTERS>();
         OfValues(shared, a).run();
-    else
+    } else {
+        take_registers<WORKER_REGISTERS>();
         OfKeys(shared, a).run();
+    }
 }

@@ -80,8 +80,8 @@ struct OfKeys : Worker<1> {
         release(shared.grad_out_free[grad_out_at.stage]);
         grad_out_at.next();
         const bool hidden = block.reach.hides(step.start) || (MASKED && step.mixed);
-        const float* const from = shared.weights[warp()] + 4 * lane();
-        shared.weights_full[warp()].wait(weights_at.parity);
+        const float* const from = shared.weights[warp] + 4 * lane();
+        shared.weights_full[warp].wait(weights_at.parity);
         UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
             const Chunk<float> weight = load_shared(reinterpret_cast<const Chunk<float>*>(from + c * QUADS));
             UNROLL for (int k = 0; k < 4; k++) {
@@ -90,14 +90,14 @@ struct OfKeys : Worker<1> {
                 if (hidden && is_unseen(weight.at[k])) x = 0;
             }
         }
-        release(shared.weights_free[warp()]);
+        release(shared.weights_free[warp]);
         weights_at.next();
         pack(inner, gradients);
         leave_gradients();
     }
     // dS^T to shared memory, swizzled as TMA would have brought it.
     DEVICE void leave_gradients() {
-        const int row = warp() * 16 + lane() % 16;
+        const int row = warp * 16 + lane() % 16;
         T* const to = shared.gradients[gradients_at.stage] + row * PANEL;
         shared.gradients_free[gradients_at.stage].wait(gradients_at.parity ^ 1);
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)

@@ -85,7 +85,7 @@ struct OfValues : Worker<0> {
         shown = 0;
         UNROLL for (int n = 0; n < BLOCK_N / 4; n++) {
             const int query = step.start + n / 2 * 8 + first_column() + n % 2;
-            const u32 bits = mask_row<BLOCK_M>(a, plane, block.first / BLOCK_M, query)[warp()] >> at;
+            const u32 bits = mask_row<BLOCK_M>(a, plane, block.first / BLOCK_M, query)[warp] >> at;
             shown |= (bits & 1) << n | (bits >> 2 & 1) << (n + 16);
         }
     }
@@ -132,13 +132,13 @@ struct OfValues : Worker<0> {
     }
     // P^T to the warp that makes dS^T of the same keys, and in 16 bits to dV.
     DEVICE void leave_weights() {
-        float* const to = shared.weights[warp()] + 4 * lane();
-        shared.weights_free[warp()].wait(weights_at.parity ^ 1);
+        float* const to = shared.weights[warp] + 4 * lane();
+        shared.weights_free[warp].wait(weights_at.parity ^ 1);
         UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
             const float* const x = scores + 4 * c;
             store_shared(reinterpret_cast<Chunk<float>*>(to + c * QUADS), Chunk<float>{{x[0], x[1], x[2], x[3]}});
         }
-        release(shared.weights_full[warp()]);
+        release(shared.weights_full[warp]);
         weights_at.next();
         if (!SOFTCAP) pack(weights, scores);
     }

@@ -13,6 +13,7 @@ template <int INDEX> struct Worker {
 
     Shared& shared;
     const Arguments& a;
+    const int warp = broadcast(thread_index() % 128 / 32);  // as the compiler knows to be all lanes'
     u32 origin;  // in units of 16 bytes
     Position<STAGES> query_at;
     Position<UPSTREAM_STAGES> grad_out_at;
@@ -23,7 +24,6 @@ template <int INDEX> struct Worker {
     DEVICE Worker(Shared& shared, const Arguments& a) : shared(shared), a(a), origin(shared_address(&shared) >> 4) {}
 
     static DEVICE int lane() { return thread_index() % 32; }
-    static DEVICE int warp() { return thread_index() % 128 / 32; }
     // What all lanes have read, or written.
     static DEVICE void release(Barrier& barrier) {
         warp_barrier();
@@ -57,7 +57,7 @@ template <int INDEX> struct Worker {
     }
     // Adds it, through shared memory: a thread that added it would have to wait for the L2.
     DEVICE void add_query_sums(int tile, int n) {
-        float* const staged = shared.sums[INDEX][warp()];
+        float* const staged = shared.sums[INDEX][warp];
         if (lane() == 0) wait_additions();
         warp_barrier();
         UNROLL for (int c = 0; c < PANEL / 8; c++) {
