@@ -76,7 +76,7 @@ def gradient_dims(problem: Problem) -> tuple[int, int]:
 
 
 def gradient_kernel(tile: HopperGradients, problem: Problem) -> str:
-    """Which of ``src/hopper`` computes: by whether one warpgroup's registers hold dK and dV of 64 keys, and what else."""
+    """Which of ``src/hopper`` computes, by whether one warpgroup holds dK and dV of 64 keys, and what beside them."""
     if gradient_dims(problem)[0] <= _TOGETHER:
         return "backward"
     return "backward_wide" if tile.keys == _PANEL else "backward_halved"
