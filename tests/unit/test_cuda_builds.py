@@ -47,6 +47,8 @@ VALUES: dict[str, set[int]] = {
     "GRAD_OUT_BYTES": {16},
     "CONTINUED": {0, 1},
     "MASKED": {0, 1},
+    "DIRECT": {0, 1},
+    "TURNS": {0, 1},
     "BIAS": {0, 1, 2},
 }
 

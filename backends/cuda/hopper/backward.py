@@ -89,7 +89,12 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         warps=_WARPS * (1 + _WORKERS),
         stages=tile.stages,
         shared=gradients_shared(tile, p),
-        flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
+        flags=(
+            ("MASKED", int(p.mask is not None)),
+            ("SOFTCAP", int(arithmetic.capped(p))),
+            ("DIRECT", int(tile.direct)),
+            ("TURNS", int(tile.turns)),
+        ),
         family="hopper",
     )
 

@@ -11,7 +11,7 @@ from ...own import arithmetic
 from ..classes import per_class
 from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dims
 
-__all__ = ["gradients", "ranked", "splits"]
+__all__ = ["all_gradients", "gradients", "ranked", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
@@ -38,12 +38,21 @@ _BIASED = {
     (192, 128): (HopperTile(128, 80, begin=3.8, step=1.44),),
     (256, 256): (HopperTile(128, 64, begin=6.0, step=1.44),),
 }
-#: Tiles of the backward by head dimensions. Times of those above 128 are reckoned, not measured.
+#: Tiles of the backward by head dimensions, with times on an H200.
 _GRADIENTS = {
-    (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5),
-    (128, 128): HopperGradients(128, 64, 2, begin=7.0, step=2.15),
-    (192, 128): HopperGradients(128, 64, 2, begin=8.0, step=3.6),
-    (256, 256): HopperGradients(64, 64, 2, begin=8.0, step=3.5),
+    (64, 64): (HopperGradients(128, 64, 4, begin=6.0, step=1.5),),
+    (128, 128): (HopperGradients(128, 64, 2, begin=7.0, step=2.15),),
+    (192, 128): (
+        HopperGradients(128, 64, 2, begin=8.0, step=4.0, direct=True, turns=True),
+        HopperGradients(128, 64, 2, begin=8.0, step=4.0, direct=True),
+        HopperGradients(64, 64, 2, begin=5.0, step=2.3),
+        HopperGradients(64, 64, 2, begin=5.0, step=2.3, direct=True),
+        HopperGradients(64, 64, 3, begin=5.0, step=2.3, direct=True),
+    ),
+    (256, 256): (
+        HopperGradients(64, 64, 2, begin=8.0, step=2.85),
+        HopperGradients(64, 64, 2, begin=8.0, step=2.85, direct=True),
+    ),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
@@ -71,6 +80,11 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
 
 def gradients(problem: Problem) -> HopperGradients:
     """The tile of the backward."""
+    return all_gradients(problem)[0]
+
+
+def all_gradients(problem: Problem) -> tuple[HopperGradients, ...]:
+    """Every tile of the backward, the fastest first."""
     return _GRADIENTS[gradient_dims(problem)]
 
 

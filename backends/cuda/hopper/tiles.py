@@ -52,7 +52,8 @@ class HopperTile:
 class HopperGradients:
     """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
 
-    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
+    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries. ``direct``:
+    dQ is added from registers. ``turns``: warpgroups take turns to ask for products.
     """
 
     keys: int
@@ -60,9 +61,12 @@ class HopperGradients:
     stages: int
     begin: float = 0.0
     step: float = 0.0
+    direct: bool = False
+    turns: bool = False
 
     def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}"
+        how = (" turns" * self.turns, " direct" * self.direct)
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{''.join(how)}"
 
 
 def dims(problem: Problem) -> tuple[int, int]:
@@ -101,14 +105,14 @@ def shared(tile: HopperTile, problem: Problem) -> int:
 def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
     dim, dim_v = gradient_dims(problem)
-    keys, queries = 2 * tile.keys * (dim + dim_v), 2 * tile.queries * dim
-    upstream = 2 * tile.queries * dim_v
-    scores = 2 * 2 * tile.keys * tile.queries  # dS twice
-    numbers = 2 * 4 * tile.stages * tile.queries
     kernel = gradient_kernel(tile, problem)
-    if kernel == "backward_wide":
-        stages = 1 if dim_v > _TOGETHER else tile.stages
-        weights, sums = 4 * tile.keys * tile.queries, 4 * 2 * tile.queries * _PANEL
-        return keys + tile.stages * queries + stages * upstream + scores + weights + sums + numbers + 1024
-    sums = 4 * tile.queries * min(dim, 2 * _PANEL)
-    return keys + tile.stages * (queries + upstream) + scores + sums + numbers + 1024
+    keys, queries, upstream = 2 * tile.keys * (dim + dim_v), 2 * tile.queries * dim, 2 * tile.queries * dim_v
+    stages = 1 if dim_v > _TOGETHER and not tile.direct else tile.stages  # of upstream gradients
+    rest = (
+        2 * 2 * tile.keys * tile.queries + 2 * 4 * tile.stages * tile.queries + 1024
+    )  # dS twice; base, delta, barriers
+    if kernel == "backward":
+        rest += 4 * tile.queries * dim
+    elif kernel == "backward_wide":
+        rest += 4 * tile.keys * tile.queries + (0 if tile.direct else 4 * 2 * tile.queries * _PANEL)  # P; dQ
+    return keys + tile.stages * queries + stages * upstream + rest

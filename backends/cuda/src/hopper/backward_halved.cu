@@ -2,16 +2,18 @@
 // for half a tile of scores: head dimensions of 192 and 128.
 //
 // It is backward.cu, which says what is computed, with 128 keys to a block and 64 queries to a step, but that S, P, dP and
-// dS are made of 32 queries at a time. A consumer's columns of dQ are made in three parts: one beside the first half of the
-// next step, and two beside the second.
+// dS are made of 32 queries at a time. dQ of a step, whose columns are three panels, is made in two parts too: of a whole
+// panel beside the next step's first half, and of half of the one in the middle beside its second half.
 //
-//   consumer    S00 | P | dP dV | dS | S01 dK dQ | P | dP dV | dS | S10 dK dQ | P | ...
-//
-// Barriers: those of backward.cu.
+//   consumer    S00 | dP, P | dS | dV dK | dQ S01 | dP, P | dS | dV dK | dQ S10 | ...
+//   another                 S00 | dP, P | dS      | dV dK | dQ S01 | dP, P | dS | ...     TURNS: so that one's numbers
+//                                                                                     are beside the other's products
+// Barriers: `full` and `free` of every stage (barriers.cuh), and of both tiles of dS.
 #include "hopper/backward_halved/consumer.cuh"
 
+static_assert(DIRECT, "no room to add dQ from");
 static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
-static_assert(BLOCK_D == 3 * PANEL && BLOCK_DV % PANEL == 0, "three parts of dQ each");
+static_assert(BLOCK_D == 3 * PANEL && BLOCK_DV % PANEL == 0, "a panel of dQ each, and half of one");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
 constexpr int LOADER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -32,6 +34,6 @@ KERNEL backward_halved(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONS
         if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        Consumer{shared, a, group - 1}.run();
+        Consumer(shared, a, group - 1).run();
     }
 }

@@ -3,8 +3,7 @@
 #include "hopper/backward/sums.cuh"
 #include "hopper/backward/steps.cuh"
 
-constexpr int MINE = BLOCK_D / CONSUMERS;                // columns of dQ that a consumer has
-constexpr int STAGED = MINE < PANEL ? MINE : int(PANEL);  // and that are on their way at once
+constexpr int MINE = BLOCK_D / CONSUMERS;  // columns of dQ that a consumer has
 
 struct Shared {
     alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
@@ -12,7 +11,7 @@ struct Shared {
     alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T grad_out[STAGES][BLOCK_N * BLOCK_DV];
     alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
-    alignas(128) float sums[CONSUMERS][4][16 * STAGED];  // dQ, of each warp, on its way
+    alignas(128) float sums[CONSUMERS][4][16 * MINE];  // dQ, of each warp, on its way
     alignas(16) float base[STAGES][BLOCK_N];
     alignas(16) float delta[STAGES][BLOCK_N];
     Barrier key_full, value_full;

@@ -1,19 +1,21 @@
-// Shared memory of the backward of wide heads, and who brings the tiles there.
+// Shared memory of the backward of wide heads, and who brings the tiles there: for both kernels, that of 64 keys, where P
+// goes from one warpgroup to the other, and that of 128, 64 to each.
 #pragma once
 #include "hopper/backward/steps.cuh"
 #include "hopper/backward/sums.cuh"
 
-constexpr int WORKERS = 2;                                  // warpgroups that compute
-constexpr int UPSTREAM_STAGES = BLOCK_DV > 128 ? 1 : STAGES;  // of dO, as there is room
+constexpr int WORKERS = 2;                                               // warpgroups that compute
+constexpr int UPSTREAM_STAGES = BLOCK_DV > 128 && !DIRECT ? 1 : STAGES;  // of dO, as there is room
+constexpr bool SHARE_KEYS = CONSUMERS == 1;
 
 struct Shared {
-    alignas(1024) T key[64 * BLOCK_D];
-    alignas(1024) T value[64 * BLOCK_DV];
+    alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
+    alignas(1024) T value[CONSUMERS][64 * BLOCK_DV];
     alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T grad_out[UPSTREAM_STAGES][BLOCK_N * BLOCK_DV];
-    alignas(1024) T gradients[2][64 * BLOCK_N];       // dS^T: a row for each key
-    alignas(128) float weights[4][16 * BLOCK_N];      // P^T of each warp, as its lanes hold it
-    alignas(128) float sums[WORKERS][4][16 * PANEL];  // a panel of dQ, of each warp, on its way
+    alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];                     // dS^T: a row for each key
+    alignas(128) float weights[4][SHARE_KEYS ? 16 * BLOCK_N : 4];              // P^T of each warp, as its lanes hold it
+    alignas(128) float sums[WORKERS][4][DIRECT || !SHARE_KEYS ? 4 : 16 * PANEL];  // a panel of dQ, on its way
     alignas(16) float base[STAGES][BLOCK_N];
     alignas(16) float delta[UPSTREAM_STAGES][BLOCK_N];
     Barrier key_full, value_full;
@@ -23,11 +25,13 @@ struct Shared {
 
     // Where its tiles begin, in units of 16 bytes from its own beginning.
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
-    static DEVICE u32 key_place() { return 0; }
-    static DEVICE u32 value_place() { return place(64 * BLOCK_D); }
-    static DEVICE u32 query_place(int stage) { return place(64 * (BLOCK_D + BLOCK_DV) + stage * BLOCK_N * BLOCK_D); }
+    static DEVICE u32 key_place(int tile) { return place(tile * 64 * BLOCK_D); }
+    static DEVICE u32 value_place(int tile) { return place(BLOCK_M * BLOCK_D + tile * 64 * BLOCK_DV); }
+    static DEVICE u32 query_place(int stage) { return place(BLOCK_M * (BLOCK_D + BLOCK_DV) + stage * BLOCK_N * BLOCK_D); }
     static DEVICE u32 grad_out_place(int stage) { return query_place(STAGES) + place(stage * BLOCK_N * BLOCK_DV); }
-    static DEVICE u32 gradient_place(int tile) { return grad_out_place(UPSTREAM_STAGES) + place(tile * 64 * BLOCK_N); }
+    static DEVICE u32 gradient_place(int stage, int tile) {
+        return grad_out_place(UPSTREAM_STAGES) + place((stage * CONSUMERS + tile) * 64 * BLOCK_N);
+    }
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "tiles.py counts the same shared memory");
 
@@ -40,7 +44,8 @@ DEVICE void init_barriers(Shared& shared) {
     UNROLL for (int s = 0; s < UPSTREAM_STAGES; s++)
         init(shared.grad_out_full[s], 1, shared.grad_out_free[s], 4 * WORKERS);
     UNROLL for (int w = 0; w < 4; w++) init(shared.weights_full[w], 1, shared.weights_free[w], 1);
-    UNROLL for (int n = 0; n < 2; n++) init(shared.gradients_full[n], 4, shared.gradients_free[n], 4);
+    UNROLL for (int n = 0; n < 2; n++)
+        init(shared.gradients_full[n], 4 * CONSUMERS, shared.gradients_free[n], SHARE_KEYS ? 4 : 4 * WORKERS);
     publish_barriers();
 }
 
@@ -55,8 +60,8 @@ struct Loader {
         const Keys block(a);
         Step step(a, block);
         if (step.more()) {
-            load_tile<64, BLOCK_D>(shared.key, keys, shared.key_full, block.first, block.head_kv, block.batch);
-            load_tile<64, BLOCK_DV>(shared.value, values, shared.value_full, block.first, block.head_kv, block.batch);
+            rows<BLOCK_D>(shared.key, keys, shared.key_full, block);
+            rows<BLOCK_DV>(shared.value, values, shared.value_full, block);
         }
         await_launch_before();  // base and delta; and so that the next launch, which waits for this one, has the sums
         for (; step.more(); step.next()) {
@@ -70,6 +75,13 @@ struct Loader {
                            shared.grad_out_full[g], step, block.batch);
             query_at.next(), grad_out_at.next();
         }
+    }
+    // The block's own rows of keys, or of values.
+    template <int WIDTH>
+    DEVICE void rows(T (&to)[CONSUMERS][64 * WIDTH], const TensorMap& map, Barrier& full, const Keys& block) {
+        full.expect(BLOCK_M * WIDTH * sizeof(T));
+        UNROLL for (int c = 0; c < CONSUMERS; c++)
+            copy_tile<64, WIDTH>(to[c], map, full, block.first + 64 * c, block.head_kv, block.batch);
     }
     // Rows of queries, or of their upstream gradients, with a number for each.
     template <int WIDTH>

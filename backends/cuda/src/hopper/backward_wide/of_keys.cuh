@@ -6,14 +6,14 @@
 // Tiles of dS^T take turns. When a warp writes one again, this warpgroup is done with it, whose warps have met since at
 // the other one; `gradients_free` says that the other warpgroup is.
 #pragma once
-#include "hopper/backward_wide/worker.cuh"
+#include "hopper/backward_wide/role.cuh"
 
-struct OfKeys : Worker<1> {
+struct OfKeys : Role<1> {
     Scores gradients;
     Weights inner;
     float sums[BLOCK_D / 2];
 
-    DEVICE OfKeys(Shared& shared, const Arguments& a) : Worker(shared, a) {}
+    DEVICE OfKeys(Shared& shared, const Arguments& a) : Role(shared, a) {}
 
     DEVICE void run() {
         const Keys block(a);
@@ -23,12 +23,12 @@ struct OfKeys : Worker<1> {
         store_gradient(a, block, block.first, sums, OF_KEY);
     }
     DEVICE void visit(const Keys& block, Step& step) {
-        begin(block);
-        shared.value_full.wait(0);
+        begin(block, 1);
+        const Weigher weigher(a, block, block.first);
         ask_gradients();
         wait_products<0>();
         for (;;) {
-            differentiate(block, step);
+            differentiate(weigher.hides(step));
             forget_addresses();
             const int tile = tile_of(block, step);
             step.next();
@@ -64,7 +64,7 @@ struct OfKeys : Worker<1> {
         shared.grad_out_full[grad_out_at.stage].wait(grad_out_at.parity);
         const Matrix upstream = matrix(Shared::grad_out_place(grad_out_at.stage));
         begin_products();
-        product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place()), upstream);
+        product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place(0)), upstream);
         commit_products();
     }
     DEVICE void ask_sums() {
@@ -73,13 +73,12 @@ struct OfKeys : Worker<1> {
         commit_products();
     }
     // dS^T from dP^T, in its place, and in 16 bits to both that make dQ of it.
-    DEVICE void differentiate(const Keys& block, const Step& step) {
+    DEVICE void differentiate(bool hidden) {
         Pair delta[BLOCK_N / 8];
         numbers(delta, shared.delta[grad_out_at.stage]);
         hold(gradients);
         release(shared.grad_out_free[grad_out_at.stage]);
         grad_out_at.next();
-        const bool hidden = block.reach.hides(step.start) || (MASKED && step.mixed);
         const float* const from = shared.weights[warp] + 4 * lane();
         shared.weights_full[warp].wait(weights_at.parity);
         UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
@@ -98,7 +97,7 @@ struct OfKeys : Worker<1> {
     // dS^T to shared memory, swizzled as TMA would have brought it.
     DEVICE void leave_gradients() {
         const int row = warp * 16 + lane() % 16;
-        T* const to = shared.gradients[gradients_at.stage] + row * PANEL;
+        T* const to = shared.gradients[gradients_at.stage][0] + row * PANEL;
         shared.gradients_free[gradients_at.stage].wait(gradients_at.parity ^ 1);
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
             store_matrices(to + ((2 * k + lane() / 16) ^ row % 8) * 8, inner[k]);

@@ -4,15 +4,14 @@
 // end, dV. Left operands in registers are written when no product is under way. A turn of the loop ends where none is:
 // more than one across the turn, the compiler lets come one after another.
 #pragma once
-#include "hopper/backward_wide/worker.cuh"
+#include "hopper/backward_wide/role.cuh"
 
-struct OfValues : Worker<0> {
+struct OfValues : Role<0> {
     Scores scores;
     Weights weights;
-    u32 shown;  // MASKED: what the mask shows the thread's columns, 16 bits for each of its rows
     float sums[BLOCK_DV / 2];
 
-    DEVICE OfValues(Shared& shared, const Arguments& a) : Worker(shared, a) {}
+    DEVICE OfValues(Shared& shared, const Arguments& a) : Role(shared, a) {}
 
     DEVICE void run() {
         const Keys block(a);
@@ -22,11 +21,12 @@ struct OfValues : Worker<0> {
         store_gradient(a, block, block.first, sums, OF_VALUE);
     }
     DEVICE void visit(const Keys& block, Step& step) {
-        begin(block);
+        begin(block, 0);
+        Weigher weigher(a, block, block.first);
         ask_scores();
-        look(block, step);
+        weigher.look(step);
         wait_products<0>();
-        make_weights(block, step);
+        make_weights(weigher, step);
         leave_weights();
         for (int before = NONE;;) {  // the tile of dQ of which one more panel is to be added
             forget_addresses();
@@ -42,7 +42,7 @@ struct OfValues : Worker<0> {
             }
             ask_sums();
             ask_scores();
-            look(block, step);
+            weigher.look(step);
             if (before != NONE) add_query_sums(before, 1);
             wait_products<1>();
             got_sums();
@@ -53,7 +53,7 @@ struct OfValues : Worker<0> {
             add_query_sums(tile, 0);
             if (MINE > 1) ask_query_sums(1), before = tile;
             if (SOFTCAP) got_query_sums();
-            make_weights(block, step);
+            make_weights(weigher, step);
             if (!SOFTCAP) got_query_sums();
             leave_weights();
         }
@@ -64,7 +64,7 @@ struct OfValues : Worker<0> {
     DEVICE void ask_scores() {
         shared.query_full[query_at.stage].wait(query_at.parity);
         begin_products();
-        product_nt<BLOCK_N, BLOCK_D>(scores, matrix(Shared::key_place()), matrix(Shared::query_place(query_at.stage)));
+        product_nt<BLOCK_N, BLOCK_D>(scores, matrix(Shared::key_place(0)), matrix(Shared::query_place(query_at.stage)));
         commit_products();
     }
     DEVICE void ask_sums() {
@@ -78,55 +78,14 @@ struct OfValues : Worker<0> {
         release(shared.grad_out_free[grad_out_at.stage]);
         grad_out_at.next();
     }
-    // What is asked for before a product is waited for: what the mask shows.
-    DEVICE void look(const Keys& block, const Step& step) {
-        if (!MASKED || !step.mixed) return;
-        const int plane = mask_plane(a, block.batch, step.head), at = lane() / 8 * 4 + lane() / 4 % 2;
-        shown = 0;
-        UNROLL for (int n = 0; n < BLOCK_N / 4; n++) {
-            const int query = step.start + n / 2 * 8 + first_column() + n % 2;
-            const u32 bits = mask_row<BLOCK_M>(a, plane, block.first / BLOCK_M, query)[warp] >> at;
-            shown |= (bits & 1) << n | (bits >> 2 & 1) << (n + 16);
-        }
-    }
-    // Takes out what the thread's keys are not seen by.
-    DEVICE void hide(const Keys& block, const Step& step, float instead) {
-        if (block.reach.hides(step.start))
-            ::hide(scores, step.start, [&](int m) {
-                const int key = block.first + row_of(m);
-                return key < a.keys ? queries_of(a, block.extent, key) : Span{0, 0};
-            }, instead);
-        if (!MASKED || !step.mixed) return;
-        UNROLL for (int n = 0; n < BLOCK_N / 2; n++)
-            if (!(shown >> (n / 4 * 2 + n % 2 + n / 2 % 2 * 16) & 1)) scores[n] = instead;
-    }
     DEVICE void got_query_sums() {
         wait_products<0>();
         hold(query_sums);
         release(shared.gradients_free[gradients_at.stage]);
         gradients_at.next();
     }
-    // P^T from S^T, in its place. Behind a softcap P^T is packed, and in its place is what the tanh leaves of it.
-    DEVICE void make_weights(const Keys& block, const Step& step) {
-        const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
-        Pair base[BLOCK_N / 8];
-        numbers(base, shared.base[query_at.stage]);
-        hold(scores);
-        if (SOFTCAP) cap(scores, float(a.factor)), hide(block, step, -INFINITE);
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
-            UNROLL for (int m = 0; m < 2; m++) {
-                float* const score = scores + 4 * c + 2 * m;
-                float weight[2];
-                UNROLL for (int e = 0; e < 2; e++) {
-                    weight[e] = power(multiply_add(score[e], factor, -base[c].at[e]));
-                    if (SOFTCAP && score[e] == -INFINITE) weight[e] = unseen();
-                }
-                if (SOFTCAP) weights[c / 2][c % 2 * 2 + m] = pack_pair<T>(weight[0], weight[1]);
-                UNROLL for (int e = 0; e < 2; e++)
-                    score[e] = !SOFTCAP || score[e] == -INFINITE ? weight[e]
-                                                                : weight[e] * multiply_add(-score[e], score[e], 1);
-            }
-        if (!SOFTCAP) hide(block, step, unseen());
+    DEVICE void make_weights(Weigher& weigher, const Step& step) {
+        weigher.weigh(scores, weights, step, 0, shared.base[query_at.stage]);
         release(shared.query_free[query_at.stage]);
         query_at.next();
     }
