@@ -52,8 +52,8 @@ class HopperTile:
 class HopperGradients:
     """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
 
-    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries. ``direct``:
-    dQ is added from registers. ``turns``: warpgroups take turns to ask for products.
+    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
+    ``direct``: dQ is added from registers. ``turns``: warpgroups take turns to ask for products.
     """
 
     keys: int
