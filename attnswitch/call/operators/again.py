@@ -31,7 +31,7 @@ __all__ = ["backward", "forward"]
 _MOST = 256
 _policy_of_context, _look_of_context, _recording = policy.of_context, finite.of_context, recording.of_context
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-_address, _is_nested = torch.Tensor.data_ptr, torch.Tensor.is_nested.__get__
+_address, _is_nested = torch.Tensor.data_ptr, operator.attrgetter("is_nested")
 
 
 class _Way:
