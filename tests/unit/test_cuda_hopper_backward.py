@@ -281,6 +281,7 @@ def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPa
 
 
 @compiled
+@pytest.mark.slow
 @pytest.mark.parametrize(("dims", "which"), [("192/128", 1), ("192/128", 2), ("192/128", 4), ("256", 1)])
 @pytest.mark.parametrize("how", ["", ".causal", ".softcap=3.0"])
 def test_other_tiles_are_right(dims: str, which: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
