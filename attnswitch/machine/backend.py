@@ -24,6 +24,7 @@ __all__ = [
     "Packed",
     "Precision",
     "Progress",
+    "Regime",
     "Shows",
     "Tile",
 ]
@@ -189,6 +190,25 @@ class Precision:
     exp: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Problems for which a backend has kernels that smaller or odder ones do not reach. The verifier draws some there.
+
+    ``dims`` pairs head dimensions, of query and key and of value. ``tiles`` are lengths of tiles, around whose
+    multiples lengths are drawn, of queries from ``queries`` on. ``products`` is the least B * Hq * Lq * Lk * (D + Dv).
+    ``aligned``: operands and a float mask have rows of unit stride from multiples of 16 bytes, and the mask their type.
+    It is drawn ``often`` times as often as a regime of 1.
+    """
+
+    dtypes: tuple[str, ...]
+    dims: tuple[tuple[int, int], ...]
+    tiles: tuple[int, ...]
+    queries: int = 1
+    products: int = 0
+    aligned: bool = False
+    often: int = 1
+
+
 class Packed(NamedTuple):
     """A pack of kernels compiled ahead for one architecture; ``bytes`` is their size before compression."""
 
@@ -237,6 +257,10 @@ class Backend:
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
         """The heuristic's choice first, then the rest of the search space."""
         yield Config()
+
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """Where on ``device`` it runs other kernels than on most problems of a few hundred queries and keys."""
+        return ()
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """What its rounding is for ``problem``."""

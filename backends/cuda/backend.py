@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from attnswitch.machine.backend import Backend, Packed, Precision, Progress
+from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Regime
 from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
-from . import config
+from . import config, families
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward, is_hopper
 from .hopper import tiles as hopper_tiles
@@ -83,6 +83,10 @@ class CudaBackend(Backend):
             _remark(role, tiles[role], reasons[role](problem, device), is_hopper(device))
             for role in ("forward", *(("backward",) if problem.grads else ()))
         )
+
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """See ``families``."""
+        return families.regimes(device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
