@@ -292,6 +292,13 @@ class Backend:
         """
         return iter(())
 
+    def toolchain(self, device: Device) -> Mapping[str, str]:
+        """Names and versions of what compiled the kernels that run on ``device``, beside installed packages.
+
+        What was measured, or found right, holds for no other. Asked once a process.
+        """
+        return {}
+
     def native(self, library: str) -> str:
         """The library whose arrays its kernels are given for a caller's of ``library``: the same, if they take them."""
         return library if library in self.libraries else self.library

@@ -99,6 +99,15 @@ class CudaBackend(Backend):
 
         return CudaKernel(problem, config, device)
 
+    def toolchain(self, device: Device) -> Mapping[str, str]:
+        """See ``compiling.cubins``; nothing of an emulator, nor of a GPU that is not here."""
+        from .compiling import cubins
+
+        if device.kind != "cuda" or device.capability is None or not device.present:
+            return {}
+        compiler = cubins.compiler(device.capability)
+        return {} if compiler is None else {"kernels": compiler}
+
     def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
         """See ``compiling.ahead``."""
         from .compiling import ahead
