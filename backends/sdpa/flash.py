@@ -25,8 +25,8 @@ from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
 
 __all__ = ["FlashBackend"]
 
-#: Keys of a tile of torch's CPU kernel, and the most that it takes at once.
-_CPU_TILE, _CPU_VECTOR = 512, 16
+#: Most keys that torch's CPU kernel takes at once.
+_CPU_VECTOR = 16
 
 
 class FlashBackend(SdpaBackend):
@@ -73,7 +73,7 @@ class FlashBackend(SdpaBackend):
         """
         hiding = compose_plain(problem)
         blind = problem.seq_k % _CPU_VECTOR or hiding.causal
-        if device.kind == "cpu" and problem.seq_k > _CPU_TILE and blind and not problem.grads:
+        if device.kind == "cpu" and problem.seq_k > raised.KEYS and blind and not problem.grads:
             zero = ends(_type(problem))[0]
             return hiding._replace(mask=zero.expand(1, 1, problem.seq_q, problem.seq_k))
         return hiding
