@@ -1,9 +1,9 @@
 """16-bit operands raised to float32 around torch's kernel of the CPU, where that is faster.
 
 Where the processor has no fast products of their type, the kernel multiplies element by element: training steps in 16
-bits take two to nine times as long so, and forwards in float16 up to six times. Where it has, a single query still takes
-two to five times as long, since one row is no product of matrices, and a training step up to four times where the last
-tile of keys is mostly padding (``attnswitch bench choice --device cpu``). The copies are O(L D).
+bits take two to nine times as long so, and forwards in float16 up to six times. Where it has, a single query still
+takes two to five times as long, since one row is no product of matrices; and a training step does up to four times
+where the last tile of keys is mostly padding (``attnswitch bench choice --device cpu``). The copies are O(L D).
 """
 
 from __future__ import annotations
