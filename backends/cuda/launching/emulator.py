@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from attnswitch.errors import CompileError
 
@@ -23,7 +24,7 @@ from ..compiling.variant import Variant
 from .arguments import Arguments
 from .tensor_maps import EmulatedMap, TensorMap
 
-__all__ = ["VARIABLE", "Library", "build", "is_wanted", "launch", "load", "unavailable"]
+__all__ = ["VARIABLE", "Library", "Together", "build", "is_wanted", "launch", "load", "together", "unavailable"]
 
 #: The environment variable that has kernels emulated.
 VARIABLE = "ATTNSWITCH_CUDA_EMULATE"
@@ -38,8 +39,19 @@ _OPTIONS = (
     "-U_FORTIFY_SOURCE",
     "-fno-stack-protector",
 )
-#: The emulator runs one block at a time, and autograd calls from threads of its own.
+#: The emulator runs one launch at a time, and autograd calls from threads of its own.
 _ONE_AT_A_TIME = threading.Lock()
+
+
+class Together(NamedTuple):
+    """How many blocks run side by side, of Hopper's kernels alone, and the seed of which goes on."""
+
+    blocks: int = 1
+    seed: int = 0
+
+
+#: One after another; tests set it where blocks wait for others, or must not depend on who is first.
+together = Together()
 
 
 def is_wanted() -> bool:
@@ -101,7 +113,7 @@ class Library:
         parameters = (ctypes.c_void_p * (len(maps) + 1))(*map(ctypes.addressof, (*maps, arguments)))
         with _ONE_AT_A_TIME:
             self._flags[: len(flags)] = list(flags)
-            wrong = self._emulate(parameters, blocks, threads, ctypes.c_size_t(shared))
+            wrong = self._emulate(parameters, blocks, threads, ctypes.c_size_t(shared), *together)
         if wrong:
             raise RuntimeError(f"{self._name}, emulated: {wrong.decode()}")
 

@@ -17,6 +17,7 @@
 //
 // Barriers: `full` and `free` of every stage (barriers.cuh), and `written` of each tile of dS, for which no `free` is
 // needed: consumer.cuh says why.
+#include "hopper/backward/adder.cuh"
 #include "hopper/backward/consumer.cuh"
 
 static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
@@ -24,7 +25,8 @@ static_assert(BLOCK_D == BLOCK_DV && (BLOCK_D == PANEL || BLOCK_D == 2 * PANEL),
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
 constexpr int LOADER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / 128, "registers for all");
+constexpr int AT_FIRST = 65536 / (32 * WARPS) / 8 * 8;  // of each thread, when a block begins: it gets no others
+static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * AT_FIRST, "registers for all");
 
 KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                 CONSTANT TensorMap upstream, CONSTANT Arguments a) {
@@ -39,6 +41,7 @@ KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT Te
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
         if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
+        if (ORDERED && thread_index() == 32) Adder{a, shared}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer{shared, a, group - 1}.run();

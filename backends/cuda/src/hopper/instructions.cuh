@@ -104,6 +104,21 @@ DEVICE void add_floats(float* to, const float* from, int count) {
 DEVICE void commit_additions() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all of this thread's have read what they add.
 DEVICE void wait_additions() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until they are done.
+DEVICE void finish_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Leaves a number to threads of other blocks, after the additions of this one that are done.
+DEVICE void leave_number(u32* at, u32 number) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(at)), "r"(number) : "memory");
+}
+// Waits until a number is as large. This thread's next additions come after those of who left it.
+DEVICE void await_number(const u32* at, u32 number) {
+    u32 left;
+    do
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(left) : "l"(__cvta_generic_to_global(at)) : "memory");
+    while (left < number);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 // -- products of a warpgroup ------------------------------------------------------------------------------------------
 

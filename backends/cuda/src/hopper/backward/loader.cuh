@@ -17,6 +17,7 @@ struct Shared {
     Barrier key_full, value_full;
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
     Barrier written[2];
+    Barrier taken;  // ORDERED: what is on its way of dQ
 
     // Where its tiles begin, in units of 16 bytes from its own beginning.
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
@@ -37,6 +38,7 @@ DEVICE void init_barriers(Shared& shared) {
         shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(4 * CONSUMERS);
     }
     UNROLL for (Barrier& written : shared.written) written.init(4 * CONSUMERS);
+    if (ORDERED) shared.taken.init(1);
     publish_barriers();
 }
 
