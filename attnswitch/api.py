@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Never, overload
 
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import like_torch
@@ -50,6 +50,7 @@ def attention(
     seed: int | None = None,
     backend: str | None = None,
     policy: Policy | str | None = None,
+    **unknown: Never,
 ) -> Any:
     """Exact attention, ``softmax(scale * Q K^T + ...) V``, by the best backend that takes the call.
 
@@ -75,16 +76,19 @@ def attention(
         backend: use this one or raise; default is the planner's choice (see ``explain``).
         policy: what that choice may rest on: "estimate", "measure", "learn" or "wisdom-only" (see ``Policy``).
             Default is that of ``using``, then of ATTNSWITCH_POLICY, then "estimate".
+        **unknown: refused, with the name that may have been meant.
 
     Returns:
         The output (B, Hq, Lq, Dv), or (output, lse), in the library, device and dtype of query. A row that sees no key
         has output 0 and lse -inf. torch tensors that require gradients get them, a float attn_mask included.
 
     Raises:
-        InvalidProblem: the arguments make no sense together.
+        InvalidProblem: the arguments make no sense together, or there is no such argument.
         Unsupported: no backend, or not the one named, takes the problem; the message holds every reason.
         BackendUnavailable: the backend named cannot run on this machine.
     """
+    if unknown:
+        raise read.unknown(next(iter(unknown)), "attention: there is", attention)
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, layout, deterministic
     return call(query, key, value, attn_mask, key_lengths, seed, backend, policy, *numbers, *rest)

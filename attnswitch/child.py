@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +26,9 @@ __all__ = ["Child", "Parent", "begin"]
 #: the user's may hold a file that is named like a module of the standard library.
 _PATHS = "ATTNSWITCH_WORKER_PATHS"
 _PR_SET_PDEATHSIG = 1
+
+_Process = subprocess.Popen[bytes]
+_Start = Callable[[], _Process]
 
 
 class Child:
@@ -48,15 +54,19 @@ class Child:
         environment = {**os.environ, **variables, _PATHS: os.pathsep.join(path for path in sys.path if path)}
         self._output = (self.folder / "output.txt").open("a+b")
         self._apart = apart
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=ends,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            process_group=0 if apart else None,
-        )
+
+        def start() -> _Process:
+            return subprocess.Popen(
+                command,
+                pass_fds=ends,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                process_group=0 if apart else None,
+            )
+
+        self._process = start() if threading.current_thread() is threading.main_thread() else _starter.run(start)
         read_requests.close()
         write_events.close()
 
@@ -91,6 +101,49 @@ class Child:
         for end in (self.requests, self.events, self._output):
             end.close()
         self._process.returncode = 0  # so that it is not looked for among the children of the fork
+
+
+class _Starter:
+    """A thread that lasts as long as the process, and starts the children of threads that may not.
+
+    Linux ends a child with the thread that started it, not with its process.
+    """
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._lock = threading.Lock()
+        self._asked: queue.SimpleQueue[tuple[_Start, Future[_Process]]] = queue.SimpleQueue()
+
+    def run(self, start: _Start) -> _Process:
+        """What ``start`` returns or raises."""
+        with self._lock:
+            if not self._begun:
+                threading.Thread(target=self._serve, name="attnswitch-starter", daemon=True).start()
+                self._begun = True
+        started: Future[_Process] = Future()
+        self._asked.put((start, started))
+        return started.result()
+
+    def _serve(self) -> None:
+        while True:
+            start, started = self._asked.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:  # whoever asked is told
+                started.set_exception(error)
+
+
+_starter = _Starter()
+
+
+def _begin_again() -> None:
+    """A fork has none of its parent's threads but the one that forked."""
+    global _starter
+    _starter = _Starter()
+
+
+if hasattr(os, "register_at_fork"):  # where there are forks
+    os.register_at_fork(after_in_child=_begin_again)
 
 
 class Parent(NamedTuple):

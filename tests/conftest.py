@@ -152,3 +152,24 @@ def command(
         return call
 
     return of
+
+
+@pytest.fixture
+def entered() -> Callable[[Callable[[], Any]], list[tuple[str, str]]]:
+    """Which Python functions a call enters, in that order: the module and the name of each."""
+
+    def by(call: Callable[[], Any]) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+
+        def look(frame: Any, event: str, _: Any) -> None:
+            if event == "call":
+                found.append((str(frame.f_globals.get("__name__")), frame.f_code.co_name))
+
+        sys.setprofile(look)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return found
+
+    return by

@@ -67,7 +67,7 @@ def attend(
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     launch = asked.latest
     given: Sequence[Array] = operands
-    if launch is None or not lies_alike(launch, query, key, value, attn_mask):
+    if launch is None or not lies_alike(launch.alike, query, key, value, attn_mask):
         launch, given = asked.find(operands, key_lengths)
     look, shown = launch.look, launch.shown
     if look is not None and shown is None and not look(*given[:3]):
@@ -85,15 +85,17 @@ def attend(
     return result
 
 
-def lies_alike(launch: Launch, query: Array, key: Array, value: Array, attn_mask: Array | None) -> bool:
-    """Whether operands lie as those of ``launch``, the latest of its request; their facts take longer to read."""
+def lies_alike(
+    alike: Callable[..., bool] | None, query: Array, key: Array, value: Array, attn_mask: Array | None = None
+) -> bool:
+    """Whether operands lie as those that ``alike`` guards, of a launch; their facts take longer to read."""
     try:
         # Asked first: without sizes guards would end the process, and without memory kernels would.
         if attn_mask is None:
             q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
             if (q | k | v) & 15 or not (q and k and v) or query.is_nested or key.is_nested or value.is_nested:
                 return False
-            return launch.alike(query, key, value)  # type: ignore[misc]
+            return alike(query, key, value)  # type: ignore[misc]
         q, k, v, m = query.data_ptr(), key.data_ptr(), value.data_ptr(), attn_mask.data_ptr()
         if (
             (q | k | v | m) & 15
@@ -104,7 +106,7 @@ def lies_alike(launch: Launch, query: Array, key: Array, value: Array, attn_mask
             or attn_mask.is_nested
         ):
             return False
-        return launch.alike(query, key, value, attn_mask)  # type: ignore[misc]
+        return alike(query, key, value, attn_mask)  # type: ignore[misc]
     except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
         return False
 

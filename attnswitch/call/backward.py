@@ -19,7 +19,7 @@ from attnswitch.machine.backend import Gradients, Inputs
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import DTYPES
 
-__all__ = ["gradients", "results"]
+__all__ = ["are_of", "gradients", "results"]
 
 
 class _Call(NamedTuple):
@@ -62,7 +62,7 @@ def _request(
 def _latest(asked: Request, operands: tuple[Array, ...]) -> Launch | None:
     """The launch that is prepared for operands that lie like these, where that is quickly told."""
     launch = asked.latest
-    if launch is None or not lies_alike(launch, *(operands if len(operands) > 3 else (*operands, None))):
+    if launch is None or not lies_alike(launch.alike, *operands):
         return None
     return launch if launch.look is None or launch.look(*operands[:3]) else None
 
@@ -127,7 +127,7 @@ def gradients(
     if (
         launch is not None
         and prepared is not None
-        and _are_of(asked, launch, operands[0], (out, lse), (grad_out, grad_lse))
+        and are_of(asked, launch, operands[0], (out, lse), (grad_out, grad_lse))
     ):
         recording.note(launch.problem)
         return prepared(operands, out, lse, grad_out, grad_lse)
@@ -148,7 +148,7 @@ def gradients(
     return Gradients(q, k, v, call.back(mask))
 
 
-def _are_of(asked: Request, launch: Launch, query: Any, results: tuple[Any, ...], upstream: tuple[Any, ...]) -> bool:
+def are_of(asked: Request, launch: Launch, query: Any, results: tuple[Any, ...], upstream: tuple[Any, ...]) -> bool:
     """Whether ``results`` are as ``launch.save`` returns them, and ``upstream`` dense gradients of these."""
     p, (out, lse), (grad_out, grad_lse) = launch.problem, results, upstream
     torch: Any = sys.modules["torch"]

@@ -32,7 +32,7 @@ def call(
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
     if hasattr(query, "is_cuda") and _compiling():
-        way = _by_parts if type(query).__name__ == "DTensor" else _operated
+        way = _by_parts if type(query).__name__ == "DTensor" else _compiled
         return way(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
     if seed is not None:
@@ -63,7 +63,7 @@ def run_plan(
     if plan.backend is None:
         raise Unsupported(f"the plan chose nothing\n{plan}", plan)
     given = read.said_by(plan.problem, layout)
-    way = _operated if compiling else _intercepted
+    way = _compiled if compiling else _intercepted
     return way(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
 
 
@@ -75,6 +75,14 @@ def _compiling() -> bool:
     import torch
 
     return torch.compiler.is_dynamo_compiling()
+
+
+def _compiled(*call: Any) -> Any:
+    from attnswitch.call import transforms  # which tells torch how the operators are mapped by vmap
+
+    if transforms.differentiates():
+        transforms.refuse()
+    return _operated(*call)
 
 
 def _operated(*call: Any) -> Any:

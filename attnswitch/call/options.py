@@ -19,7 +19,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant, one_of
 from attnswitch.problem import Alignment, Problem, Window
 
-__all__ = ["LAYOUTS", "Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of", "text_of"]
+__all__ = ["LAYOUTS", "Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of", "text_of", "unknown"]
 
 LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.
@@ -64,11 +64,17 @@ def of_keywords(keywords: dict[str, Any], what: str, function: Callable[..., Any
     """
     for name in keywords:
         if name not in _NAMES:
-            known = (*_NAMES, *inspect.signature(function).parameters)
-            raise InvalidProblem(
-                f"{what} an unexpected keyword {name!r}; the keywords are those of attention{meant(name, known)}"
-            )
+            raise unknown(name, what, function)
     return of_call(*(keywords.get(name, getattr(_DEFAULT, name)) for name in _NAMES))
+
+
+def unknown(name: str, what: str, function: Callable[..., Any]) -> InvalidProblem:
+    """The error about a keyword that ``function`` does not have; it begins with ``what``."""
+    parameters = inspect.signature(function).parameters.values()
+    known = (*_NAMES, *(one.name for one in parameters if one.kind is not one.VAR_KEYWORD))
+    return InvalidProblem(
+        f"{what} an unexpected keyword {name!r}; the keywords are those of attention{meant(name, known)}"
+    )
 
 
 def of_problem(p: Problem, layout: str = "BHLD") -> Options:

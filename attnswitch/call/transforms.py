@@ -24,10 +24,11 @@ from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["attention", "looks"]
+__all__ = ["attention", "differentiates", "looks", "refuse"]
 
 _COMPOSITE = "sdpa-math"
 _JVP = torch._C._functorch.TransformType.Jvp
+_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, _JVP)
 
 
 def looks(*tensors: Any) -> bool:
@@ -92,6 +93,29 @@ def _composite(
     turned = options.layout == "BLHD"
     out, _ = kernel.forward(straight(operands, turned)._replace(key_lengths=key_lengths))
     return swap_heads(out) if turned else out
+
+
+# -- under torch.compile -----------------------------------------------------------------------------------------------
+
+#: torch before 2.15 says nothing, and gives a gradient of 0.
+_REFUSED = (
+    "attention within torch.func.grad, or another that differentiates, within torch.compile: torch has no gradient of"
+    " an operator there; leave torch.compile out, or let backward() differentiate what is compiled"
+)
+
+
+def _differentiates() -> bool:
+    return any(level.key() in _DIFFERENTIATING for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def _refuse() -> None:
+    raise Unsupported(_REFUSED)
+
+
+#: Whether a transform that is active now gives derivatives; torch.compile asks when it traces, under the same.
+differentiates = torch.compiler.assume_constant_result(_differentiates)  # type: ignore[no-untyped-call]
+#: Raises ``Unsupported``, once torch.compile has broken its graph here; with ``fullgraph`` that gives the reason.
+refuse = torch.compiler.disable(_refuse, reason=_REFUSED)  # type: ignore[no-untyped-call]
 
 
 # -- reverse mode ------------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
+from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
+from attnswitch.names import meant
 from attnswitch.planning import waiting
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.choice import Basis
@@ -62,13 +64,20 @@ class Plan:
         key_lengths: Any = None,
         seed: int | None = None,
         layout: str = "BHLD",
+        **unknown: Never,
     ) -> Any:
         """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
 
         Raises:
-            InvalidProblem: the arrays are of another problem.
+            InvalidProblem: the arrays are of another problem, or something else was said.
             Unsupported: the plan chose nothing.
         """
+        if unknown:
+            name, own = next(iter(unknown)), ("attn_mask", "key_lengths", "seed", "layout")
+            raise InvalidProblem(
+                f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
+                f" attnswitch.plan takes{meant(name, own)}"
+            )
         assert self.run is not None
         return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout)
 

@@ -118,7 +118,14 @@ class Problem(_Fields):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Problem:
         """A problem of the fields that are given, in their order or by name."""
-        return _Fields.__new__(cls, *args, **kwargs)._checked()
+        try:
+            fields = _Fields.__new__(cls, *args, **kwargs)
+        except TypeError:
+            for name in kwargs:
+                if name not in cls._fields:
+                    raise InvalidProblem(f"a problem has no field {name!r}{meant(name, cls._fields)}") from None
+            raise
+        return fields._checked()
 
     @staticmethod
     def of(*fields: Any) -> Problem:

@@ -14,7 +14,7 @@ __all__ = ["Backward", "Saved"]
 class Saved(NamedTuple):
     """What the backward works on beside the inputs: dO, and for each row what ``prepare`` made of lse and dO.
 
-    ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles).
+    ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles), ``base`` twice that where a float mask is added.
     """
 
     grad_out: Any

@@ -16,8 +16,9 @@ from . import compose, masks
 from .arguments import Operator, told
 from .backward import Given, no_state, relative
 from .base import Compose, Launch
+from .hooks import with_aligned_gradient
 from .masks import Hiding
-from .operands import bias, with_aligned_gradient
+from .operands import bias
 
 __all__ = ["composer", "direct", "gradients", "launcher"]
 

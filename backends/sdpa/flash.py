@@ -17,9 +17,10 @@ from . import memory, raised
 from .arguments import told
 from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
+from .hooks import once_differentiable, with_aligned_gradient
 from .kept import kept
 from .masks import Hiding, added, compose_plain, ends, unsaturated
-from .operands import dense_rows, padded, with_aligned_gradient
+from .operands import dense_rows, padded
 from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
 
 __all__ = ["FlashBackend"]
@@ -100,7 +101,7 @@ class FlashBackend(SdpaBackend):
                 found: tuple[Any, Any] = call(query, key, value, attn_mask=torch.where(attn_mask, zero, hidden))
                 return found
 
-            return launched
+            return _once(launched) if p.grads else launched
         if p.grads or getattr(torch, p.mask.dtype) not in _mask_types(problem):
             return None
         return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=unsaturated(attn_mask)[0])
@@ -168,9 +169,22 @@ def _mask_types(problem: Problem) -> tuple[torch.dtype, ...]:
 def _on_cpu(problem: Problem) -> Launch:
     def launch(hiding: Hiding) -> Forward:
         call = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
-        return call if hiding.mask is None else functools.partial(call, attn_mask=hiding.mask)
+        if hiding.mask is not None:
+            call = functools.partial(call, attn_mask=hiding.mask)
+        return _once(call) if problem.grads else call
 
     return launch
+
+
+def _once(call: Forward) -> Forward:
+    """``call``, whose output has first derivatives only."""
+
+    def launched(*operands: Any) -> tuple[Any, Any]:
+        results = call(*operands)
+        once_differentiable(results[0])
+        return results
+
+    return launched
 
 
 def _on_cuda(problem: Problem) -> Launch:

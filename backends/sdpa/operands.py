@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch's users know it b
 
 from .masks import additive
 
-__all__ = ["aligned", "bias", "copied_if_expanded", "dense_rows", "padded", "with_aligned_gradient"]
+__all__ = ["aligned", "bias", "copied_if_expanded", "dense_rows", "padded"]
 
 
 def aligned(tensor: Any) -> Any:
@@ -23,22 +22,6 @@ def aligned(tensor: Any) -> Any:
     if unit and tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1]):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-#: A tensor that lends its hooks: to make some for every output, as ``register_hook`` does, takes a microsecond or more.
-_LENDER = torch.empty(0, device="cpu")
-_LENDER._backward_hooks = OrderedDict({0: aligned})
-
-
-def with_aligned_gradient(out: Any) -> Any:
-    """``out``, the first that its operator returns, whose upstream gradient will be aligned too.
-
-    The backward kernels load it 16 bytes at a time and check nothing (fixtures/corpus/sdpa-*-grad-out-offset.json).
-    """
-    node = out.grad_fn
-    if node is not None:
-        node._register_hook_dict(_LENDER)
-    return out
 
 
 def padded(tensor: Any, multiple: int) -> Any:

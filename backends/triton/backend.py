@@ -35,7 +35,7 @@ class TritonBackend(Backend):
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:
-        """For want of Triton, or of a GPU that torch sees where it is not to be interpreted."""
+        """For want of Triton, of a GPU that torch sees, or of an interpreter that works where that is asked for."""
         return _unavailable(_interpreted())
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _unavailable(interpreted: bool) -> str | None:
     if (found := _version()) and release(found) < _OLDEST:
         return f"Triton {found}: the kernels were verified from 3.6 on; torch brings it from 2.10 on"
     if interpreted:
-        return None
+        return _not_interpreted()
     import torch
 
     if torch.version.cuda is None:
@@ -123,3 +123,12 @@ def _unavailable(interpreted: bool) -> str | None:
     if not torch.cuda.is_available():
         return f"torch finds no NVIDIA GPU; {_INTERPRETER}=1 interprets the kernels on the CPU, to check them"
     return None
+
+
+def _not_interpreted() -> str | None:
+    from .kernels.probe import interpreter_fault  # of Triton, which is there
+
+    if (fault := interpreter_fault()) is None:
+        return None
+    versions = f"Triton {_version()} with NumPy {metadata.version('numpy')}"
+    return f"the interpreter of {versions} fails ({fault}); install an earlier NumPy or a later Triton"

@@ -16,6 +16,7 @@ from attnswitch.problem import Problem
 
 from ..own.order import Backward
 from . import ahead, launch, run
+from .added import PrepareAdded
 from .config import TritonConfig, small
 from .operands import copied, mask_even, mask_in_steps, uneven
 from .run import Launch
@@ -133,7 +134,7 @@ class TritonKernel(Kernel):
     def _new_backward(self) -> Backward:
         make, p, device, config = self._make, self.problem, self._device, self._config
         return Backward(
-            launch.Prepare(make, p, config),
+            PrepareAdded(make, p, config) if p.adds_mask else launch.Prepare(make, p, config),
             launch.QueryGradient(make, p, device, config) if "q" in p.grads else None,
             launch.KeyGradients(make, p, device, config) if "k" in p.grads or "v" in p.grads else None,
             launch.MaskGradient(make, p, config) if "m" in p.grads else None,

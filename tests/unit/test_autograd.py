@@ -144,8 +144,32 @@ def test_double_backward_raises_or_is_right(backend: str) -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             close(penalty(backend, *operands), penalty(None, *operands))
         return
-    with pytest.raises(RuntimeError, match=r"twice|not implemented|once_differentiable|double"):
+    with pytest.raises(Unsupported, match=r"^double backward of attention: .*use backend='sdpa-math'"):
         penalty(backend, *operands)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"key_lengths": [3, 2]},
+        {"attn_mask": torch.ones(3, 4, dtype=torch.bool)},
+        {"attn_mask": torch.zeros(3, 4, dtype=torch.float64)},
+    ],
+    ids=["plain", "lengths", "bool", "float"],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_flash_kernel_says_that_it_has_no_second_derivative(options: dict[str, Any], autocast: bool) -> None:
+    """However the operator is reached: in a first call or a later one, by a mask of its own or one that is made."""
+    operands = leaves()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = attnswitch.attention(*operands, backend="sdpa-flash", **options)
+            wanted = torch.autograd.grad(out.sum(), operands, retain_graph=True)
+            first = torch.autograd.grad(out.sum(), operands, create_graph=True)
+        close(first, wanted)
+        with pytest.raises(Unsupported, match=r"^double backward of attention: .*use backend='sdpa-math'"):
+            sum(grad.sum() for grad in first).backward()
 
 
 @every_backend

@@ -49,7 +49,7 @@ def records(problem: str, *backends: str, direction: Direction = "forward", **fi
 
 
 def test_the_suites_that_are_promised() -> None:
-    named = ["grid", "forward", "features", "decode", "memory", "quick", "unseen-cpu", "unseen-gpu"]
+    named = ["grid", "forward", "backward", "features", "decode", "memory", "quick", "unseen-cpu", "unseen-gpu"]
     assert list(suites()) == named
     assert len(suites()["grid"].rows) == 12
     for suite in suites().values():

@@ -161,7 +161,7 @@ def test_an_interrupted_run_keeps_what_it_has(cli: Cli, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("slow",), "suite 'slow' is not known; expected one of grid, forward, features, decode, memory, quick"),
+        (("slow",), "suite 'slow' is not known; expected one of grid, forward, backward, features, decode"),
         (("--backend", "fastest"), "backend 'fastest' is not known"),
         (("--peer", "fastest"), "peer 'fastest' is not known; expected one of torch, flex, fa4, none"),
         (("--problem", "b1"), "missing h, s, d"),

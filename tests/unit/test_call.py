@@ -245,8 +245,8 @@ def test_a_number_that_forward_mode_follows(name: str, spied: list[str]) -> None
 
 
 def test_a_keyword_that_is_not_known(spied: list[str]) -> None:
-    with pytest.raises(TypeError, match="is_casual"):
-        attnswitch.attention(Q, K, V, is_casual=True)  # type: ignore[call-arg]
+    with pytest.raises(InvalidProblem, match=r"attention: .*'is_casual'.*; the keywords are those of attention"):
+        attnswitch.attention(Q, K, V, is_casual=True)  # type: ignore[arg-type]
     with pytest.raises(InvalidProblem, match=r"the call .*'is_casual'.*; the keywords are those of attention"):
         attnswitch.plan(Q, K, V, is_casual=True)
     with pytest.raises(InvalidProblem, match=r"attention_backward: .*'is_casual'.*; the keywords are those of"):

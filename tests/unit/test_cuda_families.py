@@ -132,11 +132,16 @@ def test_the_height_of_a_tile_is_what_keeps_all_sms_busy(text: str, queries: int
         (64, ".softcap=30.0", (128, 128)),
         (128, ".softcap=30.0", (128, 128)),
         (256, ".softcap=30.0", (128, 64)),
+        (64, ".dropout=0.1", (128, 128)),
+        (96, ".causal.dropout=0.1", (128, 128)),
+        (128, ".causal.dropout=0.1", (128, 128)),
+        (256, ".dropout=0.1", (128, 64)),
     ],
 )
-def test_a_mask_or_a_softcap_takes_a_tile_that_leaves_registers(dim: int, more: str, tile: tuple[int, int]) -> None:
+def test_what_takes_registers_takes_a_tile_that_leaves_them(dim: int, more: str, tile: tuple[int, int]) -> None:
     chosen = first(Problem.parse(f"b4.h16.s4096.d{dim}.bf16{more}"))
     assert (chosen.queries, chosen.keys) == tile
+    assert not (chosen.continued and "dropout" in more)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_forecasts_are_times(gpu: str) -> None:
 def test_the_table_is_what_the_results_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RESULTS.parent)
     fit_forecast = importlib.import_module("fit_forecast")
-    read = [fit_forecast.read(RESULTS / name) for name in fit_forecast.FITTED]
+    read = [fit_forecast.read(RESULTS / name) for name in fit_forecast.FILES]
     fit = fit_forecast.Fit([row for rows, _ in read for row in rows])
     fit.search()
     table = Table.read(TABLES[9, 0])

@@ -72,8 +72,15 @@ def test_whatever_they_have_the_cuda_kernels_are_the_same(dim: str, other: str, 
             seen.update(kernel.CudaKernel(p, next(config.configs(p, H200)), H200).variants())
     assert all(variant.generic for variant in seen if variant.rows)
     by_name = [variant.kernel for variant in seen]
-    assert sorted(set(by_name)) == ["forward", "key_gradients", "mask_gradient", "prepare", "query_gradient"]
-    assert len(by_name) == 5 + (dim == "256")  # where registers hold one of the gradients of key and value
+    assert sorted(set(by_name)) == [
+        "forward",
+        "key_gradients",
+        "mask_gradient",
+        "prepare",
+        "prepare_added",
+        "query_gradient",
+    ]
+    assert len(by_name) == 6 + (dim == "256")  # where registers hold one of the gradients of key and value
 
 
 def test_triton_compiles_them_for_no_strides_and_no_numbers() -> None:

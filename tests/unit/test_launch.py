@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -347,25 +346,16 @@ def test_empty_sizes() -> None:
         assert np.all(out.numpy() == 0)
 
 
-def test_a_call_like_one_before_is_short() -> None:
+def test_a_call_like_one_before_is_short(entered: Any) -> None:
     """Functions of ours entered on the way to the kernel: what costs time there, whatever else the machine does."""
     q, k, v = tensors()
-    entered: list[str] = []
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and str(frame.f_globals.get("__name__")).startswith("attnswitch"):
-            entered.append(frame.f_code.co_name)
-
     with finite.checking("never"):
         for _ in range(3):
             attnswitch.attention(q, k, v, backend="sdpa-flash")
-        sys.setprofile(note)
-        try:
-            attnswitch.attention(q, k, v, backend="sdpa-flash")
-        finally:
-            sys.setprofile(None)
-    entered = [name for name in entered if name != "_compiling"]  # where something has compiled before
-    assert entered == ["attention", "call", "of_call", "attend", "modes", "generation", "lies_alike"]
+        found = entered(lambda: attnswitch.attention(q, k, v, backend="sdpa-flash"))
+    ours = [name for module, name in found if module.startswith("attnswitch")]
+    ours = [name for name in ours if name != "_compiling"]  # where something has compiled before
+    assert ours == ["attention", "call", "of_call", "attend", "modes", "generation", "lies_alike"]
 
 
 def test_nan_is_seen_by_the_look_and_runs_once(built: list[object]) -> None:

@@ -65,6 +65,16 @@ LOOKED_UP: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attnswitch.attention(QUERY, QUERY, QUERY, causal_alignment="bottomright"),  # type: ignore[arg-type]
         "bottom_right",
     ),
+    "keyword of attention": (
+        lambda: attnswitch.attention(QUERY, QUERY, QUERY, causal=True),  # type: ignore[arg-type]
+        "is_causal",
+    ),
+    "keyword of a plan's call": (
+        lambda: attnswitch.plan(QUERY, QUERY, QUERY)(QUERY, QUERY, QUERY, attn_masks=None),  # type: ignore[arg-type]
+        "attn_mask",
+    ),
+    "field of a Problem": (lambda: Problem(1, 1, 1, 4, 4, 8, 8, dtype="float32", is_causal=True), "causal"),
+    "another field of a Problem": (lambda: Problem.parse(TEXT).replace(dropout_p=0.1), "dropout"),
     "keyword of plan": (lambda: attnswitch.plan(QUERY, QUERY, QUERY, attn_masks=None), "attn_mask"),
     "option of plan": (lambda: attnswitch.plan(QUERY, QUERY, QUERY, is_casual=True), "is_causal"),
     "keyword of attention_backward": (
@@ -88,6 +98,17 @@ def test_wherever_a_name_is_looked_up(what: str) -> None:
     look_up, word = LOOKED_UP[what]
     with pytest.raises(InvalidProblem, match=rf"; did you mean '{word}'\?$"):
         look_up()
+
+
+def test_a_plan_was_told_what_its_call_may_not_be() -> None:
+    plan = attnswitch.plan(QUERY, QUERY, QUERY)
+    with pytest.raises(InvalidProblem, match=r"a plan's call has no keyword 'is_causal': .*attnswitch\.plan takes"):
+        plan(QUERY, QUERY, QUERY, is_causal=True)  # type: ignore[arg-type]
+
+
+def test_what_takes_any_keywords_is_none_itself() -> None:
+    with pytest.raises(InvalidProblem, match=r"'option'; the keywords are those of attention$"):
+        attnswitch.plan(QUERY, QUERY, QUERY, option=1)
 
 
 def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,35 @@ def mapped(function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Cal
     return torch.func.vmap(function, in_dims)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+@pytest.mark.parametrize("whole", [False, True])
+def test_transforms_that_differentiate_are_refused_in_a_graph(transform: Any, whole: bool) -> None:
+    """torch before 2.15 took the operator there for a constant: its gradient came out 0."""
+    torch._dynamo.reset()
+    query, key, value = torch.randn(3, 1, 2, 8, 8).unbind()
+
+    def differentiated(query: torch.Tensor) -> Any:
+        return transform(lambda q: attnswitch.attention(q, key, value).square().sum())(query)
+
+    compiled = torch.compile(differentiated, backend="eager", fullgraph=whole)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"attention within torch\.func\.grad, .* let backward\(\) differentiate"
+        ):
+            compiled(query)
+    assert differentiated(query).abs().max() > 0
+    torch._dynamo.reset()
+
+
+def test_vmap_stays_in_a_graph() -> None:
+    torch._dynamo.reset()
+    query, key, value = torch.randn(3, 3, 1, 2, 8, 8).unbind()
+    mapped = torch.func.vmap(lambda q, k, v: attnswitch.attention(q, k, v))
+    found = torch.compile(lambda *x: mapped(*x), backend="eager", fullgraph=True)(query, key, value)
+    torch.testing.assert_close(found, mapped(query, key, value))
+    torch._dynamo.reset()
+
+
 FOUR = (0, 1, 2, 3)
 TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "grad": lambda f: torch.func.grad(squared(f), FOUR),

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
+from attnswitch.machine import registry
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
@@ -50,6 +51,8 @@ def test_it_makes_what_torch_makes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run([sys.executable, __file__], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+    if ran.stdout.startswith("the interpreter of"):
+        pytest.skip(ran.stdout)
     assert ran.stdout.splitlines()[-1] == f"{2 * len(OPTIONS)} alike, and the gradient"
 
 
@@ -134,4 +137,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if absence := registry.loaded("triton").unavailable():
+        print(absence)
+    else:
+        main()

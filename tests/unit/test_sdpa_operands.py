@@ -7,11 +7,11 @@ import importlib
 import pytest
 import torch
 
-operands = importlib.import_module("attnswitch.backends.sdpa.operands")
+hooks = importlib.import_module("attnswitch.backends.sdpa.hooks")
 
 
 def output(leaf: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = operands.with_aligned_gradient(leaf * 2)
+    made: torch.Tensor = hooks.with_aligned_gradient(leaf * 2)
     return made
 
 

@@ -10,7 +10,7 @@ import torch
 
 import attnswitch
 from attnswitch import Device, Problem
-from attnswitch.machine import registry
+from attnswitch.machine import divergences, registry
 from attnswitch.planning import planner
 from attnswitch.verify import Case, check
 
@@ -55,7 +55,10 @@ def test_16_bits_are_raised_where_that_is_faster(text: str, multiplies: bool) ->
     ids=str,
 )
 def test_what_is_raised_is_right(case: Case, dtype: str, multiplies: bool) -> None:
-    outcome = check(case.replace(dtype=dtype), BACKEND)
+    case = case.replace(dtype=dtype)
+    for reason in divergences.refused(registry.loaded(BACKEND), case.problem(), Device.cpu()):  # of an earlier torch
+        pytest.skip(reason)
+    outcome = check(case, BACKEND)
     assert (outcome.verdict, outcome.failure) == ("verified", None)
 
 

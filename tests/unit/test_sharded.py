@@ -116,7 +116,8 @@ def check_modules(mesh: Any) -> None:
     grads = []
     for way in ("alone", "replicated", "sharded"):
         torch.manual_seed(3)
-        layer: Any = Layer(torch.nn.functional.scaled_dot_product_attention if way == "alone" else attnswitch.attention)
+        attend: Any = torch.nn.functional.scaled_dot_product_attention if way == "alone" else attnswitch.attention
+        layer: Any = Layer(attend)
         wrapped = DistributedDataParallel(layer) if way == "replicated" else layer
         if way == "sharded":
             fully_shard(layer, mesh=mesh)

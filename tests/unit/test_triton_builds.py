@@ -46,6 +46,10 @@ NARROWER: dict[tuple[str, str], set[Any]] = {
     ("mask_gradient", "fold"): {False},
     ("mask_gradient", "block_d"): {64, 128},
     ("mask_gradient", "block_dv"): {64, 128},
+    ("prepare_added", "mask_kind"): {2},
+    ("prepare_added", "fold"): {False},
+    ("prepare_added", "block_d"): {64, 128},
+    ("prepare_added", "block_dv"): {64, 128},
     ("merge", "BLOCK_DV"): {64, 128},
 }
 #: What a kernel never asks of its variant.
@@ -54,6 +58,9 @@ UNASKED = {
     "key_gradients": {"overlap", "packed", "split", "tma_rows"},
     "query_gradient": {"even_q", "overlap", "packed", "split", "tma_rows"},
     "mask_gradient": {"aligned", "even_k", "even_q", "listed", "overlap", "packed", "split", "tma", "tma_rows", "wide"},
+    "prepare_added": {
+        "aligned", "dropout", "even_k", "even_q", "listed", "overlap", "packed", "split", "tma", "tma_rows", "wide",
+    },
     "classify": {
         "aligned", "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "generic", "listed",
         "packed", "softcap", "split", "tma", "tma_rows", "wide",
@@ -119,7 +126,7 @@ def test_the_problems_take_every_branch() -> None:
                 kernels.add(launch.kernel)
                 for flag, value in asked(launch).items():
                     seen[launch.kernel.__name__, flag, "any" if flag in OF_THE_GPU else device].add(value)
-    assert len(kernels) == 7
+    assert len(kernels) == 8
     assert {problem.dtype for problem, _ in problems} == {"float16", "bfloat16", "float32"}
     for (kernel, flag, device), values in seen.items():
         expected = NARROWER.get((kernel, flag), VALUES.get(flag, {False, True}))

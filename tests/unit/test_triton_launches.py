@@ -318,6 +318,7 @@ def passed(one: Built, at: int) -> dict[str, Any]:
 
 
 BACKWARD = ["prepare", "query_gradient", "key_gradients"]
+ADDED = ["prepare_added", *BACKWARD[1:]]  # where a float mask is added
 
 
 @pytest.mark.parametrize("way", ["general", "prepared"])
@@ -330,10 +331,10 @@ BACKWARD = ["prepare", "query_gradient", "key_gradients"]
         ("b2.h2.s64.d64.bf16.mask=bool", ["forward"]),
         ("b8.h4.s512.d64.bf16.mask=bool", ["classify", "forward"]),
         ("b8.h4.s512.d64.bf16.grad", ["forward", *BACKWARD]),
-        ("b1.h8.s77.d64.bf16.mask=bf16.grad=qkvm", ["forward", *BACKWARD, "mask_gradient"]),
+        ("b1.h8.s77.d64.bf16.mask=bf16.grad=qkvm", ["forward", *ADDED, "mask_gradient"]),
         (
             "b8.h4.s512.d64.bf16.mask=bf16:k.lengths.dropout=0.5.grad=m",
-            ["classify", "forward", "prepare", "mask_gradient"],
+            ["classify", "forward", "prepare_added", "mask_gradient"],
         ),
     ],
 )
@@ -501,10 +502,10 @@ def test_every_array_from_outside_is_looked_at(role: str, built: list[Built]) ->
     But for an upstream gradient, which is copied to where others lie.
     """
     made = made_for(CASE)
-    every = ["forward", *BACKWARD, "mask_gradient"]
+    every = ["forward", *ADDED, "mask_gradient"]
     gradients = ["query_gradient", "key_gradients", "mask_gradient"]
-    wanted = {"attn_mask": ["forward", *gradients], "key_lengths": ["forward", *gradients], "grad_out": []}
-    wanted |= {role: ["forward", *gradients] for role in ("query", "key", "value")}
+    wanted = {"value": ["forward", *gradients], "grad_out": []}
+    wanted |= dict.fromkeys(("query", "key", "attn_mask", "key_lengths"), every)
 
     def call(**changes: Any) -> None:
         inputs = operands(CASE)
@@ -520,7 +521,7 @@ def test_every_array_from_outside_is_looked_at(role: str, built: list[Built]) ->
     call()
     assert names(built) == every
     call(**{role: shifted})
-    assert names(built)[len(every) :] == wanted.get(role, ["prepare"])
+    assert names(built)[len(every) :] == wanted.get(role, ["prepare_added"])
     known = len(built)
     call()
     call(**{role: shifted})

@@ -96,7 +96,8 @@ def _launched(calls: list[Callable[[], Any]], way: Way) -> float:
     from torch.profiler import ProfilerActivity, profile
 
     wait("cuda")
-    with way.within(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with way.within(), profile(activities=activities, acc_events=True) as seen:  # else some versions warn, of one cycle
         for call in calls:
             call()
         wait("cuda")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnswitch.call.operators import autograd, direct, fake, flops, run, schema
+from attnswitch.call.operators import again, autograd, direct, fake, flops, run, schema
 from attnswitch.call.operators.run import signed
 from attnswitch.problem import GRAD_OPERANDS
 
@@ -95,5 +95,10 @@ _forward = _define(_library, schema.FORWARD, run.forward, fake.forward)
 _backward = _define(_library, schema.BACKWARD, run.backward, fake.backward)
 torch.library.register_autograd(_forward, autograd.differentiate, setup_context=autograd.save, lib=_library)
 torch.library.register_autograd(_backward, autograd.only_once, lib=_library)
+for _operator, _again in (
+    (torch.ops.attnswitch.attention_forward.default, again.forward),
+    (torch.ops.attnswitch.attention_backward.default, again.backward),
+):
+    _operator._op = _again(_operator._op)
 register_flop_formula([torch.ops.attnswitch.attention, torch.ops.attnswitch.attention_forward])(flops.forward)
 register_flop_formula(torch.ops.attnswitch.attention_backward)(flops.backward)

@@ -1,4 +1,4 @@
-"""The way from torch's dispatcher to an operator's kernel where nothing is to be differentiated.
+"""The way from torch's dispatcher to an operator's kernel where nothing is to be differentiated, and when that is so.
 
 What ``register_autograd`` registers is written in Python, and sends every call through the dispatcher a second time.
 That is a third of what an operator costs the host in a compiled graph, where nothing is differentiated any more.
@@ -6,17 +6,19 @@ That is a third of what an operator costs the host in a compiled graph, where no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["Library"]
+__all__ = ["Library", "plainly"]
 
 _KEY = torch._C.DispatchKey
 #: Keys below autograd, and those of devices, whose kernel comes next where no mode, subclass or transform does.
-_BELOW = torch._C._after_autograd_keyset.remove(_KEY.ADInplaceOrView)
+_BELOW = torch._C._after_autograd_keyset.remove(_KEY.ADInplaceOrView).remove(_KEY.BackendSelect)
 _DEVICES = (_KEY.CUDA, _KEY.CPU)
+#: The keys from which a call goes straight to them.
+_PLAIN = (_KEY.AutogradCUDA, _KEY.AutogradCPU, _KEY.ADInplaceOrView, _KEY.BackendSelect, *_DEVICES)
 
 
 class Library(torch.library.Library):
@@ -34,6 +36,17 @@ class Library(torch.library.Library):
         elif dispatch_key == "Autograd" and with_keyset and name in self._kernels:
             fn = _at_once(self._kernels[name], fn)
         super().impl(op_name, fn, dispatch_key, with_keyset=with_keyset, **more)  # type: ignore[no-untyped-call]
+
+
+def plainly(tensors: Iterable[Any]) -> bool:
+    """Whether a call with ``tensors``, here and now, ends at a device's kernel with nothing that looks at it before."""
+    keys = torch._C._dispatch_tls_local_include_set()
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or (tensor.requires_grad and torch.is_grad_enabled()):
+            return False
+        keys = keys | torch._C._dispatch_keys(tensor)
+    keys = keys - torch._C._dispatch_tls_local_exclude_set()
+    return keys.highestPriorityTypeId() in _PLAIN and (keys & _BELOW).highestPriorityTypeId() in _DEVICES
 
 
 def _at_once(kernel: Callable[..., Any], differentiable: Callable[..., Any]) -> Callable[..., Any]:

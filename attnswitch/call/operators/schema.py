@@ -40,7 +40,7 @@ BACKWARD = (
 
 def read_said(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
     """Backend, policy and options."""
-    if "window" in said:
+    if said.get("window") is not None:
         said["window"] = tuple(said["window"])
     options = read.of_call(*[said.get(name, usual) for name, usual in USUAL.items()])
     return said.get("backend"), said.get("policy"), options

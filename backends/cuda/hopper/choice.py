@@ -13,36 +13,30 @@ from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim
 
 __all__ = ["gradients", "ranked", "splits"]
 
-#: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them. Those of
-#: 96 and of 192/128 are not measured yet: they are reckoned from their neighbours' by operations.
+#: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
     (64, 64): (
         HopperTile(192, 128, begin=3.5, step=1.38),
         HopperTile(128, 128, begin=2.7, step=1.18),
         HopperTile(128, 128, continued=True, begin=2.05, step=1.18),
     ),
-    (96, 96): (
-        HopperTile(192, 112, begin=4.5, step=1.55),
-        HopperTile(128, 128, begin=3.6, step=1.38),
-        HopperTile(192, 112, continued=True, begin=3.85, step=1.55),
-        HopperTile(128, 128, continued=True, begin=2.9, step=1.38),
-    ),
+    (96, 96): (HopperTile(192, 112, begin=3.0, step=1.43), HopperTile(128, 128, begin=2.5, step=1.31)),
     (128, 128): (
         HopperTile(192, 80, begin=5.5, step=1.36),
         HopperTile(128, 128, begin=4.4, step=1.57),
         HopperTile(192, 80, continued=True, begin=4.85, step=1.36),
         HopperTile(128, 128, continued=True, begin=3.75, step=1.57),
     ),
-    (192, 128): (HopperTile(192, 80, begin=6.0, step=1.6), HopperTile(128, 128, begin=5.0, step=1.85)),
+    (192, 128): (HopperTile(128, 128, begin=3.4, step=1.7),),
     (256, 256): (HopperTile(128, 80, begin=5.5, step=1.75), HopperTile(128, 64, begin=5.5, step=1.43)),
 }
-#: The same where tiles of a float mask take room, and registers: reckoned, too.
+#: The same where tiles of a float mask take room, and registers.
 _BIASED = {
-    (64, 64): (HopperTile(128, 128, begin=3.0, step=1.5), HopperTile(128, 128, continued=True, begin=2.4, step=1.5)),
-    (96, 96): (HopperTile(128, 128, begin=4.0, step=1.7),),
-    (128, 128): (HopperTile(128, 128, begin=4.8, step=1.9),),
-    (192, 128): (HopperTile(128, 80, begin=5.4, step=1.5),),
-    (256, 256): (HopperTile(128, 64, begin=5.8, step=1.65),),
+    (64, 64): (HopperTile(128, 128, begin=2.9, step=1.47),),
+    (96, 96): (HopperTile(128, 128, begin=3.4, step=1.75),),
+    (128, 128): (HopperTile(128, 128, begin=3.9, step=2.06),),
+    (192, 128): (HopperTile(128, 80, begin=3.8, step=1.44),),
+    (256, 256): (HopperTile(128, 64, begin=6.0, step=1.44),),
 }
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
@@ -155,11 +149,12 @@ def _uneven(problem: Problem) -> bool:
 
 def _crowded(problem: Problem, tile: HopperTile) -> bool:
     """Whether bits of a mask or of dropout, or a tanh, spill: beside sums of three consumers, or of D 256."""
-    three = tile.queries > 128
+    three, large = tile.queries > 128, tile.keys * dims(problem)[1] > 2**14
+    if problem.dropout > 0.0:
+        return three or large or tile.continued
     if arithmetic.capped(problem):
-        return three or tile.keys * dims(problem)[1] > 2**14
-    masked = problem.mask is not None
-    return three and ((masked and tile.continued) or ((masked or problem.dropout > 0.0) and tile.keys > 80))
+        return three or large
+    return three and problem.mask is not None and (tile.continued or tile.keys > 80)
 
 
 def _staircase(steps: int, start: int, rise: int, tread: int, most: int) -> int:

@@ -16,7 +16,7 @@ from ..compiling.variant import Variant
 from ..launching import arguments, memory, run, workspace
 from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
-from ..launching.tensor_maps import TensorMap, tensor_map
+from ..launching.tensor_maps import Passed, TensorMap, remembered, tensor_map
 from .survey import Survey
 from .tiles import SMS, HopperTile, bias, dims, shared
 
@@ -75,34 +75,34 @@ class Forward(ForwardLaunches):
         operands: tuple[Any, ...] = inputs[: len(self._mapped)]
         steps = [operand.stride() for operand in operands]
 
-        def pointers(a: Arguments, at: tuple[int, ...]) -> tuple[int, ...]:
-            if self._biased:
-                at = (*at, a.mask.at)
-            maps = self._maps(*((address, *step) for address, step in zip(at, steps, strict=True)))
-            return *(operand.pointer for operand in maps), ctypes.addressof(a)
+        maps_at = remembered(lambda at: self._maps(*((to, *step) for to, step in zip(at, steps, strict=True))))
+
+        def maps_of(a: Arguments, at: tuple[int, ...]) -> Passed:
+            return maps_at((*at, a.mask.at) if self._biased else at)
 
         if self._survey is not None:
             look = self._survey.bound(inputs.attn_mask, index)
 
             def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-                passed = pointers(a, at)
+                passed = maps_of(a, at)
                 space = look(a, like, stream)
-                run.send(function, variant, blocks, stream, *passed, beside=True)
+                run.send(function, variant, blocks, stream, *passed.pointers, ctypes.addressof(a), beside=True)
                 del space
 
             return masked
         if self._counts:
 
             def counted(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-                passed = pointers(a, at)
+                passed = maps_of(a, at)
                 places = workspace.blank(run.COUNTER, like, stream)
                 a.counter = places.address
-                run.send(function, variant, blocks, stream, *passed)
+                run.send(function, variant, blocks, stream, *passed.pointers, ctypes.addressof(a))
 
             return counted
 
         def alone(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-            run.send(function, variant, blocks, stream, *pointers(a, at))
+            passed = maps_of(a, at)
+            run.send(function, variant, blocks, stream, *passed.pointers, ctypes.addressof(a))
 
         return alone
 

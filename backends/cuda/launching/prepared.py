@@ -10,7 +10,7 @@ from typing import Any
 from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs
 from attnswitch.problem import Problem
 
-from . import arguments, memory, run
+from . import arguments, memory, run, tensor_maps
 from .arguments import Arguments
 from .backward import BackwardLaunches, turned
 from .forward import ForwardLaunches
@@ -39,7 +39,8 @@ def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: 
     wanted = problem.lse or bool(problem.grads) or launch.needs_lse
     b, h, length, _ = shape
     rows = (b, h, length), (h * length, length, 1)
-    real = torch.float64 if problem.dtype == "float64" else torch.float32
+    dtype, real = _types(inputs.query)
+    empty = memory.allocator(inputs.query)
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     constants = arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths)
 
@@ -48,8 +49,8 @@ def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: 
     ) -> tuple[Any, Any]:
         if current() != index:
             return general(query, key, value, mask, lengths, seed)
-        out = query.new_empty_strided(shape, steps)
-        lse = query.new_empty_strided(*rows, dtype=real) if wanted else None
+        out = empty(shape, steps, dtype)
+        lse = empty(*rows, real) if wanted else None
         at = query.data_ptr(), key.data_ptr(), value.data_ptr()
         a = Arguments.from_buffer_copy(constants)
         _FOUR.pack_into(a, 0, at[0], *by_query, at[1], *by_key, at[2], *by_value, out.data_ptr(), *steps)
@@ -83,7 +84,13 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
     of_mask = launch.mask_shape
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
+    dtype, real = _types(inputs.query)
+    empty = memory.allocator(inputs.query)
     mapped = any(step.mapped for step in launch.steps)
+    lie = by_query, by_key, by_value
+    maps_at = tensor_maps.remembered(
+        lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad), strict=True)))
+    )
     launches = [(run.loaded(step.variant, index), step) for step in launch.steps if step.blocks]
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
     #: Strides of outputs and their gradients that are read where they lie, if their address is a multiple of 16.
@@ -108,10 +115,10 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         grad_out, at_grad, by_grad = readable(grad_out)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        space = lse.new_empty(size)
-        grad_query = None if of_query is None else query.new_empty_strided(*of_query)
-        grad_key = None if of_key is None else query.new_empty_strided(*of_key)
-        grad_value = None if of_value is None else query.new_empty_strided(*of_value)
+        space = empty((size,), (1,), real)
+        grad_query = None if of_query is None else empty(*of_query, dtype)
+        grad_key = None if of_key is None else empty(*of_key, dtype)
+        grad_value = None if of_value is None else empty(*of_value, dtype)
         grad_mask = None if of_mask is None or mask is None else mask.new_empty(of_mask)
         a = Arguments.from_buffer_copy(constants)
         operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
@@ -135,17 +142,21 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         )
         at, where = ctypes.addressof(a), stream(index)
         looked = None if look is None else look(a, space, where)
-        maps: tuple[int, ...] = ()
-        if mapped:
-            places = (operands[:5], operands[5:10], operands[10:], (at_grad, *by_grad))
-            maps = tuple(operand.pointer for operand in launch.maps(*places))
+        maps = maps_at((operands[0], operands[5], operands[10], at_grad), by_grad) if mapped else tensor_maps.NONE
         for function, (variant, blocks, section, takes_maps, beside) in launches:
             a.section = section
-            run.send(function, variant, blocks, where, *(maps if takes_maps else ()), at, beside=beside)
+            pointers = maps.pointers if takes_maps else ()
+            run.send(function, variant, blocks, where, *pointers, at, beside=beside)
         del looked  # not before: what it points to is the next launch's from here on
         return Gradients(grad_query, grad_key, grad_value, grad_mask)
 
     return differentiate
+
+
+def _types(query: Any) -> tuple[Any, Any]:
+    """Those of results, and of lse and what is summed."""
+    torch: Any = sys.modules["torch"]
+    return query.dtype, torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _lie(lengths: Any) -> tuple[Any, ...] | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from attnswitch.problem import DTYPES
 
 from . import driver
 
-__all__ = ["COLUMNS", "EmulatedMap", "TensorMap", "tensor_map"]
+__all__ = ["COLUMNS", "NONE", "EmulatedMap", "Passed", "TensorMap", "remembered", "tensor_map"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
@@ -74,3 +75,30 @@ def tensor_map(dtype: str, shape: tuple[int, int, int, int], box: int, place: tu
         line if length == 1 else step * size for length, step in zip(shape[:3], steps[:3], strict=True)
     )
     return TensorMap(dtype, address, shape, (by_batch, by_head, by_row), box)
+
+
+class Passed(NamedTuple):
+    """Tensor maps, and where they are for as long as this is kept."""
+
+    maps: tuple[TensorMap, ...]
+    pointers: tuple[int, ...]
+
+
+#: For a launch that takes none.
+NONE = Passed((), ())
+
+
+def remembered(make: Callable[..., tuple[TensorMap, ...]]) -> Callable[..., Passed]:
+    """The maps that ``make`` makes, by what it is given: a launch finds those of all its operands at once."""
+    known: dict[tuple[Hashable, ...], Passed] = {}
+
+    def find(*given: Hashable) -> Passed:
+        passed = known.get(given)
+        if passed is None:
+            maps = make(*given)
+            if len(known) >= _KEPT:
+                known.clear()
+            passed = known[given] = Passed(maps, tuple(each.pointer for each in maps))
+        return passed
+
+    return find

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from attnswitch.problem import DTYPES, Problem
 
@@ -15,6 +16,9 @@ from . import variants
 from .tiles import ROWS_A_BLOCK, Tile
 
 __all__ = ["Backward"]
+
+#: Keys of a tile of ``prepare_added``, at most: where no row is far from 0 it has none, and registers to spare.
+_FEW_KEYS = 32
 
 
 class Backward(BackwardLaunches):
@@ -31,14 +35,20 @@ class Backward(BackwardLaunches):
         generic = keys.generic
         rows = p.batch * p.heads_q * arithmetic.padded(p)
         least = DTYPES[p.dtype] if generic else variants.dense_bytes(p)
-        super().__init__(p, arguments.constants(p, generic=generic), (rows, rows, 0, 0), least)
+        bases = 2 * rows if p.adds_mask else rows  # `rest` lies behind
+        super().__init__(p, arguments.constants(p, generic=generic), (bases, rows, 0, 0), least)
         self._rows = rows
         self.steps = list(self._launches(p, keys, query, mask, together))
 
     def _launches(self, p: Problem, keys: Tile, query: Tile, mask: Tile, together: bool) -> Iterator[Step]:
-        folds = arithmetic.folds(p) and not keys.generic
-        yield Step(variants.of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
         heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
+        if p.adds_mask:
+            rows = replace(query, keys=min(query.keys, _FEW_KEYS), stages=1)
+            blocks = heads_q * arithmetic.tiles(arithmetic.padded(p), rows.queries)
+            yield Step(_gradient(p, "prepare_added", rows), blocks, 0)
+        else:
+            folds = arithmetic.folds(p) and not keys.generic
+            yield Step(variants.of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
         if "q" in p.grads:
             blocks = heads_q * arithmetic.tiles(p.seq_q, query.queries)
             section = min(arithmetic.heads_a_section(p), max(1, heads_q))

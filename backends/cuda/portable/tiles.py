@@ -111,6 +111,8 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
     if kernel == "mask_gradient":
         return max((rows + columns) * (dim + dim_v) * size, rows * columns * real)
+    if kernel == "prepare_added":
+        return (rows + tile.stages * columns) * dim * size
     own = dim if kernel == "forward" else dim + dim_v
     stage = columns * (dim + dim_v) * size
     if kernel == "key_gradients":

@@ -200,6 +200,8 @@ DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); 
 // NaN yields; and prevails.
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
+DEVICE float smaller(float a, float b) { return fminf(a, b); }
+DEVICE double smaller(double a, double b) { return fmin(a, b); }
 DEVICE float largest(float a, float b) {
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
     return a;

@@ -12,6 +12,7 @@ from .lists import visit
 from .philox import kept, seeded
 from .tile import (
     EVERY_EDGE,
+    FLOAT_MASK,
     NO_EDGE,
     NO_MASK,
     SOME_EDGES,
@@ -62,7 +63,7 @@ def prepare(
 
 @triton.jit
 def score_gradient(
-    s, dp, base, delta, i, n, start, hides, span, mask, scores, keep, keep_scale,
+    s, dp, base, delta, rest, i, n, start, hides, span, mask, scores, keep, keep_scale,
     MASK_KIND: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +91,7 @@ def score_gradient(
         else:
             seen = visible(i, start + n, span, True, how)
         s = tl.where(seen, s, float("-inf"))
-    p = weights(s, base, factor, how)
+    p = weights(s, base, rest, factor, how)
     dropped = p
     if how.dropout:
         dropped = tl.where(keep, p * keep_scale, 0.0)
@@ -108,7 +109,7 @@ def score_gradient(
 
 @triton.jit
 def _over_queries(
-    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, mask, tiles, t0, t1, seq_q, span, scores,
+    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, rest_at, mask, tiles, t0, t1, seq_q, span, scores,
     random, keep_scale, dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -131,6 +132,9 @@ def _over_queries(
         )
         base = tl.load(base_at + i)
         delta = tl.load(delta_at + i)
+        rest = 0.0
+        if how.mask_kind == FLOAT_MASK:
+            rest = tl.load(rest_at + i)[None, :]
         s = product(k, tl.trans(q))
         dp = product(v, tl.trans(do))
         keep = True
@@ -146,8 +150,9 @@ def _over_queries(
             n = n.to(tl.int64)
             rows = rows.to(tl.int64)
         p, _, dqk = score_gradient(
-            s, dp, base[None, :], delta[None, :], i[None, :], n, first, True, span, (here, rows * smq, smk, seq_k),
-            scores, keep, keep_scale, MASK_KIND, EDGE, False, how.has_lengths or not how.even_k, not how.even_k, how,
+            s, dp, base[None, :], delta[None, :], rest, i[None, :], n, first, True, span,
+            (here, rows * smq, smk, seq_k), scores, keep, keep_scale, MASK_KIND, EDGE, False,
+            how.has_lengths or not how.even_k, not how.even_k, how,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
         dk = product(rounded(dqk, q.dtype), q, dk)
@@ -237,8 +242,8 @@ def key_gradients(
             ):
                 dk, dv = _over_queries(
                     (dk, dv), k, v, first, b, h, (q_head, by.q.l, by.q.d), (do_head, by.o.l, by.o.d), BASE + rows_at,
-                    DELTA + rows_at, mask, tiles, t0, t1, seq_q, span, scores,
-                    dice, random.keep_scale, dims.qk, dims.v,
+                    DELTA + rows_at, BASE + batch.to(tl.int64) * heads_q * padded + rows_at, mask, tiles, t0, t1, seq_q,
+                    span, scores, dice, random.keep_scale, dims.qk, dims.v,
                     NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                     EVERY_EDGE if part != 1 else NO_EDGE, how,
                 )  # fmt: skip
@@ -254,8 +259,8 @@ def key_gradients(
 
 @triton.jit
 def _over_keys(
-    dq, q, do, base, delta, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random, keep_scale,
-    dim, dim_v,
+    dq, q, do, base, delta, rest, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random,
+    keep_scale, dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
     BOUND: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +287,7 @@ def _over_keys(
         if how.wide:
             n = n.to(tl.int64)
         _, _, dqk = score_gradient(
-            s, dp, base, delta, i, n, start, (t < first_full) | (t >= last_full), span, mask, scores,
+            s, dp, base, delta, rest, i, n, start, (t < first_full) | (t >= last_full), span, mask, scores,
             keep, keep_scale, MASK_KIND, EDGE, STRETCH, ENDS, BOUND, how,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
@@ -327,6 +332,9 @@ def query_gradient(
     rows = (b64 * heads_q + h64) * padded + i64
     base = tl.load(BASE + rows)[:, None]
     delta = tl.load(DELTA + rows)[:, None]
+    rest = 0.0
+    if how.mask_kind == FLOAT_MASK:
+        rest = tl.load(BASE + batch.to(tl.int64) * heads_q * padded + rows)[:, None]
     end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
     span = (end, offset, reach.left, reach.right)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
@@ -371,7 +379,7 @@ def query_gradient(
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
             dq = _over_keys(
-                dq, q, do, base, delta, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
+                dq, q, do, base, delta, rest, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
                 mask, TILES, begin, mixed_end, full, span, scores, dice, random.keep_scale, dims.qk, dims.v,
                 how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
@@ -381,7 +389,7 @@ def query_gradient(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             dq = _over_keys(
-                dq, q, do, base, delta, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
+                dq, q, do, base, delta, rest, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
                 mask, TILES, t0, t1, full, sees, scores, dice, random.keep_scale, dims.qk, dims.v,
                 NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,

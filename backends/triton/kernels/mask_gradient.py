@@ -75,6 +75,7 @@ def mask_gradient(
                 rows = (b64 * heads_q + h64) * padded + i64
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
+                rest = tl.load(BASE + batch.to(tl.int64) * heads_q * padded + rows)[:, None]
                 mask_head = MASK + b64 * by.m.b + h64 * by.m.h
                 mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * by.m.l
                 for tile_k in range(first_k, last_k):
@@ -106,7 +107,7 @@ def mask_gradient(
                         keep = kept(b64, hs, i[:, None], tile_k * BLOCK_N, dice, BLOCK_M, BLOCK_N)
                     n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
-                        s, dp, base, delta, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), True,
+                        s, dp, base, delta, rest, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), True,
                         (end, offset, reach.left, reach.right), (mask_head, mask_rows, by.m.d, seq_k), scores, keep,
                         random.keep_scale, how.mask_kind, EVERY_EDGE, False, True, True, how,
                     )  # fmt: skip

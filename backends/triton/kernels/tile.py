@@ -259,10 +259,16 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def weights(s, base, factor, how: tl.constexpr):
-    """exp(score - lse). Folded, ``s`` are products q . k and ``base`` is lse for exp2; else both are natural."""
+def weights(s, base, rest, factor, how: tl.constexpr):
+    """exp(score - lse). Folded, ``s`` are products q . k and ``base`` is lse for exp2; else both are natural.
+
+    ``rest`` is what base lacks of lse where a float mask is added (``prepare_added``). There a score is never above
+    base: its last bit is 64 where the mask is -1e9, and another kernel may have rounded it the other way.
+    """
     if how.fold:
         p = tl.exp2(s * factor - base)
+    elif how.mask_kind == FLOAT_MASK:
+        p = tl.exp2((tl.minimum(s, base) - base) * LOG2E - rest)
     else:
         p = tl.exp2((s - base) * LOG2E)
     return p

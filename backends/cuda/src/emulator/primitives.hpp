@@ -203,6 +203,8 @@ DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
+DEVICE float smaller(float a, float b) { return fminf(a, b); }
+DEVICE double smaller(double a, double b) { return fmin(a, b); }
 DEVICE float largest(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE int ones(u32 x) { return __builtin_popcount(x); }
 DEVICE int highest(u32 x) { return 31 - __builtin_clz(x); }

@@ -6,8 +6,8 @@
 // gradients, two launches make one each (WITH_KEY, WITH_VALUE).
 //
 // Shared memory: key [BLOCK_M][BLOCK_D], value [BLOCK_M][BLOCK_DV], then STAGES times query [BLOCK_N][BLOCK_D],
-// grad_out [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products. One barrier for
-// each tile.
+// grad_out [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products; rest lies between
+// the rows of query. One barrier for each tile.
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
 #include "portable/tiles.cuh"
@@ -19,6 +19,9 @@ constexpr int LINES = 2 * BLOCK_N * sizeof(Real) / sizeof(T);
 constexpr int STAGE = QUERY + GRAD_OUT + LINES;
 static_assert((KEY + VALUE + STAGES * STAGE) * sizeof(T) + SCRATCH == SHARED_BYTES,
               "tiles.py counts the same shared memory");
+
+// Where the rest of a tile's query n is: in what keeps its row apart from the next.
+DEVICE Real* rest_in(T* query, int n) { return reinterpret_cast<Real*>(query + n * PITCH<BLOCK_D> + BLOCK_D); }
 
 KERNEL key_gradients(const Arguments a) {
     T* const key = reinterpret_cast<T*>(shared_memory());
@@ -67,6 +70,9 @@ KERNEL key_gradients(const Arguments a) {
                            n < BLOCK_N ? reinterpret_cast<const Real*>(a.base) + line + n
                                        : reinterpret_cast<const Real*>(a.delta) + line + n - BLOCK_N,
                            16);
+        if (ADDED)
+            for (int n = thread_index(); n < BLOCK_N; n += 32 * WARPS)
+                copy_async<sizeof(Real)>(rest_in(query, n), rest_of(a) + line + n, sizeof(Real));
     };
     pipeline(tiles * a.group, load, [&](int t, int slot) {
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
@@ -74,7 +80,7 @@ KERNEL key_gradients(const Arguments a) {
         const auto mask = [&](int m) {
             return b * a.mask.batch + h * a.mask.head + smaller(mine(m), a.keys - 1) * a.mask.column;
         };
-        const T* const query = stages + slot * STAGE;
+        T* const query = stages + slot * STAGE;
         const T* const upstream = query + QUERY;
         const Real* const of_rows = reinterpret_cast<const Real*>(upstream + GRAD_OUT);
         Scores s, dp, tangents, inner;
@@ -86,15 +92,18 @@ KERNEL key_gradients(const Arguments a) {
         if (WITH_KEY) product_nt<BLOCK_N, BLOCK_DV>(dp, value + warp_row() * PITCH<BLOCK_DV>, upstream);
         scale_scores(s, tangents, a);
         hide(s, masks, a, start, reached.hides(start), sees, mask, a.mask.row);
-        Real base[COLUMNS<BLOCK_N>], delta[COLUMNS<BLOCK_N>];
+        Real base[COLUMNS<BLOCK_N>], delta[COLUMNS<BLOCK_N>], rest[COLUMNS<BLOCK_N>];
         UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) {
             base[n] = load_shared(of_rows + score_column(n));
             delta[n] = load_shared(of_rows + BLOCK_N + score_column(n));
+            rest[n] = 0;
+            if (ADDED) rest[n] = load_shared(rest_in(query, score_column(n)));
         }
         Kept kept;
         if (DROPOUT) kept = kept_by_columns(a, b, h, first + warp_row(), start);
         score_gradients(
-            s, dp, tangents, inner, a, [&](int, int n) { return base[n]; }, [&](int, int n) { return delta[n]; }, kept);
+            s, dp, tangents, inner, a, [&](int, int n) { return base[n]; }, [&](int, int n) { return delta[n]; },
+            [&](int, int n) { return rest[n]; }, kept);
         if (WITH_VALUE) product_nn<BLOCK_N, BLOCK_DV>(value_sums, s, upstream, scratch);
         if (WITH_KEY) product_nn<BLOCK_N, BLOCK_D>(key_sums, inner, query, scratch);
     });

@@ -89,15 +89,16 @@ struct Shared {
     }
 };
 
-// What prepare.cu has made of a thread's rows.
+// What prepare_added.cu has made of a thread's rows.
 struct Prepared {
-    Real base[ROWS], delta[ROWS];
+    Real base[ROWS], delta[ROWS], rest[ROWS];
 
     DEVICE Prepared(const Arguments& a, const Queries& rows) {
         UNROLL for (int m = 0; m < ROWS; m++) {
             const i64 line = (i64(rows.batch) * a.heads + rows.head) * a.padded + rows.mine(m);
             base[m] = reinterpret_cast<const Real*>(a.base)[line];
             delta[m] = reinterpret_cast<const Real*>(a.delta)[line];
+            rest[m] = rest_of(a)[line];
         }
     }
 };
@@ -178,7 +179,8 @@ KERNEL mask_gradient(const Arguments a) {
                     if (DROPOUT) kept = rows.kept(start);
                     score_gradients(
                         s, dp, tangents, inner, a, [&](int m, int) { return prepared.base[m]; },
-                        [&](int m, int) { return prepared.delta[m]; }, kept);
+                        [&](int m, int) { return prepared.delta[m]; }, [&](int m, int) { return prepared.rest[m]; },
+                        kept);
                     add(sums, dp);
                 }
             }

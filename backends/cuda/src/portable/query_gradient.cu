@@ -38,10 +38,11 @@ KERNEL query_gradient(const Arguments a) {
     const auto mask = [&](int m) {
         return b * a.mask.batch + h * a.mask.head + smaller(mine(m), a.queries - 1) * a.mask.row;
     };
-    Real base[ROWS], delta[ROWS];
+    Real base[ROWS], delta[ROWS], rest[ROWS];
     UNROLL for (int m = 0; m < ROWS; m++) {
         base[m] = reinterpret_cast<const Real*>(a.base)[line + mine(m)];
         delta[m] = reinterpret_cast<const Real*>(a.delta)[line + mine(m)];
+        rest[m] = ADDED ? rest_of(a)[line + mine(m)] : Real(0);
     }
     const int last = smaller(first + BLOCK_M, a.queries) - 1;
     Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
@@ -75,7 +76,8 @@ KERNEL query_gradient(const Arguments a) {
         Kept kept;
         if (DROPOUT) kept = kept_by_rows(a, b, [&](int) { return h; }, mine, start);
         score_gradients(
-            s, dp, tangents, inner, a, [&](int m, int) { return base[m]; }, [&](int m, int) { return delta[m]; }, kept);
+            s, dp, tangents, inner, a, [&](int m, int) { return base[m]; }, [&](int m, int) { return delta[m]; },
+            [&](int m, int) { return rest[m]; }, kept);
         product_nn<BLOCK_N, BLOCK_D>(sums, inner, key, scratch);
     });
 

@@ -1,0 +1,128 @@
+"""A child works for a process, whichever of its threads started it, and ends with the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attnswitch.child import Child
+
+ECHO = """
+from attnswitch import child
+parent = child.begin()
+while True:
+    try:
+        parent.events.send(parent.requests.recv())
+    except EOFError:
+        break
+"""
+#: A parent that starts a child from a thread that ends, says which, and waits; its child waits where no pipe tells.
+PARENT = """
+import threading, time
+from attnswitch.child import Child
+def start():
+    child = Child("hangs", variables={"PYTHONPATH": PATHS})
+    child.events.recv()
+    print(child._process.pid, flush=True)
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+time.sleep(600)
+"""
+#: Prints what the children of a process and of its fork answer together, both begun by threads that end.
+FORKS = """
+import os, threading
+from attnswitch.child import Child
+def answer():
+    child = Child("echo", variables={"PYTHONPATH": PATHS})
+    child.requests.send(1)
+    answers.append(child.events.recv())
+    child.end()
+def in_a_thread():
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+answers = []
+in_a_thread()
+fork = os.fork()
+in_a_thread() if fork == 0 else os.waitpid(fork, 0)
+if fork == 0:
+    print(sum(answers), flush=True)
+"""
+HANGS = "import time; from attnswitch import child; parent = child.begin(); parent.events.send(0); time.sleep(600)"
+
+
+@pytest.fixture
+def started() -> Iterator[list[Child]]:
+    """Children to be ended after the test."""
+    children: list[Child] = []
+    yield children
+    for child in children:
+        child.end()
+
+
+def in_a_thread(children: list[Child], folder: Path) -> Child:
+    """A child, once the thread that started it and had its first answer has ended."""
+
+    def start() -> None:
+        children.append(Child("echo", variables={"PYTHONPATH": str(folder)}))
+        assert answers(children[-1])
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    return children[-1]
+
+
+def answers(child: Child) -> bool:
+    try:
+        child.requests.send("still there?")
+        return child.events.poll(60) and child.events.recv() == "still there?"
+    except (BrokenPipeError, EOFError):
+        return False
+
+
+def runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
+
+
+def test_it_outlives_the_thread_that_started_it(started: list[Child], tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    for _ in range(2):
+        child = in_a_thread(started, tmp_path)
+        time.sleep(0.2)
+        assert answers(child), f"it ended with {child.wait()}"
+
+
+def test_a_fork_starts_children_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    program = FORKS.replace("PATHS", repr(str(tmp_path)))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "2\n"), ran.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the pipe tells, between two jobs")
+def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    program = PARENT.replace("PATHS", repr(str(tmp_path)))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(0.2)
+        assert runs(pid)
+        parent.kill()
+    end = time.monotonic() + 30
+    while runs(pid):
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            pytest.fail("it is still there")
+        time.sleep(0.05)
