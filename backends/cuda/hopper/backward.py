@@ -15,7 +15,7 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, gradient_dim, gradients_shared
+from .tiles import HopperGradients, gradient_dim, gradients_shared, ordered
 
 __all__ = ["Backward"]
 
@@ -25,7 +25,7 @@ _ROWS, _WARPS = 64, 4
 _SECTION = 24 * 2**20
 #: Heads that run side by side at least where blocks add in turn: the fewer blocks of a head run at once, the less they
 #: wait for one another; and as they follow one another, they share tiles in the L2 however many these are.
-_TOGETHER = 16
+_TOGETHER = 32
 #: Numbers that begin where a line of the L2 does.
 _ALIGN = 32
 
@@ -47,11 +47,11 @@ class Backward(BackwardLaunches):
         constants.splits = parts
         of_queries = rows if "q" in p.grads else 0
         of_keys = 2 * keys if parts > 1 else 0
-        turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if _ordered(p) else 0
+        turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
         # Numbers of what is saved for a backward: base, delta and turns, sums of dQ, those of dK and dV for each split.
         super().__init__(p, constants, (rows, rows + turns, of_queries * dim, of_keys * parts * dim), least=16)
         section = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
-        if _ordered(p):
+        if ordered(p):
             section = max(section, _TOGETHER)
         blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
         self.steps = [
@@ -98,7 +98,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         flags=(
             ("MASKED", int(p.mask is not None)),
             ("SOFTCAP", int(arithmetic.capped(p))),
-            ("ORDERED", int(_ordered(p))),
+            ("ORDERED", int(ordered(p))),
         ),
         family="hopper",
     )
@@ -106,7 +106,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
 
 @per_class
 def _prepare(p: Problem) -> Variant:
-    return _of_rows(p, "prepare", ("ORDERED", int(_ordered(p))))
+    return _of_rows(p, "prepare", ("ORDERED", int(ordered(p))))
 
 
 @per_class
@@ -117,8 +117,3 @@ def _finish(p: Problem) -> Variant:
 def _of_rows(p: Problem, kernel: str, *flags: tuple[str, int]) -> Variant:
     dim = gradient_dim(p)
     return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim, warps=_WARPS, flags=flags, family="hopper")
-
-
-def _ordered(p: Problem) -> bool:
-    """Whether blocks add to dQ in turn: ORDERED of the kernels."""
-    return p.deterministic and "q" in p.grads

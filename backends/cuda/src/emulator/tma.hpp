@@ -102,7 +102,8 @@ struct Addition {
 // Of a warp, one of whose lanes asks for them.
 struct Additions {
     std::vector<Addition> under_way;
-    int lane = -1, committed = 0, over = 0;
+    int lane = -1, committed = 0;
+    bool behind = false;  // those of other blocks, that a number told of
 
     void finish() {
         for (const Addition& each : under_way)
@@ -127,6 +128,7 @@ DEVICE void add_floats(float* to, const float* from, int count) {
     if (reinterpret_cast<size_t>(to) % 16 || count % 4) fail("numbers are added at an odd address, or an odd count of them");
     const int t = machine.current;
     Additions& mine = own_additions();
+    if (mine.behind) return fail("additions may overtake those that a number told of");
     const Visit visit = {{OF_ADDITIONS + t / WARP, unsigned(mine.committed + 1)}, clocks[t], false, true};
     for (int n = 0; n < count; n += 4)
         if (!touch(from + n, 16, visit)) return;
@@ -147,8 +149,13 @@ DEVICE void finish_additions() {
 
 DEVICE void leave_number(u32* at, u32 number) {
     using namespace emulator;
-    if (!additions[machine.current / WARP].under_way.empty()) return fail("a number is left before additions are done");
+    if (!own_additions().under_way.empty()) return fail("a number is left before additions are done");
+    if (*at + 1 != number) return fail("a number is left out of its turn");
     *at = number;
+}
+DEVICE u32 number_at(const u32* at) {
+    emulator::own_additions().behind = true;
+    return *at;
 }
 DEVICE void await_number(const u32* at, u32 number) {
     using namespace emulator;
@@ -156,11 +163,12 @@ DEVICE void await_number(const u32* at, u32 number) {
         const u32* at;
         u32 number;
     } wait = {at, number};
+    own_additions().behind = true;
     wait_until(
         [](const void* awaited) {
             const Wait* const wait = static_cast<const Wait*>(awaited);
             return *wait->at >= wait->number;
         },
         &wait);
-    if (*at > number) fail("a number is waited for that is past");
 }
+DEVICE void follow_additions() { emulator::own_additions().behind = false; }

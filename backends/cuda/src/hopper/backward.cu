@@ -41,7 +41,8 @@ KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT Te
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
         if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
-        if (ORDERED && thread_index() == 32) Adder{a, shared}.run();
+        const int adder = thread_index() / 32 - 1;  // of warps that have nothing else to do
+        if (ORDERED && thread_index() % 32 == 0 && 0 <= adder && adder < ADDERS) Adder{a, shared, adder}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer{shared, a, group - 1}.run();

@@ -107,18 +107,22 @@ DEVICE void wait_additions() { asm volatile("cp.async.bulk.wait_group.read 0;" :
 // Waits until they are done.
 DEVICE void finish_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Leaves a number to threads of other blocks, after the additions of this one that are done.
+// Tells threads of other blocks how far a row of additions has come, once this thread's are done.
 DEVICE void leave_number(u32* at, u32 number) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(at)), "r"(number) : "memory");
+    asm volatile("fence.proxy.async.global;\nst.release.gpu.global.u32 [%0], %1;"
+                 ::"l"(__cvta_generic_to_global(at)), "r"(number) : "memory");
 }
-// Waits until a number is as large. This thread's next additions come after those of who left it.
+// How far it has come; `follow_additions` before this thread adds.
+DEVICE u32 number_at(const u32* at) {
+    u32 number;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(__cvta_generic_to_global(at)) : "memory");
+    return number;
+}
+// Waits until it has come there.
 DEVICE void await_number(const u32* at, u32 number) {
-    u32 left;
-    do
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(left) : "l"(__cvta_generic_to_global(at)) : "memory");
-    while (left < number);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+    while (number_at(at) < number) {}
 }
+DEVICE void follow_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // -- products of a warpgroup ------------------------------------------------------------------------------------------
 

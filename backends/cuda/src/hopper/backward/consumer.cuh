@@ -143,7 +143,7 @@ struct Consumer {
         hold(query_sums), hold(key_sums), hold(inner);
         release(shared.query_free[before()]);
         const int lane = thread_index() % 32;
-        if (ORDERED) shared.taken.wait(written_at.stage);
+        if (ORDERED) shared.taken[written_at.stage].wait(written_at.parity ^ written_at.stage);  // 1 is used first
         else if (lane == 0) wait_additions();
         warp_barrier();
         UNROLL for (int c = 0; c < MINE / 8; c++) {
@@ -158,7 +158,7 @@ struct Consumer {
         add_floats(quads_of(sums_of(a.sums, tile), index * MINE / 8), staged(), MINE / 8 * QUADS);
         commit_additions();
     }
-    DEVICE float* staged() const { return shared.sums[index][thread_index() % 128 / 32]; }
+    DEVICE float* staged() const { return shared.sums[ORDERED ? written_at.stage : 0][index][thread_index() % 128 / 32]; }
     // Takes out what the thread's keys are not seen by.
     DEVICE void hide(Scores& tile, const Keys& block, const Step& step, float instead) const {
         if (block.reach.hides(step.start))

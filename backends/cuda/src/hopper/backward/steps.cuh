@@ -31,7 +31,6 @@ struct Keys {
         tiles = reach.tiles();
         const int each = ceil_div(tiles * a.group, a.splits);
         from = smaller(each * split, tiles * a.group), to = smaller(from + each, tiles * a.group);
-        if (ORDERED) from = split, to = tiles * a.group;
     }
     // ORDERED: how many blocks add to the tile of queries at `start` before this one does. By position, tiles see
     // intervals of keys: so those are all blocks from the first key on that it sees.
@@ -46,15 +45,16 @@ struct Step {
     const Arguments& a;
     const Keys& keys;
     const bool all;  // also what the mask hides
-    int number, head, start;
+    int number;  // of the step; not ORDERED
+    int head, start;
     u32 mixed;  // MASKED: whether the mask hides some of the keys from some of the queries
     u32 seen;   // MASKED: whether it leaves any; else all are
 
     DEVICE Step(const Arguments& a, const Keys& keys, bool all = false)
         : a(a), keys(keys), all(all), number(keys.from), mixed(0), seen(1) {
         if (ORDERED) {
-            head = keys.head_kv * a.group + number % a.group;
-            start = end() - (1 + number / a.group) * BLOCK_N;
+            head = keys.head_kv * a.group + keys.split % a.group;
+            start = end() - (1 + keys.split / a.group) * BLOCK_N;
             find();
             return;
         }
@@ -64,7 +64,7 @@ struct Step {
         if (start >= end()) start -= keys.tiles * BLOCK_N;
         find();
     }
-    DEVICE bool more() const { return number < keys.to; }
+    DEVICE bool more() const { return ORDERED ? start >= keys.reach.first_tile() * BLOCK_N : number < keys.to; }
     DEVICE void next() { go_on(), find(); }
 
 private:
@@ -76,7 +76,7 @@ private:
     }
     DEVICE void go_on() {
         if (ORDERED) {
-            number += a.splits, head += a.splits;
+            head += a.splits;
             for (; head >= (keys.head_kv + 1) * a.group; head -= a.group) start -= BLOCK_N;
             return;
         }
