@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from attnswitch.problem import Problem
 
-__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dim", "gradients_shared", "ordered", "shared"]
+__all__ = [
+    *("SMS", "HopperGradients", "HopperTile"),
+    *("bias", "dims", "gradient_dim", "gradients_shared", "ordered", "shared"),
+]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
 SMS = 132

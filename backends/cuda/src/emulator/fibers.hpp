@@ -1,8 +1,9 @@
 // Blocks of threads on one CPU thread: each thread of a block is a fiber, which runs until it waits for others.
 //
-// Blocks run one after another, or side by side (residents.hpp). What a warp does together (shuffles, matrix instructions) is done once all of its lanes
-// have come to it; lanes that come to different ones, and barriers that some threads never reach, are reported. Warps
-// take turns by chance, the same at every run, so that nothing can rely on their order.
+// Blocks run one after another, or side by side (residents.hpp). What a warp does together (shuffles, matrix
+// instructions) is done once all of its lanes have come to it; lanes that come to different ones, and barriers that some
+// threads never reach, are reported. Warps take turns by chance, the same at every run of a seed, so that nothing can rely
+// on their order.
 #pragma once
 #include <setjmp.h>
 #include <stdio.h>

@@ -15,8 +15,8 @@ template <class... P> void call(void (*kernel)(P...)) { call(kernel, std::index_
 
 }  // namespace emulator
 
-// Runs `blocks` blocks, so many of them side by side, and returns what went wrong, or null.
-EXPORTED const char* emulate(void* const* parameters, u32 blocks, int threads, size_t shared_bytes, int together,
+// Runs `blocks` blocks, `residents` of them side by side where the kernel is one of Hopper's asynchronous ones, and returns what went wrong, or null.
+EXPORTED const char* emulate(void* const* parameters, u32 blocks, int threads, size_t shared_bytes, int residents,
                              u32 seed) {
     using namespace emulator;
     if (threads > THREADS) return "more threads than the kernel was compiled for";
@@ -33,8 +33,9 @@ EXPORTED const char* emulate(void* const* parameters, u32 blocks, int threads, s
         for (int k = 0; k < threads; k++) copies[k].count = 0;
         begin_block();
     };
-    if (together > 1) run_side_by_side(together, begin);
-    for (u32 n = 0; together <= 1 && n < blocks && !machine.error[0]; n++) {
+    const bool apart = residents <= 1 || !machine.exchange;
+    if (!apart) run_side_by_side(residents, begin);
+    for (u32 n = 0; apart && n < blocks && !machine.error[0]; n++) {
         begin(n);
         run_block();
         if (!machine.error[0]) machine.end();

@@ -27,7 +27,6 @@ constexpr int MOST_ROUNDS = 64;  // without another block
 
 // `begin` makes the machine's block that of a number on the grid.
 template <class Begin> void run_side_by_side(int count, Begin begin) {
-    if (!machine.exchange) return fail("blocks of Hopper's kernels alone run side by side");
     static std::vector<std::unique_ptr<Resident>> residents;
     while (int(residents.size()) < count) residents.emplace_back(new Resident());
     unsigned next = 0, random = machine.seed;
@@ -54,7 +53,7 @@ template <class Begin> void run_side_by_side(int count, Begin begin) {
         Came came = Came::on;
         for (int round = draw(MOST_ROUNDS); round >= 0 && came == Came::on; round--) {
             came = run_round();
-            if (came == Came::on)
+            if (came != Came::nowhere)
                 for (auto& each : residents) each->stuck = false;
         }
         its.stuck = came == Came::nowhere;
