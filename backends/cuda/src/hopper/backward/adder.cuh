@@ -26,8 +26,12 @@ struct Adder {
         const Keys block(a);
         Step step(a, block, true);
         await_launch_before();  // which has made all numbers 0
-        if (own == 0 && step.more()) shared.written[0].wait(0);  // of the first step: there is no dQ yet
-        for (find(block, step); step.more();) {
+        find(block, step);
+        if (own == 0 && step.more()) {  // with the first tile of dS there is no dQ
+            shared.written[0].wait(0);
+            shared.taken[0].arrive();
+        }
+        while (step.more()) {
             const int its = tile;
             const u32 now = turn, adds = step.seen;
             if (reached < now) await_number(turns_of(a, its), now);

@@ -143,7 +143,7 @@ struct Consumer {
         hold(query_sums), hold(key_sums), hold(inner);
         release(shared.query_free[before()]);
         const int lane = thread_index() % 32;
-        if (ORDERED) shared.taken[written_at.stage].wait(written_at.parity ^ written_at.stage);  // 1 is used first
+        if (ORDERED) shared.taken[written_at.stage].wait(written_at.parity ^ 1);
         else if (lane == 0) wait_additions();
         warp_barrier();
         UNROLL for (int c = 0; c < MINE / 8; c++) {
