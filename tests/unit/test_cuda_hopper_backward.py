@@ -12,9 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import attnswitch
 from attnswitch import Problem
+from attnswitch.bench import workload
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
@@ -266,3 +268,48 @@ def test_masks_hide_whole_tiles_and_parts_of_them(axes: str, monkeypatch: pytest
     mask[..., 200:] = True
     for how in ("", ".deterministic"):
         compare(f"b2.h4/2.s150x300.d64.bf16.mask=bool:{axes}.grad{how}", 1, monkeypatch, mask)
+
+
+# -- bits, on a GPU ----------------------------------------------------------------------------------------------------
+
+#: Calls of one problem that are to give the same bits.
+CALLS = 100
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of capability 9.0"
+)
+
+
+def repeated(p: Problem, device: str, calls: int) -> None:
+    """Asserts that all calls give the bits of the first, whatever runs beside them."""
+    work = workload.of(p, device)
+    out = attnswitch.attention(work.query, work.key, work.value, backend="cuda", **work.keywords())
+    first = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in first)
+    beside = torch.cuda.Stream() if device == "cuda" else None
+    for call in range(calls - 1):
+        if beside is not None:
+            with torch.cuda.stream(beside):  # takes SMs from it, more or fewer, and lets go at another time
+                size = 256 * (1 + call % 16)
+                torch.ones(size, size, device=device).matmul(torch.ones(size, size, device=device))
+        again = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+        for name, mine, other in zip("qkv", first, again, strict=True):
+            assert torch.equal(mine, other), f"grad {name} of call {call + 2} differs"
+
+
+@hopper
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"b4.h16.s4096.d{dim}.bf16{how}.grad" for dim in (64, 128) for how in ("", ".causal")),
+        "b1.h16.s16384.d128.bf16.causal.grad",
+        "b1.h2.s16384.d128.bf16.grad",  # all blocks of a head at once
+        "b2.h16/4.s1000x1777.d64.fp16.causal-br.grad",
+        "b1.h8/1.s2048.d128.bf16.causal.grad",  # splits
+        "b2.h4.s5000x300.d64.bf16.grad",
+        "b2.h8.s4000.d128.fp16.causal.window=700,0.grad",
+        "b4.h8.s3000.d96.bf16.lengths.causal-br.softcap=20.0.grad",
+        "b2.h8/2.s1500x2100.d128.bf16.mask=bool:bhqk.grad",
+    ],
+)
+def test_a_hundred_calls_give_the_same_bits(text: str) -> None:
+    repeated(Problem.parse(text).replace(deterministic=True), "cuda", CALLS)
