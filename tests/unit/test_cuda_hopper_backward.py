@@ -285,7 +285,7 @@ def repeated(p: Problem, device: str, calls: int) -> None:
     out = attnswitch.attention(work.query, work.key, work.value, backend="cuda", **work.keywords())
     first = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
     assert all(gradient.isfinite().all() for gradient in first)
-    beside = torch.cuda.Stream() if device == "cuda" else None
+    beside = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
     for call in range(calls - 1):
         if beside is not None:
             with torch.cuda.stream(beside):  # takes SMs from it, more or fewer, and lets go at another time

@@ -47,7 +47,7 @@ _ONE_AT_A_TIME = threading.Lock()
 class Residents(NamedTuple):
     """How many blocks run side by side, of Hopper's asynchronous kernels alone, and the seed of which one goes on."""
 
-    count: int = 1
+    blocks: int = 1
     seed: int = 0
 
 

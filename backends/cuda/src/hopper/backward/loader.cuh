@@ -18,7 +18,7 @@ struct Shared {
     Barrier key_full, value_full;
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
     Barrier written[2];
-    Barrier taken[ADDERS];  // ORDERED: a tile of sums
+    Barrier taken[ADDERS];  // ORDERED: sums, by who adds them
 
     // Where its tiles begin, in units of 16 bytes from its own beginning.
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }

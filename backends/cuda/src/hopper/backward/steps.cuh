@@ -45,7 +45,7 @@ struct Step {
     const Arguments& a;
     const Keys& keys;
     const bool all;  // also what the mask hides
-    int number;  // of the step; not ORDERED
+    int number;  // not ORDERED: of the step
     int head, start;
     u32 mixed;  // MASKED: whether the mask hides some of the keys from some of the queries
     u32 seen;   // MASKED: whether it leaves any; else all are
