@@ -117,7 +117,7 @@ def test_gradients_are_torchs(dispatched: Any) -> None:
 @pytest.mark.parametrize(
     "looking",
     [
-        torch.profiler.profile,
+        lambda: torch.profiler.profile(acc_events=True),  # torch 2.11 warns otherwise
         lambda: attnswitch.record(),
         lambda: checking("always"),
         lambda: torch.autocast("cpu", torch.bfloat16),
