@@ -12,9 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import attnswitch
 from attnswitch import Problem
+from attnswitch.bench import workload
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
@@ -32,8 +34,9 @@ tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
-#: Bytes that a thread spills: addresses, in the middle of a step.
-SPILLED = 48
+#: Bytes that a thread spills: addresses, in the middle of a step; and where a mask is looked at by threads that add to
+#: dQ in turn, which have the few registers of the loader.
+SPILLED, SPILLED_IN_TURN = 48, 72
 disassembled = pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
@@ -49,6 +52,7 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
         PLAIN.replace(alignment="bottom_right", seq_q=300, window=(64, 5), key_lengths=True),
         *(PLAIN.replace(dim_qk=dim, dim_v=dim) for dim in (8, 64, 80)),
         PLAIN.replace(dim_qk=96, softcap=30.0),
+        PLAIN.replace(deterministic=True, mask=Mask("bool")),
         *(PLAIN.replace(mask=Mask("bool", axes)) for axes in ("", "bk", "q", "bhqk")),
     ],
     ids=str,
@@ -65,7 +69,6 @@ def test_it_takes_the_gradients(problem: Problem) -> None:
         (PLAIN.replace(dtype="float32"), "h200", "float32"),
         (PLAIN.replace(mask=Mask("bfloat16")), "h200", "attn_mask of bfloat16"),
         (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
-        (PLAIN.replace(deterministic=True), "h200", "deterministic=True"),
         (PLAIN.replace(dim_qk=192), "h200", "head dimension 192"),
         (PLAIN.replace(dim_qk=20, query=Memory(align=16)), "h200", "dim_qk=20"),
         (PLAIN.replace(scale=-0.5), "h200", "scale="),
@@ -80,6 +83,13 @@ def test_the_portable_kernels_take_the_rest(problem: Problem, device: str, words
     (reason,) = families.against_hopper_backward(problem, where)
     assert re.search(words, reason)
     assert next(config.configs(problem, where)).backward is None
+
+
+def test_explain_says_that_blocks_take_turns() -> None:
+    told = str(attnswitch.explain(PLAIN.replace(deterministic=True), device=H200))
+    assert "blocks add to dQ in turn" in " ".join(told.split())
+    for other in (PLAIN, PLAIN.replace(deterministic=True, grads="kv")):  # dK and dV are sums of one block
+        assert "in turn" not in str(attnswitch.explain(other, device=H200))
 
 
 def test_without_gradients_there_is_no_tile_of_it() -> None:
@@ -144,6 +154,19 @@ def test_memory_is_what_the_launches_need() -> None:
     assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 8 * parts, rows // 64 + 2 * 2 * 4 * 16]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_turns_take_memory_of_their_own(dim: int) -> None:
+    """Beside delta a number for each tile of queries; in shared memory one more tile of sums."""
+    p = Problem.parse(f"b2.h16/4.s1000.d{dim}.bf16.causal.grad")
+    plain, ordered = (backward.Backward(q, choice.gradients(q), H200) for q in (p, p.replace(deterministic=True)))
+    numbers = 2 * 16 * 16
+    assert ordered.space == plain.space + numbers
+    assert ordered.begins == tuple(at + 4 * numbers * (n > 1) for n, at in enumerate(plain.begins))
+    shared = [made.steps[1].variant.shared for made in (plain, ordered)]
+    assert shared[1] - shared[0] == 4 * 64 * dim
+    assert shared[1] <= H200.on_chip
+
+
 # -- builds ------------------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +177,7 @@ def variant(more: str) -> Any:
 
 @disassembled
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", ".mask=bool", ".softcap=30.0"])
+@pytest.mark.parametrize("more", ["", ".mask=bool", ".softcap=30.0", ".deterministic", ".mask=bool.deterministic"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_products_overlap_and_stay_in_registers(dim: int, more: str, tmp_path: Path) -> None:
     """ptxas lets products come one after another where it cannot follow them, and says so in its log alone."""
@@ -167,7 +190,7 @@ def test_products_overlap_and_stay_in_registers(dim: int, more: str, tmp_path: P
     registers, found = sass.overwritten(text)
     assert registers == 12
     assert found == []
-    assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= SPILLED
+    assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= (SPILLED_IN_TURN if "mask=bool.det" in more else SPILLED)
 
 
 # -- gradients, emulated -----------------------------------------------------------------------------------------------
@@ -220,6 +243,9 @@ def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = 
         ("b1.h2.s200x150.d128.bf16.causal-br.grad", 1),
         ("b2.h2.s70x300.d72.bf16.window=40,3.grad", 1),
         ("b1.h2.s100.d96/64.fp16.softcap=3.0.grad", 2),
+        ("b1.h4/2.s150x200.d64.fp16.causal.grad.deterministic", 3),
+        ("b1.h2.s200x150.d128.bf16.causal-br.grad.deterministic", 1),
+        ("b2.h2.s70x300.d72.bf16.window=40,3.grad.deterministic", 1),
     ],
 )
 def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +254,8 @@ def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPa
 
 @compiled
 def test_what_lies_past_the_lengths_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare("b3.h2.s100x300.d128.bf16.lengths.causal-br.grad", 2, monkeypatch, lengths=[130, 0, 300])
+    for how in ("", ".deterministic"):
+        compare(f"b3.h2.s100x300.d128.bf16.lengths.causal-br.grad{how}", 2, monkeypatch, lengths=[130, 0, 300])
 
 
 @compiled
@@ -239,4 +266,50 @@ def test_masks_hide_whole_tiles_and_parts_of_them(axes: str, monkeypatch: pytest
     mask = rng.random(shape) < 0.5
     mask[..., : 64 if "q" in axes else None, :140] = False  # a whole tile of keys, from these queries
     mask[..., 200:] = True
-    compare(f"b2.h4/2.s150x300.d64.bf16.mask=bool:{axes}.grad", 1, monkeypatch, mask)
+    for how in ("", ".deterministic"):
+        compare(f"b2.h4/2.s150x300.d64.bf16.mask=bool:{axes}.grad{how}", 1, monkeypatch, mask)
+
+
+# -- bits, on a GPU ----------------------------------------------------------------------------------------------------
+
+#: Calls of one problem that are to give the same bits.
+CALLS = 100
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of capability 9.0"
+)
+
+
+def repeated(p: Problem, device: str, calls: int) -> None:
+    """Asserts that all calls give the bits of the first, whatever runs beside them."""
+    work = workload.of(p, device)
+    out = attnswitch.attention(work.query, work.key, work.value, backend="cuda", **work.keywords())
+    first = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in first)
+    beside = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+    for call in range(calls - 1):
+        if beside is not None:
+            with torch.cuda.stream(beside):  # takes SMs from it, more or fewer, and lets go at another time
+                size = 256 * (1 + call % 16)
+                torch.ones(size, size, device=device).matmul(torch.ones(size, size, device=device))
+        again = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+        for name, mine, other in zip("qkv", first, again, strict=True):
+            assert torch.equal(mine, other), f"grad {name} of call {call + 2} differs"
+
+
+@hopper
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"b4.h16.s4096.d{dim}.bf16{how}.grad" for dim in (64, 128) for how in ("", ".causal")),
+        "b1.h16.s16384.d128.bf16.causal.grad",
+        "b1.h2.s16384.d128.bf16.grad",  # all blocks of a head at once
+        "b2.h16/4.s1000x1777.d64.fp16.causal-br.grad",
+        "b1.h8/1.s2048.d128.bf16.causal.grad",  # splits
+        "b2.h4.s5000x300.d64.bf16.grad",
+        "b2.h8.s4000.d128.fp16.causal.window=700,0.grad",
+        "b4.h8.s3000.d96.bf16.lengths.causal-br.softcap=20.0.grad",
+        "b2.h8/2.s1500x2100.d128.bf16.mask=bool:bhqk.grad",
+    ],
+)
+def test_a_hundred_calls_give_the_same_bits(text: str) -> None:
+    repeated(Problem.parse(text).replace(deterministic=True), "cuda", CALLS)

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from attnswitch.problem import Problem
 
-__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dim", "gradients_shared", "shared"]
+__all__ = [
+    *("SMS", "HopperGradients", "HopperTile"),
+    *("bias", "dims", "gradient_dim", "gradients_shared", "ordered", "shared"),
+]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
 SMS = 132
@@ -79,9 +82,14 @@ def shared(tile: HopperTile, problem: Problem) -> int:
     return 2 * (queries * width + tile.stages * (tile.keys * (width + width_v) + biases)) + 1024
 
 
+def ordered(problem: Problem) -> bool:
+    """Whether blocks of the backward add to the gradient of the query in turn: ORDERED of its kernels."""
+    return problem.deterministic and "q" in problem.grads
+
+
 def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
     dim = gradient_dim(problem)
     rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
+    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim * (2 if ordered(problem) else 1)
     return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024

@@ -5,8 +5,9 @@
 // A block keeps BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N
 // queries that see any of them: a step each. It is a loader, one thread of the first warpgroup, and CONSUMERS warpgroups
 // with 64 keys each. dK and dV stay in registers to the end; blocks that split the steps of the same keys leave theirs as
-// sums in float32. dQ is added up in global memory by all blocks whose keys its queries see: in which order is left open,
-// so that its last bits are not the same every time. finish.cu makes gradients of all sums.
+// sums in float32. dQ is added up in global memory by all blocks whose keys its queries see. In which order is left open,
+// so that its last bits are not the same every time; ORDERED, blocks take turns, and two threads more of the first
+// warpgroup add (adder.cuh). finish.cu makes gradients of all sums.
 //
 //   loader      K, V | Q0, dO0 | Q1, dO1 | ...                          into rings of STAGES tiles each
 //   consumer    S0 | weights | dP0, dV0 | dS0 | S1, dK0 | dQ0 | weights | dP1, dV1 | dS1 | S2, dK1 | dQ1 | weights | ...
@@ -16,7 +17,8 @@
 // memory for dQ alone.
 //
 // Barriers: `full` and `free` of every stage (barriers.cuh), and `written` of each tile of dS, for which no `free` is
-// needed: consumer.cuh says why.
+// needed: consumer.cuh says why. ORDERED, `taken` of each tile of sums, when it was added.
+#include "hopper/backward/adder.cuh"
 #include "hopper/backward/consumer.cuh"
 
 static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
@@ -39,6 +41,8 @@ KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT Te
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
         if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
+        const int adder = thread_index() / 32 - 1;  // of warps that have nothing else to do
+        if (ORDERED && thread_index() % 32 == 0 && 0 <= adder && adder < ADDERS) Adder{a, shared, adder}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer{shared, a, group - 1}.run();

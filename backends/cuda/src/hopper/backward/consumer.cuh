@@ -79,6 +79,7 @@ struct Consumer {
         got_sums();
         show_writes();
         warp_barrier();
+        if (ORDERED) return release(shared.written[written_at.stage]);
         add_query_sums(tile);
         if (thread_index() % 32 == 0) wait_additions();
     }
@@ -142,7 +143,8 @@ struct Consumer {
         hold(query_sums), hold(key_sums), hold(inner);
         release(shared.query_free[before()]);
         const int lane = thread_index() % 32;
-        if (lane == 0) wait_additions();
+        if (ORDERED) shared.taken[written_at.stage].wait(written_at.parity ^ 1);
+        else if (lane == 0) wait_additions();
         warp_barrier();
         UNROLL for (int c = 0; c < MINE / 8; c++) {
             const float* const x = query_sums + 4 * c;
@@ -152,11 +154,11 @@ struct Consumer {
     }
     // Once it was shown.
     DEVICE void add_query_sums(int tile) {
-        if (thread_index() % 32 || tile == NONE || !a.grad_query) return;
+        if (ORDERED || thread_index() % 32 || tile == NONE || !a.grad_query) return;
         add_floats(quads_of(sums_of(a.sums, tile), index * MINE / 8), staged(), MINE / 8 * QUADS);
         commit_additions();
     }
-    DEVICE float* staged() const { return shared.sums[index][thread_index() % 128 / 32]; }
+    DEVICE float* staged() const { return shared.sums[ORDERED ? written_at.stage : 0][index][thread_index() % 128 / 32]; }
     // Takes out what the thread's keys are not seen by.
     DEVICE void hide(Scores& tile, const Keys& block, const Step& step, float instead) const {
         if (block.reach.hides(step.start))

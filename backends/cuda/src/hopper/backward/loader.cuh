@@ -4,6 +4,7 @@
 #include "hopper/backward/steps.cuh"
 
 constexpr int MINE = BLOCK_D / CONSUMERS;  // columns of dQ that a consumer has
+constexpr int ADDERS = ORDERED ? 2 : 1;    // tiles of dQ on their way; ORDERED, threads that add them
 
 struct Shared {
     alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
@@ -11,12 +12,13 @@ struct Shared {
     alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T grad_out[STAGES][BLOCK_N * BLOCK_DV];
     alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
-    alignas(128) float sums[CONSUMERS][4][16 * MINE];  // dQ, of each warp, on its way
+    alignas(128) float sums[ADDERS][CONSUMERS][4][16 * MINE];  // dQ, of each warp, on its way
     alignas(16) float base[STAGES][BLOCK_N];
     alignas(16) float delta[STAGES][BLOCK_N];
     Barrier key_full, value_full;
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
     Barrier written[2];
+    Barrier taken[ADDERS];  // ORDERED: sums, by who adds them
 
     // Where its tiles begin, in units of 16 bytes from its own beginning.
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
@@ -37,6 +39,7 @@ DEVICE void init_barriers(Shared& shared) {
         shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(4 * CONSUMERS);
     }
     UNROLL for (Barrier& written : shared.written) written.init(4 * CONSUMERS);
+    if (ORDERED) UNROLL for (Barrier& taken : shared.taken) taken.init(1);
     publish_barriers();
 }
 
