@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
+
+from .reshaped import ReshapedKernel
 
 __all__ = ["GroupedKernel", "grouped"]
 
@@ -29,52 +31,17 @@ def grouped(problem: Problem, device: Device) -> Problem | None:
     return p.replace(heads_q=p.heads_kv, seq_q=p.group, causal=False, alignment="top_left", mask=mask)
 
 
-class GroupedKernel(Kernel):
-    """``kernel`` of the problem that ``grouped`` gives, for the calls of ``problem``."""
+class GroupedKernel(ReshapedKernel):
+    """The kernel of the problem that ``grouped`` gives, for the calls of ``problem``."""
 
     def __init__(self, kernel: Kernel, problem: Problem) -> None:
-        self.kernel, self.problem = kernel, problem
-        self.shows = kernel.shows
+        super().__init__(kernel)
+        self.problem = problem
 
-    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
-        """Output and lse, with each head's one query."""
-        return _heads(self.kernel.forward(self._inputs(inputs)))
+    def operands(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Query (B, Hq, 1, D) as (B, Hkv, group, D), in the same memory."""
+        return query.squeeze(2).unflatten(1, (self.problem.heads_kv, self.problem.group)), key, value
 
-    def results(self, inputs: Inputs) -> tuple[Any, Any]:
-        """The same, of which torch keeps no graph."""
-        return _heads(self.kernel.results(self._inputs(inputs)))
-
-    def prepared(self, inputs: Inputs) -> Forward:
-        """``forward`` of what lies like ``inputs``."""
-        return self._around(self.kernel.prepared(self._inputs(inputs)))
-
-    def prepared_results(self, inputs: Inputs) -> Forward:
-        """The same of ``results``."""
-        return self._around(self.kernel.prepared_results(self._inputs(inputs)))
-
-    def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        """Never asked for: a problem with gradients has another kernel."""
-        raise NotImplementedError
-
-    def prepared_backward(self, inputs: Inputs) -> Backward:
-        """As above."""
-        return self.backward
-
-    def _inputs(self, inputs: Inputs) -> Inputs:
-        return inputs._replace(query=self._queries(inputs.query))
-
-    def _queries(self, query: Any) -> Any:
-        """(B, Hq, 1, D) as (B, Hkv, group, D), in the same memory."""
-        return query.squeeze(2).unflatten(1, (self.problem.heads_kv, self.problem.group))
-
-    def _around(self, run: Forward) -> Forward:
-        def forward(query: Any, *others: Any) -> tuple[Any, Any]:
-            return _heads(run(self._queries(query), *others))
-
-        return forward
-
-
-def _heads(results: tuple[Any, Any]) -> tuple[Any, Any]:
-    """(B, Hkv, group, ...) as (B, Hq, 1, ...)."""
-    out, lse = results
-    return out.flatten(1, 2).unsqueeze(2), None if lse is None else lse.flatten(1, 2).unsqueeze(2)
+    def given_back(self, out: Any, lse: Any) -> tuple[Any, Any]:
+        """(B, Hkv, group, ...) as (B, Hq, 1, ...)."""
+        return out.flatten(1, 2).unsqueeze(2), None if lse is None else lse.flatten(1, 2).unsqueeze(2)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
+
+from .reshaped import ReshapedKernel
 
 __all__ = ["KEYS", "RaisedKernel", "extra_bytes", "is_raised"]
 
@@ -54,51 +56,24 @@ def extra_bytes(problem: Problem) -> int:
     return rows * (problem.dim_qk + problem.dim_v) * DTYPES["float32"] * (2 if problem.grads else 1)
 
 
-class RaisedKernel(Kernel):
-    """``kernel`` of the same problem in float32, between two casts."""
+class RaisedKernel(ReshapedKernel):
+    """The kernel of the same problem in float32, between two casts."""
 
     def __init__(self, kernel: Kernel, problem: Problem) -> None:
-        self.kernel, self.dtype = kernel, getattr(torch, problem.dtype)
-        self.shows = kernel.shows
+        super().__init__(kernel)
+        self.dtype = getattr(torch, problem.dtype)
 
-    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+    def operands(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Copies in float32."""
+        return query.float(), key.float(), value.float()
+
+    def given_back(self, out: Any, lse: Any) -> tuple[Any, Any]:
         """Output in the operands' type, lse in float32."""
-        return self._lowered(self.kernel.forward(_raised(inputs)))
-
-    def results(self, inputs: Inputs) -> tuple[Any, Any]:
-        """The same, of which torch keeps no graph."""
-        return self._lowered(self.kernel.results(_raised(inputs)))
+        return out.to(self.dtype), lse
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients in the types of their operands."""
         out = None if out is None else out.float()
-        grads = self.kernel.backward(_raised(inputs), out, lse, grad_out.float(), grad_lse)
+        grads = self.kernel.backward(self.inputs(inputs), out, lse, grad_out.float(), grad_lse)
         query, key, value = (None if x is None else x.to(self.dtype) for x in grads[:3])
         return Gradients(query, key, value, grads.attn_mask)
-
-    def prepared(self, inputs: Inputs) -> Forward:
-        """``forward`` of what lies like ``inputs``; so do their copies."""
-        return self._between(self.kernel.prepared(_raised(inputs)))
-
-    def prepared_results(self, inputs: Inputs) -> Forward:
-        """The same of ``results``."""
-        return self._between(self.kernel.prepared_results(_raised(inputs)))
-
-    def prepared_backward(self, inputs: Inputs) -> Backward:
-        """``backward``: the casts are worth more than what could be prepared."""
-        return self.backward
-
-    def _lowered(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
-        out, lse = results
-        return out.to(self.dtype), lse
-
-    def _between(self, run: Forward) -> Forward:
-        def forward(query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, Any]:
-            return self._lowered(run(query.float(), key.float(), value.float(), *others))
-
-        return forward
-
-
-def _raised(inputs: Inputs) -> Inputs:
-    query, key, value = (operand.float() for operand in inputs[:3])
-    return inputs._replace(query=query, key=key, value=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +66,13 @@ def test_it_is_so_where_nothing_tells_the_heads_apart(name: str) -> None:
 def test_queries_are_not_copied_and_keys_not_repeated() -> None:
     problem = Problem.parse("b1.h32/2.s1x4000.d64.fp32")
     backend = registry.loaded("sdpa-flash")
-    kernel = backend.compile(problem, Device.cpu(), next(iter(backend.configs(problem, Device.cpu()))))
+    kernel: Any = backend.compile(problem, Device.cpu(), next(iter(backend.configs(problem, Device.cpu()))))
     query = torch.randn(1, 1, 32, 64).transpose(1, 2)
-    assert kernel._queries(query).data_ptr() == query.data_ptr()  # type: ignore[attr-defined]
+    key = torch.randn(1, 2, 4000, 64)
+    given = kernel.operands(query, key, key)
+    assert given[0].data_ptr() == query.data_ptr()
+    assert given[1] is given[2] is key
+    assert (kernel.kernel.problem.heads_q, kernel.kernel.problem.heads_kv) == (2, 2)
 
 
 def test_prepared_calls_and_others_have_the_same_bits() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import attnswitch
-from attnswitch import Device
+from attnswitch import Device, Problem
+from attnswitch.call.finite import checking
 from attnswitch.machine import divergences, registry
 from attnswitch.verify import Case, MaskRecipe, check
 
@@ -49,3 +50,17 @@ def test_prepared_calls_do_not_read_them_either() -> None:
     query, key = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 600, 16)
     outs = [attnswitch.attention(query, key, key, is_causal=True, backend="sdpa-flash") for _ in range(4)]
     assert all(torch.equal(out, outs[0]) for out in outs)
+    key[:, :, 9:] = float("nan")
+    with checking("never"):
+        outs = [attnswitch.attention(query, key, key, is_causal=True, backend="sdpa-flash") for _ in range(4)]
+    assert all(torch.equal(out, outs[0]) and out.isfinite().all() for out in outs)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_memory_is_of_the_keys_that_are_seen(dtype: str) -> None:
+    backend = registry.loaded("sdpa-flash")
+    many, few = (Problem.parse(f"b1.h8.s9x{keys}.d64.{dtype}.causal") for keys in (40_000, 9))
+    assert backend.extra_bytes(many, Device.cpu()) == backend.extra_bytes(few, Device.cpu())
+    kernel = backend.compile(many, Device.cpu(), next(iter(backend.configs(many, Device.cpu()))))
+    assert type(kernel).__name__ == "TrimmedKernel"
+    assert backend.precision(many, Device.cpu()) == backend.precision(few, Device.cpu())
