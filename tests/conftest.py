@@ -22,7 +22,8 @@ from attnswitch.planning import planner
 from attnswitch.wisdom import view
 
 TORCH = release(version("torch"))
-sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
+for folder in ("saboteurs", "unit"):  # modules that tests share
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 for size in ("COLUMNS", "LINES"):  # processes of pytest-xdist have a terminal's, which rich would keep for good
     os.environ.pop(size, None)
 

@@ -8,21 +8,15 @@ there.
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import interpreting
 import numpy as np
 import pytest
 import torch
 
 import attnswitch
-from attnswitch.machine import registry
 from attnswitch.problem.philox import keep_mask
 
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
@@ -220,14 +214,7 @@ INTERPRETED = [setting for setting in SETTINGS if setting.dtype != "float64"]
 def raised() -> dict[str, str]:
     """What each check raised in the process that interprets, "" for nothing; skips where its interpreter fails."""
     pytest.importorskip("triton", "3.6")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout.splitlines()[-1])
-    if isinstance(said, str):  # Triton 3.6 with NumPy 2.4, for one
-        pytest.skip(said)
-    found: dict[str, str] = said
-    return found
+    return interpreting.raised(__file__)
 
 
 @pytest.mark.parametrize("setting", INTERPRETED, ids=str)
@@ -240,16 +227,6 @@ def test_triton_with_an_lse(raised: dict[str, str], lse: str) -> None:
     assert raised[lse] == "", raised[lse]
 
 
-def outcome(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:  # whatever it raises is told
-        return traceback.format_exc()
-    return ""
-
-
 if __name__ == "__main__":
     checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED}
-    checks |= {name: partial(of_lse, "triton") for name, of_lse in LSES.items()}
-    absence = registry.loaded("triton").unavailable()
-    print(json.dumps(absence or {name: outcome(one) for name, one in checks.items()}))
+    interpreting.tell(checks | {name: partial(of_lse, "triton") for name, of_lse in LSES.items()})
