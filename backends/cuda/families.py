@@ -15,7 +15,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
-from ..own import regimes as own
+from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 
 __all__ = ["against_hopper", "against_hopper_backward", "is_hopper", "regimes"]
@@ -60,10 +60,10 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
 
 def regimes(device: Device) -> tuple[Regime, ...]:
     """Hopper's problems, where there are its kernels, and those that are not tiny; in the emulator, Hopper's alone."""
-    hopper = Regime(_HALF, own.DIMS, _TILES, queries=_FEW, products=own.PRODUCTS, aligned=True, often=3)
+    hopper = Regime(_HALF, DIMS, _TILES, queries=_FEW, products=PRODUCTS, aligned=True, often=3)
     if device.kind == "cpu":
         return (replace(hopper, products=0),)
-    return (*((hopper,) if is_hopper(device) else ()), own.large(tuple(DTYPES)))
+    return (*((hopper,) if is_hopper(device) else ()), large(tuple(DTYPES)))
 
 
 def is_hopper(device: Device) -> bool:

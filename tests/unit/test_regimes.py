@@ -90,6 +90,12 @@ def test_backends_name_regimes_by_device() -> None:
     assert space_of("cuda:63", "cuda").regimes == ()  # it is not here
 
 
+def test_a_plug_in_that_cannot_name_its_regimes_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(registry.loaded("triton")), "regimes", lambda *_: 1 / 0)
+    assert space_of("h100", "triton").regimes == ()
+    assert space_of("h100", "triton", "cuda").regimes == space_of("h100", "cuda").regimes != ()
+
+
 def test_short_cases_lie_in_no_regime() -> None:
     (target,) = targets(("h100",), ("cuda",), longest=16)
     assert target.space.regimes == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -123,13 +124,18 @@ def targets(
 
 
 def _regimes(names: Sequence[str], device: str) -> tuple[Regime, ...]:
-    """Those of all the backends on ``device``; of a device that is not here, none."""
+    """Those of all the backends on ``device``; of a device that is not here, none, nor of a broken plug-in."""
     try:
         where = Device.parse(device)
     except InvalidProblem:
         return ()
-    loaded = (backend for name in names if not isinstance(backend := registry.load(name), Missing))
-    return tuple(dict.fromkeys(regime for backend in loaded for regime in backend.regimes(where)))
+    found: dict[Regime, None] = {}
+    for name in names:
+        backend = registry.load(name)
+        if not isinstance(backend, Missing):
+            with contextlib.suppress(Exception):
+                found |= dict.fromkeys(backend.regimes(where))
+    return tuple(found)
 
 
 def _builds(backends: Sequence[str]) -> bool:
