@@ -54,7 +54,9 @@ def check(results: list[walk.Result], record: Callable[[str, object], None]) -> 
 
 
 def _right_with_sdpa(row: walk.Result) -> bool:
-    return row.sdpa is True if row.outcome == "right" else row.sdpa_right is True
+    if row.sdpa_right is not None:
+        return row.sdpa_right
+    return row.outcome == "right" and row.sdpa is True
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -155,7 +155,7 @@ def look(kind: type[PreTrainedModel], subject: Subject) -> Result:
     try:
         exact, known = at.exact(model)
         if max(exact) < 1e-6 and known:
-            return result("right", f"in float64; {why} in float32", calls.count, sdpa)
+            return result("right", f"in float64; {why} in float32", calls.count, sdpa, right)
         why += " in float32, " + " ".join(f"{error:.2g}" for error in exact) + " in float64"
     except Exception as error:  # not every model runs in double
         why += "; float64: " + short(error)

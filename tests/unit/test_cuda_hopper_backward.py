@@ -279,18 +279,17 @@ hopper = pytest.mark.skipif(
 )
 
 
-def repeated(p: Problem, device: str, calls: int) -> None:
+def repeated(p: Problem, calls: int) -> None:
     """Asserts that all calls give the bits of the first, whatever runs beside them."""
-    work = workload.of(p, device)
+    work = workload.of(p, "cuda")
     out = attnswitch.attention(work.query, work.key, work.value, backend="cuda", **work.keywords())
     first = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
     assert all(gradient.isfinite().all() for gradient in first)
-    beside = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for call in range(calls - 1):
-        if beside is not None:
-            with torch.cuda.stream(beside):  # takes SMs from it, more or fewer, and lets go at another time
-                size = 256 * (1 + call % 16)
-                torch.ones(size, size, device=device).matmul(torch.ones(size, size, device=device))
+        with torch.cuda.stream(beside):  # takes SMs from it, more or fewer, and lets go at another time
+            size = 256 * (1 + call % 16)
+            torch.ones(size, size, device="cuda").matmul(torch.ones(size, size, device="cuda"))
         again = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
         for name, mine, other in zip("qkv", first, again, strict=True):
             assert torch.equal(mine, other), f"grad {name} of call {call + 2} differs"
@@ -312,4 +311,4 @@ def repeated(p: Problem, device: str, calls: int) -> None:
     ],
 )
 def test_a_hundred_calls_give_the_same_bits(text: str) -> None:
-    repeated(Problem.parse(text).replace(deterministic=True), "cuda", CALLS)
+    repeated(Problem.parse(text).replace(deterministic=True), CALLS)
