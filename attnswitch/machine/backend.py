@@ -195,9 +195,9 @@ class Regime:
     """Problems for which a backend has kernels that smaller or odder ones do not reach. The verifier draws some there.
 
     ``dims`` pairs head dimensions, of query and key and of value. ``tiles`` are lengths of tiles, around whose
-    multiples lengths are drawn, of queries from ``queries`` on. ``products`` is the least B * Hq * Lq * Lk * (D + Dv).
-    ``aligned``: operands and a float mask have rows of unit stride from multiples of 16 bytes, and the mask their type.
-    It is drawn ``often`` times as often as a regime of 1.
+    multiples lengths are drawn. ``queries`` is the fewest queries, ``products`` the least
+    B * Hq * Lq * Lk * (D + Dv). ``aligned``: operands and a float mask have rows of unit stride from multiples of 16
+    bytes, and the mask their type. It is drawn ``often`` times as often as a regime of 1.
     """
 
     dtypes: tuple[str, ...]

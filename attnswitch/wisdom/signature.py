@@ -39,7 +39,7 @@ _OWN = "attnswitch.backends.own"
 class Signature:
     """``device`` as ``machine`` names it, names and versions of software, and a hash of the backend's source.
 
-    What compiled kernels ahead is software too (``Backend.toolchain``).
+    What compiled the backend's kernels is software too (``Backend.toolchain``).
     """
 
     device: str

@@ -82,7 +82,7 @@ class CudaBackend(Backend):
         roles = ("forward", *(("backward",) if problem.grads else ()))
         said = [_remark(role, tiles[role], reasons[role](problem, device), is_hopper(device)) for role in roles]
         if problem.grads and chosen.backward is not None and hopper_tiles.ordered(problem):
-            said[-1] += "; blocks add to dQ in turn, so that it repeats its bits"
+            said[-1] += "; blocks add to dQ in turn, so that gradients repeat their bits"
         return tuple(said)
 
     def regimes(self, device: Device) -> tuple[Regime, ...]:

@@ -24,7 +24,7 @@ PLACINGS = {
 #: What torch has no strides for; NumPy and CuPy have.
 TURNED = ("backwards", "mirrored")
 
-#: Those whose rows have a unit stride and begin at multiples of 16 bytes, if their length is one.
+#: Those whose rows have a unit stride and begin at multiples of 16 bytes, if a row's length is such a multiple.
 ALIGNED = ("contiguous", "transposed", "packed", "garbage")
 
 #: Not drawn: rows so far apart that the last begins past 2**31 elements. Memory is asked for, and hardly any touched.

@@ -15,7 +15,8 @@ template <class... P> void call(void (*kernel)(P...)) { call(kernel, std::index_
 
 }  // namespace emulator
 
-// Runs `blocks` blocks, `residents` of them side by side where the kernel is one of Hopper's asynchronous ones, and returns what went wrong, or null.
+// Runs `blocks` blocks, `residents` of them side by side where the kernel is one of Hopper's asynchronous ones, and
+// returns what went wrong, or null.
 EXPORTED const char* emulate(void* const* parameters, u32 blocks, int threads, size_t shared_bytes, int residents,
                              u32 seed) {
     using namespace emulator;
