@@ -188,7 +188,7 @@ def arrays(p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
 
 
 def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = None, lengths: Any = None) -> None:
-    """Gradients beside ``reference``; what lies past the lengths is NaN."""
+    """Gradients of every tile beside ``reference``; what lies past the lengths is NaN."""
     monkeypatch.setattr(backward, "splits", lambda *_: parts)
     p = Problem.parse(text)
     (q, k, v, grad), grad_lse = arrays(p)
@@ -201,14 +201,15 @@ def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = 
     )
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
-    launch = backward.Backward(p, choice.gradients(p), Device.cpu())
     inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
-    got = launch(inputs, out.astype(q.dtype), lse.astype(np.float32), grad, grad_lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
-    for name, mine, wanted in zip("qkv", got[:3], right[:3], strict=True):
-        want: Any = wanted
-        worst = np.abs(mine.astype(np.float64) - want).max()
-        assert worst <= 2 * unit * np.abs(want).max(), name
+    for tile in choice.all_gradients(p):
+        launch = backward.Backward(p, tile, Device.cpu())
+        got = launch(inputs, out.astype(q.dtype), lse.astype(np.float32), grad, grad_lse)
+        for name, mine, wanted in zip("qkv", got[:3], right[:3], strict=True):
+            want: Any = wanted
+            worst = np.abs(mine.astype(np.float64) - want).max()
+            assert worst <= 2 * unit * np.abs(want).max(), (name, str(tile))
 
 
 @compiled

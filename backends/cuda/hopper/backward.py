@@ -87,7 +87,14 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         warps=_WARPS * (1 + tile.keys // _ROWS),
         stages=tile.stages,
         shared=gradients_shared(tile, p),
-        flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
+        flags=(
+            ("MASKED", int(p.mask is not None)),
+            ("SOFTCAP", int(arithmetic.capped(p))),
+            ("PHASED", int(tile.phased)),
+            ("DIRECT", int(tile.direct)),
+            ("GRADIENTS", tile.gradients),
+            ("KEPT", ("", "k", "v").index(tile.kept)),
+        ),
         family="hopper",
     )
 

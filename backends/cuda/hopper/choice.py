@@ -11,7 +11,7 @@ from ...own import arithmetic
 from ..classes import per_class
 from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim
 
-__all__ = ["gradients", "ranked", "splits"]
+__all__ = ["all_gradients", "gradients", "ranked", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
@@ -40,8 +40,21 @@ _BIASED = {
 }
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
-    64: HopperGradients(128, 64, 4, begin=6.0, step=1.5),
-    128: HopperGradients(128, 64, 2, begin=7.0, step=2.15),
+    64: (
+        HopperGradients(128, 64, 4, begin=6.0, step=1.5),
+        HopperGradients(128, 128, 2, phased=True, direct=True, begin=6.0, step=2.5),
+        HopperGradients(128, 128, 2, phased=True, gradients=3, begin=6.0, step=2.5),
+        HopperGradients(128, 128, 2, phased=True, gradients=2, begin=6.0, step=2.5),
+        HopperGradients(128, 128, 2, phased=True, direct=True, kept="v", begin=6.0, step=2.5),
+        HopperGradients(128, 64, 4, phased=True, direct=True, begin=6.0, step=1.5),
+        HopperGradients(128, 64, 4, phased=True, gradients=3, begin=6.0, step=1.5),
+    ),
+    128: (
+        HopperGradients(128, 64, 2, begin=7.0, step=2.15),
+        HopperGradients(128, 64, 2, phased=True, direct=True, begin=7.0, step=2.15),
+        HopperGradients(128, 64, 2, phased=True, begin=7.0, step=2.15),
+        HopperGradients(128, 64, 2, phased=True, gradients=3, begin=7.0, step=2.15),
+    ),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
@@ -69,6 +82,11 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
 
 def gradients(problem: Problem) -> HopperGradients:
     """The tile of the backward."""
+    return all_gradients(problem)[0]
+
+
+def all_gradients(problem: Problem) -> tuple[HopperGradients, ...]:
+    """Every tile of the backward, the fastest first."""
     return _GRADIENTS[gradient_dim(problem)]
 
 

@@ -48,9 +48,21 @@ class HopperGradients:
     stages: int
     begin: float = 0.0
     step: float = 0.0
+    phased: bool = False
+    direct: bool = False
+    #: Whether keys ("k") or values ("v") are left operands in registers.
+    kept: str = ""
+    #: Tiles of dS in shared memory.
+    gradients: int = 2
 
     def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}"
+        how = (
+            " phased" * self.phased,
+            " direct" * self.direct,
+            f" kept-{self.kept}" if self.kept else "",
+            f" dS{self.gradients}",
+        )
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{''.join(how)}"
 
 
 def dims(problem: Problem) -> tuple[int, int]:
@@ -83,5 +95,5 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
     dim = gradient_dim(problem)
     rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim
+    scores, sums = 2 * tile.gradients * tile.keys * tile.queries, 0 if tile.direct else 4 * tile.queries * dim
     return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024

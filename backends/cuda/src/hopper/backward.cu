@@ -19,7 +19,7 @@
 // needed: consumer.cuh says why.
 #include "hopper/backward/consumer.cuh"
 
-static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
+static_assert(BLOCK_M == 128 && BLOCK_N % PANEL == 0, "two consumers, and queries that fill panels");
 static_assert(BLOCK_D == BLOCK_DV && (BLOCK_D == PANEL || BLOCK_D == 2 * PANEL), "as many registers as there are");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 

@@ -14,6 +14,7 @@
 #include "hopper/store.cuh"
 
 constexpr int NONE = -1;
+enum { KEYS = 1, VALUES = 2 };  // KEPT
 
 struct alignas(8) Pair {
     float at[2];
@@ -26,11 +27,12 @@ struct Consumer {
     const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
     const u32 origin = shared_address(&shared) >> 4;  // in units of 16 bytes
     Position<STAGES> at;
-    Position<2> written_at;
+    Position<GRADIENTS> written_at, read_at;
     Scores scores, score_gradients;
     Weights weights, inner;
     Pair of_columns[BLOCK_N / 8];
-    u32 shown;  // MASKED: what the mask shows the thread's columns, 16 bits for each of its rows
+    u32 shown[BLOCK_N / 64];  // MASKED: what the mask shows the thread's columns, 16 bits for each of its rows
+    u32 kept[BLOCK_D / 16][4];  // KEPT: keys or values, packed
     float query_sums[MINE / 2];
     float key_sums[BLOCK_D / 2], value_sums[BLOCK_DV / 2];
 
@@ -43,7 +45,7 @@ struct Consumer {
         Step step(a, block);
         UNROLL for (float& sum : key_sums) sum = 0;
         UNROLL for (float& sum : value_sums) sum = 0;
-        if (step.more()) visit(block, step);
+        if (step.more()) PHASED ? visit_in_phases(block, step) : visit(block, step);
         if (block.extent.end < block.first + BLOCK_M) clear_beyond(block, key_sums), clear_beyond(block, value_sums);
         store(block);
     }
@@ -83,6 +85,138 @@ struct Consumer {
         if (thread_index() % 32 == 0) wait_additions();
     }
 
+    // PHASED: numbers and products of a step one after the other, so that one consumer's products are beside the numbers
+    // of the other. dQ is a step behind, by which time the other one has left its dS. A turn begins with the scores.
+    DEVICE void visit_in_phases(const Keys& block, Step& step) {
+        begin(block);
+        keep();
+        int tile = NONE, tile_staged = NONE;  // of dQ, that the step before adds to
+        leave_nothing();
+        ask_scores();
+        look_at_mask(block, step);
+        wait_products<0>();
+        hold(scores);
+        for (;;) {
+            ask_score_gradients();
+            make_weights(block, step);
+            wait_products<0>();
+            derive(block, step);
+            leave_in_phase();
+            if (!DIRECT) add_query_sums(tile_staged);
+            const int now = tile_of(block, step);
+            step.next();
+            ask_key_sums();
+            wait_products<0>();
+            got_key_sums();
+            at.next();
+            if (!step.more()) {
+                end_query_sums(tile);
+                end_query_sums(now);
+                break;
+            }
+            ask_query_sums_of(read_at);
+            ask_scores();
+            wait_products<1>();
+            hand_over(tile);
+            tile_staged = tile, tile = now;
+            look_at_mask(block, step);
+            wait_products<0>();
+            hold(scores);
+        }
+    }
+    DEVICE void end_query_sums(int tile) {
+        ask_query_sums_of(read_at);
+        wait_products<0>();
+        hand_over(tile);
+        if (DIRECT) return;
+        show_writes();
+        warp_barrier();
+        add_query_sums(tile);
+        if (thread_index() % 32 == 0) wait_additions();
+    }
+    DEVICE void keep() {
+        if (!KEPT) return;
+        const T* const from = KEPT == KEYS ? shared.key[index] : shared.value[index];
+        UNROLL for (int k = 0; k < BLOCK_D / 16; k++)
+            UNROLL for (int r = 0; r < 4; r++) {
+                const int row = row_of(r % 2), column = 16 * k % PANEL / 8 + r / 2;
+                const T* const at = from + (16 * k / PANEL * 64 + row) * PANEL + (column ^ row % 8) * 8 + first_column();
+                kept[k][r] = load_shared(reinterpret_cast<const u32*>(at));
+            }
+    }
+    DEVICE void leave_nothing() {
+        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
+            UNROLL for (int r = 0; r < 4; r++) inner[k][r] = 0;
+        leave_in_phase();
+    }
+    DEVICE void leave_in_phase() {
+        shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);
+        leave_gradients();
+        show_writes();
+        warp_barrier();
+        release(shared.written[written_at.stage]);
+        written_at.next();
+    }
+    DEVICE void ask_score_gradients() {
+        const Matrix values(origin + Shared::value_place(index)), upstream(origin + Shared::grad_out_place(at.stage));
+        shared.grad_out_full[at.stage].wait(at.parity);
+        begin_products();
+        if (KEPT == VALUES)
+            product_nt<BLOCK_N, BLOCK_DV>(score_gradients, kept, upstream);
+        else
+            product_nt<BLOCK_N, BLOCK_DV>(score_gradients, values, upstream);
+        commit_products();
+    }
+    // P^T and dS^T in 16 bits.
+    DEVICE void derive(const Keys& block, const Step& step) {
+        hold(score_gradients);
+        UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
+            const Pair delta = number(shared.delta[at.stage], c);
+            UNROLL for (int n = 4 * c; n < 4 * c + 4; n++)
+                score_gradients[n] = scores[n] * (score_gradients[n] - delta.at[n % 2]);
+        }
+        hide(score_gradients, block, step, 0);  // 0 times what overflows is NaN
+        UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {  // side by side, so that a register comes free for each taken
+            if (!SOFTCAP) pack(weights[k], scores + 8 * k);
+            pack(inner[k], score_gradients + 8 * k);
+        }
+    }
+    // dV and dK of a step.
+    DEVICE void ask_key_sums() {
+        const Matrix upstream(origin + Shared::grad_out_place(at.stage)), queries(origin + Shared::query_place(at.stage));
+        begin_products();
+        product_nn<BLOCK_DV, BLOCK_N>(value_sums, weights, upstream);
+        product_nn<BLOCK_D, BLOCK_N>(key_sums, inner, queries);
+        commit_products();
+    }
+    DEVICE void got_key_sums() {
+        hold(value_sums), hold(key_sums), hold(weights), hold(inner);
+        release(shared.grad_out_free[at.stage]);
+        release(shared.query_free[at.stage]);
+    }
+    // dQ of the step before, to where it is added from.
+    DEVICE void hand_over(int tile) {
+        hold(query_sums);
+        release(shared.gradients_free[read_at.stage]);
+        read_at.next();
+        const int lane = thread_index() % 32;
+        if (DIRECT) {
+            if (tile == NONE || !a.grad_query) return;
+            UNROLL for (int c = 0; c < MINE / 8; c++)
+                add_quad(sums_at(tile) + c * QUADS + 4 * lane, query_sums + 4 * c);
+            return;
+        }
+        if (lane == 0) wait_additions();
+        warp_barrier();
+        UNROLL for (int c = 0; c < MINE / 8; c++) {
+            const float* const x = query_sums + 4 * c;
+            store_shared(reinterpret_cast<Chunk<float>*>(staged() + c * QUADS + 4 * lane),
+                         Chunk<float>{{x[0], x[1], x[2], x[3]}});
+        }
+    }
+    // The warp's of dQ.
+    DEVICE float* sums_at(int tile) const { return quads_of(sums_of(a.sums, tile), BY_QUERIES ? 0 : index * MINE / 8); }
+
     // -- parts of a step ------------------------------------------------------------------------------------------
 
     // Keys and values, where those past the end of a sequence may be NaN, which a weight of 0 does not take away.
@@ -100,12 +234,15 @@ struct Consumer {
         const Matrix keys(origin + Shared::key_place(index)), queries(origin + Shared::query_place(at.stage));
         shared.query_full[at.stage].wait(at.parity);
         begin_products();
-        product_nt<BLOCK_N, BLOCK_D>(scores, keys, queries);
+        if (KEPT == KEYS)
+            product_nt<BLOCK_N, BLOCK_D>(scores, kept, queries);
+        else
+            product_nt<BLOCK_N, BLOCK_D>(scores, keys, queries);
         commit_products();
     }
     // Of dQ, that a step adds to.
     DEVICE int tile_of(const Keys& block, const Step& step) const {
-        return (block.batch * a.heads + step.head) * (a.padded / BLOCK_N) + step.start / BLOCK_N;
+        return (block.batch * a.heads + step.head) * (a.padded / 64) + step.start / 64 + (BY_QUERIES ? index : 0);
     }
     // What a step leaves: dS^T to the other consumer, and to dK; and what the one before left goes to dQ.
     DEVICE void leave(int& tile, int left) {
@@ -120,16 +257,21 @@ struct Consumer {
         add_query_sums(tile);
         tile = left;
     }
-    // This consumer's columns of dQ, of the step that was left.
+    // This consumer's part of dQ, of the step that was left.
     DEVICE void ask_query_sums() {
-        const int tile = written_at.stage;
-        const u32 columns = Shared::place(index * MINE / PANEL * 64 * PANEL + index * MINE % PANEL);
-        const Matrix gradients[] = {Matrix(origin + Shared::gradient_place(tile, 0)),
-                                    Matrix(origin + Shared::gradient_place(tile, 1))};
+        ask_query_sums_of(written_at);
+        written_at.next();
+    }
+    DEVICE void ask_query_sums_of(const Position<GRADIENTS>& at) {
+        const int tile = at.stage;
+        const int first = BY_QUERIES ? 0 : index * MINE;
+        const u32 columns = Shared::place(first / PANEL * 64 * PANEL + first % PANEL);
+        const u32 rows = BY_QUERIES ? Shared::place(index * 64 * PANEL) : 0;
+        const Matrix gradients[] = {Matrix(origin + Shared::gradient_place(tile, 0) + rows),
+                                    Matrix(origin + Shared::gradient_place(tile, 1) + rows)};
         const Matrix keys[] = {Matrix(origin + Shared::key_place(0) + columns),
                                Matrix(origin + Shared::key_place(1) + columns)};
-        shared.written[tile].wait(written_at.parity);
-        written_at.next();
+        shared.written[tile].wait(at.parity);
         begin_products();
         product_tn<MINE, 64, false>(query_sums, gradients[0], keys[0]);
         product_tn<MINE, 64, true>(query_sums, gradients[1], keys[1]);
@@ -153,7 +295,7 @@ struct Consumer {
     // Once it was shown.
     DEVICE void add_query_sums(int tile) {
         if (thread_index() % 32 || tile == NONE || !a.grad_query) return;
-        add_floats(quads_of(sums_of(a.sums, tile), index * MINE / 8), staged(), MINE / 8 * QUADS);
+        add_floats(sums_at(tile), staged(), MINE / 8 * QUADS);
         commit_additions();
     }
     DEVICE float* staged() const { return shared.sums[index][thread_index() % 128 / 32]; }
@@ -166,25 +308,30 @@ struct Consumer {
             }, instead);
         if (!MASKED || !step.mixed) return;
         UNROLL for (int n = 0; n < BLOCK_N / 2; n++)
-            if (!(shown >> (n / 4 * 2 + n % 2 + n / 2 % 2 * 16) & 1)) tile[n] = instead;
+            if (!(shown[n / 32] >> (n % 32 / 4 * 2 + n % 2 + n / 2 % 2 * 16) & 1)) tile[n] = instead;
     }
     // What is asked for before a product is waited for: base, and what the mask shows.
     DEVICE void look(const Keys& block, const Step& step) {
         numbers(shared.base[at.stage]);
+        look_at_mask(block, step);
+    }
+    DEVICE void look_at_mask(const Keys& block, const Step& step) {
         if (!MASKED || !step.mixed) return;
         const int plane = mask_plane(a, block.batch, step.head), lane = thread_index() % 32;
         const int chunk = 4 * index + thread_index() % 128 / 32, at = lane / 8 * 4 + lane / 4 % 2;
-        shown = 0;
+        UNROLL for (u32& bits : shown) bits = 0;
         UNROLL for (int n = 0; n < BLOCK_N / 4; n++) {
-            const int query = step.start + n / 2 * 8 + first_column() + n % 2;
+            const int query = smaller(step.start + n / 2 * 8 + first_column() + n % 2, a.queries - 1);
             const u32 bits = mask_row<BLOCK_M>(a, plane, block.first / BLOCK_M, query)[chunk] >> at;
-            shown |= (bits & 1) << n | (bits >> 2 & 1) << (n + 16);
+            shown[n / 16] |= (bits & 1) << n % 16 | (bits >> 2 & 1) << (n % 16 + 16);
         }
     }
     // The numbers of the thread's columns, asked for before a product is waited for.
     DEVICE void numbers(const float* from) {
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
-            of_columns[c] = load_shared(reinterpret_cast<const Pair*>(from + 8 * c + first_column()));
+        UNROLL for (int c = 0; c < BLOCK_N / 8; c++) of_columns[c] = number(from, c);
+    }
+    static DEVICE Pair number(const float* from, int c) {
+        return load_shared(reinterpret_cast<const Pair*>(from + 8 * c + first_column()));
     }
     // P^T from S^T, in its place. Behind a softcap P^T is packed, and in its place is what the tanh leaves of it.
     DEVICE void make_weights(const Keys& block, const Step& step) {
@@ -192,7 +339,7 @@ struct Consumer {
         if (SOFTCAP) cap(scores, float(a.factor));
         hide(scores, block, step, -INFINITE);
         UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
-            const Pair base = of_columns[c];
+            const Pair base = PHASED ? number(shared.base[at.stage], c) : of_columns[c];
             UNROLL for (int m = 0; m < 2; m++) {
                 float* const score = scores + 4 * c + 2 * m;
                 float weight[2];
@@ -233,15 +380,19 @@ struct Consumer {
         pack(inner, score_gradients);
     }
     static DEVICE void pack(Weights& to, const Scores& from) {
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-            UNROLL for (int r = 0; r < 4; r++) to[k][r] = pack_pair<T>(from[8 * k + 2 * r], from[8 * k + 2 * r + 1]);
+        UNROLL for (int k = 0; k < BLOCK_N / 16; k++) pack(to[k], from + 8 * k);
+    }
+    static DEVICE void pack(u32 (&to)[4], const float* from) {
+        UNROLL for (int r = 0; r < 4; r++) to[r] = pack_pair<T>(from[2 * r], from[2 * r + 1]);
     }
     // dS^T to shared memory, swizzled as TMA would have brought it.
     DEVICE void leave_gradients() {
         const int lane = thread_index() % 32, row = thread_index() % 128 / 32 * 16 + lane % 16;
         T* const to = shared.gradients[written_at.stage][index] + row * PANEL;
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-            store_matrices(to + ((2 * k + lane / 16) ^ row % 8) * 8, inner[k]);
+        UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {
+            const int panel = 16 * k / PANEL, chunk = 2 * k % 8 + lane / 16;
+            store_matrices(to + panel * 64 * PANEL + (chunk ^ row % 8) * 8, inner[k]);
+        }
     }
     // Keys that are not there weigh 0, but 0 times NaN is NaN.
     template <int COUNT> DEVICE void clear_beyond(const Keys& block, float (&sums)[COUNT]) const {

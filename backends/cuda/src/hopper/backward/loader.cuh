@@ -3,20 +3,23 @@
 #include "hopper/backward/sums.cuh"
 #include "hopper/backward/steps.cuh"
 
-constexpr int MINE = BLOCK_D / CONSUMERS;  // columns of dQ that a consumer has
+// What a consumer has of dQ of a step: 64 queries with all columns, or half the columns of all 64 queries.
+constexpr bool BY_QUERIES = BLOCK_N > 64;
+constexpr int MINE = BY_QUERIES ? BLOCK_D : BLOCK_D / CONSUMERS;
+static_assert(!BY_QUERIES || BLOCK_N == 64 * CONSUMERS, "64 queries to each consumer");
 
 struct Shared {
     alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
     alignas(1024) T value[CONSUMERS][64 * BLOCK_DV];
     alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T grad_out[STAGES][BLOCK_N * BLOCK_DV];
-    alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
-    alignas(128) float sums[CONSUMERS][4][16 * MINE];  // dQ, of each warp, on its way
+    alignas(1024) T gradients[GRADIENTS][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
+    alignas(128) float sums[DIRECT ? 1 : CONSUMERS][4][DIRECT ? 4 : 16 * MINE];  // dQ, of each warp, on its way
     alignas(16) float base[STAGES][BLOCK_N];
     alignas(16) float delta[STAGES][BLOCK_N];
     Barrier key_full, value_full;
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
-    Barrier written[2];
+    Barrier written[GRADIENTS], gradients_free[GRADIENTS];
 
     // Where its tiles begin, in units of 16 bytes from its own beginning.
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
@@ -37,6 +40,7 @@ DEVICE void init_barriers(Shared& shared) {
         shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(4 * CONSUMERS);
     }
     UNROLL for (Barrier& written : shared.written) written.init(4 * CONSUMERS);
+    UNROLL for (Barrier& free : shared.gradients_free) free.init(4 * CONSUMERS);
     publish_barriers();
 }
 

@@ -63,9 +63,15 @@ private:
     DEVICE void find() {
         if (!MASKED) return;
         for (; more(); go_on()) {
-            const int plane = mask_plane(a, keys.batch, head), group = smaller(start / GROUP, mask_groups(a) - 1);
-            const int tile = keys.first / BLOCK_M;
-            const auto bit = [&](int kind) { return mask_set<BLOCK_M>(a, plane, group, kind)[tile / 32] >> tile % 32 & 1; };
+            const int plane = mask_plane(a, keys.batch, head), tile = keys.first / BLOCK_M;
+            const auto bit = [&](int kind) {
+                u32 any = 0;
+                UNROLL for (int n = 0; n < BLOCK_N / GROUP; n++) {
+                    const int group = smaller(start / GROUP + n, mask_groups(a) - 1);
+                    any |= mask_set<BLOCK_M>(a, plane, group, kind)[tile / 32] >> tile % 32 & 1;
+                }
+                return any;
+            };
             mixed = bit(HIDDEN);
             if (bit(SEEN)) return;
         }
