@@ -46,6 +46,8 @@ _GRADIENTS = {
         HopperGradients(128, 128, 2, phased=True, gradients=3, begin=6.0, step=2.5),
         HopperGradients(128, 128, 2, phased=True, gradients=2, begin=6.0, step=2.5),
         HopperGradients(128, 128, 2, phased=True, direct=True, kept="v", begin=6.0, step=2.5),
+        HopperGradients(128, 128, 2, phased=True, direct=True, turns=True, begin=6.0, step=2.5),
+        HopperGradients(128, 128, 2, phased=True, direct=True, turns=True, gradients=3, begin=6.0, step=2.5),
         HopperGradients(128, 64, 4, phased=True, direct=True, begin=6.0, step=1.5),
         HopperGradients(128, 64, 4, phased=True, gradients=3, begin=6.0, step=1.5),
     ),
@@ -54,6 +56,8 @@ _GRADIENTS = {
         HopperGradients(128, 64, 2, phased=True, direct=True, begin=7.0, step=2.15),
         HopperGradients(128, 64, 2, phased=True, begin=7.0, step=2.15),
         HopperGradients(128, 64, 2, phased=True, gradients=3, begin=7.0, step=2.15),
+        HopperGradients(128, 64, 2, phased=True, direct=True, turns=True, begin=7.0, step=2.15),
+        HopperGradients(128, 64, 2, phased=True, turns=True, begin=7.0, step=2.15),
     ),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.

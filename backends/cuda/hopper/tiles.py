@@ -54,10 +54,13 @@ class HopperGradients:
     kept: str = ""
     #: Tiles of dS in shared memory.
     gradients: int = 2
+    #: Whether consumers take turns to ask for products.
+    turns: bool = False
 
     def __str__(self) -> str:
         how = (
             " phased" * self.phased,
+            " turns" * self.turns,
             " direct" * self.direct,
             f" kept-{self.kept}" if self.kept else "",
             f" dS{self.gradients}",

@@ -92,6 +92,7 @@ struct Consumer {
         keep();
         int tile = NONE, tile_staged = NONE;  // of dQ, that the step before adds to
         leave_nothing();
+        if (TURNS && index == CONSUMERS - 1) pass_turn(index);
         ask_scores();
         look_at_mask(block, step);
         wait_products<0>();
@@ -105,17 +106,20 @@ struct Consumer {
             if (!DIRECT) add_query_sums(tile_staged);
             const int now = tile_of(block, step);
             step.next();
+            if (TURNS) await_turn(index);
             ask_key_sums();
             wait_products<0>();
             got_key_sums();
             at.next();
             if (!step.more()) {
+                if (TURNS) pass_turn(index);
                 end_query_sums(tile);
                 end_query_sums(now);
                 break;
             }
             ask_query_sums_of(read_at);
             ask_scores();
+            if (TURNS) pass_turn(index);
             wait_products<1>();
             hand_over(tile);
             tile_staged = tile, tile = now;
