@@ -42,6 +42,7 @@ _BIASED = {
 _GRADIENTS = {
     64: (
         HopperGradients(128, 64, 4, begin=6.0, step=1.5),
+        HopperGradients(128, 64, 4, direct=True, begin=6.0, step=1.5),
         HopperGradients(128, 128, 2, phased=True, direct=True, begin=6.0, step=2.5),
         HopperGradients(128, 128, 2, phased=True, gradients=3, begin=6.0, step=2.5),
         HopperGradients(128, 128, 2, phased=True, gradients=2, begin=6.0, step=2.5),
@@ -53,6 +54,7 @@ _GRADIENTS = {
     ),
     128: (
         HopperGradients(128, 64, 2, begin=7.0, step=2.15),
+        HopperGradients(128, 64, 2, direct=True, begin=7.0, step=2.15),
         HopperGradients(128, 64, 2, phased=True, direct=True, begin=7.0, step=2.15),
         HopperGradients(128, 64, 2, phased=True, begin=7.0, step=2.15),
         HopperGradients(128, 64, 2, phased=True, gradients=3, begin=7.0, step=2.15),

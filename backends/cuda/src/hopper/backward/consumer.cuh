@@ -73,12 +73,13 @@ struct Consumer {
             look(block, step);
             wait_products<1>();
             ask_query_sums();
-            if (SOFTCAP) got_sums();  // first, for want of registers
+            if (SOFTCAP) got_sums(tile);  // first, for want of registers
             make_weights(block, step);
-            if (!SOFTCAP) got_sums(), pack(weights, scores);
+            if (!SOFTCAP) got_sums(tile), pack(weights, scores);
         }
         ask_query_sums();
-        got_sums();
+        got_sums(tile);
+        if (DIRECT) return;
         show_writes();
         warp_barrier();
         add_query_sums(tile);
@@ -103,7 +104,7 @@ struct Consumer {
             wait_products<0>();
             derive(block, step);
             leave_in_phase();
-            if (!DIRECT) add_query_sums(tile_staged);
+            add_query_sums(tile_staged);
             const int now = tile_of(block, step);
             step.next();
             if (TURNS) await_turn(index);
@@ -121,6 +122,7 @@ struct Consumer {
             ask_scores();
             if (TURNS) pass_turn(index);
             wait_products<1>();
+            release_gradients();
             hand_over(tile);
             tile_staged = tile, tile = now;
             look_at_mask(block, step);
@@ -131,12 +133,17 @@ struct Consumer {
     DEVICE void end_query_sums(int tile) {
         ask_query_sums_of(read_at);
         wait_products<0>();
+        release_gradients();
         hand_over(tile);
         if (DIRECT) return;
         show_writes();
         warp_barrier();
         add_query_sums(tile);
         if (thread_index() % 32 == 0) wait_additions();
+    }
+    DEVICE void release_gradients() {
+        release(shared.gradients_free[read_at.stage]);
+        read_at.next();
     }
     DEVICE void keep() {
         if (!KEPT) return;
@@ -198,11 +205,10 @@ struct Consumer {
         release(shared.grad_out_free[at.stage]);
         release(shared.query_free[at.stage]);
     }
-    // dQ of the step before, to where it is added from.
+    // dQ of the step before, to where it is added from: through shared memory, since a thread that adds it itself may have
+    // to wait for the L2, or DIRECT.
     DEVICE void hand_over(int tile) {
         hold(query_sums);
-        release(shared.gradients_free[read_at.stage]);
-        read_at.next();
         const int lane = thread_index() % 32;
         if (DIRECT) {
             if (tile == NONE || !a.grad_query) return;
@@ -281,24 +287,16 @@ struct Consumer {
         product_tn<MINE, 64, true>(query_sums, gradients[1], keys[1]);
         commit_products();
     }
-    // dK and dQ of the step that was left. dQ goes through shared memory, since a thread that added it would have to wait
-    // for the L2.
-    DEVICE void got_sums() {
+    // dK and dQ of the step that was left.
+    DEVICE void got_sums(int tile) {
         wait_products<0>();
         hold(query_sums), hold(key_sums), hold(inner);
         release(shared.query_free[before()]);
-        const int lane = thread_index() % 32;
-        if (lane == 0) wait_additions();
-        warp_barrier();
-        UNROLL for (int c = 0; c < MINE / 8; c++) {
-            const float* const x = query_sums + 4 * c;
-            store_shared(reinterpret_cast<Chunk<float>*>(staged() + c * QUADS + 4 * lane),
-                         Chunk<float>{{x[0], x[1], x[2], x[3]}});
-        }
+        hand_over(tile);
     }
     // Once it was shown.
     DEVICE void add_query_sums(int tile) {
-        if (thread_index() % 32 || tile == NONE || !a.grad_query) return;
+        if (DIRECT || thread_index() % 32 || tile == NONE || !a.grad_query) return;
         add_floats(sums_at(tile), staged(), MINE / 8 * QUADS);
         commit_additions();
     }
