@@ -31,14 +31,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Launches, as they are sent to a GPU whose tensors are here: number -1, as torch has the CPU."""
     sent: list[Any] = []
 
-    def send(function: Any, variant: Any, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
-        passed = arguments.Arguments.from_buffer_copy(
-            ctypes.string_at(pointers[-1], ctypes.sizeof(arguments.Arguments))
-        )
-        sent.append(((variant, beside), variant, blocks, stream, pointers[:-1], passed))
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+        def send(stream: int, *pointers: int) -> None:
+            passed = arguments.Arguments.from_buffer_copy(
+                ctypes.string_at(pointers[-1], ctypes.sizeof(arguments.Arguments))
+            )
+            sent.append(((variant, beside), variant, blocks, stream, pointers[:-1], passed))
 
-    monkeypatch.setattr(run, "send", send)
-    monkeypatch.setattr(run, "loaded", lambda *which: which)
+        return send
+
+    monkeypatch.setattr(run, "sender", sender)
     monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17 + index, raising=False)
@@ -243,18 +245,20 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         maps[id(tensor_map)] = tensor_map
         return id(tensor_map)
 
-    def send(_: Any, variant: Any, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
-        passed = tuple(maps[each] for each in pointers[:-1])
-        emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+        def send(stream: int, *pointers: int) -> None:
+            passed = tuple(maps[each] for each in pointers[:-1])
+            emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
+
+        return send
 
     def blank(size: int, *_: Any) -> Any:
         array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)
         return run.workspace.Places(array.data_ptr(), size, array)
 
     def start() -> None:
-        monkeypatch.setattr(run, "send", send)
+        monkeypatch.setattr(run, "sender", sender)
         monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(pointer))
-        monkeypatch.setattr(run, "loaded", lambda *which: which)
         monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
         monkeypatch.setattr(run.workspace, "blank", blank)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)

@@ -114,6 +114,25 @@ def test_gradients_are_torchs(dispatched: Any) -> None:
         assert forward(*leaves)[0].requires_grad
 
 
+def test_gradients_are_torchs_also_where_they_were_not_asked_for_before(dispatched: Any) -> None:
+    leaves = tuple(x.requires_grad_() for x in operands(24))
+    for _ in range(4):
+        forward(*leaves)
+    assert not dispatched(lambda: forward(*leaves))
+    with torch.enable_grad():
+        assert dispatched(lambda: forward(*leaves))
+        assert "attnswitch" in type(forward(*leaves)[0].grad_fn).__name__
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_what_has_no_sizes_is_torchs(at: int) -> None:
+    given = list(operands())
+    given[at] = torch.nested.nested_tensor(list(given[at]))
+    with pytest.raises(Exception, match=r"(?i)nested"):
+        forward(*given)
+
+
 @pytest.mark.parametrize(
     "looking",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -167,6 +168,15 @@ def test_problems_are_named_as_builds_are() -> None:
 def test_the_table_holds_what_is_built() -> None:
     problems = {f"{problem}{' far' * far}" for problem, far in make_builds.PROBLEMS}
     assert {problem for _, _, problem in COMMITTED} == problems
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "backends/triton/kernels").glob("*.py")), ids=lambda path: path.stem)
+def test_shapes_are_named_before_they_are_filled(source: Path) -> None:
+    # Triton 3.6 takes a field in a shape, as in tl.zeros((how.block_m,), ...), for a number that is not known to it.
+    calls = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call) and node.args]
+    filled = [call.args[0] for call in calls if ast.unparse(call.func) in ("tl.zeros", "tl.full")]
+    fields = [ast.unparse(part) for shape in filled for part in ast.walk(shape) if isinstance(part, ast.Attribute)]
+    assert not [field for field in fields if field.startswith("how.")]
 
 
 # -- stand-ins ---------------------------------------------------------------------------------------------------------

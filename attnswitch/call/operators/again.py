@@ -8,17 +8,18 @@ at calls (a mode, a transform, a profiler, autograd), or a tensor lies otherwise
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from attnswitch.call import finite, recording
-from attnswitch.call.attend import lies_alike
 from attnswitch.call.launch import Launch
 from attnswitch.call.operators import run
 from attnswitch.call.operators.direct import plainly
-from attnswitch.call.operators.memory import laid
+from attnswitch.call.operators.memory import laid, steps
 from attnswitch.call.torch_modes import guards
 from attnswitch.planning import policy
 from attnswitch.problem import GRAD_OPERANDS
@@ -30,54 +31,62 @@ __all__ = ["backward", "forward"]
 _MOST = 256
 _policy_of_context, _look_of_context, _recording = policy.of_context, finite.of_context, recording.of_context
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-#: Query, key, value, and a mask if there is one; and output, lse and the output's gradient, if the operator has them.
-_Tensors = tuple[tuple[Any, ...], tuple[Any, ...]]
+_address, _is_nested = torch.Tensor.data_ptr, operator.attrgetter("is_nested")
 
 
 class _Way:
     """What calls come to whose tensors lie as those did that it was found with, in an equal context."""
 
-    __slots__ = ("alike", "beside", "context", "launch", "run")
+    __slots__ = ("alike", "context", "launch", "run")
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         #: None until another call comes to the same launch: what comes once is not worth it.
         self.alike: Callable[..., bool] | None = None
 
-    def bind(self, run: Callable[..., Any], operands: tuple[Any, ...], beside: tuple[Any, ...]) -> None:
+    def bind(self, run: Callable[..., Any], tensors: tuple[Any, ...]) -> None:
         """Know what to run for tensors that lie like these, from now on."""
         self.run, self.context = run, _context()
-        self.beside = guards(beside) if beside else None
-        self.alike = guards(operands)
+        self.alike = guards(tensors)
 
-    def holds(self, operands: tuple[Any, ...], beside: tuple[Any, ...]) -> bool:
+    def holds(self, tensors: tuple[Any, ...]) -> bool:
         """Whether a call with these tensors is to be run by it."""
-        if self.alike is None or self.context != _context() or _profiled():
-            return False
-        if not lies_alike(self.alike, *operands) or (beside and not lies_alike(self.beside, *beside)):
+        if self.alike is None or self.context != _context() or _profiled() or not _lie(self.alike, tensors):
             return False
         look = self.launch.look
-        return look is None or look(*operands[:3])
+        return look is None or look(*tensors[:3])
 
 
 def _context() -> tuple[Any, ...]:
-    return _policy_of_context(), _look_of_context(), _recording(), view.generation()
+    return _policy_of_context(), _look_of_context(), _recording(), view.generation(), torch.is_grad_enabled()
+
+
+def _lie(alike: Callable[..., bool], tensors: tuple[Any, ...]) -> bool:
+    """``attend.lies_alike`` of any number of tensors."""
+    try:
+        addresses = [*map(_address, tensors)]
+        if functools.reduce(operator.or_, addresses) & 15 or not all(addresses) or any(map(_is_nested, tensors)):
+            return False
+        return alike(*tensors)
+    except (RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
+        return False
 
 
 class _Again:
     """An operator as it is called, where ``dispatch`` is how torch calls it.
 
-    ``read`` finds the tensors of a call, or None where that is torch's; ``bind`` makes of a launch what runs them.
+    ``read`` finds the tensors of a call, or None where that is torch's: query, key, value, and a mask if there is one,
+    before output, lse and the output's gradient, if the operator has them. ``bind`` makes of a launch what runs them.
     """
 
     def __init__(
         self,
         dispatch: Callable[..., Any],
-        read: Callable[[tuple[Any, ...], dict[str, Any]], _Tensors | None],
-        bind: Callable[[Launch, dict[str, Any]], Callable[..., Any]],
+        read: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None],
+        bind: Callable[[Launch, tuple[Any, ...], dict[str, Any]], Callable[..., Any]],
+        beside: int,
     ) -> None:
-        self._dispatch, self._read, self._bind = dispatch, read, bind
+        self._dispatch, self._read, self._bind, self._beside = dispatch, read, bind, beside
         #: By what calls say, and the sizes of query and key.
         self._ways: dict[Hashable, _Way] = {}
 
@@ -85,37 +94,38 @@ class _Again:
         tensors = self._read(given, said)
         if tensors is None:
             return self._dispatch(*given, **said)
-        operands, beside = tensors
-        key, way = self._find(said, len(operands), operands[0].shape, operands[1].shape)
-        if way is not None and way.holds(operands, beside):
-            return way.run(operands, *beside)
+        key, way = self._find(said, tensors)
+        if way is not None and way.holds(tensors):
+            return way.run(tensors)
         results = self._dispatch(*given, **said)
         if key is not None:
-            self._learn(key, operands, beside, said)
+            self._learn(key, tensors, said)
         return results
 
-    def _find(self, said: dict[str, Any], *also: Hashable) -> tuple[Hashable, _Way | None]:
+    def _find(self, said: dict[str, Any], tensors: tuple[Any, ...]) -> tuple[Hashable, _Way | None]:
         """What a call is known by, None if it cannot be known, and its way, None if it is new."""
-        key = (*also, *said, *said.values())
         try:
-            return key, self._ways.get(key)
-        except TypeError:  # a window in a list, or sizes that are symbols
-            key = (*also, *said, *[tuple(each) if type(each) is list else each for each in said.values()])
-        try:
-            return key, self._ways.get(key)
-        except TypeError:
+            sizes = len(tensors), tensors[0].shape, tensors[1].shape
+            key = (*sizes, *said, *said.values())
+            try:
+                return key, self._ways.get(key)
+            except TypeError:  # a window in a list
+                key = (*sizes, *said, *[tuple(each) if type(each) is list else each for each in said.values()])
+                return key, self._ways.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, nested ones, sizes that are symbols
             return None, None
 
-    def _learn(self, key: Hashable, operands: tuple[Any, ...], beside: tuple[Any, ...], said: dict[str, Any]) -> None:
+    def _learn(self, key: Hashable, tensors: tuple[Any, ...], said: dict[str, Any]) -> None:
         """Know the way of a call that torch has just made, the second time that it is met."""
-        if _recording() is not None or not plainly((*operands, *beside)):
+        if _recording() is not None or not plainly(tensors):
             return
-        launch = run.latest(*operands, beside=beside, **said)
+        count = len(tensors) - self._beside
+        launch = run.latest(*tensors[:count], beside=tensors[count:], **said)
         if launch is None or launch.recorded or launch.save is None or launch.differentiate is None:
             return
         way = self._ways.get(key)
         if way is not None and way.launch is launch:
-            way.bind(self._bind(launch, said), operands, beside)
+            way.bind(self._bind(launch, tensors[:count], said), tensors)
             return
         if len(self._ways) >= _MOST:
             self._ways.clear()
@@ -127,49 +137,64 @@ class _Again:
 
 def forward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """``attention_forward``, for gradients."""
-    return _Again(dispatch, _of_forward, _results)
+    return _Again(dispatch, _of_forward, _results, beside=0)
 
 
 def backward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """``attention_backward``, where lse has no gradient."""
-    return _Again(dispatch, _of_backward, _gradients)
+    return _Again(dispatch, _of_backward, _gradients, beside=3)
 
 
-def _of_forward(given: tuple[Any, ...], said: dict[str, Any]) -> _Tensors | None:
+def _of_forward(given: tuple[Any, ...], said: dict[str, Any]) -> tuple[Any, ...] | None:
     if len(given) != 5 or type(given[0]) is not torch.Tensor or given[4] is not None:
         return None
-    return None if said.get("dropout_p") or not said.get("grads") else (_operands(*given[:4]), ())
+    return None if said.get("dropout_p") or not said.get("grads") else _operands(given[:4])
 
 
-def _of_backward(given: tuple[Any, ...], said: dict[str, Any]) -> _Tensors | None:
+def _of_backward(given: tuple[Any, ...], said: dict[str, Any]) -> tuple[Any, ...] | None:
     if len(given) != 10 or type(given[0]) is not torch.Tensor or given[1] is not None or given[6] is not None:
         return None
-    return None if said.get("dropout_p") else (_operands(*given[2:6]), (given[7], given[8], given[0]))
+    return None if said.get("dropout_p") else (*_operands(given[2:6]), given[7], given[8], given[0])
 
 
-def _operands(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, ...]:
-    return (query, key, value) if mask is None else (query, key, value, mask)
+def _operands(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return given[:3] if given[3] is None else given
 
 
-def _results(launch: Launch, said: dict[str, Any]) -> Callable[..., Any]:
+def _results(launch: Launch, operands: tuple[Any, ...], said: dict[str, Any]) -> Callable[..., Any]:
     save: Any = launch.save
-    layout = said.get("layout", "BHLD")
+    query, layout = operands[0], said.get("layout", "BHLD")
+    to_out = steps(query, launch.problem.dim_v, layout)
+    nothing = query.new_empty(0, dtype=torch.float32)  # the state of a random generator that was not asked
 
     def results(operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        query = operands[0]
         out, lse = save(*operands)
-        return laid(out, query, layout), lse.contiguous(), query.new_empty(0, dtype=torch.float32)
+        if out.stride() != to_out:
+            out = laid(out, operands[0], layout)
+        return out, lse.contiguous(), nothing
 
     return results
 
 
-def _gradients(launch: Launch, said: dict[str, Any]) -> Callable[..., Any]:
+def _gradients(launch: Launch, operands: tuple[Any, ...], said: dict[str, Any]) -> Callable[..., Any]:
     differentiate: Any = launch.differentiate
-    layout = said.get("layout", "BHLD")
-    wanted = [at for at, name in enumerate(GRAD_OPERANDS) if name in said["grads"]]
+    layout, count = said.get("layout", "BHLD"), len(operands)
+    wanted = [
+        (at, steps(operands[at], operands[at].shape[3], layout) if at < 3 else None)
+        for at, name in enumerate(GRAD_OPERANDS)
+        if name in said["grads"]
+    ]
 
-    def gradients(operands: tuple[Any, ...], out: Any, lse: Any, grad_out: Any) -> list[Any]:
+    def gradients(tensors: tuple[Any, ...]) -> list[Any]:
+        operands, (out, lse, grad_out) = tensors[:count], tensors[count:]
         found = differentiate(operands, out, lse, grad_out, None)
-        return [laid(found[at], operands[at], layout) if at < 3 else found[at].contiguous() for at in wanted]
+        return [
+            found[at] if found[at].stride() == to else _as_promised(found[at], operands[at], layout, to)
+            for at, to in wanted
+        ]
 
     return gradients
+
+
+def _as_promised(gradient: Any, operand: Any, layout: str, to: tuple[int, ...] | None) -> Any:
+    return gradient.contiguous() if to is None else laid(gradient, operand, layout)

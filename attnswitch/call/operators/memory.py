@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["laid", "like"]
+__all__ = ["laid", "like", "steps"]
 
 
 def like(operand: Any, columns: Any, layout: str) -> Any:
@@ -21,6 +21,14 @@ def laid(array: Any, operand: Any, layout: str) -> Any:
     if (array if plain else array.swapaxes(1, 2)).is_contiguous():
         return array
     return like(operand, array.shape[-1], layout).copy_(array)
+
+
+def steps(operand: Any, columns: int, layout: str) -> tuple[int, ...]:
+    """The strides of such memory."""
+    _, first, second, _ = operand.shape
+    plain = _heads_inside(operand, layout) == (layout == "BLHD")
+    inner = (second * columns, columns) if plain else (columns, first * columns)
+    return first * second * columns, *inner, 1
 
 
 def _heads_inside(operand: Any, layout: str) -> bool:

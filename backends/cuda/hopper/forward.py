@@ -71,7 +71,7 @@ class Forward(ForwardLaunches):
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
         """See ``launching.forward``."""
-        function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
+        send = run.sender(self.variant, self.blocks, index, beside=self._survey is not None)
         operands: tuple[Any, ...] = inputs[: len(self._mapped)]
         steps = [operand.stride() for operand in operands]
 
@@ -85,8 +85,8 @@ class Forward(ForwardLaunches):
 
             def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
                 passed = maps_of(a, at)
-                space = look(a, like, stream)
-                run.send(function, variant, blocks, stream, *passed.pointers, ctypes.addressof(a), beside=True)
+                space = look(a, stream)
+                send(stream, *passed.pointers, ctypes.addressof(a))
                 del space
 
             return masked
@@ -96,13 +96,13 @@ class Forward(ForwardLaunches):
                 passed = maps_of(a, at)
                 places = workspace.blank(run.COUNTER, like, stream)
                 a.counter = places.address
-                run.send(function, variant, blocks, stream, *passed.pointers, ctypes.addressof(a))
+                send(stream, *passed.pointers, ctypes.addressof(a))
 
             return counted
 
         def alone(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
             passed = maps_of(a, at)
-            run.send(function, variant, blocks, stream, *passed.pointers, ctypes.addressof(a))
+            send(stream, *passed.pointers, ctypes.addressof(a))
 
         return alone
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ _ROWS = 64
 _WARPS, _RESIDENT, _TILES = 16, 2, 8
 #: Tiles of keys to a word of what it finds, and words to 16 bytes, at multiples of which each part begins.
 _BITS, _HEAD = 32, 4
+#: Fields of arguments side by side: the batch, heads and rows of a mask; and the counter, sets and bits.
+_SHAPE, _PLACES = struct.Struct("=3i"), struct.Struct("=3q")
 
 
 class Survey(Look):
@@ -44,13 +48,16 @@ class Survey(Look):
         run.start(self.variant, looks.blocks, a, space)
         return space
 
-    def bound(self, mask: Any, index: int) -> Callable[[Arguments, Any, int], Any]:
+    def bound(self, mask: Any, index: int) -> Callable[[Arguments, int], Any]:
         """See ``Look.bound``."""
-        looks, function, variant = self._looks(mask), run.loaded(self.variant, index), self.variant
+        looks = self._looks(mask)
+        send = run.sender(self.variant, looks.blocks, index)
+        empty, size, int32 = memory.allocator(mask), (_HEAD + looks.sets + looks.bits,), sys.modules["torch"].int32
 
-        def look(a: Arguments, like: Any, stream: int) -> Any:
-            space = _space(like, a, looks)
-            run.send(function, variant, looks.blocks, stream, ctypes.addressof(a))
+        def look(a: Arguments, stream: int) -> Any:
+            space = empty(size, (1,), int32)
+            _point(a, looks, space.data_ptr())
+            send(stream, ctypes.addressof(a))
             return space
 
         return look
@@ -78,11 +85,14 @@ class _Looks(NamedTuple):
 
 def _space(like: Any, a: Arguments, looks: _Looks) -> Any:
     """Memory of the library and on the GPU of ``like`` for it, which ``a`` then points to."""
-    a.mask_batch, a.mask_heads, a.mask_rows = looks[:3]
     space = memory.empty((_HEAD + looks.sets + looks.bits,), like, "int32")
-    at = memory.address(space)
-    a.counter, a.mask_sets, a.mask_bits = at, at + 4 * _HEAD, at + 4 * (_HEAD + looks.sets)
+    _point(a, looks, memory.address(space))
     return space
+
+
+def _point(a: Arguments, looks: _Looks, at: int) -> None:
+    _SHAPE.pack_into(a, Arguments.mask_batch.offset, *looks[:3])
+    _PLACES.pack_into(a, Arguments.counter.offset, at, at + 4 * _HEAD, at + 4 * (_HEAD + looks.sets))
 
 
 @per_class

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-__all__ = ["DriverError", "encode", "function", "launch", "load"]
+__all__ = ["DriverError", "encode", "function", "launcher", "load"]
 
 #: Bytes of a CUtensorMap, and of which multiple its address is.
 _MAP_BYTES, _ALIGNED = 128, 64
@@ -84,17 +84,23 @@ def function(module: int, name: str, shared: int) -> int:
     return found.value or 0
 
 
-def launch(
-    function: int, blocks: int, threads: int, shared: int, stream: int, parameters: int, *, beside: bool = False
-) -> None:
-    """Launch ``blocks`` blocks; ``parameters`` is where their addresses are. Raises ``DriverError``.
+def launcher(
+    function: int, blocks: int, threads: int, shared: int, *, beside: bool = False
+) -> Callable[[int, int], None]:
+    """How to launch ``blocks`` blocks: on a stream, with parameters whose addresses are where the second number says.
 
-    ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch.
+    ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch. A launch
+    raises ``DriverError``.
     """
-    config = _config(blocks, threads, shared, stream, beside)
-    result = _library().cuLaunchKernelEx(config[0], function, parameters, None)
-    if result:
-        _do("cuLaunchKernelEx", config[0], function, parameters, None, result=result)
+    call = _library().cuLaunchKernelEx
+
+    def launch(stream: int, parameters: int) -> None:
+        config = _config(blocks, threads, shared, stream, beside)
+        result = call(config[0], function, parameters, None)
+        if result:
+            _do("cuLaunchKernelEx", config[0], function, parameters, None, result=result)
+
+    return launch
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,9 +22,9 @@ class Look(ABC):
         """Launch it. Returns the memory that ``a`` then points to."""
 
     @abstractmethod
-    def bound(self, mask: Any, index: int) -> Callable[[Arguments, Any, int], Any]:
+    def bound(self, mask: Any, index: int) -> Callable[[Arguments, int], Any]:
         """How to launch it on GPU ``index``, the current one, for masks that lie like this one.
 
-        That takes arguments which say where the mask is, an array of the library to take memory of, and the stream, and
-        returns the memory that the arguments then point to.
+        That takes arguments which say where the mask is, and the stream, and returns the memory that the arguments then
+        point to, a tensor.
         """

@@ -61,7 +61,7 @@ def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: 
         if seed is not None:
             arguments.seed(a, seed)
         if lse is not None:
-            a.lse = lse.data_ptr()
+            _ADDRESS.pack_into(a, _AT_REST, lse.data_ptr())
         send(a, at, out if lse is None else lse, stream(index))
         return out, lse
 
@@ -91,7 +91,11 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     maps_at = tensor_maps.remembered(
         lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad), strict=True)))
     )
-    launches = [(run.loaded(step.variant, index), step) for step in launch.steps if step.blocks]
+    launches = [
+        (run.sender(step.variant, step.blocks, index, beside=step.beside), step.section, step.mapped)
+        for step in launch.steps
+        if step.blocks
+    ]
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
     #: Strides of outputs and their gradients that are read where they lie, if their address is a multiple of 16.
     known: set[tuple[int, ...]] = set()
@@ -141,12 +145,14 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
             0 if grad_mask is None else grad_mask.data_ptr(),
         )
         at, where = ctypes.addressof(a), stream(index)
-        looked = None if look is None else look(a, space, where)
+        looked = None if look is None else look(a, where)
         maps = maps_at((operands[0], operands[5], operands[10], at_grad), by_grad) if mapped else tensor_maps.NONE
-        for function, (variant, blocks, section, takes_maps, beside) in launches:
+        for send, section, takes_maps in launches:
             a.section = section
-            pointers = maps.pointers if takes_maps else ()
-            run.send(function, variant, blocks, where, *pointers, at, beside=beside)
+            if takes_maps:
+                send(where, *maps.pointers, at)
+            else:
+                send(where, at)
         del looked  # not before: what it points to is the next launch's from here on
         return Gradients(grad_query, grad_key, grad_value, grad_mask)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnswitch.machine.builds import Build
@@ -15,7 +15,7 @@ from . import driver, emulator, memory, workspace
 from .arguments import Arguments
 from .tensor_maps import TensorMap
 
-__all__ = ["COUNTER", "builds", "loaded", "send", "start"]
+__all__ = ["COUNTER", "builds", "loaded", "sender", "start"]
 
 #: Addresses of a kernel's parameters: four tensor maps at most, and the arguments.
 _Parameters = ctypes.c_void_p * 5
@@ -53,7 +53,7 @@ def start(
             arguments.counter = memory.address(counter)
         emulator.launch(variant, blocks, arguments, maps)
         return
-    function = loaded(variant, memory.index(like))
+    send = sender(variant, blocks, memory.index(like), beside=beside)
     stream = memory.stream(like)
     if counted:
         places = workspace.blank(COUNTER, like, stream)
@@ -62,7 +62,7 @@ def start(
         places = workspace.blank(left, like, stream)
         arguments.parts = places.address
     pointers = (*(tensor_map.pointer for tensor_map in maps), ctypes.addressof(arguments))
-    send(function, variant, blocks, stream, *pointers, beside=beside)
+    send(stream, *pointers)
 
 
 def _blank(size: int, like: Any) -> Any:
@@ -72,14 +72,21 @@ def _blank(size: int, like: Any) -> Any:
     return array
 
 
-def send(function: int, variant: Variant, blocks: int, stream: int, *pointers: int, beside: bool = False) -> None:
-    """Launch ``function``, with parameters that the driver has copied from ``pointers`` when this returns.
+def sender(variant: Variant, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+    """How to launch ``blocks`` blocks on GPU ``index``, the current one: on a stream, with parameters at pointers.
 
-    ``beside`` is as for ``start``.
+    The driver has copied the parameters when a launch returns. ``beside`` is as for ``start``. Raises ``CompileError``
+    and ``driver.DriverError``.
     """
-    passed = _Parameters(*pointers)
-    at = ctypes.addressof(passed)
-    driver.launch(function, blocks, variant.threads, variant.shared, stream, at, beside=beside and _overlaps())
+    launch = driver.launcher(
+        loaded(variant, index), blocks, variant.threads, variant.shared, beside=beside and _overlaps()
+    )
+
+    def send(stream: int, *pointers: int) -> None:
+        passed = _Parameters(*pointers)
+        launch(stream, ctypes.addressof(passed))
+
+    return send
 
 
 @functools.cache

@@ -61,11 +61,11 @@ class Forward(ForwardLaunches):
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
         """See ``launching.forward``."""
-        function, variant, blocks = run.loaded(self.variant, index), self.variant, self.blocks
+        send = run.sender(self.variant, self.blocks, index)
         if self._split == WHOLE:
 
             def whole(a: Arguments, _: Any, like: Any, stream: int) -> None:
-                run.send(function, variant, blocks, stream, ctypes.addressof(a))
+                send(stream, ctypes.addressof(a))
 
             return whole
         if self._split == MERGED:
@@ -74,16 +74,16 @@ class Forward(ForwardLaunches):
             def merged(a: Arguments, _: Any, like: Any, stream: int) -> None:
                 places = workspace.blank(left, like, stream)
                 a.parts = places.address
-                run.send(function, variant, blocks, stream, ctypes.addressof(a))
+                send(stream, ctypes.addressof(a))
 
             return merged
         merge, lines = _merge(self._problem), self._lines
-        merging = run.loaded(merge, index)
+        send_merge = run.sender(merge, lines, index)
 
         def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:
             parts = self._parts(a, lse)
-            run.send(function, variant, blocks, stream, ctypes.addressof(a))
-            run.send(merging, merge, lines, stream, ctypes.addressof(a))
+            send(stream, ctypes.addressof(a))
+            send_merge(stream, ctypes.addressof(a))
             del parts
 
         return apart

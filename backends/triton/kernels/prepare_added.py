@@ -20,14 +20,16 @@ _ROUNDING = tl.constexpr(4.8e-7)
 @triton.jit
 def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scores, how: tl.constexpr):
     """The largest score of each row, and the sum relative to it. ``Q``, ``K`` and ``MASK`` are of one head."""
+    BLOCK_M: tl.constexpr = how.block_m
+    BLOCK_N: tl.constexpr = how.block_n
     q = load_rows(Q + (i * by.q.l)[:, None], inside, by.q.d, dims.qk, how.block_d, how.even_d)
-    lo, _, _, hi = key_range(first, tl.minimum(first + how.block_m, seq_q) - 1, span, how)
-    n = tl.arange(0, how.block_n)
+    lo, _, _, hi = key_range(first, tl.minimum(first + BLOCK_M, seq_q) - 1, span, how)
+    n = tl.arange(0, BLOCK_N)
     mask_rows = tl.minimum(i, seq_q - 1)[:, None] * by.m.l
-    top = tl.full((how.block_m,), float("-inf"), tl.float32)
-    total = tl.zeros((how.block_m,), tl.float32)
-    for t in tl.range(lo // how.block_n, tl.cdiv(hi, how.block_n)):
-        start = t * how.block_n
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for t in tl.range(lo // BLOCK_N, tl.cdiv(hi, BLOCK_N)):
+        start = t * BLOCK_N
         j = (start + n).to(tl.int64)
         k = load_rows(K + (j * by.k.l)[:, None], j < span[0], by.k.d, dims.qk, how.block_d, how.even_d)
         s = product(q, tl.trans(k)) * scores.factor
@@ -56,13 +58,14 @@ def prepare_added(
 
     Base is +inf for rows that see nothing and for those past Lq, so that they weigh 0 without a test.
     """
+    BLOCK_M: tl.constexpr = how.block_m
     batch, heads, group, seq_q, padded, seq_k = sizes
-    at = tl.program_id(0).to(tl.int64) * how.block_m
+    at = tl.program_id(0).to(tl.int64) * BLOCK_M
     line = at // padded  # one head's: padded is whole tiles
     b = line // heads
     h = line % heads
     first = (at % padded).to(tl.int32)
-    rows = tl.arange(0, how.block_m)
+    rows = tl.arange(0, BLOCK_M)
     i = first.to(tl.int64) + rows
     inside = i < seq_q
     o = load_rows(
@@ -78,7 +81,7 @@ def prepare_added(
         delta -= tl.load(DLSE + saved, mask=inside, other=0.0)
     lse = tl.load(LSE + saved, mask=inside, other=float("-inf"))
     base = tl.where(lse == float("-inf"), float("inf"), lse)
-    rest = tl.zeros((how.block_m,), tl.float32)
+    rest = tl.zeros((BLOCK_M,), tl.float32)
     size = tl.abs(lse)
     far = (size >= _FAR) & (size < float("inf"))
     if tl.max(far.to(tl.int32), 0) > 0:
