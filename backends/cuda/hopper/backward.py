@@ -93,6 +93,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
             ("PHASED", int(tile.phased)),
             ("DIRECT", int(tile.direct)),
             ("GRADIENTS", tile.gradients),
+            ("EARLY", int(tile.early)),
             ("TURNS", int(tile.turns)),
             ("KEPT", ("", "k", "v").index(tile.kept)),
         ),

@@ -40,26 +40,37 @@ _BIASED = {
 }
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
-    64: (
-        HopperGradients(128, 64, 4, begin=6.0, step=1.5),
-        HopperGradients(128, 64, 4, direct=True, begin=6.0, step=1.5),
-        HopperGradients(128, 128, 2, phased=True, direct=True, begin=6.0, step=2.5),
-        HopperGradients(128, 128, 2, phased=True, gradients=3, begin=6.0, step=2.5),
-        HopperGradients(128, 128, 2, phased=True, gradients=2, begin=6.0, step=2.5),
-        HopperGradients(128, 128, 2, phased=True, direct=True, kept="v", begin=6.0, step=2.5),
-        HopperGradients(128, 128, 2, phased=True, direct=True, turns=True, begin=6.0, step=2.5),
-        HopperGradients(128, 128, 2, phased=True, direct=True, turns=True, gradients=3, begin=6.0, step=2.5),
-        HopperGradients(128, 64, 4, phased=True, direct=True, begin=6.0, step=1.5),
-        HopperGradients(128, 64, 4, phased=True, gradients=3, begin=6.0, step=1.5),
+    64: tuple(
+        HopperGradients(128, queries, stages, begin=6.0, step=1.5 * queries / 64, **how)
+        for queries, stages, how in (
+            (64, 4, {}),
+            (64, 4, {"direct": True}),
+            (128, 2, {"phased": True}),
+            (128, 2, {"phased": True, "gradients": 3}),
+            (128, 2, {"phased": True, "kept": "v"}),
+            (128, 2, {"phased": True, "turns": True}),
+            (128, 2, {"phased": True, "direct": True}),
+            (128, 2, {"phased": True, "direct": True, "gradients": 3}),
+            (128, 2, {"phased": True, "direct": True, "kept": "v"}),
+            (128, 2, {"phased": True, "direct": True, "turns": True}),
+            (128, 3, {"phased": True, "direct": True, "turns": True}),
+            (64, 4, {"phased": True, "early": True, "gradients": 3}),
+            (64, 4, {"phased": True, "direct": True, "early": True, "kept": "v"}),
+        )
     ),
-    128: (
-        HopperGradients(128, 64, 2, begin=7.0, step=2.15),
-        HopperGradients(128, 64, 2, direct=True, begin=7.0, step=2.15),
-        HopperGradients(128, 64, 2, phased=True, direct=True, begin=7.0, step=2.15),
-        HopperGradients(128, 64, 2, phased=True, begin=7.0, step=2.15),
-        HopperGradients(128, 64, 2, phased=True, gradients=3, begin=7.0, step=2.15),
-        HopperGradients(128, 64, 2, phased=True, direct=True, turns=True, begin=7.0, step=2.15),
-        HopperGradients(128, 64, 2, phased=True, turns=True, begin=7.0, step=2.15),
+    128: tuple(
+        HopperGradients(128, 64, 2, begin=7.0, step=2.15, **how)
+        for how in (
+            {},
+            {"direct": True},
+            {"phased": True},
+            {"phased": True, "gradients": 3},
+            {"phased": True, "turns": True},
+            {"phased": True, "early": True},
+            {"phased": True, "direct": True},
+            {"phased": True, "direct": True, "turns": True},
+            {"phased": True, "direct": True, "early": True},
+        )
     ),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.

@@ -54,12 +54,15 @@ class HopperGradients:
     kept: str = ""
     #: Tiles of dS in shared memory.
     gradients: int = 2
+    #: Whether dV is asked for before dS is made.
+    early: bool = False
     #: Whether consumers take turns to ask for products.
     turns: bool = False
 
     def __str__(self) -> str:
         how = (
             " phased" * self.phased,
+            " early" * self.early,
             " turns" * self.turns,
             " direct" * self.direct,
             f" kept-{self.kept}" if self.kept else "",

@@ -101,7 +101,13 @@ struct Consumer {
         for (;;) {
             ask_score_gradients();
             make_weights(block, step);
-            wait_products<0>();
+            if (EARLY) {
+                if (!SOFTCAP) pack(weights, scores);
+                ask_value_sums();
+                wait_products<1>();
+            } else {
+                wait_products<0>();
+            }
             derive(block, step);
             leave_in_phase();
             add_query_sums(tile_staged);
@@ -187,22 +193,34 @@ struct Consumer {
                 score_gradients[n] = scores[n] * (score_gradients[n] - delta.at[n % 2]);
         }
         hide(score_gradients, block, step, 0);  // 0 times what overflows is NaN
+        if (EARLY) {
+            wait_products<0>();
+            hold(value_sums), hold(weights);
+            release(shared.grad_out_free[at.stage]);
+        }
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {  // side by side, so that a register comes free for each taken
-            if (!SOFTCAP) pack(weights[k], scores + 8 * k);
+            if (!SOFTCAP && !EARLY) pack(weights[k], scores + 8 * k);
             pack(inner[k], score_gradients + 8 * k);
         }
+    }
+    // EARLY: dV beside dS.
+    DEVICE void ask_value_sums() {
+        const Matrix upstream(origin + Shared::grad_out_place(at.stage));
+        begin_products();
+        product_nn<BLOCK_DV, BLOCK_N>(value_sums, weights, upstream);
+        commit_products();
     }
     // dV and dK of a step.
     DEVICE void ask_key_sums() {
         const Matrix upstream(origin + Shared::grad_out_place(at.stage)), queries(origin + Shared::query_place(at.stage));
         begin_products();
-        product_nn<BLOCK_DV, BLOCK_N>(value_sums, weights, upstream);
+        if (!EARLY) product_nn<BLOCK_DV, BLOCK_N>(value_sums, weights, upstream);
         product_nn<BLOCK_D, BLOCK_N>(key_sums, inner, queries);
         commit_products();
     }
     DEVICE void got_key_sums() {
         hold(value_sums), hold(key_sums), hold(weights), hold(inner);
-        release(shared.grad_out_free[at.stage]);
+        if (!EARLY) release(shared.grad_out_free[at.stage]);
         release(shared.query_free[at.stage]);
     }
     // dQ of the step before, to where it is added from: through shared memory, since a thread that adds it itself may have
