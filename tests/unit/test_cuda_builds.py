@@ -48,6 +48,8 @@ VALUES: dict[str, set[int]] = {
     "CONTINUED": {0, 1},
     "MASKED": {0, 1},
     "BIAS": {0, 1, 2},
+    **{flag: {0} for flag in ("PHASED", "EARLY", "TURNS", "DIRECT", "KEPT")},  # variants of the backward, being timed
+    "GRADIENTS": {2},
 }
 
 

@@ -66,7 +66,7 @@ class HopperGradients:
             " turns" * self.turns,
             " direct" * self.direct,
             f" kept-{self.kept}" if self.kept else "",
-            f" dS{self.gradients}",
+            f" dS{self.gradients}" * (self.gradients != 2),
         )
         return f"hopper {self.queries}x{self.keys} s{self.stages}{''.join(how)}"
 
