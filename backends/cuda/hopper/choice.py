@@ -103,8 +103,13 @@ def gradients(problem: Problem) -> HopperGradients:
 
 
 def all_gradients(problem: Problem) -> tuple[HopperGradients, ...]:
-    """Every tile of the backward, the fastest first."""
-    return _GRADIENTS[gradient_dim(problem)]
+    """Every tile of the backward, the fastest first, but for those where a tanh or bits of a mask spill."""
+    found = _GRADIENTS[gradient_dim(problem)]
+    if arithmetic.capped(problem):
+        return tuple(tile for tile in found if tile.queries <= 64)
+    if problem.mask is not None:
+        return tuple(tile for tile in found if not (tile.early and tile.direct))
+    return found
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:

@@ -95,10 +95,10 @@ struct Consumer {
         leave_nothing();
         if (TURNS && index == CONSUMERS - 1) pass_turn(index);
         ask_scores();
-        look_at_mask(block, step);
         wait_products<0>();
         hold(scores);
         for (;;) {
+            look_at_mask(block, step);
             ask_score_gradients();
             make_weights(block, step);
             if (EARLY) {
@@ -131,7 +131,6 @@ struct Consumer {
             release_gradients();
             hand_over(tile);
             tile_staged = tile, tile = now;
-            look_at_mask(block, step);
             wait_products<0>();
             hold(scores);
         }
