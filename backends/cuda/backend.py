@@ -79,10 +79,11 @@ class CudaBackend(Backend):
             return (f"forward by generic kernels, which tiny problems share, {chosen.forward}",)
         tiles = {"forward": chosen.forward, "backward": chosen.backward or chosen.key_gradients}
         reasons = {"forward": against_hopper, "backward": against_hopper_backward}
-        return tuple(
-            _remark(role, tiles[role], reasons[role](problem, device), is_hopper(device))
-            for role in ("forward", *(("backward",) if problem.grads else ()))
-        )
+        roles = ("forward", *(("backward",) if problem.grads else ()))
+        said = [_remark(role, tiles[role], reasons[role](problem, device), is_hopper(device)) for role in roles]
+        if problem.grads and chosen.backward is not None and hopper_tiles.ordered(problem):
+            said[-1] += "; blocks add to dQ in turn, so that it repeats its bits"
+        return tuple(said)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""

@@ -67,8 +67,6 @@ def _absent(device: Device) -> str | None:
 
 
 def _backward(p: Problem) -> Iterator[str]:
-    if p.deterministic:
-        yield "deterministic=True: it adds to dQ in any order"
     if (widest := max(p.dim_qk, p.dim_v)) > _WIDEST:
         yield f"head dimension {widest}: its sums of dK and dV leave registers up to {_WIDEST}"
     if p.mask is not None and p.adds_mask:

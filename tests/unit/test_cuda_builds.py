@@ -48,8 +48,7 @@ VALUES: dict[str, set[int]] = {
     "CONTINUED": {0, 1},
     "MASKED": {0, 1},
     "BIAS": {0, 1, 2},
-    **{flag: {0} for flag in ("PHASED", "EARLY", "TURNS", "DIRECT", "KEPT")},  # variants of the backward, being timed
-    "GRADIENTS": {2},
+    "ORDERED": {0, 1},
 }
 
 
@@ -108,7 +107,8 @@ def test_the_problems_take_every_branch() -> None:
             for flag, value in variant.flags:
                 seen[flag].add(value)
     gradients = {"query_gradient", "key_gradients", "mask_gradient"}
-    assert kernels == {"survey", "forward", "merge", "prepare", "prepare_added", "backward", "finish", *gradients}
+    hopper = {"backward", "backward_ordered"}
+    assert kernels == {"survey", "forward", "merge", "prepare", "prepare_added", *hopper, "finish", *gradients}
     assert dtypes == {"float16", "bfloat16", "float32", "float64"}
     assert seen.keys() == VALUES.keys()
     for flag, values in seen.items():

@@ -9,9 +9,9 @@ from attnswitch.problem import Problem
 
 from ...own import arithmetic
 from ..classes import per_class
-from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim
+from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim, ordered
 
-__all__ = ["all_gradients", "gradients", "ranked", "splits"]
+__all__ = ["gradients", "ranked", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
@@ -40,38 +40,14 @@ _BIASED = {
 }
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
-    64: tuple(
-        HopperGradients(128, queries, stages, begin=6.0, step=1.5 * queries / 64, **how)
-        for queries, stages, how in (
-            (64, 4, {}),
-            (64, 4, {"direct": True}),
-            (128, 2, {"phased": True}),
-            (128, 2, {"phased": True, "gradients": 3}),
-            (128, 2, {"phased": True, "kept": "v"}),
-            (128, 2, {"phased": True, "turns": True}),
-            (128, 2, {"phased": True, "direct": True}),
-            (128, 2, {"phased": True, "direct": True, "gradients": 3}),
-            (128, 2, {"phased": True, "direct": True, "kept": "v"}),
-            (128, 2, {"phased": True, "direct": True, "turns": True}),
-            (128, 3, {"phased": True, "direct": True, "turns": True}),
-            (64, 4, {"phased": True, "early": True, "gradients": 3}),
-            (64, 4, {"phased": True, "direct": True, "early": True, "kept": "v"}),
-        )
-    ),
-    128: tuple(
-        HopperGradients(128, 64, 2, begin=7.0, step=2.15, **how)
-        for how in (
-            {},
-            {"direct": True},
-            {"phased": True},
-            {"phased": True, "gradients": 3},
-            {"phased": True, "turns": True},
-            {"phased": True, "early": True},
-            {"phased": True, "direct": True},
-            {"phased": True, "direct": True, "turns": True},
-            {"phased": True, "direct": True, "early": True},
-        )
-    ),
+    64: HopperGradients(128, 128, 2, begin=7.9, step=2.34),
+    128: HopperGradients(128, 64, 2, begin=9.0, step=2.14),
+}
+#: The same where a tanh takes registers, and where blocks add to the gradient of the query in turn.
+_CAPPED = {64: HopperGradients(128, 64, 4, begin=6.0, step=1.5), 128: _GRADIENTS[128]}
+_ORDERED = {
+    64: HopperGradients(128, 64, 4, begin=6.0, step=1.5),
+    128: HopperGradients(128, 64, 2, begin=7.0, step=2.15),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
@@ -99,17 +75,9 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
 
 def gradients(problem: Problem) -> HopperGradients:
     """The tile of the backward."""
-    return all_gradients(problem)[0]
-
-
-def all_gradients(problem: Problem) -> tuple[HopperGradients, ...]:
-    """Every tile of the backward, the fastest first, but for those where a tanh or bits of a mask spill."""
-    found = _GRADIENTS[gradient_dim(problem)]
-    if arithmetic.capped(problem):
-        return tuple(tile for tile in found if tile.queries <= 64)
-    if problem.mask is not None:
-        return tuple(tile for tile in found if not (tile.early and tile.direct))
-    return found
+    if ordered(problem):
+        return _ORDERED[gradient_dim(problem)]
+    return (_CAPPED if arithmetic.capped(problem) else _GRADIENTS)[gradient_dim(problem)]
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from attnswitch.problem import Problem
 
-__all__ = ["SMS", "HopperGradients", "HopperTile", "bias", "dims", "gradient_dim", "gradients_shared", "shared"]
+__all__ = [
+    *("SMS", "HopperGradients", "HopperTile"),
+    *("bias", "dims", "gradient_dim", "gradients_shared", "ordered", "shared"),
+]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
 SMS = 132
@@ -48,27 +51,9 @@ class HopperGradients:
     stages: int
     begin: float = 0.0
     step: float = 0.0
-    phased: bool = False
-    direct: bool = False
-    #: Whether keys ("k") or values ("v") are left operands in registers.
-    kept: str = ""
-    #: Tiles of dS in shared memory.
-    gradients: int = 2
-    #: Whether dV is asked for before dS is made.
-    early: bool = False
-    #: Whether consumers take turns to ask for products.
-    turns: bool = False
 
     def __str__(self) -> str:
-        how = (
-            " phased" * self.phased,
-            " early" * self.early,
-            " turns" * self.turns,
-            " direct" * self.direct,
-            f" kept-{self.kept}" if self.kept else "",
-            f" dS{self.gradients}" * (self.gradients != 2),
-        )
-        return f"hopper {self.queries}x{self.keys} s{self.stages}{''.join(how)}"
+        return f"hopper {self.queries}x{self.keys} s{self.stages}"
 
 
 def dims(problem: Problem) -> tuple[int, int]:
@@ -97,9 +82,14 @@ def shared(tile: HopperTile, problem: Problem) -> int:
     return 2 * (queries * width + tile.stages * (tile.keys * (width + width_v) + biases)) + 1024
 
 
+def ordered(problem: Problem) -> bool:
+    """Whether blocks of the backward add to the gradient of the query in turn: a kernel of its own."""
+    return problem.deterministic and "q" in problem.grads
+
+
 def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
     dim = gradient_dim(problem)
     rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * tile.gradients * tile.keys * tile.queries, 0 if tile.direct else 4 * tile.queries * dim
+    scores, sums = 2 * 2 * tile.keys * tile.queries, 2 * 4 * tile.queries * dim if ordered(problem) else 0
     return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024

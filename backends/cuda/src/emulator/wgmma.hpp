@@ -9,7 +9,7 @@
 
 namespace emulator {
 
-enum class Form { nt, tn, nn, rt };  // as hopper/instructions.cuh has them
+enum class Form { nt, tn, nn };  // as hopper/instructions.cuh has them
 
 // The registers of a warp that products add to.
 struct Sums {
@@ -74,8 +74,6 @@ inline bool blank(const Sums& sums) {
     return true;
 }
 
-inline bool in_registers(Form form) { return form == Form::nn || form == Form::rt; }
-
 inline void ask(int warp, void** all) {
     const Asked* lanes[WARP];
     for (int n = 0; n < WARP; n++) lanes[n] = static_cast<Asked*>(all[n]);
@@ -86,13 +84,13 @@ inline void ask(int warp, void** all) {
 
     const Visit visit = {{OF_PRODUCTS + warp, unsigned(product.group)}, clocks[warp * WARP], false, true};
     for (int k = 0; k < 16; k++) {
-        const bool along = first.form == Form::nt || first.form == Form::rt;
-        for (int row = 0; row < 16 && !in_registers(first.form); row++)
+        const bool along = first.form == Form::nt;
+        for (int row = 0; row < 16 && first.form != Form::nn; row++)
             if (!touch(shared.memory + element(first.a, along, warp % 4 * 16 + row, k), 2, visit)) return;
         for (int row = 0; row < first.columns; row++)
             if (!touch(shared.memory + element(first.b, along, row, k), 2, visit)) return;
     }
-    if (in_registers(first.form)) {
+    if (first.form == Form::nn) {
         for (int n = 0; n < WARP; n++) {
             product.left.at[n] = lanes[n]->left;
             memcpy(product.left.kept[n], lanes[n]->left, sizeof product.left.kept[n]);
@@ -120,11 +118,11 @@ inline void ask(int warp, void** all) {
 
 inline void multiply(int warp, const Product& p) {
     static float a[16][16], b[256][16];
-    const bool along = p.form == Form::nt || p.form == Form::rt;
+    const bool along = p.form == Form::nt;
     for (int k = 0; k < 16; k++) {
         for (int row = 0; row < 16; row++) {
             const int lane = row % 8 * 4 + k % 8 / 2;
-            a[row][k] = in_registers(p.form) ? half_of<T>(p.left.kept[lane][row / 8 + k / 8 * 2], k % 2)
+            a[row][k] = p.form == Form::nn ? half_of<T>(p.left.kept[lane][row / 8 + k / 8 * 2], k % 2)
                                            : number(element(p.a, along, warp % 4 * 16 + row, k));
         }
         for (int row = 0; row < p.columns; row++) b[row][k] = number(element(p.b, along, row, k));
@@ -199,11 +197,8 @@ template <int COLUMNS> struct Instruction {
     template <int KEEP> static DEVICE void tn(float (&d)[COLUMNS / 2], u64 a, u64 b) {
         ask({emulator::Form::tn, bool(KEEP), COLUMNS, 0, d, nullptr, a, b});
     }
-    template <int KEEP = 1> static DEVICE void nn(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
-        ask({emulator::Form::nn, bool(KEEP), COLUMNS, 0, d, a, 0, b});
-    }
-    template <int KEEP = 1> static DEVICE void rt(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
-        ask({emulator::Form::rt, bool(KEEP), COLUMNS, 0, d, a, 0, b});
+    static DEVICE void nn(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
+        ask({emulator::Form::nn, true, COLUMNS, 0, d, a, 0, b});
     }
     static void ask(emulator::Asked asked) {
         emulator::together([](void** all) { emulator::ask(emulator::machine.current / 32, all); }, &asked);

@@ -109,6 +109,25 @@ DEVICE void add_quad(float* to, const float* x) {
 DEVICE void commit_additions() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all of this thread's have read what they add.
 DEVICE void wait_additions() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until they are done.
+DEVICE void finish_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Tells threads of other blocks how far a row of additions has come, once this thread's are done.
+DEVICE void leave_number(u32* at, u32 number) {
+    asm volatile("fence.proxy.async.global;\nst.release.gpu.global.u32 [%0], %1;"
+                 ::"l"(__cvta_generic_to_global(at)), "r"(number) : "memory");
+}
+// How far it has come; `follow_additions` before this thread adds.
+DEVICE u32 number_at(const u32* at) {
+    u32 number;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(__cvta_generic_to_global(at)) : "memory");
+    return number;
+}
+// Waits until it has come there.
+DEVICE void await_number(const u32* at, u32 number) {
+    while (number_at(at) < number) {}
+}
+DEVICE void follow_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // -- products of a warpgroup ------------------------------------------------------------------------------------------
 
@@ -130,7 +149,6 @@ template <int COUNT> DEVICE void hold(u32 (&registers)[COUNT][4]) {
 //   nt   a by rows, and b by columns: 16 neighbours of each are summed over
 //   tn   a by columns, and b by rows
 //   nn   a in registers, and b by rows
-//   rt   a in registers, and b by columns
 template <int COLUMNS> struct Instruction;
 
 #define TEXT_OF(name) #name
@@ -164,29 +182,25 @@ template <int COLUMNS> struct Instruction;
                      " {" NAMES_##COUNT "}, %" #P ", %" #Q ", p, 1, 1, " #TURNED ", " #TURNED ";\n}"                  \
                      : OCTETS_##COUNT : "l"(a), "l"(b), "n"(KEEP));                                                   \
     }
-#define IN_REGISTERS(NAME, TURNED, COLUMNS, COUNT, P, Q, R, S, U, V)                                                  \
-    template <int KEEP = 1> static DEVICE void NAME(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {              \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #V ", 0;\n" OPCODE(COLUMNS)                                 \
-                     " {" NAMES_##COUNT "}, {%" #P ", %" #Q ", %" #R ", %" #S "}, %" #U ", p, 1, 1, " #TURNED ";\n}"  \
-                     : OCTETS_##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(KEEP));               \
-    }
-#define INSTRUCTION(COLUMNS, COUNT, P, Q, R, S, U, V)                                                                    \
+#define INSTRUCTION(COLUMNS, COUNT, P, Q, R, S, U)                                                                    \
     template <> struct Instruction<COLUMNS> {                                                                         \
         IN_SHARED(nt, 0, COLUMNS, COUNT, P, Q, R)                                                                     \
         IN_SHARED(tn, 1, COLUMNS, COUNT, P, Q, R)                                                                     \
-        IN_REGISTERS(nn, 1, COLUMNS, COUNT, P, Q, R, S, U, V)                                                         \
-        IN_REGISTERS(rt, 0, COLUMNS, COUNT, P, Q, R, S, U, V)                                                         \
+        static DEVICE void nn(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {                                    \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n" OPCODE(COLUMNS)                                   \
+                         " {" NAMES_##COUNT "}, {%" #P ", %" #Q ", %" #R ", %" #S "}, %" #U ", p, 1, 1, 1;\n}"        \
+                         : OCTETS_##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                      \
+        }                                                                                                             \
     };
-INSTRUCTION(32, 2, 16, 17, 18, 19, 20, 21)
-INSTRUCTION(64, 4, 32, 33, 34, 35, 36, 37)
-INSTRUCTION(80, 5, 40, 41, 42, 43, 44, 45)
-INSTRUCTION(96, 6, 48, 49, 50, 51, 52, 53)
-INSTRUCTION(112, 7, 56, 57, 58, 59, 60, 61)
-INSTRUCTION(128, 8, 64, 65, 66, 67, 68, 69)
-INSTRUCTION(256, 16, 128, 129, 130, 131, 132, 133)
+INSTRUCTION(32, 2, 16, 17, 18, 19, 20)
+INSTRUCTION(64, 4, 32, 33, 34, 35, 36)
+INSTRUCTION(80, 5, 40, 41, 42, 43, 44)
+INSTRUCTION(96, 6, 48, 49, 50, 51, 52)
+INSTRUCTION(112, 7, 56, 57, 58, 59, 60)
+INSTRUCTION(128, 8, 64, 65, 66, 67, 68)
+INSTRUCTION(256, 16, 128, 129, 130, 131, 132)
 #undef INSTRUCTION
 #undef IN_SHARED
-#undef IN_REGISTERS
 #undef OPCODE
 
 #endif

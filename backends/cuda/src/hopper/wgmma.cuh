@@ -49,19 +49,6 @@ DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16]
         Instruction<COLUMNS>::nn(sums, left[k], right.advanced(k * 16 * ROW_BYTES, DEPTH * ROW_BYTES));
 }
 
-// sums = left (64 x DEPTH, packed) right (COLUMNS x DEPTH in shared memory)^T.
-template <int COLUMNS, int DEPTH>
-DEVICE void product_nt(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16][4], Matrix right) {
-    UNROLL for (int k = 0; k < DEPTH / 16; k++) {
-        const int panel = 16 * k / PANEL, within = 16 * k % PANEL * int(sizeof(T));
-        const u64 b_k = right.advanced(panel * COLUMNS * ROW_BYTES + within);
-        if (k == 0)
-            Instruction<COLUMNS>::template rt<0>(sums, left[k], b_k);
-        else
-            Instruction<COLUMNS>::template rt<1>(sums, left[k], b_k);
-    }
-}
-
 // sums (+)= left^T right, of left (DEPTH x 64) and right (DEPTH x COLUMNS), one panel each, both in shared memory.
 template <int COLUMNS, int DEPTH, bool KEEP>
 DEVICE void product_tn(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
