@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from attnswitch.machine.backend import Backend, Packed, Precision, Progress
+from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Regime
 from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
-from . import config
+from . import config, families
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward, is_hopper
 from .hopper import tiles as hopper_tiles
@@ -85,6 +85,10 @@ class CudaBackend(Backend):
             said[-1] += "; blocks add to dQ in turn, so that it repeats its bits"
         return tuple(said)
 
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """See ``families``."""
+        return families.regimes(device)
+
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
         wide = problem.dtype == "float64"
@@ -95,6 +99,15 @@ class CudaBackend(Backend):
         from .kernel import CudaKernel
 
         return CudaKernel(problem, config, device)
+
+    def toolchain(self, device: Device) -> Mapping[str, str]:
+        """See ``compiling.cubins``; nothing of an emulator, nor of a GPU that is not here."""
+        from .compiling import cubins
+
+        if device.kind != "cuda" or device.capability is None or not device.present:
+            return {}
+        compiler = cubins.compiler(device.capability)
+        return {} if compiler is None else {"kernels": compiler}
 
     def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
         """See ``compiling.ahead``."""

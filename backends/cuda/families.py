@@ -8,15 +8,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 
+from attnswitch.machine.backend import Regime
 from attnswitch.machine.device import Device
-from attnswitch.problem import Problem
+from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
+from ..own import regimes as own
 from .classes import per_class
 
-__all__ = ["against_hopper", "against_hopper_backward", "is_hopper"]
+__all__ = ["against_hopper", "against_hopper_backward", "is_hopper", "regimes"]
 
+_HALF = ("bfloat16", "float16")
+#: Lengths of tiles of Hopper's kernels, of queries and of keys.
+_TILES = (128, 192, 64, 80, 112)
 #: Rows of queries of the least tile of Hopper's forward.
 _ROWS = 128
 #: What a float holds in full precision, and thus a factor within an exponential.
@@ -52,6 +58,14 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
     return (*features, *_backward_features(problem), *_few(problem), *memory)
 
 
+def regimes(device: Device) -> tuple[Regime, ...]:
+    """Hopper's problems, where there are its kernels, and those that are not tiny; in the emulator, Hopper's alone."""
+    hopper = Regime(_HALF, own.DIMS, _TILES, queries=_FEW, products=own.PRODUCTS, aligned=True, often=3)
+    if device.kind == "cpu":
+        return (replace(hopper, products=0),)
+    return (*((hopper,) if is_hopper(device) else ()), own.large(tuple(DTYPES)))
+
+
 def is_hopper(device: Device) -> bool:
     """Whether its kernels are written for ``device``."""
     return device.kind == "cuda" and device.capability == (9, 0)
@@ -83,7 +97,7 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _features(p: Problem) -> Iterator[str]:
-    if p.dtype not in ("float16", "bfloat16"):
+    if p.dtype not in _HALF:
         yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and p.adds_mask:
         if p.mask.dtype != p.dtype:

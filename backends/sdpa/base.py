@@ -15,7 +15,9 @@ from attnswitch.problem import Problem
 
 from . import autocast, masks
 from .backward import Given
+from .grouped import GroupedKernel, grouped
 from .reasons import common, no_gpu, usual
+from .trimmed import TrimmedKernel, trimmed
 
 __all__ = ["Compose", "Fit", "Launch", "SdpaBackend", "SdpaKernel"]
 
@@ -59,7 +61,13 @@ class SdpaBackend(Backend):
         return Precision("float64" if wide else "float32", weights="storage", group_sum="storage", statistics="lse")
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
-        """The kernel for ``problem``."""
+        """The kernel for ``problem``, or for one that it comes to: with fewer keys, or with query heads as queries."""
+        fewer = trimmed(problem, device)
+        if fewer is not None:
+            return TrimmedKernel(self.compile(fewer, device, config), fewer.seq_k)
+        as_queries = grouped(problem, device)
+        if as_queries is not None:
+            return GroupedKernel(self.compile(as_queries, device, config), problem)
         return SdpaKernel(self, problem, device)
 
     def plain(self, problem: Problem, device: Device) -> masks.Hiding:

@@ -17,6 +17,7 @@ from . import memory, raised
 from .arguments import told
 from .backward import Given, no_state, relative
 from .base import Compose, Fit, Launch, SdpaBackend
+from .grouped import grouped
 from .hooks import once_differentiable, with_aligned_gradient
 from .kept import kept
 from .masks import Hiding, added, compose_plain, ends, unsaturated
@@ -25,8 +26,8 @@ from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
 
 __all__ = ["FlashBackend"]
 
-#: Keys of a tile of torch's CPU kernel, and the most that it takes at once.
-_CPU_TILE, _CPU_VECTOR = 512, 16
+#: Most keys that torch's CPU kernel takes at once.
+_CPU_VECTOR = 16
 
 
 class FlashBackend(SdpaBackend):
@@ -52,7 +53,8 @@ class FlashBackend(SdpaBackend):
 
         bfloat16 is so with gradients alone, and a caller without autograd asks for these apart from the output.
         """
-        if raised.is_raised(problem.replace(grads=""), device):
+        asked = problem.replace(grads="")
+        if raised.is_raised(grouped(asked, device) or asked, device):
             return Precision(statistics="lse")
         precision = super().precision(problem, device)
         if device.kind == "cpu" and problem.dtype in ("float16", "bfloat16"):
@@ -61,7 +63,7 @@ class FlashBackend(SdpaBackend):
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
         """The kernel for ``problem``, or that of the same one in float32."""
-        if not raised.is_raised(problem, device):
+        if grouped(problem, device) or not raised.is_raised(problem, device):
             return super().compile(problem, device, config)
         return raised.RaisedKernel(super().compile(problem.replace(dtype="float32"), device, config), problem)
 
@@ -73,7 +75,7 @@ class FlashBackend(SdpaBackend):
         """
         hiding = compose_plain(problem)
         blind = problem.seq_k % _CPU_VECTOR or hiding.causal
-        if device.kind == "cpu" and problem.seq_k > _CPU_TILE and blind and not problem.grads:
+        if device.kind == "cpu" and problem.seq_k > raised.KEYS and blind and not problem.grads:
             zero = ends(_type(problem))[0]
             return hiding._replace(mask=zero.expand(1, 1, problem.seq_q, problem.seq_k))
         return hiding
@@ -108,6 +110,7 @@ class FlashBackend(SdpaBackend):
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """The mask that is made of what hides, and operands that are raised."""
+        problem = grouped(problem, device) or problem
         if raised.is_raised(problem, device):
             return self.extra_bytes(problem.replace(dtype="float32"), device) + raised.extra_bytes(problem)
         kinds = (problem.dtype,) if problem.dtype == "float64" else (problem.dtype, "float32")

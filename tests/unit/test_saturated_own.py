@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import attnswitch
+from attnswitch.machine import registry
 from attnswitch.problem.philox import keep_mask
 
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
@@ -217,12 +218,15 @@ INTERPRETED = [setting for setting in SETTINGS if setting.dtype != "float64"]
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
-    """What each check raised in the process that interprets, "" for nothing."""
+    """What each check raised in the process that interprets, "" for nothing; skips where its interpreter fails."""
     pytest.importorskip("triton", "3.6")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
+    said = json.loads(ran.stdout.splitlines()[-1])
+    if isinstance(said, str):  # Triton 3.6 with NumPy 2.4, for one
+        pytest.skip(said)
+    found: dict[str, str] = said
     return found
 
 
@@ -247,4 +251,5 @@ def outcome(check: Callable[[], None]) -> str:
 if __name__ == "__main__":
     checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED}
     checks |= {name: partial(of_lse, "triton") for name, of_lse in LSES.items()}
-    print(json.dumps({name: outcome(one) for name, one in checks.items()}))
+    absence = registry.loaded("triton").unavailable()
+    print(json.dumps(absence or {name: outcome(one) for name, one in checks.items()}))
