@@ -90,6 +90,11 @@ def test_backends_name_regimes_by_device() -> None:
     assert space_of("cuda:63", "cuda").regimes == ()  # it is not here
 
 
+def test_short_cases_lie_in_no_regime() -> None:
+    (target,) = targets(("h100",), ("cuda",), longest=16)
+    assert target.space.regimes == ()
+
+
 def test_hoppers_kernels_get_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """By sizes and features: before there were regimes, one problem in eighty was theirs."""
     device = Device.named("h100")

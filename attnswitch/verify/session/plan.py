@@ -112,10 +112,11 @@ def targets(
             libraries = ("torch", "cupy") if _has_cupy() else ("torch",)
             space = Space(libraries=libraries, work=2**22, longest=2100, checks=every)
         if device != "cpu" or emulated:
-            names = registry.names() if AUTO in backends and not emulated else backends
+            named = [name for name in backends if name != AUTO]
+            names = registry.names() if len(named) < len(backends) and not emulated else named
             space = replace(space, regimes=_regimes(names, device), large=_LARGE[bool(emulated)])
-        if longest is not None:
-            space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8))
+        if longest is not None:  # which is asked for where cases are to be small
+            space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8), regimes=())
         usual = RECIPES if device != "cpu" and _builds(backends) else 1
         made.append(Target(device, tuple(backends), space, recipes or usual, emulated))
     return tuple(made)
