@@ -34,9 +34,9 @@ tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
-#: Bytes that a thread spills: addresses, in the middle of a step; and where a mask is looked at by threads that add to
-#: dQ in turn, which have the few registers of the loader.
-SPILLED, SPILLED_IN_TURN = 48, 72
+#: Bytes that a thread spills where a mask is looked at; where threads add to dQ in turn, which have the few registers
+#: of the loader; and where these look at a mask.
+SPILLED = {".mask=bool": 24, ".deterministic": 32, ".mask=bool.deterministic": 72, ".softcap=30.0.deterministic": 24}
 disassembled = pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
@@ -121,10 +121,11 @@ def met(p: Problem, keys: int = 128, queries: int = 64) -> list[int]:
         )
     ),
 )
-def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int, int], how: str) -> None:
+@pytest.mark.parametrize("queries", [64, 128])
+def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int, int], how: str, queries: int) -> None:
     p = Problem.parse(f"b1.h1.s{sizes[0]}x{sizes[1]}.d64.bf16{how}.grad")
-    total, longest = choice._queries(p, tiles.HopperGradients(128, 64, 2))
-    right = met(p)
+    total, longest = choice._queries(p, tiles.HopperGradients(128, queries, 2))
+    right = met(p, queries=queries)
     assert sum(right) <= total <= sum(right) + 2 * len(right)  # a last tile that is not full may count as full
     assert max(right) <= longest <= max(right) + 2
 
@@ -133,7 +134,7 @@ def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int,
     ("text", "parts"),
     [
         ("b4.h16.s4096.d128.bf16.grad", 1),  # 2,048 tiles of keys
-        ("b2.h16/4.s1024.d64.bf16.causal.grad", 4),  # 64, for 132 SMs
+        ("b2.h16/4.s1024.d64.bf16.causal.grad", 3),  # 64, for 132 SMs
         ("b1.h8/1.s2048x64.d64.bf16.grad", 16),  # one
         ("b1.h1.s40.d64.bf16.grad", 1),  # and one tile of queries
     ],
@@ -155,42 +156,44 @@ def test_memory_is_what_the_launches_need() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_turns_take_memory_of_their_own(dim: int) -> None:
-    """Beside delta a number for each tile of queries; in shared memory one more tile of sums."""
+def test_turns_take_memory_of_their_own(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside delta a number for each tile of queries; in shared memory two tiles of sums."""
+    monkeypatch.setattr(backward, "splits", lambda *_: 2)
     p = Problem.parse(f"b2.h16/4.s1000.d{dim}.bf16.causal.grad")
     plain, ordered = (backward.Backward(q, choice.gradients(q), H200) for q in (p, p.replace(deterministic=True)))
     numbers = 2 * 16 * 16
     assert ordered.space == plain.space + numbers
     assert ordered.begins == tuple(at + 4 * numbers * (n > 1) for n, at in enumerate(plain.begins))
-    shared = [made.steps[1].variant.shared for made in (plain, ordered)]
-    assert shared[1] - shared[0] == 4 * 64 * dim
-    assert shared[1] <= H200.on_chip
+    shared = ordered.steps[1].variant.shared
+    assert shared - tiles.gradients_shared(choice.gradients(p.replace(deterministic=True)), p) == 2 * 4 * 64 * dim
+    assert max(shared, plain.steps[1].variant.shared) <= H200.on_chip
 
 
 # -- builds ------------------------------------------------------------------------------------------------------------
 
 
-def variant(more: str) -> Any:
-    p = Problem.parse(f"b4.h16.s4096.{more}.grad")
-    return backward._backward(p, choice.gradients(p))
+def expected(chosen: Any) -> tuple[int, int, int]:
+    """Waits for products, products of 16 columns or rows, and those with a left operand in registers."""
+    by_columns, own = chosen.dim // 16, chosen.columns // 16  # of S and dP alike; of dV and dK alike
+    if chosen.kernel == "backward_ordered":  # S and dQ at two places, dP, dV, and dK at two
+        return 6, 3 * by_columns + 3 * own + 2 * 8, 3 * own
+    return 7, 3 * by_columns + 2 * own + 3 * 8, 2 * own  # S at two places, dP, dV, dK, and dQ at three
 
 
 @disassembled
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", ".mask=bool", ".softcap=30.0", ".deterministic", ".mask=bool.deterministic"])
+@pytest.mark.parametrize("more", ["", ".softcap=30.0", *SPILLED])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_products_overlap_and_stay_in_registers(dim: int, more: str, tmp_path: Path) -> None:
     """ptxas lets products come one after another where it cannot follow them, and says so in its log alone."""
-    chosen = variant(f"d{dim}.bf16{more}")
-    text = sass.listing(nvrtc.cubin(chosen, "sm_90a"), tmp_path)
-    waits, products = text.count("WARPGROUP.DEPBAR"), text.count("HGMMA.64x")
-    # S and dQ at two places, dP, dV, and dK at two: 16 columns or rows each.
-    assert products == (2 * dim + dim + 2 * 128) // 16 + 3 * 4
-    assert waits == 6
+    p = Problem.parse(f"b4.h16.s4096.d{dim}.bf16{more}.grad")
+    chosen = backward._backward(p, choice.gradients(p))
+    cubin = nvrtc.cubin(chosen, "sm_90a")
+    text = sass.listing(cubin, tmp_path)
     registers, found = sass.overwritten(text)
-    assert registers == 12
     assert found == []
-    assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= (SPILLED_IN_TURN if "mask=bool.det" in more else SPILLED)
+    assert (text.count("WARPGROUP.DEPBAR"), text.count("HGMMA.64x"), registers) == expected(chosen)
+    assert usage(cubin).local <= SPILLED.get(more, 0)
 
 
 # -- gradients, emulated -----------------------------------------------------------------------------------------------
@@ -242,10 +245,14 @@ def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = 
         ("b1.h4/2.s150x200.d64.fp16.causal.grad", 3),
         ("b1.h2.s200x150.d128.bf16.causal-br.grad", 1),
         ("b2.h2.s70x300.d72.bf16.window=40,3.grad", 1),
+        ("b2.h2.s300x400.d64.bf16.window=150,20.grad", 1),
+        ("b1.h2.s300x200.d64.bf16.causal-br.grad", 2),
         ("b1.h2.s100.d96/64.fp16.softcap=3.0.grad", 2),
+        ("b1.h2.s150x200.d64.fp16.causal.softcap=3.0.grad", 1),
         ("b1.h4/2.s150x200.d64.fp16.causal.grad.deterministic", 3),
         ("b1.h2.s200x150.d128.bf16.causal-br.grad.deterministic", 1),
         ("b2.h2.s70x300.d72.bf16.window=40,3.grad.deterministic", 1),
+        ("b1.h2.s150x200.d64.fp16.causal.softcap=3.0.grad.deterministic", 1),
     ],
 )
 def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +260,12 @@ def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPa
 
 
 @compiled
-def test_what_lies_past_the_lengths_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    for how in ("", ".deterministic"):
-        compare(f"b3.h2.s100x300.d128.bf16.lengths.causal-br.grad{how}", 2, monkeypatch, lengths=[130, 0, 300])
+@pytest.mark.parametrize("how", ["", ".deterministic"])
+@pytest.mark.parametrize(("dim", "queries"), [(64, 200), (128, 100)])
+def test_what_lies_past_the_lengths_does_not_leak(
+    dim: int, queries: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(f"b3.h2.s{queries}x300.d{dim}.bf16.lengths.causal-br.grad{how}", 2, monkeypatch, lengths=[130, 0, 300])
 
 
 @compiled

@@ -140,11 +140,11 @@ def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
     def with_macros(macros: str) -> None:
         source, build = tmp_path / "mutant.cu", emulator.build
-        source.write_text(f'#include "hopper/instructions.cuh"\n{macros}\n#include "hopper/backward.cu"\n')
+        source.write_text(f'#include "hopper/instructions.cuh"\n{macros}\n#include "hopper/backward_ordered.cu"\n')
         mutant: list[Any] = []
 
         def built(variant: Any) -> Any:
-            if variant.kernel != "backward":
+            if variant.kernel != "backward_ordered":
                 return build(variant)
             if not mutant:
                 mutant.append(emulator.load(str(source), variant.kernel, {**variant.sizes, **dict(variant.flags)}))

@@ -86,7 +86,7 @@ class Backward(BackwardLaunches):
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
     dim = gradient_dim(p)
     return Variant(
-        "backward",
+        "backward_ordered" if ordered(p) else "backward",
         p.dtype,
         tile.keys,
         tile.queries,
@@ -95,11 +95,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         warps=_WARPS * (1 + tile.keys // _ROWS),
         stages=tile.stages,
         shared=gradients_shared(tile, p),
-        flags=(
-            ("MASKED", int(p.mask is not None)),
-            ("SOFTCAP", int(arithmetic.capped(p))),
-            ("ORDERED", int(ordered(p))),
-        ),
+        flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
         family="hopper",
     )
 

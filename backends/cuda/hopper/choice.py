@@ -9,7 +9,7 @@ from attnswitch.problem import Problem
 
 from ...own import arithmetic
 from ..classes import per_class
-from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim
+from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dim, ordered
 
 __all__ = ["gradients", "ranked", "splits"]
 
@@ -40,6 +40,12 @@ _BIASED = {
 }
 #: Tiles of the backward by head dimension.
 _GRADIENTS = {
+    64: HopperGradients(128, 128, 2, begin=7.9, step=2.34),
+    128: HopperGradients(128, 64, 2, begin=9.0, step=2.14),
+}
+#: The same where a tanh takes registers, and where blocks add to the gradient of the query in turn.
+_CAPPED = {64: HopperGradients(128, 64, 4, begin=6.0, step=1.5), 128: _GRADIENTS[128]}
+_ORDERED = {
     64: HopperGradients(128, 64, 4, begin=6.0, step=1.5),
     128: HopperGradients(128, 64, 2, begin=7.0, step=2.15),
 }
@@ -69,7 +75,9 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
 
 def gradients(problem: Problem) -> HopperGradients:
     """The tile of the backward."""
-    return _GRADIENTS[gradient_dim(problem)]
+    if ordered(problem):
+        return _ORDERED[gradient_dim(problem)]
+    return (_CAPPED if arithmetic.capped(problem) else _GRADIENTS)[gradient_dim(problem)]
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:

@@ -83,7 +83,7 @@ def shared(tile: HopperTile, problem: Problem) -> int:
 
 
 def ordered(problem: Problem) -> bool:
-    """Whether blocks of the backward add to the gradient of the query in turn: ORDERED of its kernels."""
+    """Whether blocks of the backward add to the gradient of the query in turn: a kernel of its own."""
     return problem.deterministic and "q" in problem.grads
 
 
@@ -91,5 +91,5 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
     dim = gradient_dim(problem)
     rows = 2 * dim * (2 * tile.keys + 2 * tile.stages * tile.queries)  # keys and values, queries and their gradients
-    scores, sums = 2 * 2 * tile.keys * tile.queries, 4 * tile.queries * dim * (2 if ordered(problem) else 1)
+    scores, sums = 2 * 2 * tile.keys * tile.queries, 2 * 4 * tile.queries * dim if ordered(problem) else 0
     return rows + scores + sums + 2 * 4 * tile.stages * tile.queries + 1024

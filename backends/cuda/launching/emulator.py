@@ -80,7 +80,7 @@ def launch(variant: Variant, blocks: int, arguments: Arguments, maps: tuple[Tens
 
 
 def _residents(variant: Variant) -> Residents:
-    return Residents(_TAKING_TURNS, next(_seeds) % 2**32) if ("ORDERED", 1) in variant.flags else _ALONE
+    return Residents(_TAKING_TURNS, next(_seeds) % 2**32) if variant.kernel == "backward_ordered" else _ALONE
 
 
 def build(variant: Variant) -> Library:

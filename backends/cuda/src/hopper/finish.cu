@@ -21,7 +21,7 @@ struct Rows {
 
     DEVICE Rows(const Arguments& a) {
         const i64 of_queries = a.grad_query ? i64(a.batch) * a.heads * (a.padded / 64) : 0;
-        const int heads_kv = a.heads / a.group, tiles_kv = ceil_div(a.keys, 128) * 2;
+        const int heads_kv = a.heads / a.group, tiles_kv = tiles_of_keys(a);
         const i64 of_keys = i64(a.batch) * heads_kv * tiles_kv;
         i64 tile = block_index(), tiles = a.padded / 64;
         which = OF_QUERY, splits = 1, heads = a.heads, length = a.queries, dim = a.dim;

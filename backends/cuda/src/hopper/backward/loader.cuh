@@ -1,26 +1,10 @@
-// Shared memory of the backward, and who brings the tiles there.
+// Who brings the tiles of the backward to shared memory, and where they are there.
 #pragma once
-#include "hopper/backward/sums.cuh"
 #include "hopper/backward/steps.cuh"
+#include "hopper/wgmma.cuh"
 
-constexpr int MINE = BLOCK_D / CONSUMERS;  // columns of dQ that a consumer has
-constexpr int ADDERS = ORDERED ? 2 : 1;    // tiles of dQ on their way; ORDERED, threads that add them
-
-struct Shared {
-    alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
-    alignas(1024) T value[CONSUMERS][64 * BLOCK_DV];
-    alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
-    alignas(1024) T grad_out[STAGES][BLOCK_N * BLOCK_DV];
-    alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
-    alignas(128) float sums[ADDERS][CONSUMERS][4][16 * MINE];  // dQ, of each warp, on its way
-    alignas(16) float base[STAGES][BLOCK_N];
-    alignas(16) float delta[STAGES][BLOCK_N];
-    Barrier key_full, value_full;
-    Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
-    Barrier written[2];
-    Barrier taken[ADDERS];  // ORDERED: sums, by who adds them
-
-    // Where its tiles begin, in units of 16 bytes from its own beginning.
+// Where tiles begin, in units of 16 bytes from the beginning of shared memory, which has them in this order.
+struct Places {
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
     static DEVICE u32 key_place(int consumer) { return place(consumer * 64 * BLOCK_D); }
     static DEVICE u32 value_place(int consumer) { return place(BLOCK_M * BLOCK_D + consumer * 64 * BLOCK_DV); }
@@ -30,20 +14,18 @@ struct Shared {
         return grad_out_place(STAGES) + place((tile * CONSUMERS + consumer) * 64 * BLOCK_N);
     }
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "tiles.py counts the same shared memory");
 
-DEVICE void init_barriers(Shared& shared) {
+// Barriers of what is loaded, and of both tiles of dS.
+template <class Shared> DEVICE void init_loaded(Shared& shared) {
     shared.key_full.init(1), shared.value_full.init(1);
     UNROLL for (int s = 0; s < STAGES; s++) {
         shared.query_full[s].init(1), shared.query_free[s].init(4 * CONSUMERS);
         shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(4 * CONSUMERS);
     }
     UNROLL for (Barrier& written : shared.written) written.init(4 * CONSUMERS);
-    if (ORDERED) UNROLL for (Barrier& taken : shared.taken) taken.init(1);
-    publish_barriers();
 }
 
-struct Loader {
+template <class Shared, class Step> struct Loader {
     const Arguments& a;
     Shared& shared;
     const TensorMap &queries, &keys, &values, &upstream;
@@ -78,7 +60,7 @@ struct Loader {
     }
     // Rows of queries, or of their upstream gradients, with a number for each.
     template <int WIDTH>
-    DEVICE void tile(T* to, const TensorMap& map, float* numbers, const float* from, Barrier& full, const Step& step,
+    DEVICE void tile(T* to, const TensorMap& map, float* numbers, const float* from, Barrier& full, const Queries& step,
                      int batch) {
         full.expect(BLOCK_N * (WIDTH * sizeof(T) + sizeof(float)));
         copy_tile<BLOCK_N, WIDTH>(to, map, full, step.start, step.head, batch);

@@ -8,7 +8,7 @@ constexpr int QUADS = 4 * 32;  // of a warp, of the same 8 columns
 // The tile number `line` of `sums`.
 DEVICE float* sums_of(void* sums, i64 line) { return static_cast<float*>(sums) + line * (64 * BLOCK_D); }
 
-// ORDERED: how many blocks are done with each tile of dQ, behind delta.
+// Where blocks add in turn: how many blocks are done with each tile of dQ, behind delta.
 DEVICE u32* turns_of(const Arguments& a, i64 line) {
     return reinterpret_cast<u32*>(static_cast<float*>(a.delta) + i64(a.batch) * a.heads * a.padded) + line;
 }
@@ -16,3 +16,6 @@ DEVICE u32* turns_of(const Arguments& a, i64 line) {
 // Where the warp's quads of columns 8 c to 8 c + 7 begin, and the thread's; those of the next 8 columns follow.
 DEVICE float* quads_of(float* tile, int c) { return tile + (thread_index() % 128 / 32 * (BLOCK_D / 8) + c) * QUADS; }
 DEVICE float* quad_of(float* tile, int c) { return quads_of(tile, c) + 4 * (thread_index() % 32); }
+
+// Tiles of the keys of a head, where dK and dV are summed: blocks may have two at once.
+DEVICE int tiles_of_keys(const Arguments& a) { return ceil_div(a.keys, 128) * 2; }

@@ -1,4 +1,4 @@
-// ORDERED: the two threads that add to dQ what the consumers leave in shared memory, in turns among blocks.
+// The two threads that add to dQ what the consumers leave in shared memory, in turns among blocks.
 //
 // Each tile of dQ has a number in global memory: how many blocks are done with it, in the order of their keys. Who adds
 // waits until all before this block are, and hands on when its own additions are done. That takes longer than a step, so
@@ -11,7 +11,9 @@
 // A block waits for none but blocks before it on the grid, which begin before it: so of those that have begun and not
 // ended, the first never waits, however many there is room for.
 #pragma once
-#include "hopper/backward/loader.cuh"
+#include "hopper/backward/sums.cuh"
+#include "hopper/backward_ordered/shared.cuh"
+#include "hopper/backward_ordered/steps.cuh"
 
 struct Adder {
     const Arguments& a;
@@ -24,7 +26,7 @@ struct Adder {
 
     DEVICE void run() {
         const Keys block(a);
-        Step step(a, block, true);
+        OrderedStep step(a, block, true);
         await_launch_before();  // which has made all numbers 0
         find(block, step);
         if (own == 0 && step.more()) {  // with the first tile of dS there is no dQ
@@ -45,11 +47,11 @@ struct Adder {
 
 private:
     // The next step of this thread, from here on.
-    DEVICE void find(const Keys& block, Step& step) {
+    DEVICE void find(const Keys& block, OrderedStep& step) {
         for (; step.more() && shown % ADDERS != own; step.next()) shown += step.seen;
         if (!step.more()) return;
-        tile = (block.batch * a.heads + step.head) * (a.padded / BLOCK_N) + step.start / BLOCK_N;
-        turn = block.turn(a, step.start);
+        tile = step.tile(a, block.batch);
+        turn = step.turn();
         reached = number_at(turns_of(a, tile));
     }
     DEVICE void add() {
