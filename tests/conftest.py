@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -21,7 +22,8 @@ from attnswitch.planning import planner
 from attnswitch.wisdom import view
 
 TORCH = release(version("torch"))
-sys.path.insert(0, str(Path(__file__).parent / "saboteurs"))
+for folder in ("saboteurs", "unit"):  # modules that tests share
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 for size in ("COLUMNS", "LINES"):  # processes of pytest-xdist have a terminal's, which rich would keep for good
     os.environ.pop(size, None)
 
@@ -54,8 +56,8 @@ def kept_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+@contextlib.contextmanager
+def _of_later_torch() -> Iterator[None]:
     """With a torch before 2.11, what is refused for a fault of that torch is skipped: its tests are of later ones."""
     try:
         yield
@@ -63,6 +65,18 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if TORCH >= (2, 11) or "divergence " not in str(refused):
             raise
         pytest.skip(str(refused))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _of_later_torch():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _of_later_torch():
+        yield
 
 
 @pytest.fixture(autouse=True)

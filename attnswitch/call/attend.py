@@ -67,7 +67,7 @@ def attend(
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     launch = asked.latest
     given: Sequence[Array] = operands
-    if launch is None or not lies_alike(launch.alike, query, key, value, attn_mask):
+    if launch is None or not lies_alike(launch.alike, *operands):
         launch, given = asked.find(operands, key_lengths)
     look, shown = launch.look, launch.shown
     if look is not None and shown is None and not look(*given[:3]):
@@ -85,28 +85,17 @@ def attend(
     return result
 
 
-def lies_alike(
-    alike: Callable[..., bool] | None, query: Array, key: Array, value: Array, attn_mask: Array | None = None
-) -> bool:
+def lies_alike(alike: Callable[..., bool] | None, *operands: Any) -> bool:
     """Whether operands lie as those that ``alike`` guards, of a launch; their facts take longer to read."""
     try:
         # Asked first: without sizes guards would end the process, and without memory kernels would.
-        if attn_mask is None:
-            q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-            if (q | k | v) & 15 or not (q and k and v) or query.is_nested or key.is_nested or value.is_nested:
+        bits = 0
+        for operand in operands:
+            address = operand.data_ptr()
+            if not address or operand.is_nested:
                 return False
-            return alike(query, key, value)  # type: ignore[misc]
-        q, k, v, m = query.data_ptr(), key.data_ptr(), value.data_ptr(), attn_mask.data_ptr()
-        if (
-            (q | k | v | m) & 15
-            or not (q and k and v and m)
-            or query.is_nested
-            or key.is_nested
-            or value.is_nested
-            or attn_mask.is_nested
-        ):
-            return False
-        return alike(query, key, value, attn_mask)  # type: ignore[misc]
+            bits |= address
+        return not bits & 15 and alike(*operands)  # type: ignore[misc]
     except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
         return False
 

@@ -24,6 +24,7 @@ __all__ = [
     "Packed",
     "Precision",
     "Progress",
+    "Regime",
     "Shows",
     "Tile",
 ]
@@ -189,6 +190,25 @@ class Precision:
     exp: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Problems for which a backend has kernels that smaller or odder ones do not reach. The verifier draws some there.
+
+    ``dims`` pairs head dimensions, of query and key and of value. ``tiles`` are lengths of tiles, around whose
+    multiples lengths are drawn. ``queries`` is the fewest queries, ``products`` the least
+    B * Hq * Lq * Lk * (D + Dv). ``aligned``: operands and a float mask have rows of unit stride from multiples of 16
+    bytes, and the mask their type. It is drawn ``often`` times as often as a regime of 1.
+    """
+
+    dtypes: tuple[str, ...]
+    dims: tuple[tuple[int, int], ...]
+    tiles: tuple[int, ...]
+    queries: int = 1
+    products: int = 0
+    aligned: bool = False
+    often: int = 1
+
+
 class Packed(NamedTuple):
     """A pack of kernels compiled ahead for one architecture; ``bytes`` is their size before compression."""
 
@@ -238,6 +258,10 @@ class Backend:
         """The heuristic's choice first, then the rest of the search space."""
         yield Config()
 
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """Where on ``device`` it runs other kernels than on most problems of a few hundred queries and keys."""
+        return ()
+
     def precision(self, problem: Problem, device: Device) -> Precision:
         """What its rounding is for ``problem``."""
         return Precision()
@@ -267,6 +291,13 @@ class Backend:
         Nothing where a backend has no such kernels. Raises ``CompileError``.
         """
         return iter(())
+
+    def toolchain(self, device: Device) -> Mapping[str, str]:
+        """Names and versions of what compiled the kernels that run on ``device``, beside installed packages.
+
+        What was measured, or found right, holds for no other. Asked once a process.
+        """
+        return {}
 
     def native(self, library: str) -> str:
         """The library whose arrays its kernels are given for a caller's of ``library``: the same, if they take them."""

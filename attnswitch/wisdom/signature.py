@@ -37,7 +37,10 @@ _OWN = "attnswitch.backends.own"
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """``device`` as ``machine`` names it, names and versions of software, and a hash of the backend's source."""
+    """``device`` as ``machine`` names it, names and versions of software, and a hash of the backend's source.
+
+    What compiled the backend's kernels is software too (``Backend.toolchain``).
+    """
 
     device: str
     versions: tuple[tuple[str, str], ...]
@@ -85,6 +88,10 @@ def _sign(name: str, backend: Backend | Missing, device: Device) -> Signature | 
     packages = [package for library in libraries for package in _PACKAGES.get(library, ())]
     versions = {package: version for package in packages if (version := _version(package)) is not None}
     versions |= dict(device.versions) if set(libraries) != {"numpy"} else {}
+    try:
+        versions |= backend.toolchain(device)
+    except Exception as error:  # a broken plug-in has no wisdom
+        return Missing(f"backend {name!r} cannot say what compiled its kernels: {type(error).__name__}: {error}")
     if device.kind == "cpu":
         versions = {name: version for name, version in versions.items() if name not in _OF_GPUS}
     return Signature(machine(device), tuple(sorted(versions.items())), _source(backend))

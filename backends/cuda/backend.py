@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from attnswitch.machine.backend import Backend, Packed, Precision, Progress
+from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Regime
 from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ..own import requirements
-from . import config
+from . import config, families
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward, is_hopper
 from .hopper import tiles as hopper_tiles
@@ -79,10 +79,15 @@ class CudaBackend(Backend):
             return (f"forward by generic kernels, which tiny problems share, {chosen.forward}",)
         tiles = {"forward": chosen.forward, "backward": chosen.backward or chosen.key_gradients}
         reasons = {"forward": against_hopper, "backward": against_hopper_backward}
-        return tuple(
-            _remark(role, tiles[role], reasons[role](problem, device), is_hopper(device))
-            for role in ("forward", *(("backward",) if problem.grads else ()))
-        )
+        roles = ("forward", *(("backward",) if problem.grads else ()))
+        said = [_remark(role, tiles[role], reasons[role](problem, device), is_hopper(device)) for role in roles]
+        if problem.grads and chosen.backward is not None and hopper_tiles.ordered(problem):
+            said[-1] += "; blocks add to dQ in turn, so that gradients repeat their bits"
+        return tuple(said)
+
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """See ``families``."""
+        return families.regimes(device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
@@ -94,6 +99,15 @@ class CudaBackend(Backend):
         from .kernel import CudaKernel
 
         return CudaKernel(problem, config, device)
+
+    def toolchain(self, device: Device) -> Mapping[str, str]:
+        """See ``compiling.cubins``; nothing of an emulator, nor of a GPU that is not here."""
+        from .compiling import cubins
+
+        if device.kind != "cuda" or device.capability is None or not device.present:
+            return {}
+        compiler = cubins.compiler(device.capability)
+        return {} if compiler is None else {"kernels": compiler}
 
     def pack(self, devices: Sequence[Device], folder: Path | None, progress: Progress) -> Iterator[Packed]:
         """See ``compiling.ahead``."""

@@ -66,11 +66,8 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         yield _generic(problem, on_chip)
     backward = _backward(problem, device)
     if not against_hopper(problem, device):
-        hoppers = hopper_choice.ranked(problem, device)
-        for hopper in hoppers:
+        for hopper in hopper_choice.ranked(problem, device):
             yield replace(_with(problem, device, hopper, 1), backward=backward)
-        for other in hopper_choice.all_gradients(problem)[1:] if backward is not None else ():
-            yield replace(_with(problem, device, hoppers[0], 1), backward=other)
     best = replace(_heuristic(problem, device), backward=backward)
     yield best
     if best.splits > 1:

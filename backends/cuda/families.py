@@ -8,15 +8,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 
+from attnswitch.machine.backend import Regime
 from attnswitch.machine.device import Device
-from attnswitch.problem import Problem
+from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
+from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
+from .hopper.tiles import ordered
 
-__all__ = ["against_hopper", "against_hopper_backward", "is_hopper"]
+__all__ = ["against_hopper", "against_hopper_backward", "is_hopper", "regimes"]
 
+_HALF = ("bfloat16", "float16")
+#: Lengths of tiles of Hopper's kernels, of queries and of keys.
+_TILES = (128, 192, 64, 80, 112)
 #: Rows of queries of the least tile of Hopper's forward.
 _ROWS = 128
 #: What a float holds in full precision, and thus a factor within an exponential.
@@ -26,6 +33,8 @@ _FEW = 32
 #: Keys from which on splitting them pays where tiles of queries leave three of four SMs idle: 8 heads of 512 queries
 #: against 16,384 keys are 177 TFLOP/s whole and 198 split, 4 of 1,024 against 1,024 under a causal mask 94 and 52.
 _LONG = 8192
+#: The head dimension up to which blocks may add to the gradient of the query in turn.
+_WIDEST_ORDERED = 128
 _OPERANDS = ("query", "key", "value")
 
 
@@ -50,6 +59,14 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
     return (*features, *_backward_features(problem), *_few(problem), *memory)
 
 
+def regimes(device: Device) -> tuple[Regime, ...]:
+    """Hopper's problems, where there are its kernels, and those that are not tiny; in the emulator, Hopper's alone."""
+    hopper = Regime(_HALF, DIMS, _TILES, queries=_FEW, products=PRODUCTS, aligned=True, often=3)
+    if device.kind == "cpu":
+        return (replace(hopper, products=0),)
+    return (*((hopper,) if is_hopper(device) else ()), large(tuple(DTYPES)))
+
+
 def is_hopper(device: Device) -> bool:
     """Whether its kernels are written for ``device``."""
     return device.kind == "cuda" and device.capability == (9, 0)
@@ -65,8 +82,8 @@ def _absent(device: Device) -> str | None:
 
 
 def _backward(p: Problem) -> Iterator[str]:
-    if p.deterministic:
-        yield "deterministic=True: it adds to dQ in any order"
+    if ordered(p) and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ORDERED:
+        yield f"deterministic=True with head dimension {widest}: its blocks add to dQ in turn up to {_WIDEST_ORDERED}"
     if p.mask is not None and p.adds_mask:
         yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
     if p.dropout:
@@ -81,7 +98,7 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _features(p: Problem) -> Iterator[str]:
-    if p.dtype not in ("float16", "bfloat16"):
+    if p.dtype not in _HALF:
         yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and p.adds_mask:
         if p.mask.dtype != p.dtype:

@@ -6,6 +6,7 @@ from attnswitch.problem import DTYPES, Problem
 
 __all__ = [
     "LOG2E",
+    "TINY_PRODUCTS",
     "capped",
     "dim_class",
     "factors",
@@ -26,7 +27,7 @@ _PADDING = 128
 _SECTION = 16 * 2**20
 
 #: Queries or keys of a tiny problem, and its multiplications, at most; and the same where queries are few.
-_TINY, _TINY_PRODUCTS = 512, 2**24
+_TINY, TINY_PRODUCTS = 512, 2**24
 _FEW, _FEW_KEYS = 16, 128
 #: Classes of head dimensions of generic kernels.
 _CLASSES = (32, 64, 128, 256)
@@ -44,7 +45,7 @@ def generic(problem: Problem, *, emulated: bool = False) -> bool:
         return False
     products = p.batch * p.heads_q * p.seq_q * p.seq_k * (p.dim_qk + p.dim_v)
     keys = _FEW_KEYS if p.seq_q * p.group <= _FEW else _TINY  # keys of few queries are split among blocks
-    return p.seq_k <= keys and p.seq_q <= _TINY and products <= _TINY_PRODUCTS and not _plain(p)
+    return p.seq_k <= keys and p.seq_q <= _TINY and products <= TINY_PRODUCTS and not _plain(p)
 
 
 def _plain(p: Problem) -> bool:

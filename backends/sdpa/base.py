@@ -15,9 +15,11 @@ from attnswitch.problem import Problem
 
 from . import autocast, masks
 from .backward import Given
+from .grouped import GroupedKernel, grouped
 from .reasons import common, no_gpu, usual
+from .trimmed import TrimmedKernel, trimmed
 
-__all__ = ["Compose", "Fit", "Launch", "SdpaBackend", "SdpaKernel"]
+__all__ = ["Compose", "Fit", "Launch", "SdpaBackend", "SdpaKernel", "comes_to"]
 
 #: How an operator is launched where that hides (see ``masks``): from query, key and value to out and lse, which may be
 #: None where the problem does not ask for it.
@@ -59,7 +61,17 @@ class SdpaBackend(Backend):
         return Precision("float64" if wide else "float32", weights="storage", group_sum="storage", statistics="lse")
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
-        """The kernel for ``problem``."""
+        """The kernel for ``problem``, or around that of the one that it comes to (``comes_to``)."""
+        fewer = trimmed(problem, device)
+        if fewer is not None:
+            return TrimmedKernel(self.compile(fewer, device, config), fewer.seq_k)
+        as_queries = grouped(problem, device)
+        if as_queries is not None:
+            return GroupedKernel(self.compile(as_queries, device, config), problem)
+        return self.kernel(problem, device)
+
+    def kernel(self, problem: Problem, device: Device) -> Kernel:
+        """The kernel for a problem that comes to no other."""
         return SdpaKernel(self, problem, device)
 
     def plain(self, problem: Problem, device: Device) -> masks.Hiding:
@@ -93,6 +105,12 @@ class SdpaBackend(Backend):
     def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
         """Gradients of query, key, value and mask, by the operator's backward or what stands in for it."""
         raise NotImplementedError
+
+
+def comes_to(problem: Problem, device: Device) -> Problem:
+    """What ``problem`` is computed as: with fewer keys, with query heads as queries, or as it is."""
+    other = trimmed(problem, device) or grouped(problem, device)
+    return problem if other is None else comes_to(other, device)
 
 
 def _as_it_is(operand: Any) -> Any:

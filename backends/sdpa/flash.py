@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnswitch.machine.backend import Config, Forward, Kernel, Precision, Shows
+from attnswitch.machine.backend import Forward, Kernel, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import memory, raised
 from .arguments import told
 from .backward import Given, no_state, relative
-from .base import Compose, Fit, Launch, SdpaBackend
+from .base import Compose, Fit, Launch, SdpaBackend, comes_to
 from .hooks import once_differentiable, with_aligned_gradient
 from .kept import kept
 from .masks import Hiding, added, compose_plain, ends, unsaturated
@@ -25,8 +25,8 @@ from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
 
 __all__ = ["FlashBackend"]
 
-#: Keys of a tile of torch's CPU kernel, and the most that it takes at once.
-_CPU_TILE, _CPU_VECTOR = 512, 16
+#: Most keys that torch's CPU kernel takes at once.
+_CPU_VECTOR = 16
 
 
 class FlashBackend(SdpaBackend):
@@ -50,20 +50,21 @@ class FlashBackend(SdpaBackend):
     def precision(self, problem: Problem, device: Device) -> Precision:
         """On the CPU, 16-bit types go through a faster exponential, unless they are raised to float32.
 
-        bfloat16 is so with gradients alone, and a caller without autograd asks for these apart from the output.
+        A caller without autograd asks for gradients apart from the output, which may then be of another kernel.
         """
-        if raised.is_raised(problem.replace(grads=""), device):
+        both = problem, problem.replace(grads="")
+        if all(raised.is_raised(comes_to(each, device), device) for each in both):
             return Precision(statistics="lse")
         precision = super().precision(problem, device)
         if device.kind == "cpu" and problem.dtype in ("float16", "bfloat16"):
             return replace(precision, exp=2.0**-13)  # 1.17e-4 measured with torch 2.11 and 2.15
         return precision
 
-    def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
+    def kernel(self, problem: Problem, device: Device) -> Kernel:
         """The kernel for ``problem``, or that of the same one in float32."""
         if not raised.is_raised(problem, device):
-            return super().compile(problem, device, config)
-        return raised.RaisedKernel(super().compile(problem.replace(dtype="float32"), device, config), problem)
+            return super().kernel(problem, device)
+        return raised.RaisedKernel(super().kernel(problem.replace(dtype="float32"), device), problem)
 
     def plain(self, problem: Problem, device: Device) -> Hiding:
         """With a mask of zeros, one number of memory, where the CPU kernel would pass NaN by without.
@@ -73,7 +74,7 @@ class FlashBackend(SdpaBackend):
         """
         hiding = compose_plain(problem)
         blind = problem.seq_k % _CPU_VECTOR or hiding.causal
-        if device.kind == "cpu" and problem.seq_k > _CPU_TILE and blind and not problem.grads:
+        if device.kind == "cpu" and problem.seq_k > raised.KEYS and blind and not problem.grads:
             zero = ends(_type(problem))[0]
             return hiding._replace(mask=zero.expand(1, 1, problem.seq_q, problem.seq_k))
         return hiding
@@ -108,6 +109,7 @@ class FlashBackend(SdpaBackend):
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """The mask that is made of what hides, and operands that are raised."""
+        problem = comes_to(problem, device)
         if raised.is_raised(problem, device):
             return self.extra_bytes(problem.replace(dtype="float32"), device) + raised.extra_bytes(problem)
         kinds = (problem.dtype,) if problem.dtype == "float64" else (problem.dtype, "float32")

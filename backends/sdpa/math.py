@@ -15,7 +15,7 @@ from attnswitch.problem import Problem
 from . import memory
 from .arguments import Operator, told
 from .backward import Given, composite, log_sum
-from .base import Compose, Launch, SdpaBackend
+from .base import Compose, Launch, SdpaBackend, comes_to
 from .masks import Hiding, added
 
 __all__ = ["MathBackend"]
@@ -48,7 +48,7 @@ class MathBackend(SdpaBackend):
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """The scores and the weights."""
-        return memory.with_scores(problem)
+        return memory.with_scores(comes_to(problem, device))
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The composite itself, not the front door that may choose another."""

@@ -1,7 +1,9 @@
-"""16-bit operands raised to float32 around torch's kernel of the CPU, where that has no fast products of their type.
+"""16-bit operands raised to float32 around torch's kernel of the CPU, where that is faster.
 
-Then the kernel multiplies element by element. Training steps in 16 bits take two to nine times as long so, and forwards
-in float16 up to six times (``attnswitch bench choice --device cpu``); the copies are O(L D).
+Where the processor has no fast products of their type, the kernel multiplies element by element: training steps in 16
+bits take two to nine times as long so, and forwards in float16 up to six times. Where it has, a single query still
+takes two to five times as long, since one row is no product of matrices; and a training step does up to four times
+where the last tile of keys is mostly padding (``attnswitch bench choice --device cpu``). The copies are O(L D).
 """
 
 from __future__ import annotations
@@ -11,17 +13,31 @@ from typing import Any
 
 import torch
 
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
-__all__ = ["RaisedKernel", "extra_bytes", "is_raised"]
+from .reshaped import ReshapedKernel
+
+__all__ = ["KEYS", "RaisedKernel", "extra_bytes", "is_raised"]
+
+#: Keys of a tile of torch's CPU kernel.
+KEYS = 512
+#: Bytes of a copy up to which one query gains by it: of 20 MB it took 0.57 to 0.78 of the time, of 32 MB, whose pages
+#: the system maps anew at each call, 2.8 times as long.
+_MAPPED = 20 * 2**20
 
 
 def is_raised(problem: Problem, device: Device) -> bool:
-    """Whether operands of ``problem`` are raised. A forward in bfloat16 is as fast as it is."""
-    narrow = problem.dtype == "float16" or (problem.dtype == "bfloat16" and bool(problem.grads))
-    return narrow and device.kind == "cpu" and not _multiplies(problem.dtype)
+    """Whether operands of ``problem`` are raised. A forward of several queries in bfloat16 is as fast as it is."""
+    p = problem
+    if device.kind != "cpu" or DTYPES[p.dtype] != 2:
+        return False
+    if p.seq_q == 1:
+        return p.batch * p.heads_kv * p.seq_k * max(p.dim_qk, p.dim_v) * DTYPES["float32"] <= _MAPPED
+    if _multiplies(p.dtype):
+        return bool(p.grads) and 2 * (-(-p.seq_k // KEYS) * KEYS) >= 3 * p.seq_k
+    return p.dtype == "float16" or bool(p.grads)
 
 
 @functools.cache
@@ -40,51 +56,24 @@ def extra_bytes(problem: Problem) -> int:
     return rows * (problem.dim_qk + problem.dim_v) * DTYPES["float32"] * (2 if problem.grads else 1)
 
 
-class RaisedKernel(Kernel):
-    """``kernel`` of the same problem in float32, between two casts."""
+class RaisedKernel(ReshapedKernel):
+    """The kernel of the same problem in float32, between two casts."""
 
     def __init__(self, kernel: Kernel, problem: Problem) -> None:
-        self.kernel, self.dtype = kernel, getattr(torch, problem.dtype)
-        self.shows = kernel.shows
+        super().__init__(kernel)
+        self.dtype = getattr(torch, problem.dtype)
 
-    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+    def operands(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Copies in float32."""
+        return query.float(), key.float(), value.float()
+
+    def given_back(self, out: Any, lse: Any) -> tuple[Any, Any]:
         """Output in the operands' type, lse in float32."""
-        return self._lowered(self.kernel.forward(_raised(inputs)))
-
-    def results(self, inputs: Inputs) -> tuple[Any, Any]:
-        """The same, of which torch keeps no graph."""
-        return self._lowered(self.kernel.results(_raised(inputs)))
+        return out.to(self.dtype), lse
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients in the types of their operands."""
         out = None if out is None else out.float()
-        grads = self.kernel.backward(_raised(inputs), out, lse, grad_out.float(), grad_lse)
+        grads = self.kernel.backward(self.inputs(inputs), out, lse, grad_out.float(), grad_lse)
         query, key, value = (None if x is None else x.to(self.dtype) for x in grads[:3])
         return Gradients(query, key, value, grads.attn_mask)
-
-    def prepared(self, inputs: Inputs) -> Forward:
-        """``forward`` of what lies like ``inputs``; so do their copies."""
-        return self._between(self.kernel.prepared(_raised(inputs)))
-
-    def prepared_results(self, inputs: Inputs) -> Forward:
-        """The same of ``results``."""
-        return self._between(self.kernel.prepared_results(_raised(inputs)))
-
-    def prepared_backward(self, inputs: Inputs) -> Backward:
-        """``backward``: the casts are worth more than what could be prepared."""
-        return self.backward
-
-    def _lowered(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
-        out, lse = results
-        return out.to(self.dtype), lse
-
-    def _between(self, run: Forward) -> Forward:
-        def forward(query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, Any]:
-            return self._lowered(run(query.float(), key.float(), value.float(), *others))
-
-        return forward
-
-
-def _raised(inputs: Inputs) -> Inputs:
-    query, key, value = (operand.float() for operand in inputs[:3])
-    return inputs._replace(query=query, key=key, value=value)

@@ -15,7 +15,7 @@ from .arguments import dense, reach, scores, sizes, steps, strides, variant
 from .config import Tile, TritonConfig
 from .kernels.parameters import Dims
 from .kernels.prepare_added import prepare_added
-from .operands import copied, even
+from .operands import Upstream
 from .run import Passed
 from .tiles import Make
 
@@ -36,16 +36,12 @@ class PrepareAdded:
         self._bases, self._deltas = dense(2, *lines), dense(*lines)
         programs = p.batch * p.heads_q * arithmetic.padded(p) // rows
         self._launch = make(prepare_added, programs, self._passed)
-        #: Whether upstream gradients are read where they lie, which is known from the first.
-        self._even: bool | None = None
+        self._upstream = Upstream()
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
         query, key, _, mask, lengths, _ = inputs
-        if self._even is None:
-            self._even = even(grad_out)
-        if not self._even:
-            grad_out = copied(grad_out)
+        grad_out = self._upstream(grad_out)
         base = lse.new_empty_strided(*self._bases, dtype=torch.float32)
         delta = lse.new_empty_strided(*self._deltas, dtype=torch.float32)
         self._launch(query, key, out, grad_out, mask, lengths, lse, grad_lse, delta, base)

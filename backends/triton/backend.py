@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import ClassVar
 
-from attnswitch.machine.backend import Backend, Kernel, Precision, Tile
+from attnswitch.machine.backend import Backend, Kernel, Precision, Regime, Tile
 from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
 
-from ..own import requirements
+from ..own import regimes, requirements
 from . import config as configs
 from .config import TritonConfig
 
@@ -45,6 +45,10 @@ class TritonBackend(Backend):
     def configs(self, problem: Problem, device: Device) -> Iterator[TritonConfig]:
         """See ``config``."""
         return configs.configs(problem, device)
+
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """Problems that are not tiny, which share no generic kernels; the interpreter would take minutes for one."""
+        return () if device.kind == "cpu" else (regimes.large(("bfloat16", "float16", "float32")),)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """float32 sums; weights rounded to a 16-bit type before their products; IEEE products of float32."""

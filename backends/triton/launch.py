@@ -37,7 +37,7 @@ from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
 from .kernels import mask_gradient as mask_kernels
 from .kernels.parameters import Dims, Splits, Steps, Strides, Visits
-from .operands import copied, even
+from .operands import Upstream
 from .run import Passed
 from .tiles import Listing, Make, listing, overlaps
 
@@ -153,15 +153,11 @@ class Prepare:
         self._rows, self._block = p.batch * p.heads_q * arithmetic.padded(p), 8 if self._generic else 32
         programs = arithmetic.tiles(self._rows, self._block)
         self._launch = make(backward_kernels.prepare, programs, self._passed)
-        #: Whether upstream gradients are read where they lie, which is known from the first.
-        self._even: bool | None = None
+        self._upstream = Upstream()
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
-        if self._even is None:
-            self._even = even(grad_out)
-        if not self._even:
-            grad_out = copied(grad_out)
+        grad_out = self._upstream(grad_out)
         base = lse.new_empty_strided(*self._shape, dtype=torch.float32)
         delta = lse.new_empty_strided(*self._shape, dtype=torch.float32)
         self._launch(out, grad_out, lse, grad_lse, delta, base)

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnswitch.problem import DTYPES, Memory, Problem
 
-__all__ = ["copied", "even", "in_steps", "mask_even", "mask_in_steps", "uneven"]
+__all__ = ["Upstream", "copied", "even", "in_steps", "mask_even", "mask_in_steps", "uneven"]
 
 #: Elements. Triton itself sees that rows lie apart by a multiple of this, and of nothing less.
 _SEEN = 16
@@ -38,6 +38,19 @@ def even(array: Any) -> bool:
 def in_steps(array: Any) -> Any:
     """``array``, or a copy where it is not even."""
     return array if even(array) else copied(array)
+
+
+class Upstream:
+    """Upstream gradients where they lie, or as copies: by the first, since how they lie is no part of the problem."""
+
+    def __init__(self) -> None:
+        self._even: bool | None = None
+
+    def __call__(self, grad_out: Any) -> Any:
+        """``grad_out`` as kernels read it."""
+        if self._even is None:
+            self._even = even(grad_out)
+        return grad_out if self._even else copied(grad_out)
 
 
 def mask_in_steps(mask: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Files whose packages are not all installed are left out, and the report says which."""
+"""Files whose packages are not all installed are left out; the report says which, and what the walk has counted."""
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 
 import pytest
@@ -25,3 +26,11 @@ collect_ignore = list(_LACKING)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for file, lacking in _LACKING.items():
         terminalreporter.write_line(f"{file} is left out: no {' and no '.join(lacking)}")
+    reports = [row for rows in terminalreporter.stats.values() for row in rows if isinstance(row, pytest.TestReport)]
+    counts: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        if "::test_every_family[" in report.nodeid and report.when == "call":
+            counts.update({name: value for name, value in report.user_properties if isinstance(value, int)})
+    if counts:
+        said = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
+        terminalreporter.write_line(f"model classes of transformers: {said}")

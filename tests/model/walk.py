@@ -40,7 +40,8 @@ class Result(NamedTuple):
     outcome: str
     why: str
     calls: int
-    #: Whether ``sdpa`` can be asked for, and whether it computes what eager attention does; None where not tried.
+    #: Whether ``sdpa`` can be asked for (as it is marked, where the class is right), and whether it computes what eager
+    #: attention does; None where not tried.
     sdpa: bool | None
     sdpa_right: bool | None
     seconds: float
@@ -147,14 +148,14 @@ def look(kind: type[PreTrainedModel], subject: Subject) -> Result:
         return result("wrong", short(error), 0, *at.with_sdpa()[:2])
     errors = at.off(at.truths, outs)
     if max(errors) < NEAR:
-        return result("right", "", calls.count)
+        return result("right", "", calls.count, bool(kind._supports_sdpa))
     # Choices (experts, codes) flip at a rounding: in double they do not.
     sdpa, right, others = at.with_sdpa()
     why = " ".join(f"{error:.2g}" for error in errors)
     try:
         exact, known = at.exact(model)
         if max(exact) < 1e-6 and known:
-            return result("right", f"in float64; {why} in float32", calls.count)
+            return result("right", f"in float64; {why} in float32", calls.count, sdpa, right)
         why += " in float32, " + " ".join(f"{error:.2g}" for error in exact) + " in float64"
     except Exception as error:  # not every model runs in double
         why += "; float64: " + short(error)

@@ -63,6 +63,44 @@ def _patches(config: Any, takes: Any, text: dict[str, Any]) -> Iterator[dict[str
 
 def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     """Batches that the model may take, the likeliest first; masks hide the left of row 0 and the right of row 1."""
+    named = {
+        name: p.default is p.empty
+        for name, p in inspect.signature(model.forward).parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    for all_masks in (False, True):
+        for batch in _likely(model):
+            wanted = [
+                name
+                for name, required in named.items()
+                if name not in batch and (required or (all_masks and name.endswith(("_mask", "_lengths"))))
+            ]
+            beside = {name: x for name in wanted if (x := _by_name(model.config, name, batch)) is not None}
+            if beside or not all_masks:
+                yield {**batch, **beside}
+
+
+def _by_name(config: Any, name: str, batch: dict[str, Any]) -> torch.Tensor | None:
+    """What a model asks for beside ``batch``, as far as the name says what it is."""
+    tensors = {key: x for key, x in batch.items() if isinstance(x, torch.Tensor)}
+    if name.endswith("input_ids"):
+        return torch.randint(5, VOCABULARY - 45, (3, LENGTH))
+    if name == "pixel_values":
+        image, frames = _image(config), _find(config, "num_frames")
+        return image[:, None].repeat(1, frames, 1, 1, 1) if isinstance(frames, int) else image
+    of = tensors.get(name.removesuffix("_mask").removesuffix("_attention"))
+    if of is None:
+        of = next((x for x in tensors.values() if x.ndim == 3), None)
+    if of is None or not name.endswith(("_mask", "_lengths")):
+        return None
+    length = max(of.shape[1:]) if of.ndim == 3 and "features" in name else of.shape[1]
+    if name.endswith("_mask"):
+        return torch.ones(of.shape[0], length, dtype=torch.int64)
+    return torch.full((of.shape[0],), length, dtype=torch.int64)
+
+
+def _likely(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Batches of the arguments that models have in common."""
     config = model.config
     takes = inspect.signature(model.forward).parameters
     # Small numbers are special tokens, large ones too.
@@ -147,6 +185,8 @@ def batches(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
                 else ((3, 4000), (3, 1, 4000), (3, 32000), (3, 1024, 128), (3, 64, bins), (3, LENGTH, 32))
             ):
                 yield {name: torch.randn(shape), **target}
+                if "input_ids" in takes:
+                    yield {**text, name: torch.randn(shape)}
                 if "decoder_input_ids" not in target:
                     yield {name: torch.randn(shape), "decoder_input_ids": ids[:, :TARGET]}
     if "inputs_embeds" in takes or "hidden_states" in takes or "encoder_hidden_states" in takes:

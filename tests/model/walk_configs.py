@@ -18,10 +18,11 @@ class Attempt(NamedTuple):
     #: By what widths of every kind are divided, so that what fits together still does; negative for fewer heads of the
     #: same width.
     factor: int = 8
-    #: The most layers of a kind, 0 for as many as the default has.
+    #: The most layers of a kind; 0 for as many as the default has, and images of its size.
     layers: int = 2
-    #: Whether what the default leaves open is filled in, and tuples are lists, as in a config that was read from JSON.
-    filled: bool = False
+    #: Whether what the default leaves open is filled in, and tuples are lists, as in a config that was read from JSON;
+    #: 2 for what may be left open as well: any number of experts or heads, any width.
+    filled: int = 0
 
 
 #: In this order, until one can be made and run.
@@ -30,11 +31,13 @@ ATTEMPTS = (
     Attempt(factor=-16),
     Attempt(factor=-4),
     Attempt(layers=0),
-    Attempt(filled=True),
-    Attempt(factor=-16, filled=True),
-    Attempt(factor=4, filled=True),
-    Attempt(layers=0, filled=True),
-    Attempt(factor=1, filled=True),
+    Attempt(filled=1),
+    Attempt(factor=-16, filled=1),
+    Attempt(factor=4, filled=1),
+    Attempt(layers=0, filled=1),
+    Attempt(factor=1, filled=1),
+    Attempt(filled=2),
+    Attempt(factor=-16, filled=2),
 )
 VOCABULARY = 128
 
@@ -79,7 +82,7 @@ def _shrunk(name: str, value: Any, factor: int, layers: int) -> Any:
         return value
     if _TOKEN.search(name):
         return _token(name, value)
-    if re.search(r"vocab_size", name):
+    if re.search(r"vocab_size|_vocab$", name):
         return min(value, VOCABULARY)
     if name in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"):
         return min(value, 32)
@@ -89,7 +92,7 @@ def _shrunk(name: str, value: Any, factor: int, layers: int) -> Any:
         and not re.search(r"dense|sparse|type|index|adapter|out_|kv_shared|decoder_layers_to|feat_extract", name)
     ):
         return min(value, layers)
-    if name == "image_size" and value > 256:
+    if layers and name == "image_size" and value > 256:
         return 224
     if name in ("num_query_tokens", "num_queries"):
         return min(value, 8)
@@ -125,6 +128,8 @@ def small(kind: Any, attempt: Attempt, given: Any = None) -> Any:
                 made = -(-made // 8) * 8  # products of groups take whole 16 bytes
             if made != value:
                 values[name] = made
+    if given is not None:
+        values = _told(given) | values
     kept = values.get("num_hidden_layers", values.get("num_layers"))
     for name, value in vars(default).items():
         # One entry a layer: kept as long as there are layers, the last kinds too.
@@ -137,8 +142,21 @@ def small(kind: Any, attempt: Attempt, given: Any = None) -> Any:
     if getattr(default, "prediction_length", 1) is None:
         values["prediction_length"] = 4
     if filled:
-        values = _open(default, values) | values
+        values = _open(default, values, filled) | values
     return type(default)(**values)
+
+
+def _told(given: Any) -> dict[str, Any]:
+    """What a config that is part of another says, where its class by itself says something else."""
+    default, subs = vars(type(given)()), getattr(given, "sub_configs", {})
+    return {
+        name.removeprefix("_") if name == "_out_indices" else name: value
+        for name, value in vars(given).items()
+        if (not name.startswith("_") or name == "_out_indices")
+        and name not in subs
+        and name not in ("transformers_version", "model_type")
+        and (name not in default or default[name] != value)
+    }
 
 
 #: What stands for a number that a default leaves open, by its name.
@@ -148,9 +166,14 @@ _FILLED = (
     (r"^n_group$|^topk_group$", 1),
     (r"(moe|expert).*_(size|dim)$", 32),
 )
+#: The same for what is a number in the annotation of its class, where a default may mean that there is none.
+_FILLED_TOO = (
+    (r"experts?$|experts_", 4),
+    (r"kernel|stride|n_group|rate", 1),
+)
 
 
-def _open(default: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _open(default: Any, values: dict[str, Any], filled: int) -> dict[str, Any]:
     """What the default leaves open and a checkpoint would say, as far as names tell."""
 
     def at(name: str) -> Any:
@@ -159,6 +182,8 @@ def _open(default: Any, values: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     width, heads = at("hidden_size"), at("num_attention_heads")
     known = isinstance(width, int) and isinstance(heads, int) and heads
+    kinds = [vars(kind).get("__annotations__", {}) for kind in type(default).__mro__]
+    numbers = {name for each in kinds for name, kind in each.items() if re.search(r"\bint\b", str(kind))}
     for name, value in vars(default).items():
         if value is not None or name in values:
             continue
@@ -170,6 +195,16 @@ def _open(default: Any, values: dict[str, Any]) -> dict[str, Any]:
             found[name] = next(iter(at("languages") or ()), None)
         elif fitting := [number for pattern, number in _FILLED if re.search(pattern, name)]:
             found[name] = fitting[0]
+        elif filled == 2 and name in numbers:
+            fitting = [number for pattern, number in _FILLED_TOO if re.search(pattern, name)]
+            if fitting:
+                found[name] = fitting[0]
+            elif _HEADS.search(name) and known:
+                found[name] = heads
+            elif _HEAD_WIDTH.search(name) and known:
+                found[name] = width // heads
+            elif _WIDTH.search(name) and not _NOT_WIDTH.search(name) and known:
+                found[name] = width
     rope = at("rope_parameters") or {}
     if known and "mrope_section" in _source(default) and not ({"mrope_section", "full_attention"} & set(rope)):
         half = int((at("head_dim") or width // heads) * rope.get("partial_rotary_factor", 1.0)) // 2

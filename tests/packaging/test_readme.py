@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +97,16 @@ def test_the_readme_shows_the_library_and_every_command() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_versions_of_python_and_torch_are_those_that_are_held() -> None:
+    """The oldest torch is the one that pyproject allows and `.ci/torch` is shown with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = next(line.removeprefix("torch>=") for line in project["dependencies"] if line.startswith("torch>="))
+    pythons = [row.split(" :: ")[-1] for row in project["classifiers"] if " :: Python :: " in row]
+    text = README.read_text(encoding="utf-8")
+    assert f"Python {pythons[0]} to {pythons[-1]}, torch {oldest} or later" in text
+    assert f"`.ci/torch {oldest}`" in text
 
 
 def test_the_readme_of_bench_says_what_every_suite_measures() -> None:

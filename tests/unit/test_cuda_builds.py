@@ -47,9 +47,8 @@ VALUES: dict[str, set[int]] = {
     "GRAD_OUT_BYTES": {16},
     "CONTINUED": {0, 1},
     "MASKED": {0, 1},
-    "DIRECT": {0, 1},
-    "TURNS": {0, 1},
     "BIAS": {0, 1, 2},
+    "ORDERED": {0, 1},
 }
 
 
@@ -108,8 +107,8 @@ def test_the_problems_take_every_branch() -> None:
             for flag, value in variant.flags:
                 seen[flag].add(value)
     gradients = {"query_gradient", "key_gradients", "mask_gradient"}
-    backward = {"prepare", "prepare_added", "backward", "backward_wide", "backward_halved", "finish"}
-    assert kernels == {"survey", "forward", "merge", *backward, *gradients}
+    hopper = {"backward", "backward_ordered", "backward_wide", "backward_halved"}
+    assert kernels == {"survey", "forward", "merge", "prepare", "prepare_added", *hopper, "finish", *gradients}
     assert dtypes == {"float16", "bfloat16", "float32", "float64"}
     assert seen.keys() == VALUES.keys()
     for flag, values in seen.items():

@@ -12,9 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import attnswitch
 from attnswitch import Problem
+from attnswitch.bench import workload
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
@@ -32,9 +34,9 @@ tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
-#: Bytes that a thread spills: addresses, in the middle of a step.
-SPILLED = 48
-WIDE_SPILLED = 32
+#: Bytes that a thread spills where a mask is looked at; where threads add to dQ in turn, which have the few registers
+#: of the loader; and where these look at a mask.
+SPILLED = {".mask=bool": 24, ".deterministic": 32, ".mask=bool.deterministic": 72, ".softcap=30.0.deterministic": 24}
 disassembled = pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 
@@ -51,6 +53,8 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
         *(PLAIN.replace(dim_qk=dim, dim_v=dim) for dim in (8, 64, 80)),
         PLAIN.replace(dim_qk=96, softcap=30.0),
         *(PLAIN.replace(dim_qk=dim, dim_v=dim_v) for dim, dim_v in ((192, 128), (136, 8), (64, 256), (200, 192))),
+        PLAIN.replace(deterministic=True, mask=Mask("bool")),
+        PLAIN.replace(deterministic=True, dim_qk=256, dim_v=256, grads="kv"),
         *(PLAIN.replace(mask=Mask("bool", axes)) for axes in ("", "bk", "q", "bhqk")),
     ],
     ids=str,
@@ -67,8 +71,8 @@ def test_it_takes_the_gradients(problem: Problem) -> None:
         (PLAIN.replace(dtype="float32"), "h200", "float32"),
         (PLAIN.replace(mask=Mask("bfloat16")), "h200", "attn_mask of bfloat16"),
         (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
-        (PLAIN.replace(deterministic=True), "h200", "deterministic=True"),
-        (PLAIN.replace(dim_qk=256, dim_v=256, deterministic=True), "h200", "deterministic=True"),
+        (PLAIN.replace(deterministic=True, dim_qk=192), "h200", "deterministic=True with head dimension 192"),
+        (PLAIN.replace(deterministic=True, dim_v=256, grads="q"), "h200", "deterministic=True with head dimension 256"),
         (PLAIN.replace(dim_qk=20, query=Memory(align=16)), "h200", "dim_qk=20"),
         (PLAIN.replace(scale=-0.5), "h200", "scale="),
         (PLAIN.replace(seq_q=20), "h200", "20 queries"),
@@ -84,6 +88,13 @@ def test_the_portable_kernels_take_the_rest(problem: Problem, device: str, words
     assert next(config.configs(problem, where)).backward is None
 
 
+def test_explain_says_that_blocks_take_turns() -> None:
+    told = str(attnswitch.explain(PLAIN.replace(deterministic=True), device=H200))
+    assert "blocks add to dQ in turn" in " ".join(told.split())
+    for other in (PLAIN, PLAIN.replace(deterministic=True, grads="kv")):  # dK and dV are sums of one block
+        assert "in turn" not in str(attnswitch.explain(other, device=H200))
+
+
 def test_without_gradients_there_is_no_tile_of_it() -> None:
     assert next(config.configs(PLAIN.replace(grads=""), H200)).backward is None
 
@@ -91,7 +102,7 @@ def test_without_gradients_there_is_no_tile_of_it() -> None:
 # -- how the work is divided -------------------------------------------------------------------------------------------
 
 
-def met(p: Problem, keys: int = 128, queries: int = 64) -> list[int]:
+def met(p: Problem, keys: int, queries: int) -> list[int]:
     """The tiles of queries that each tile of keys meets by position, counted one by one."""
     left, right = p.reach
     offset = p.seq_k - p.seq_q if p.bottom_right else 0
@@ -113,10 +124,13 @@ def met(p: Problem, keys: int = 128, queries: int = 64) -> list[int]:
         )
     ),
 )
-def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int, int], how: str) -> None:
+@pytest.mark.parametrize(("keys", "queries"), [(64, 64), (128, 64), (128, 128)])
+def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(
+    sizes: tuple[int, int], how: str, keys: int, queries: int
+) -> None:
     p = Problem.parse(f"b1.h1.s{sizes[0]}x{sizes[1]}.d64.bf16{how}.grad")
-    total, longest = choice._queries(p, tiles.HopperGradients(128, 64, 2))
-    right = met(p)
+    total, longest = choice._queries(p, tiles.HopperGradients(keys, queries, 2))
+    right = met(p, keys, queries)
     assert sum(right) <= total <= sum(right) + 2 * len(right)  # a last tile that is not full may count as full
     assert max(right) <= longest <= max(right) + 2
 
@@ -125,9 +139,11 @@ def test_tiles_of_queries_are_counted_as_the_kernel_meets_them(sizes: tuple[int,
     ("text", "parts"),
     [
         ("b4.h16.s4096.d128.bf16.grad", 1),  # 2,048 tiles of keys
-        ("b2.h16/4.s1024.d64.bf16.causal.grad", 4),  # 64, for 132 SMs
+        ("b2.h16/4.s1024.d64.bf16.causal.grad", 3),  # 64, for 132 SMs
         ("b1.h8/1.s2048x64.d64.bf16.grad", 16),  # one
         ("b1.h1.s40.d64.bf16.grad", 1),  # and one tile of queries
+        ("b2.h16/4.s1024.d192/128.bf16.causal.grad", 4),  # 64
+        ("b2.h16/4.s1024.d256.bf16.causal.grad", 3),  # 128, of 64 keys
     ],
 )
 def test_few_tiles_of_keys_are_shared_by_several_blocks(text: str, parts: int) -> None:
@@ -135,12 +151,22 @@ def test_few_tiles_of_keys_are_shared_by_several_blocks(text: str, parts: int) -
     assert choice.splits(p, H200, choice.gradients(p)) == parts
 
 
-def test_head_dimensions_are_filled_up_to_those_that_are_compiled() -> None:
-    found = {
-        dims: tiles.gradient_dims(PLAIN.replace(dim_qk=dims[0], dim_v=dims[1]))
-        for dims in ((8, 64), (64, 72), (136, 128), (192, 8), (128, 136), (200, 64))
-    }
-    assert list(found.values()) == [(64, 64), (128, 128), (192, 128), (192, 128), (256, 256), (256, 256)]
+@pytest.mark.parametrize(
+    ("dims", "compiled"),
+    [
+        ("8/64", (64, 64)),
+        ("64/72", (128, 128)),
+        ("136/128", (192, 128)),
+        ("160", (256, 256)),
+        ("192/8", (192, 128)),
+        ("128/136", (256, 256)),
+        ("200/64", (256, 256)),
+    ],
+)
+def test_head_dimensions_are_filled_up_to_those_that_are_compiled(dims: str, compiled: tuple[int, int]) -> None:
+    p = Problem.parse(f"b2.h4.s1000.d{dims}.bf16.grad")
+    made = backward.Backward(p, choice.gradients(p), H200)
+    assert [(step.variant.dim, step.variant.dim_v) for step in made.steps] == 3 * [compiled]
 
 
 def test_memory_is_what_the_launches_need() -> None:
@@ -154,7 +180,7 @@ def test_memory_is_what_the_launches_need() -> None:
     assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 8 * parts, rows // 64 + 2 * 2 * 4 * 16]
 
 
-def test_wide_sums_of_keys_are_an_even_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_keys_are_an_even_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "splits", lambda *_: 3)
     p = Problem.parse("b2.h16/4.s1000x150.d256.bf16.grad")
     made = backward.Backward(p, choice.gradients(p), H200)
@@ -163,55 +189,54 @@ def test_wide_sums_of_keys_are_an_even_number_of_tiles(monkeypatch: pytest.Monke
     assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 3 * 3, rows // 64 + 2 * 2 * 4 * 4]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_turns_take_memory_of_their_own(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside delta a number for each tile of queries; in shared memory two tiles of sums."""
+    monkeypatch.setattr(backward, "splits", lambda *_: 2)
+    p = Problem.parse(f"b2.h16/4.s1000.d{dim}.bf16.causal.grad")
+    plain, ordered = (backward.Backward(q, choice.gradients(q), H200) for q in (p, p.replace(deterministic=True)))
+    numbers = 2 * 16 * 16
+    assert ordered.space == plain.space + numbers
+    assert ordered.begins == tuple(at + 4 * numbers * (n > 1) for n, at in enumerate(plain.begins))
+    shared = ordered.steps[1].variant.shared
+    assert shared - tiles.gradients_shared(choice.gradients(p.replace(deterministic=True)), p) == 2 * 4 * 64 * dim
+    assert max(shared, plain.steps[1].variant.shared) <= H200.on_chip
+
+
 # -- builds ------------------------------------------------------------------------------------------------------------
 
 
-def variant(more: str) -> Any:
-    p = Problem.parse(f"b4.h16.s4096.{more}.grad")
-    return backward._backward(p, choice.gradients(p))
+def expected(chosen: Any) -> tuple[int, int, int]:
+    """Waits for products, products of 16 columns or rows, and those with a left operand in registers."""
+    if chosen.kernel == "backward_wide":  # S, dP, dV and dK at two places each, and two panels of dQ in each role
+        return 14, 2 * (256 + 256 + 64 + 64) // 16 + 2 * 4 * 4, 16
+    if chosen.kernel == "backward_halved":  # of 32 queries: S at three, the others at two; dQ in five parts
+        return 12, (3 * 192 + 2 * (128 + 32 + 32)) // 16 + 5 * 8, 8
+    by_columns, own = chosen.dim // 16, chosen.columns // 16  # of S and dP alike; of dV and dK alike
+    if chosen.kernel == "backward_ordered":  # S and dQ at two places, dP, dV, and dK at two
+        return 6, 3 * by_columns + 3 * own + 2 * 8, 3 * own
+    return 7, 3 * by_columns + 2 * own + 3 * 8, 2 * own  # S at two places, dP, dV, dK, and dQ at three
 
 
 @disassembled
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", ".mask=bool", ".softcap=30.0"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_products_overlap_and_stay_in_registers(dim: int, more: str, tmp_path: Path) -> None:
-    """ptxas lets products come one after another where it cannot follow them, and says so in its log alone."""
-    chosen = variant(f"d{dim}.bf16{more}")
-    text = sass.listing(nvrtc.cubin(chosen, "sm_90a"), tmp_path)
-    waits, products = text.count("WARPGROUP.DEPBAR"), text.count("HGMMA.64x")
-    # S and dQ at two places, dP, dV, and dK at two: 16 columns or rows each.
-    assert products == (2 * dim + dim + 2 * 128) // 16 + 3 * 4
-    assert waits == 6
-    registers, found = sass.overwritten(text)
-    assert registers == 12
-    assert found == []
-    assert usage(nvrtc.cubin(chosen, "sm_90a")).local <= SPILLED
-
-
-@disassembled
-@pytest.mark.slow
-@pytest.mark.parametrize("more", ["", ".mask=bool", ".softcap=30.0"])
 @pytest.mark.parametrize(
-    ("dims", "which", "counted"),
+    ("dims", "more"),
     [
-        # S, dP, dV and dK at two places each, and in each role panels of dQ in the loop and at its end.
-        *(("256", n, (2 * (256 + 256 + 64 + 64) // 16 + 2 * 4 * 4, 14, 16)) for n in range(2)),
-        *(("192/128", n, (2 * (192 + 128 + 64 + 64) // 16 + 2 * 3 * 4, 13, 16)) for n in range(2, 5)),
-        # Of 32 queries: S at three, the others at two; and a panel and a half of dQ, at two and three.
-        *(("192/128", n, ((3 * 192 + 2 * (128 + 32 + 32)) // 16 + 5 * 8, 12, 8)) for n in range(2)),
+        *itertools.product(("64", "128"), ("", ".softcap=30.0", *SPILLED)),
+        *itertools.product(("192/128", "256"), ("", ".softcap=30.0", ".mask=bool")),
     ],
 )
-def test_wide_products_overlap_and_stay_in_registers(
-    dims: str, which: int, counted: tuple[int, int, int], more: str, tmp_path: Path
-) -> None:
+def test_products_overlap_and_stay_in_registers(dims: str, more: str, tmp_path: Path) -> None:
+    """ptxas lets products come one after another where it cannot follow them, and says so in its log alone."""
     p = Problem.parse(f"b4.h16.s4096.d{dims}.bf16{more}.grad")
-    cubin = nvrtc.cubin(backward._backward(p, choice.all_gradients(p)[which]), "sm_90a")
+    chosen = backward._backward(p, choice.gradients(p))
+    cubin = nvrtc.cubin(chosen, "sm_90a")
     text = sass.listing(cubin, tmp_path)
     registers, found = sass.overwritten(text)
-    assert (text.count("HGMMA.64x"), text.count("WARPGROUP.DEPBAR"), registers) == counted
     assert found == []
-    assert usage(cubin).local <= WIDE_SPILLED
+    assert (text.count("WARPGROUP.DEPBAR"), text.count("HGMMA.64x"), registers) == expected(chosen)
+    assert usage(cubin).local <= SPILLED.get(more, 0)
 
 
 # -- gradients, emulated -----------------------------------------------------------------------------------------------
@@ -231,10 +256,8 @@ def arrays(p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
     return found, rng.standard_normal(shapes[0][:3]).astype(np.float32)
 
 
-def compare(
-    text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = None, lengths: Any = None, which: int = 0
-) -> None:
-    """Gradients of a tile beside ``reference``; what lies past the lengths is NaN."""
+def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = None, lengths: Any = None) -> None:
+    """Gradients beside ``reference``; what lies past the lengths is NaN."""
     monkeypatch.setattr(backward, "splits", lambda *_: parts)
     p = Problem.parse(text)
     (q, k, v, grad), grad_lse = arrays(p)
@@ -247,15 +270,15 @@ def compare(
     )
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
-    launch = backward.Backward(p, choice.all_gradients(p)[which], Device.cpu())
+    launch = backward.Backward(p, choice.gradients(p), Device.cpu())
     inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
     got = launch(inputs, out.astype(q.dtype), lse.astype(np.float32), grad, grad_lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
-    sums = 2 if max(p.dim_qk, p.dim_v) <= 128 else 3  # of more terms
+    units = 2 if max(p.dim_qk, p.dim_v) <= 128 else 3  # of sums of more terms
     for name, mine, wanted in zip("qkv", got[:3], right[:3], strict=True):
         want: Any = wanted
         worst = np.abs(mine.astype(np.float64) - want).max()
-        assert worst <= sums * unit * np.abs(want).max(), name
+        assert worst <= units * unit * np.abs(want).max(), name
 
 
 @compiled
@@ -266,14 +289,22 @@ def compare(
         ("b1.h4/2.s150x200.d64.fp16.causal.grad", 3),
         ("b1.h2.s200x150.d128.bf16.causal-br.grad", 1),
         ("b2.h2.s70x300.d72.bf16.window=40,3.grad", 1),
+        ("b2.h2.s300x400.d64.bf16.window=150,20.grad", 1),
+        ("b1.h2.s300x200.d64.bf16.causal-br.grad", 2),
         ("b1.h2.s100.d96/64.fp16.softcap=3.0.grad", 2),
+        ("b1.h2.s150x200.d64.fp16.causal.softcap=3.0.grad", 1),
+        ("b1.h4/2.s150x200.d64.fp16.causal.grad.deterministic", 3),
+        ("b1.h2.s200x150.d128.bf16.causal-br.grad.deterministic", 1),
+        ("b2.h2.s70x300.d72.bf16.window=40,3.grad.deterministic", 1),
+        ("b1.h2.s150x200.d64.fp16.causal.softcap=3.0.grad.deterministic", 1),
         ("b1.h2.s150x200.d256.bf16.grad", 1),
         ("b1.h4/2.s150x200.d256.fp16.causal.grad", 3),
-        ("b2.h2.s70x300.d200.bf16.window=40,3.grad", 1),
+        ("b2.h2.s70x300.d224.bf16.window=40,3.grad", 1),
         ("b1.h2.s100.d256/64.fp16.softcap=3.0.causal.grad", 2),
         ("b1.h2.s150x200.d192/128.bf16.causal.grad", 1),
         ("b1.h2.s200x150.d160/96.bf16.causal-br.grad", 3),
-        ("b1.h2.s100.d192/128.fp16.softcap=3.0.grad", 1),
+        ("b2.h2.s70x300.d192/64.fp16.window=40,3.grad", 1),
+        ("b1.h2.s100.d192/128.fp16.softcap=3.0.causal.grad", 1),
     ],
 )
 def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,28 +312,78 @@ def test_gradients_are_right(text: str, parts: int, monkeypatch: pytest.MonkeyPa
 
 
 @compiled
-@pytest.mark.slow
-@pytest.mark.parametrize(("dims", "which"), [("192/128", 1), ("192/128", 2), ("192/128", 4), ("256", 1)])
-@pytest.mark.parametrize("how", ["", ".causal", ".softcap=3.0"])
-def test_other_tiles_are_right(dims: str, which: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(f"b1.h2/1.s150x200.d{dims}.fp16{how}.grad", 2, monkeypatch, which=which)
-
-
-@compiled
-@pytest.mark.parametrize("dims", ["128", "192/128", "256"])
-def test_what_lies_past_the_lengths_does_not_leak(dims: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(f"b3.h2.s100x300.d{dims}.bf16.lengths.causal-br.grad", 2, monkeypatch, lengths=[130, 0, 300])
+@pytest.mark.parametrize(
+    ("dims", "queries", "how"),
+    [
+        *((dims, queries, how) for dims, queries in (("64", 200), ("128", 100)) for how in ("", ".deterministic")),
+        ("192/128", 100, ""),
+        ("256", 100, ""),
+    ],
+)
+def test_what_lies_past_the_lengths_does_not_leak(
+    dims: str, queries: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(f"b3.h2.s{queries}x300.d{dims}.bf16.lengths.causal-br.grad{how}", 2, monkeypatch, lengths=[130, 0, 300])
 
 
 @compiled
 @pytest.mark.parametrize(
-    ("dims", "axes"),
-    [("64", "qk"), ("64", "bk"), ("64", "bhk"), ("256", "hqk"), ("192/128", "bk")],
+    ("dims", "axes", "how"),
+    [
+        *(("64", axes, how) for axes in ("qk", "bk", "bhk") for how in ("", ".deterministic")),
+        *((dims, axes, "") for dims in ("192/128", "256") for axes in ("hqk", "bk")),
+    ],
 )
-def test_masks_hide_whole_tiles_and_parts_of_them(dims: str, axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_hide_whole_tiles_and_parts_of_them(
+    dims: str, axes: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(5)
     shape = tuple(n if letter in axes else 1 for letter, n in zip("bhqk", (2, 4, 150, 300), strict=True))
     mask = rng.random(shape) < 0.5
     mask[..., : 64 if "q" in axes else None, :140] = False  # a whole tile of keys, from these queries
     mask[..., 200:] = True
-    compare(f"b2.h4/2.s150x300.d{dims}.bf16.mask=bool:{axes}.grad", 1, monkeypatch, mask)
+    compare(f"b2.h4/2.s150x300.d{dims}.bf16.mask=bool:{axes}.grad{how}", 1, monkeypatch, mask)
+
+
+# -- bits, on a GPU ----------------------------------------------------------------------------------------------------
+
+#: Calls of one problem that are to give the same bits.
+CALLS = 100
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of capability 9.0"
+)
+
+
+def repeated(p: Problem, calls: int) -> None:
+    """Asserts that all calls give the bits of the first, whatever runs beside them."""
+    work = workload.of(p, "cuda")
+    out = attnswitch.attention(work.query, work.key, work.value, backend="cuda", **work.keywords())
+    first = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in first)
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for call in range(calls - 1):
+        with torch.cuda.stream(beside):  # takes SMs from it, more or fewer, and lets go at another time
+            size = 256 * (1 + call % 16)
+            torch.ones(size, size, device="cuda").matmul(torch.ones(size, size, device="cuda"))
+        again = torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+        for name, mine, other in zip("qkv", first, again, strict=True):
+            assert torch.equal(mine, other), f"grad {name} of call {call + 2} differs"
+
+
+@hopper
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"b4.h16.s4096.d{dim}.bf16{how}.grad" for dim in (64, 128) for how in ("", ".causal")),
+        "b1.h16.s16384.d128.bf16.causal.grad",
+        "b1.h2.s16384.d128.bf16.grad",  # all blocks of a head at once
+        "b2.h16/4.s1000x1777.d64.fp16.causal-br.grad",
+        "b1.h8/1.s2048.d128.bf16.causal.grad",  # splits
+        "b2.h4.s5000x300.d64.bf16.grad",
+        "b2.h8.s4000.d128.fp16.causal.window=700,0.grad",
+        "b4.h8.s3000.d96.bf16.lengths.causal-br.softcap=20.0.grad",
+        "b2.h8/2.s1500x2100.d128.bf16.mask=bool:bhqk.grad",
+    ],
+)
+def test_a_hundred_calls_give_the_same_bits(text: str) -> None:
+    repeated(Problem.parse(text).replace(deterministic=True), CALLS)

@@ -10,6 +10,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from typer.testing import CliRunner
 from attnswitch import CompileError, Problem
 from attnswitch.machine import registry
 from attnswitch.machine.device import KNOWN, Device
+from attnswitch.wisdom import signature
+from attnswitch.wisdom.signature import sign
 
 pytest.importorskip("cupy")
 app = importlib.import_module("attnswitch.cli.app").app
@@ -51,7 +54,7 @@ def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for cached in CACHES:
         cached.cache_clear()
     yield
-    for cached in CACHES:
+    for cached in (*CACHES, signature._sign):
         cached.cache_clear()
 
 
@@ -269,6 +272,74 @@ def test_what_is_not_understood_is_asked_again(kept: str) -> None:
     path.write_text(kept)
     assert not nvrtc.known()
     assert nvrtc.version() == tuple(nvrtc._library().getVersion())
+
+
+# -- wisdom ------------------------------------------------------------------------------------------------------------
+
+
+def signed(device: Device) -> Any:
+    signature._sign.cache_clear()
+    packs._opened.cache_clear()
+    return sign("cuda", device)
+
+
+def repacked(path: Path, compiler: str, sources: str = "") -> None:
+    pack = packs.Pack(path)
+    packs.write(path, compiler, sources or pack.sources, {digest: pack.take(digest) for digest in pack})
+
+
+def test_wisdom_holds_for_the_compiler_of_the_pack() -> None:
+    here, elsewhere = replace(H200, present=True), replace(A10, present=True)
+    before, other = signed(here), signed(elsewhere)
+    assert dict(before.versions)["kernels"] == nvrtc.full_name()
+    packed(H200)
+    assert signed(here) == before  # the same kernels, which need no compiling
+    path = packs.cached() / "sm_90a.zip"
+    repacked(path, "NVRTC 99.1")
+    changed = signed(here)
+    assert changed.source == before.source
+    assert re.search(r"measured with kernels NVRTC \d+\.\d+, and here it is NVRTC 99\.1", before.differs(changed))
+    assert signed(elsewhere) == other  # of another architecture
+    repacked(path, "NVRTC 99.1", "of other sources")
+    assert signed(here) == before  # its kernels are never taken
+
+
+def test_a_pack_that_grows_is_no_other() -> None:
+    here = replace(H200, present=True)
+    packed(H200)
+    before = signed(here)
+    packed(H200, replace(H200, name="H100"))
+    assert signed(here) == before
+
+
+def test_a_pack_of_another_compiler_is_not_mixed_with() -> None:
+    packed(H200)
+    path = packs.cached() / "sm_90a.zip"
+    kernels = {digest: packs.Pack(path).take(digest) for digest in packs.Pack(path)}
+    packs.write(path, "NVRTC 99.1", nvrtc.headers(), kernels | {"another": b"of that compiler"})
+    packed(H200)
+    assert {*packs.Pack(path)} == {*kernels}
+    assert packs.Pack(path).compiler == nvrtc.full_name()
+
+
+def test_beside_a_pack_nvrtc_is_not_loaded_to_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed(H200)
+    monkeypatch.setattr(nvrtc, "_facts", lambda: pytest.fail("it was asked"))
+    assert "kernels" in dict(signed(replace(H200, present=True)).versions)
+
+
+def test_without_any_compiler_there_is_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC")
+    assert "kernels" not in dict(signed(replace(H200, present=True)).versions)
+    assert "kernels" not in dict(signed(Device.cpu()).versions)
+
+
+def test_a_backend_that_cannot_tell_is_not_signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: Device) -> dict[str, str]:
+        raise OSError("gone")
+
+    monkeypatch.setattr(registry.loaded("cuda"), "toolchain", broken)
+    assert "cannot say what compiled its kernels: OSError: gone" in str(signed(replace(H200, present=True)))
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------

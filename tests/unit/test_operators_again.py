@@ -136,7 +136,7 @@ def test_what_has_no_sizes_is_torchs(at: int) -> None:
 @pytest.mark.parametrize(
     "looking",
     [
-        torch.profiler.profile,
+        lambda: torch.profiler.profile(acc_events=True),  # torch 2.11 warns otherwise
         lambda: attnswitch.record(),
         lambda: checking("always"),
         lambda: torch.autocast("cpu", torch.bfloat16),

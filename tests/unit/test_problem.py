@@ -8,7 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnswitch import InvalidProblem, Mask, Memory, Problem
@@ -181,6 +181,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a machine may be busy
 @given(problems())
 def test_text_and_parse_are_inverse(problem: Problem) -> None:
     text = str(problem)

@@ -8,15 +8,10 @@ there.
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import interpreting
 import numpy as np
 import pytest
 import torch
@@ -217,13 +212,9 @@ INTERPRETED = [setting for setting in SETTINGS if setting.dtype != "float64"]
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
-    """What each check raised in the process that interprets, "" for nothing."""
+    """What each check raised in the process that interprets, "" for nothing; skips where its interpreter fails."""
     pytest.importorskip("triton", "3.6")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    return interpreting.raised(__file__)
 
 
 @pytest.mark.parametrize("setting", INTERPRETED, ids=str)
@@ -236,15 +227,6 @@ def test_triton_with_an_lse(raised: dict[str, str], lse: str) -> None:
     assert raised[lse] == "", raised[lse]
 
 
-def outcome(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:  # whatever it raises is told
-        return traceback.format_exc()
-    return ""
-
-
 if __name__ == "__main__":
     checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED}
-    checks |= {name: partial(of_lse, "triton") for name, of_lse in LSES.items()}
-    print(json.dumps({name: outcome(one) for name, one in checks.items()}))
+    interpreting.tell(checks | {name: partial(of_lse, "triton") for name, of_lse in LSES.items()})

@@ -7,19 +7,18 @@ this file, run as a script, runs them and prints what each raised.
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import re
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import interpreting
 import numpy as np
 import pytest
 import torch
@@ -37,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 arithmetic = importlib.import_module("attnswitch.backends.own.arithmetic")
 config = importlib.import_module("attnswitch.backends.triton.config")
 backend = importlib.import_module("attnswitch.backends.triton.backend")
-VARIABLE = "TRITON_INTERPRET"
+VARIABLE = interpreting.VARIABLE
 #: What is run in the process that interprets, by the names of the tests.
 INTERPRETED: dict[str, Callable[[], None]] = {}
 
@@ -55,15 +54,7 @@ def interpreted(check: Callable[[], None]) -> Callable[[dict[str, str]], None]:
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
     """What each of the interpreted tests raised, "" for nothing; skips where this interpreter does not work."""
-    ran = subprocess.run(
-        [sys.executable, __file__], env={**os.environ, VARIABLE: "1"}, cwd=ROOT, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout.splitlines()[-1])
-    if isinstance(said, str):
-        pytest.skip(said)
-    found: dict[str, str] = said
-    return found
+    return interpreting.raised(__file__)
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
@@ -652,14 +643,6 @@ def check_gradients_lie(turned: str, plain: Any) -> None:
 # -- the process that interprets ---------------------------------------------------------------------------------------
 
 
-def outcome(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:  # whatever it raises is told
-        return traceback.format_exc()
-    return ""
-
-
 def test_an_interpreter_that_fails_is_said_to() -> None:
     """As that of Triton 3.6 does with NumPy 2.4, which makes no number of an array of one."""
     program = """
@@ -679,5 +662,4 @@ print(registry.loaded("triton").unavailable())
 
 
 if __name__ == "__main__":
-    absence = backend.TritonBackend().unavailable()
-    print(json.dumps(absence or {name: outcome(check) for name, check in INTERPRETED.items()}))
+    interpreting.tell(INTERPRETED)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnswitch import Device, InvalidProblem, Problem
@@ -165,6 +165,7 @@ def drawn(draw: st.DrawFn) -> Problem:
     return Problem(*sizes, dtype, **draw(CHANGES))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a machine may be busy
 @given(drawn(), CHANGES, SIZES)
 def test_two_problems_are_of_one_class_where_one_problem_stands_for_both(
     problem: Problem, changes: dict[str, Any], seq_k: int

@@ -8,14 +8,13 @@ at calls (a mode, a transform, a profiler, autograd), or a tensor lies otherwise
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from attnswitch.call import finite, recording
+from attnswitch.call.attend import lies_alike
 from attnswitch.call.launch import Launch
 from attnswitch.call.operators import run
 from attnswitch.call.operators.direct import plainly
@@ -31,7 +30,6 @@ __all__ = ["backward", "forward"]
 _MOST = 256
 _policy_of_context, _look_of_context, _recording = policy.of_context, finite.of_context, recording.of_context
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-_address, _is_nested = torch.Tensor.data_ptr, operator.attrgetter("is_nested")
 
 
 class _Way:
@@ -51,32 +49,22 @@ class _Way:
 
     def holds(self, tensors: tuple[Any, ...]) -> bool:
         """Whether a call with these tensors is to be run by it."""
-        if self.alike is None or self.context != _context() or _profiled() or not _lie(self.alike, tensors):
+        if self.alike is None or self.context != _context() or _profiled() or not lies_alike(self.alike, *tensors):
             return False
         look = self.launch.look
         return look is None or look(*tensors[:3])
 
 
 def _context() -> tuple[Any, ...]:
-    return _policy_of_context(), _look_of_context(), _recording(), view.generation(), torch.is_grad_enabled()
-
-
-def _lie(alike: Callable[..., bool], tensors: tuple[Any, ...]) -> bool:
-    """``attend.lies_alike`` of any number of tensors."""
-    try:
-        addresses = [*map(_address, tensors)]
-        if functools.reduce(operator.or_, addresses) & 15 or not all(addresses) or any(map(_is_nested, tensors)):
-            return False
-        return alike(*tensors)
-    except (RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
-        return False
+    return _policy_of_context(), _look_of_context(), _recording(), view.generation()
 
 
 class _Again:
     """An operator as it is called, where ``dispatch`` is how torch calls it.
 
     ``read`` finds the tensors of a call, or None where that is torch's: query, key, value, and a mask if there is one,
-    before output, lse and the output's gradient, if the operator has them. ``bind`` makes of a launch what runs them.
+    before output, lse and the output's gradient, if the operator has them: ``saved`` is how many of these there are.
+    ``bind`` makes of a launch what runs them.
     """
 
     def __init__(
@@ -84,10 +72,10 @@ class _Again:
         dispatch: Callable[..., Any],
         read: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None],
         bind: Callable[[Launch, tuple[Any, ...], dict[str, Any]], Callable[..., Any]],
-        beside: int,
+        saved: int,
     ) -> None:
-        self._dispatch, self._read, self._bind, self._beside = dispatch, read, bind, beside
-        #: By what calls say, and the sizes of query and key.
+        self._dispatch, self._read, self._bind, self._saved = dispatch, read, bind, saved
+        #: By what calls say, the sizes of query and key, and whether gradients are enabled.
         self._ways: dict[Hashable, _Way] = {}
 
     def __call__(self, *given: Any, **said: Any) -> Any:
@@ -105,12 +93,12 @@ class _Again:
     def _find(self, said: dict[str, Any], tensors: tuple[Any, ...]) -> tuple[Hashable, _Way | None]:
         """What a call is known by, None if it cannot be known, and its way, None if it is new."""
         try:
-            sizes = len(tensors), tensors[0].shape, tensors[1].shape
-            key = (*sizes, *said, *said.values())
+            also = torch.is_grad_enabled(), len(tensors), tensors[0].shape, tensors[1].shape
+            key = (*also, *said, *said.values())
             try:
                 return key, self._ways.get(key)
             except TypeError:  # a window in a list
-                key = (*sizes, *said, *[tuple(each) if type(each) is list else each for each in said.values()])
+                key = (*also, *said, *[tuple(each) if type(each) is list else each for each in said.values()])
                 return key, self._ways.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no tensors, nested ones, sizes that are symbols
             return None, None
@@ -119,7 +107,7 @@ class _Again:
         """Know the way of a call that torch has just made, the second time that it is met."""
         if _recording() is not None or not plainly(tensors):
             return
-        count = len(tensors) - self._beside
+        count = len(tensors) - self._saved
         launch = run.latest(*tensors[:count], beside=tensors[count:], **said)
         if launch is None or launch.recorded or launch.save is None or launch.differentiate is None:
             return
@@ -137,12 +125,12 @@ class _Again:
 
 def forward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """``attention_forward``, for gradients."""
-    return _Again(dispatch, _of_forward, _results, beside=0)
+    return _Again(dispatch, _of_forward, _results, saved=0)
 
 
 def backward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """``attention_backward``, where lse has no gradient."""
-    return _Again(dispatch, _of_backward, _gradients, beside=3)
+    return _Again(dispatch, _of_backward, _gradients, saved=3)
 
 
 def _of_forward(given: tuple[Any, ...], said: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -165,7 +153,8 @@ def _results(launch: Launch, operands: tuple[Any, ...], said: dict[str, Any]) ->
     save: Any = launch.save
     query, layout = operands[0], said.get("layout", "BHLD")
     to_out = steps(query, launch.problem.dim_v, layout)
-    nothing = query.new_empty(0, dtype=torch.float32)  # the state of a random generator that was not asked
+    #: The state of a random generator that was not asked: of no memory, and so the same tensor every time.
+    nothing = query.new_empty(0, dtype=torch.float32)
 
     def results(operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         out, lse = save(*operands)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 __all__ = ["laid", "like", "steps"]
 
 
@@ -23,12 +25,10 @@ def laid(array: Any, operand: Any, layout: str) -> Any:
     return like(operand, array.shape[-1], layout).copy_(array)
 
 
-def steps(operand: Any, columns: int, layout: str) -> tuple[int, ...]:
+def steps(operand: torch.Tensor, columns: int, layout: str) -> tuple[int, ...]:
     """The strides of such memory."""
-    _, first, second, _ = operand.shape
-    plain = _heads_inside(operand, layout) == (layout == "BLHD")
-    inner = (second * columns, columns) if plain else (columns, first * columns)
-    return first * second * columns, *inner, 1
+    alike = torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device="meta")
+    return tuple(like(alike, columns, layout).stride())
 
 
 def _heads_inside(operand: Any, layout: str) -> bool:

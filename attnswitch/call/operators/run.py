@@ -153,7 +153,8 @@ def latest(
     masked = attn_mask is not None
     asked = request(query, options, backend, policy, seeded=False, masked=masked, lengths=False, grads=grads)
     launch = asked.latest
-    if launch is None or not lies_alike(launch.alike, query, key, value, attn_mask):
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if launch is None or not lies_alike(launch.alike, *operands):
         return None
     if beside and not are_of(asked, launch, query, beside[:2], (beside[2], None)):
         return None

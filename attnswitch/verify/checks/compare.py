@@ -34,9 +34,9 @@ def elements(exact: Exact, results: dict[str, Any], limits: dict[str, Any]) -> t
         if key not in exact.values:
             continue
         value = exact.values[key]
-        got = exact.part(result).reshape(value.shape)
+        got = exact.part(result, key).reshape(value.shape)
         found, ratio, where = _result(exact, name, got, limits[key])
-        ratios[name] = ratio, exact.place(where)
+        ratios[name] = ratio, exact.place(where, key)
         failure = failure or found
     return failure, ratios
 
@@ -49,7 +49,7 @@ def _result(exact: Exact, name: str, got: Any, limit: Any) -> tuple[Failure | No
     if poisoned is not None and np.isfinite(got[poisoned]).any():
         where = _first(poisoned & np.isfinite(got))
         message = "a visible NaN or inf left no trace"
-        return Failure("reference", message, name, exact.place(where), float(got[where])), np.inf, where
+        return Failure("reference", message, name, exact.place(where, key), float(got[where])), np.inf, where
     with np.errstate(all="ignore"):
         overflows = np.abs(value) + limit >= largest(exact, key)
         error = np.where(got == value, 0.0, np.abs(got - value))
@@ -65,7 +65,7 @@ def _result(exact: Exact, name: str, got: Any, limit: Any) -> tuple[Failure | No
     kind = "" if np.isfinite(got[where]) else ", some not finite"
     message = f"{count} of {got.size} elements are off by more than rounding explains{kind}"
     numbers = float(got[where]), float(value[where]), float(limit[where])
-    return Failure("reference", message, name, exact.place(where), *numbers), worst, where
+    return Failure("reference", message, name, exact.place(where, key), *numbers), worst, where
 
 
 def _first(flags: Any) -> tuple[int, ...]:

@@ -84,9 +84,12 @@ def _split(trial: Trial) -> Failure | None:
 def _limits_at(trial: Trial, part: Subject) -> dict[str, Any]:
     """Error bounds of a part, for the rows that the whole is known at."""
     limits, rows = trial.limits(part), trial.subject.exact.rows
-    if rows is None or part.exact.rows is not None:  # the rows that are sampled depend on the queries alone
+    if rows is None:
         return limits
-    return {name: limits[name][rows] for name in ("out", "lse")}
+    if part.exact.rows is None:
+        return {name: limits[name][rows] for name in ("out", "lse")}
+    # The rows that are sampled depend on the queries alone; a part may have a whole key head after them.
+    return {name: limits[name][: len(rows[0])] for name in ("out", "lse")}
 
 
 # -- a prefix, and the last row ----------------------------------------------------------------------------------------
@@ -192,7 +195,9 @@ def _heads_written_out(trial: Trial) -> Failure | None:
     for name in ("key", "value"):
         if f"grad {name}" in got:
             got[f"grad {name}"] = _summed(case, got[f"grad {name}"])
-            if name in exact.values:  # the written-out gradients are each rounded before they are summed here
+            if exact.rows is not None:  # another key head of the written-out ones is known
+                del got[f"grad {name}"]
+            else:  # the written-out gradients are each rounded before they are summed here
                 limits[name] = trial.limits()[name] + _summed(case, trial.limits(expanded)[name])
     message = "key heads repeated for each query head give another"
     return within(trial, "grouped-heads", got, trial.results, message, limits, factor=1.0)

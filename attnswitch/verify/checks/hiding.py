@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from attnswitch.verify.checks.check import Check
-from attnswitch.verify.checks.compare import alike, identical
+from attnswitch.verify.checks.compare import identical
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
 from attnswitch.verify.drawing.data import LARGEST, hashed, normal, rounded
@@ -88,8 +88,10 @@ def _compare_hidden(trial: Trial, check: str, nonfinite: bool) -> Failure | None
             keep = ~_seen_by_some(subject, ~rows)[..., None] if nonfinite else np.ones((*hidden.shape, 1), np.bool_)
         mine, other = (np.where(keep, x, 0.0) for x in (result, base[name]))
         exact = not nonfinite and (bitwise or name in ("out", "lse"))  # a kernel may go another way to keep NaN out
-        limit = 0.0 if exact else 2 * trial.limits()[name.removeprefix("grad ")]
-        found.append(alike(check, name, mine, other, limit, message))
+        if exact:
+            found.append(identical(check, name, mine, other, message))
+        else:
+            found.append(within(trial, check, {name: mine}, {name: other}, message))
     for name in ("grad key", "grad value"):
         if name in got:
             gone = np.where(hidden[..., None], got[name], 0.0)

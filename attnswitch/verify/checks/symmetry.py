@@ -43,10 +43,10 @@ def within(
     for name, result in got.items():
         key = name.removeprefix("grad ")
         if name in expected and key in exact.values:
-            mine, other = (exact.part(x).reshape(exact.values[key].shape) for x in (result, expected[name]))
+            mine, other = (exact.part(x, key).reshape(exact.values[key].shape) for x in (result, expected[name]))
             failure = alike(check, name, mine, other, factor * limits[key], message)
             if failure is not None and failure.index is not None:
-                place = exact.place(failure.index)
+                place = exact.place(failure.index, key)
                 failure = Failure(check, failure.message, name, place, failure.got, failure.expected, failure.bound)
             found.append(failure)
     return first_of(*found)

@@ -2,5 +2,6 @@
 
 case        one problem and the recipe for its data     strategies  what Hypothesis draws
 data        the recipe's numbers, from a hash           provider    where its choices come from
-placings    ways to lie in memory, by name              lattice     fixed cases: tile edges, great lengths
+within      sizes within a regime of a backend          lattice     fixed cases: tile edges, great lengths
+placings    ways to lie in memory, by name
 """

@@ -7,16 +7,18 @@ Operations are bounded by construction: no draw is thrown away.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+from attnswitch.machine.backend import Regime
+from attnswitch.verify.drawing import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.data import DISTRIBUTIONS
-from attnswitch.verify.drawing.placings import PLACINGS, TURNED
+from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
 
-__all__ = ["Space", "cases", "recipe"]
+__all__ = ["SHARE", "Space", "cases", "recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Space:
 
     ``work`` bounds batch * heads * Lq * Lk * max(D, Dv, 32), and ``heads`` batch * heads alone. ``checks`` are the
     properties of which each case is given one to be tried on it; half of the cases, and all where there are none, are
-    given none beside the usual.
+    given none beside the usual. One case in ``SHARE`` lies within one of ``regimes``, if there are any: ``large`` takes
+    the place of ``work`` there, and a key head with its query heads has at most ``scores``.
     """
 
     libraries: tuple[str, ...] = ("torch", "numpy")
@@ -34,10 +37,17 @@ class Space:
     longest: int = 1100
     heads: int = 2**20
     checks: tuple[str, ...] = ()
+    regimes: tuple[Regime, ...] = ()
+    large: int = 2**27
+    scores: int = 2**19
 
 
+#: Where backends name regimes, one case in so many lies within one of them.
+SHARE = 8
 _TILES = (16, 32, 64, 128)
 _DIMS = (8, 16, 32, 64, 1, 2, 5, 24, 40, 72, 80, 96, 128, 160, 192, 256)
+#: Elements of a 16-bit type in 16 bytes.
+_STEP = 8
 _SCALES = (None, 0.125, 1.0, 0.0, -0.25, -1.0, 2.0, 1e-3, 1e-30)
 
 
@@ -77,11 +87,25 @@ def _sizes(draw: Any, space: Space) -> dict[str, int]:
     return {"batch": batch, "heads_kv": kv, "group": group, "seq_q": lq, "seq_k": lk, "dim_qk": d, "dim_v": dv}
 
 
-def _hiding(draw: Any, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
-    """Causal, window, lengths and mask, alone and together."""
+def _regime(draw: Any, space: Space, dtypes: list[str]) -> tuple[Regime, str, dict[str, int]] | None:
+    """One of the regimes in so many draws, with a dtype and sizes within it; nothing is drawn where there are none."""
+    found = []
+    for regime in space.regimes:
+        fitting = [dtype for dtype in regime.dtypes if dtype in dtypes]
+        if fitting:
+            sizes = within.sizes(draw, regime, space.scores, space.large, space.longest, space.heads)
+            found += [(regime, _choice(draw, fitting), sizes)] * regime.often
+    if not found:
+        return None
+    chosen, wanted = _choice(draw, found), _often(draw, SHARE)
+    return chosen if wanted else None
+
+
+def _hiding(draw: Any, sizes: dict[str, int], dtype: str, wide: int = 1) -> dict[str, Any]:
+    """Causal, window of up to 70 times ``wide`` keys to a side, lengths and mask, alone and together."""
     lk = sizes["seq_k"]
     causal, has_window, bottom_right = draw(st.booleans()), _often(draw, 4), draw(st.booleans())
-    sides = [(draw(st.integers(0, 70)), _often(draw, 3)) for _ in ("left", "right")]
+    sides = [(wide * draw(st.integers(0, 70)), _often(draw, 3)) for _ in ("left", "right")]
     has_lengths, lengths = _often(draw, 4), [(draw(st.booleans()), draw(st.integers(0, 2**12))) for _ in range(3)]
     has_mask, mask = _often(draw, 3), _mask(draw, dtype)
     found: dict[str, Any] = {"causal": causal}
@@ -91,7 +115,7 @@ def _hiding(draw: Any, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
         found["alignment"] = "bottom_right"
     if has_lengths:
         cut = [min(n, lk) if small else max(0, lk - n % 64) for small, n in lengths]
-        found["lengths"] = tuple(cut[: sizes["batch"]])
+        found["lengths"] = tuple(cut[b % len(cut)] for b in range(sizes["batch"]))
     if has_mask:
         found["mask"] = mask
     return found
@@ -112,19 +136,32 @@ def _mask(draw: Any, dtype: str) -> MaskRecipe:
     return MaskRecipe(mask_dtype, axes, rank, float_kind)
 
 
-def _placing(draw: Any, library: str) -> Placing:
+def _fitted(found: dict[str, Any], regime: Regime) -> None:
+    """Give a float mask in an aligned regime the operands' type and rows of whole steps of 16 bytes."""
+    mask: MaskRecipe | None = found.get("mask")
+    if regime.aligned and mask is not None and mask.dtype != "bool":
+        kind = "minus-1e4" if mask.kind == "minus-1e9" and found["dtype"] == "float16" else mask.kind
+        found["mask"] = replace(mask, dtype=found["dtype"], kind=kind)
+        if "k" in mask.axes:
+            found["seq_k"] = max(_STEP, found["seq_k"] // _STEP * _STEP)
+            if found.get("lengths") is not None:
+                found["lengths"] = tuple(min(length, found["seq_k"]) for length in found["lengths"])
+
+
+def _placing(draw: Any, library: str, *, aligned: bool = False) -> Placing:
     kinds = [kind for kind in PLACINGS if library == "numpy" or kind not in TURNED]
+    kinds = list(ALIGNED) if aligned else kinds
     plain = [kind for kind in kinds if not kind.startswith("expanded")]
     query, key, value, grad_out = (_choice(draw, kinds) for _ in range(4))
     mask, alike = _choice(draw, plain), draw(st.booleans())
     return Placing(query, query, query, mask, query) if alike else Placing(query, key, value, mask, grad_out)
 
 
-def _grads(draw: Any, mask: MaskRecipe | None) -> str:
-    """None, all, or any subset of the operands that can have a gradient."""
+def _grads(draw: Any, mask: MaskRecipe | None, *, rather: bool = False) -> str:
+    """None, all, or any subset of the operands that can have a gradient; ``rather`` some than none."""
     letters = "qkv" + ("m" if mask is not None and mask.dtype != "bool" else "")
     wanted, every, each = draw(st.booleans()), draw(st.booleans()), [draw(st.booleans()) for _ in "qkvm"]
-    if not wanted:
+    if not (wanted or (rather and every)):
         return ""
     return letters if every else "".join(x for x, on in zip("qkvm", each, strict=True) if on and x in letters)
 
@@ -136,8 +173,11 @@ def cases(draw: Any, space: Space = Space()) -> Case:
     dtypes = [dtype for dtype in space.dtypes if not (library == "cupy" and dtype == "bfloat16")]
     dtype = _choice(draw, dtypes)
     sizes = _sizes(draw, space)
-    hiding = _hiding(draw, sizes, dtype)
-    placing = _placing(draw, library)
+    large = _regime(draw, space, dtypes)
+    if large is not None:
+        _, dtype, sizes = large
+    hiding = _hiding(draw, sizes, dtype, 1 if large is None else max(1, sizes["seq_k"] // 140))
+    placing = _placing(draw, library, aligned=large is not None and large[0].aligned)
     found = {
         **sizes,
         **hiding,
@@ -150,8 +190,10 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         "scale": _choice(draw, (*(None,) * 18, *_SCALES)),
         "softcap": _choice(draw, (*(0.0,) * 15, 30.0, 1.0, 5.0)),
         "lse": _often(draw, 3),
-        "grads": _grads(draw, hiding.get("mask")),
+        "grads": _grads(draw, hiding.get("mask"), rather=large is not None),
     }
+    if large is not None:
+        _fitted(found, large[0])
     if library != "torch" and found["grads"]:  # attention_backward gives the three, and the mask's where asked
         found["grads"] = "qkvm" if "m" in found["grads"] else "qkv"
     check, checked, deterministic = draw(st.integers(0, 2**20)), draw(st.booleans()), _often(draw, 6)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
+from attnswitch.machine.backend import Regime
+from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.verify import emulation
 from attnswitch.verify.checks import DRAWN
@@ -21,6 +25,8 @@ EXAMPLES = 2000
 EMULATED = 200
 #: Data recipes for each problem where a backend builds something for each shape.
 RECIPES = 8
+#: Work of a case within a regime of a backend; and where kernels are emulated.
+_LARGE = {False: 2**27, True: 2**20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,30 @@ def targets(
             every = tuple(check.name for check in DRAWN)
             libraries = ("torch", "cupy") if _has_cupy() else ("torch",)
             space = Space(libraries=libraries, work=2**22, longest=2100, checks=every)
-        if longest is not None:
-            space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8))
+        if device != "cpu" or emulated:
+            named = [name for name in backends if name != AUTO]
+            names = registry.names() if len(named) < len(backends) and not emulated else named
+            space = replace(space, regimes=_regimes(names, device), large=_LARGE[bool(emulated)])
+        if longest is not None:  # which is asked for where cases are to be small
+            space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8), regimes=())
         usual = RECIPES if device != "cpu" and _builds(backends) else 1
         made.append(Target(device, tuple(backends), space, recipes or usual, emulated))
     return tuple(made)
+
+
+def _regimes(names: Sequence[str], device: str) -> tuple[Regime, ...]:
+    """Those of all the backends on ``device``; of a device that is not here, none, nor of a broken plug-in."""
+    try:
+        where = Device.parse(device)
+    except InvalidProblem:
+        return ()
+    found: dict[Regime, None] = {}
+    for name in names:
+        backend = registry.load(name)
+        if not isinstance(backend, Missing):
+            with contextlib.suppress(Exception):
+                found |= dict.fromkeys(backend.regimes(where))
+    return tuple(found)
 
 
 def _builds(backends: Sequence[str]) -> bool:

@@ -1,7 +1,8 @@
-"""``Exact``: what the results of a case should be and how far rounding may take them, wholly or on sampled rows.
+"""``Exact``: what the results of a case should be and how far rounding may take them, wholly or in part.
 
 The dense answer holds the scores, so it is for short cases. Of a long one, single rows are answered: a row needs only
-its own query and every key. Gradients of keys and values, which need every row, are left to the laws.
+its own query and every key. Gradients of keys and values need every row of their query heads: one key head is answered
+in whole where its scores are few enough, and else they are left to the laws.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from attnswitch.verify.drawing.data import hashed
 from attnswitch.verify.truth import bounds, oracle, rows
 from attnswitch.verify.truth.oracle import Answer, Float
 
-__all__ = ["DENSE_WORK", "Exact"]
+__all__ = ["DENSE_WORK", "HEAD_SCORES", "Exact"]
 
-#: Cases of more work than this are answered on sampled rows.
+#: Cases of more work than this are answered in part.
 DENSE_WORK = 2**23
+#: Scores of a key head, group * Lq * Lk, up to which it is answered in whole: a quarter of a second.
+HEAD_SCORES = 2**19
 _HEADS, _RANDOM_ROWS = 3, 6
+_OF_ROWS = ("out", "lse", "query")
 
 
 class Exact:
     """The exact results of a case.
 
     ``rows`` is None where every element is known, and otherwise the (batch, head, query) index arrays of the rows in
-    ``values``: "out", "lse" and "query" then have one axis for the rows in place of the first three.
+    ``values``: "out", "lse" and "query" then have one axis for the rows in place of the first three. "key", "value" and
+    "attn_mask" are there if one key head is known, and have the axes after batch and head; of a mask that heads or
+    batch entries share, nothing is.
     """
 
     def __init__(self, case: Case, data: dict[str, Any], keep: Any = None, trusted: bool = False) -> None:
@@ -39,6 +45,8 @@ class Exact:
         self.case = case
         self._limits: dict[Precision, dict[str, Float]] = {}
         self.rows: tuple[Any, Any, Any] | None = None
+        #: Where in a result the part that is known stands, by the result's name.
+        self._where: dict[str, tuple[Any, ...]] = {}
         if case.work <= DENSE_WORK:
             dense = oracle.answer(case, data, _kept(case) if keep is None else keep)
             if not trusted:
@@ -47,12 +55,15 @@ class Exact:
             self.values, self.poisoned = dense.values, dense.poisoned
             return
         places = _places(case)
-        self.answers = [_some_rows(case, data, keep, b, h, i) for b, h, i in places]
+        self.answers = [_answer(case, data, keep, place) for place in places]
         if not trusted:
-            b, h, i = places[-1]
-            rows.check_row(case, data, self.answers[-1], (b, h, int(i[-1])), len(i) - 1)
-        self.rows = tuple(np.concatenate([np.broadcast_to(p[n], p[2].shape) for p in places]) for n in range(3))  # type: ignore[assignment]
+            for (b, heads, i), answer in zip(places[-2:], self.answers[-2:], strict=True):
+                rows.check_row(case, data, answer, (b, heads.stop - 1, int(i[-1])), (heads.stop - heads.start - 1, -1))
+        self.rows = _rows(places)
         self.values = _joined([answer.values for answer in self.answers])
+        b, heads, _ = places[-1]
+        for name in self.values.keys() - {*_OF_ROWS}:
+            self._where[name] = (b, heads if name == "attn_mask" else heads.start // case.group)
         poisoned = [answer.poisoned for answer in self.answers]
         if any(poisoned):  # of several heads, some may have met none
             clean = ({name: np.zeros(value.shape, np.bool_) for name, value in a.values.items()} for a in self.answers)
@@ -74,15 +85,26 @@ class Exact:
             return found[0]
         return {name: max(float(part[name].max(initial=0.0)) for part in found) for name in found[0]}
 
-    def part(self, result: Any) -> Any:
-        """The elements of a result (B, H, L, ...) that ``values`` speaks of."""
-        return result if self.rows is None else result[self.rows]
+    def part(self, result: Any, name: str = "out") -> Any:
+        """The elements of a result (B, H, L, ...), one like ``values[name]``, that are known."""
+        if self.rows is None:
+            return result
+        if name not in self._where:
+            return result[self.rows]
+        return result.reshape((1,) * (4 - result.ndim) + result.shape)[self._where[name]]  # a mask has its own rank
 
-    def place(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """Where an element of ``values`` stands in the whole result."""
+    def place(self, index: tuple[int, ...], name: str = "out") -> tuple[int, ...]:
+        """Where an element of ``values[name]`` stands in the whole result."""
         if self.rows is None:
             return index
-        return (*(int(axis[index[0]]) for axis in self.rows), *index[1:])
+        if name not in self._where:
+            return (*(int(axis[index[0]]) for axis in self.rows), *index[1:])
+        b, head = self._where[name]
+        return (b, head.start + index[0], *index[1:]) if isinstance(head, slice) else (b, head, *index)
+
+
+#: A batch entry, some query heads of one key head, and rows of each.
+_Place = tuple[int, slice, Any]
 
 
 def _kept(case: Case) -> Any:
@@ -94,7 +116,17 @@ def _kept(case: Case) -> Any:
     return keep_mask(case.dropout_seed or 0, case.dropout, batch, head, row, 0, lk)
 
 
-def _places(case: Case) -> list[tuple[int, int, Any]]:
+def _places(case: Case) -> list[_Place]:
+    """Sampled rows of some heads; then, if it is small enough, one key head."""
+    found = _sampled(case)
+    if case.group * case.seq_q * case.seq_k <= HEAD_SCORES:
+        word = int(hashed(np, case.data_seed, 10, 1)[0]) & (2**62 - 1)
+        first = (word >> 8) % case.heads_kv * case.group
+        found.append((word % case.batch, slice(first, first + case.group), np.arange(case.seq_q)))
+    return found
+
+
+def _sampled(case: Case) -> list[_Place]:
     """Batch entries and heads to look at, first and last among them, with the rows of each: ends, tile edges, any."""
     words = hashed(np, case.data_seed, 9, _HEADS * (_RANDOM_ROWS + 2)) & (2**62 - 1)
     heads = [(0, 0), (case.batch - 1, case.heads_q - 1)]
@@ -104,33 +136,53 @@ def _places(case: Case) -> list[tuple[int, int, Any]]:
         some = {0, case.seq_q - 1, *(int(w) % case.seq_q for w in words[n * _RANDOM_ROWS : (n + 1) * _RANDOM_ROWS])}
         edge = int(words[n]) % max(case.seq_q // 64, 1) * 64
         some |= {i for i in (edge - 1, edge, 63, 64, 127, 128) if 0 <= i < case.seq_q}
-        found.append((b, h, np.array(sorted(some))))
+        found.append((b, slice(h, h + 1), np.array(sorted(some))))
     return found
 
 
-def _some_rows(case: Case, data: dict[str, Any], keep: Any, b: int, h: int, i: Any) -> Answer:
-    """The answer to rows ``i`` of one batch entry and head."""
-    g = h // case.group
-    few = {role: data[role][b : b + 1, h : h + 1, i] for role in ("query", "grad_out", "grad_lse")}
+def _rows(places: list[_Place]) -> tuple[Any, Any, Any]:
+    """Index arrays of all rows, those of one head after those of another."""
+    grids = [np.meshgrid(b, np.arange(heads.start, heads.stop), i, indexing="ij") for b, heads, i in places]
+    b, h, i = (np.concatenate([grid[axis].ravel() for grid in grids]) for axis in range(3))
+    return b, h, i
+
+
+def _answer(case: Case, data: dict[str, Any], keep: Any, place: _Place) -> Answer:
+    """The answer to some rows of some query heads; all rows of all that share a key head have its gradients."""
+    b, heads, i = place
+    g, count = heads.start // case.group, heads.stop - heads.start
+    few = {role: data[role][b : b + 1, heads][:, :, i] for role in ("query", "grad_out", "grad_lse")}
     few |= {role: data[role][b : b + 1, g : g + 1] for role in ("key", "value")}
     mask = data.get("attn_mask")
-    visible = oracle.visible_positions(case, mask, (b, h, i))
+    every = range(heads.start, heads.stop)
+    visible = np.concatenate([oracle.visible_positions(case, mask, (b, h, i)) for h in every], axis=1)
     if mask is not None:
-        few["attn_mask"] = oracle.mask_rows(mask, b, h, i)
+        few["attn_mask"] = np.concatenate(
+            [oracle.mask_rows(mask, b, h, i) for h in (every if mask.shape[1] > 1 else every[:1])], axis=1
+        )
     if keep is not None:
-        keep = keep[b : b + 1, h : h + 1, i]
+        keep = keep[b : b + 1, heads][:, :, i]
     elif case.dropout:
-        row = i[None, None, :]
-        keep = keep_mask(case.dropout_seed or 0, case.dropout, np.array(b), np.array(h), row, 0, case.seq_k)
-    part = case.replace(batch=1, heads_kv=1, group=1, seq_q=len(i), lengths=None, mask=None)
+        of_head = np.arange(heads.start, heads.stop)[None, :, None]
+        keep = keep_mask(case.dropout_seed or 0, case.dropout, np.array(b), of_head, i[None, None, :], 0, case.seq_k)
+    whole = len(i) == case.seq_q and count == case.group
+    alone = mask is not None and mask.shape[:2] == (case.batch, case.heads_q)
+    kind = case.mask if whole and alone else None
+    part = case.replace(batch=1, heads_kv=1, group=count, seq_q=len(i), lengths=None, mask=kind)
     found = oracle.answer(part, few, keep, visible)
-    for name in ("key", "value", "attn_mask"):  # sums over rows that are not here
-        found.values.pop(name, None)
-        found.poisoned.pop(name, None)
+    for name in ("attn_mask",) if whole else ("key", "value", "attn_mask"):  # sums over rows that are not here
+        if not (whole and alone):
+            found.values.pop(name, None)
+            found.poisoned.pop(name, None)
     return found
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays (1, 1, rows, ...) of several places as one with a single axis for the rows."""
-    names = [name for name in ("out", "lse", "query") if name in parts[0]]
-    return {name: np.concatenate([part[name][0, 0] for part in parts]) for name in names}
+    """Arrays (1, heads, rows, ...) of several places as one with a single axis for the rows, and what one alone has."""
+    names = [name for name in _OF_ROWS if name in parts[0]]
+    flat = ([part[name].reshape(-1, *part[name].shape[3:]) for part in parts] for name in names)
+    joined = {name: np.concatenate(each) for name, each in zip(names, flat, strict=True)}
+    for name in parts[-1].keys() - {*names}:
+        array = parts[-1][name][0]
+        joined[name] = array if name == "attn_mask" else array[0]
+    return joined

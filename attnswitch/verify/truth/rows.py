@@ -116,8 +116,10 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
             agree("attn_mask", (), mask, scores.sum(axes, keepdims=True), terms)
 
 
-def check_row(case: Case, data: dict[str, Any], some: Answer, at: tuple[int, int, int], n: int) -> None:
-    """Hold row ``n`` of ``some``, the answer to a few rows of ``case``, against this form of the row ``at`` there.
+def check_row(case: Case, data: dict[str, Any], some: Answer, at: tuple[int, int, int], n: tuple[int, int]) -> None:
+    """Hold a row of ``some``, ``n`` being its head and its row, against this form of the row ``at`` of ``case``.
+
+    ``some`` is the answer to a few rows of ``case``.
 
     Raises ``VerificationError`` if they disagree.
     """
@@ -125,9 +127,9 @@ def check_row(case: Case, data: dict[str, Any], some: Answer, at: tuple[int, int
         return
     agree = _Agreement(some, case)
     with np.errstate(all="ignore"):
-        found = row(case, data, some.z[0, 0, n], *at)
+        found = row(case, data, some.z[0][n], *at)
         for name in ("out", "lse", "query"):
-            agree(name, at, some.values[name][0, 0, n], found[name])
+            agree(name, at, some.values[name][0][n], found[name])
 
 
 class _Agreement:

@@ -65,8 +65,8 @@ def variants(
 def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progress: Progress) -> Iterator[Packed]:
     """Compile them, as many at a time as there are cores, and write a pack for each architecture into ``folder``.
 
-    None is the cache folder. A pack that is there keeps its kernels of the same sources: another GPU of its
-    architecture may have other tiles. Raises ``CompileError``.
+    None is the cache folder. A pack that is there keeps its kernels of the same sources and compiler: another
+    GPU of its architecture may have other tiles. Raises ``CompileError``.
     """
     if why := nvrtc.unavailable():
         raise CompileError(why)
@@ -80,6 +80,6 @@ def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progres
                 kernels[nvrtc.digest(variant, arch)] = cubin
                 progress(next(done), of_all, f"{arch} {variant}")
             path = (folder or packs.cached()) / f"{arch}.zip"
-            kernels = packs.kept(path, nvrtc.headers()) | kernels
+            kernels = packs.kept(path, nvrtc.full_name(), nvrtc.headers()) | kernels
             packs.write(path, nvrtc.full_name(), nvrtc.headers(), kernels)
             yield Packed(path, arch, len(kernels), sum(map(len, kernels.values())), nvrtc.full_name())

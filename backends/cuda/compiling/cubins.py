@@ -10,7 +10,7 @@ from attnswitch.errors import CompileError
 from . import nvrtc, packs
 from .variant import Variant
 
-__all__ = ["cubins", "missing", "obtainable", "packed"]
+__all__ = ["compiler", "cubins", "missing", "obtainable", "packed"]
 
 Capability = tuple[int, int]
 
@@ -34,6 +34,20 @@ def cubins(variant: Variant, capability: Capability) -> Iterator[bytes]:
             " that it runs; install a CuPy for the CUDA of the driver, with its NVRTC"
         )
     yield nvrtc.cubin(variant, arch)
+
+
+def compiler(capability: Capability) -> str | None:
+    """Whose the kernels for a GPU of ``capability`` are: by the packs of these sources, else NVRTC; None without any.
+
+    Kernels of the same sources and options by the same compiler are the same, wherever they come from: a pack that
+    grows, or comes where NVRTC had compiled its kernels, changes nothing. Beside a pack NVRTC is not asked, which would
+    load it: its package's version is known anyway.
+    """
+    found = [packs.compilers(arch, nvrtc.headers()) for arch in nvrtc.architectures(capability)]
+    packed = dict.fromkeys(name for each in found for name in each)
+    if packed:
+        return ", ".join(packed)
+    return None if nvrtc.unavailable() else nvrtc.full_name()
 
 
 def obtainable(arch: str) -> bool:

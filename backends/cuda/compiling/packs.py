@@ -17,7 +17,7 @@ from pathlib import Path
 
 from attnswitch import files
 
-__all__ = ["OWN", "Pack", "any_there", "cached", "has", "kept", "kernel", "there", "write"]
+__all__ = ["OWN", "Pack", "any_there", "cached", "compilers", "has", "kept", "kernel", "there", "write"]
 
 #: What comes with the package.
 OWN = Path(__file__).parents[1] / "packs"
@@ -56,11 +56,12 @@ class Pack:
         return cubin
 
 
-def kept(path: Path, sources: str) -> dict[str, bytes]:
-    """The kernels of the pack at ``path``, if it is of these sources; none of one that is damaged."""
+def kept(path: Path, compiler: str, sources: str) -> dict[str, bytes]:
+    """The kernels of the pack at ``path``, if it is by this compiler of these sources; none of one that is damaged."""
     try:
         pack = Pack(path)
-        return {digest: pack.take(digest) for digest in pack} if pack.sources == sources else {}
+        same = (pack.compiler, pack.sources) == (compiler, sources)
+        return {digest: pack.take(digest) for digest in pack} if same else {}
     except Exception:  # whatever zipfile, lzma and the file system make of it
         return {}
 
@@ -101,6 +102,11 @@ def any_there() -> bool:
 def there(arch: str) -> bool:
     """Whether there is a pack for ``arch``."""
     return next(_packs(arch), None) is not None
+
+
+def compilers(arch: str, sources: str) -> tuple[str, ...]:
+    """What compiled the packs for ``arch`` that are of these sources, in the order in which they are looked into."""
+    return tuple(pack.compiler for pack in _packs(arch) if pack.sources == sources)
 
 
 def _packs(arch: str) -> Iterator[Pack]:

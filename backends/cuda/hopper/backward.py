@@ -15,7 +15,7 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, gradient_dims, gradient_kernel, gradients_shared
+from .tiles import HopperGradients, gradient_dims, gradient_kernel, gradients_shared, ordered
 
 __all__ = ["Backward"]
 
@@ -25,6 +25,11 @@ _ROWS, _WARPS = 64, 4
 _WORKERS = 2
 #: Bytes of the L2 that heads may share which run side by side: their queries, upstream gradients and sums of dQ.
 _SECTION = 24 * 2**20
+#: Heads that run side by side at least where blocks add in turn: the fewer blocks of a head run at once, the less they
+#: wait for one another; and as they follow one another, they share tiles in the L2 however many these are.
+_TOGETHER = 32
+#: Numbers that begin where a line of the L2 does.
+_ALIGN = 32
 
 
 class Backward(BackwardLaunches):
@@ -44,14 +49,17 @@ class Backward(BackwardLaunches):
         constants.splits = parts
         of_queries = rows if "q" in p.grads else 0
         of_keys = 2 * keys if parts > 1 else 0
-        # Numbers of what is saved for a backward: base, delta, sums of dQ, and those of dK and dV for each split.
-        super().__init__(p, constants, (rows, rows, of_queries * dim, of_keys * parts * dim), least=16)
+        turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
+        # Numbers of what is saved for a backward: base, delta and turns, sums of dQ, those of dK and dV for each split.
+        super().__init__(p, constants, (rows, rows + turns, of_queries * dim, of_keys * parts * dim), least=16)
         section = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
+        if ordered(p):
+            section = max(section, _TOGETHER)
         blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
         self.steps = [
-            Step(_of_rows(p, "prepare"), rows // _ROWS, 0),
+            Step(_prepare(p), rows // _ROWS, 0),
             Step(_backward(p, tile), blocks, min(section, max(1, p.batch * p.heads_kv)), mapped=True, beside=True),
-            Step(_of_rows(p, "finish"), (of_queries + of_keys) // _ROWS, 0, beside=True),
+            Step(_finish(p), (of_queries + of_keys) // _ROWS, 0, beside=True),
         ]
         if p.mask is not None:
             self.look = Survey(p, tile.keys)
@@ -80,7 +88,7 @@ class Backward(BackwardLaunches):
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
     dim, dim_v = gradient_dims(p)
     return Variant(
-        gradient_kernel(tile, p),
+        gradient_kernel(p),
         p.dtype,
         tile.keys,
         tile.queries,
@@ -89,17 +97,21 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         warps=_WARPS * (1 + _WORKERS),
         stages=tile.stages,
         shared=gradients_shared(tile, p),
-        flags=(
-            ("MASKED", int(p.mask is not None)),
-            ("SOFTCAP", int(arithmetic.capped(p))),
-            ("DIRECT", int(tile.direct)),
-            ("TURNS", int(tile.turns)),
-        ),
+        flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
         family="hopper",
     )
 
 
 @per_class
-def _of_rows(p: Problem, kernel: str) -> Variant:
+def _prepare(p: Problem) -> Variant:
+    return _of_rows(p, "prepare", ("ORDERED", int(ordered(p))))
+
+
+@per_class
+def _finish(p: Problem) -> Variant:
+    return _of_rows(p, "finish")
+
+
+def _of_rows(p: Problem, kernel: str, *flags: tuple[str, int]) -> Variant:
     dim, dim_v = gradient_dims(p)
-    return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim_v, warps=_WARPS, family="hopper")
+    return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim_v, warps=_WARPS, flags=flags, family="hopper")

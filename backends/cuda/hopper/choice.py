@@ -9,9 +9,9 @@ from attnswitch.problem import Problem
 
 from ...own import arithmetic
 from ..classes import per_class
-from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dims
+from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dims, ordered
 
-__all__ = ["all_gradients", "gradients", "ranked", "splits"]
+__all__ = ["gradients", "ranked", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
@@ -40,19 +40,16 @@ _BIASED = {
 }
 #: Tiles of the backward by head dimensions, with times on an H200.
 _GRADIENTS = {
-    (64, 64): (HopperGradients(128, 64, 4, begin=6.0, step=1.5),),
-    (128, 128): (HopperGradients(128, 64, 2, begin=7.0, step=2.15),),
-    (192, 128): (
-        HopperGradients(128, 64, 2, begin=8.0, step=4.0, direct=True, turns=True),
-        HopperGradients(128, 64, 2, begin=8.0, step=4.0, direct=True),
-        HopperGradients(64, 64, 2, begin=5.0, step=2.3),
-        HopperGradients(64, 64, 2, begin=5.0, step=2.3, direct=True),
-        HopperGradients(64, 64, 3, begin=5.0, step=2.3, direct=True),
-    ),
-    (256, 256): (
-        HopperGradients(64, 64, 2, begin=8.0, step=2.85),
-        HopperGradients(64, 64, 2, begin=8.0, step=2.85, direct=True),
-    ),
+    (64, 64): HopperGradients(128, 128, 2, begin=7.9, step=2.34),
+    (128, 128): HopperGradients(128, 64, 2, begin=9.0, step=2.14),
+    (192, 128): HopperGradients(128, 64, 2, begin=8.0, step=4.0),
+    (256, 256): HopperGradients(64, 64, 2, begin=8.0, step=2.85),
+}
+#: The same where a tanh takes registers, and where blocks add to the gradient of the query in turn.
+_CAPPED = {**_GRADIENTS, (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5)}
+_ORDERED = {
+    (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5),
+    (128, 128): HopperGradients(128, 64, 2, begin=7.0, step=2.15),
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
@@ -80,12 +77,9 @@ def _tiles(problem: Problem) -> list[tuple[tuple[bool, bool], HopperTile]]:
 
 def gradients(problem: Problem) -> HopperGradients:
     """The tile of the backward."""
-    return all_gradients(problem)[0]
-
-
-def all_gradients(problem: Problem) -> tuple[HopperGradients, ...]:
-    """Every tile of the backward, the fastest first."""
-    return _GRADIENTS[gradient_dims(problem)]
+    if ordered(problem):
+        return _ORDERED[gradient_dims(problem)]
+    return (_CAPPED if arithmetic.capped(problem) else _GRADIENTS)[gradient_dims(problem)]
 
 
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from attnswitch.problem import Problem
 
 __all__ = [
-    "SMS",
-    "HopperGradients",
-    "HopperTile",
-    "bias",
-    "dims",
-    "gradient_dims",
-    "gradient_kernel",
-    "gradients_shared",
-    "shared",
+    *("SMS", "HopperGradients", "HopperTile"),
+    *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared", "ordered", "shared"),
 ]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
@@ -23,8 +16,6 @@ SMS = 132
 #: Head dimensions, of key and of value, that the forward is compiled for, and those of the backward.
 _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _GRADIENT_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-#: The head dimension up to which the sums of dK and dV of 64 keys are one warpgroup's.
-_TOGETHER = 128
 #: Columns that an operand has side by side in shared memory.
 _PANEL = 64
 
@@ -53,7 +44,6 @@ class HopperGradients:
     """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
 
     ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
-    ``direct``: dQ is added from registers. ``turns``: warpgroups take turns to ask for products.
     """
 
     keys: int
@@ -61,12 +51,9 @@ class HopperGradients:
     stages: int
     begin: float = 0.0
     step: float = 0.0
-    direct: bool = False
-    turns: bool = False
 
     def __str__(self) -> str:
-        how = (" turns" * self.turns, " direct" * self.direct)
-        return f"hopper {self.queries}x{self.keys} s{self.stages}{''.join(how)}"
+        return f"hopper {self.queries}x{self.keys} s{self.stages}"
 
 
 def dims(problem: Problem) -> tuple[int, int]:
@@ -79,11 +66,11 @@ def gradient_dims(problem: Problem) -> tuple[int, int]:
     return next((d, dv) for d, dv in _GRADIENT_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
 
 
-def gradient_kernel(tile: HopperGradients, problem: Problem) -> str:
-    """Which of ``src/hopper`` computes, by whether one warpgroup holds dK and dV of 64 keys, and what beside them."""
-    if gradient_dims(problem)[0] <= _TOGETHER:
-        return "backward"
-    return "backward_wide" if tile.keys == _PANEL else "backward_halved"
+def gradient_kernel(problem: Problem) -> str:
+    """Which of ``src/hopper`` computes: by whether registers hold dK and dV of 64 keys, and what they hold beside."""
+    if ordered(problem):
+        return "backward_ordered"
+    return {192: "backward_halved", 256: "backward_wide"}.get(gradient_dims(problem)[0], "backward")
 
 
 def bias(problem: Problem) -> int:
@@ -102,17 +89,18 @@ def shared(tile: HopperTile, problem: Problem) -> int:
     return 2 * (queries * width + tile.stages * (tile.keys * (width + width_v) + biases)) + 1024
 
 
+def ordered(problem: Problem) -> bool:
+    """Whether blocks of the backward add to the gradient of the query in turn: a kernel of its own."""
+    return problem.deterministic and "q" in problem.grads
+
+
 def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     """Bytes of shared memory that a block of the backward takes, barriers included."""
     dim, dim_v = gradient_dims(problem)
-    kernel = gradient_kernel(tile, problem)
-    keys, queries, upstream = 2 * tile.keys * (dim + dim_v), 2 * tile.queries * dim, 2 * tile.queries * dim_v
-    stages = 1 if dim_v > _TOGETHER and not tile.direct else tile.stages  # of upstream gradients
-    rest = (
-        2 * 2 * tile.keys * tile.queries + 2 * 4 * tile.stages * tile.queries + 1024
-    )  # dS twice; base, delta, barriers
-    if kernel == "backward":
-        rest += 4 * tile.queries * dim
-    elif kernel == "backward_wide":
-        rest += 4 * tile.keys * tile.queries + (0 if tile.direct else 4 * 2 * tile.queries * _PANEL)  # P; dQ
-    return keys + tile.stages * queries + stages * upstream + rest
+    kernel, scores = gradient_kernel(problem), tile.keys * tile.queries
+    upstream = 1 if kernel == "backward_wide" else tile.stages  # stages of the queries' upstream gradients
+    rows = tile.keys * (dim + dim_v) + tile.queries * (tile.stages * dim + upstream * dim_v)
+    weights = scores if kernel == "backward_wide" else 0
+    sums = {"backward_ordered": dim, "backward_wide": _PANEL}.get(kernel, 0)  # columns of two tiles
+    numbers = weights + tile.queries * (2 * sums + tile.stages + upstream)
+    return 2 * rows + 2 * 2 * scores + 4 * numbers + 1024

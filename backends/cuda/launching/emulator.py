@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from attnswitch.errors import CompileError
 
@@ -23,7 +25,7 @@ from ..compiling.variant import Variant
 from .arguments import Arguments
 from .tensor_maps import EmulatedMap, TensorMap
 
-__all__ = ["VARIABLE", "Library", "build", "is_wanted", "launch", "load", "unavailable"]
+__all__ = ["VARIABLE", "Library", "Residents", "build", "is_wanted", "launch", "load", "residents", "unavailable"]
 
 #: The environment variable that has kernels emulated.
 VARIABLE = "ATTNSWITCH_CUDA_EMULATE"
@@ -38,8 +40,22 @@ _OPTIONS = (
     "-U_FORTIFY_SOURCE",
     "-fno-stack-protector",
 )
-#: The emulator runs one block at a time, and autograd calls from threads of its own.
+#: The emulator runs one launch at a time, and autograd calls from threads of its own.
 _ONE_AT_A_TIME = threading.Lock()
+
+
+class Residents(NamedTuple):
+    """How many blocks run side by side, of Hopper's asynchronous kernels alone, and the seed of which one goes on."""
+
+    blocks: int = 1
+    seed: int = 0
+
+
+_ALONE = Residents()
+#: Set by tests; else blocks that take turns run side by side, in another way at every launch, and others one by one.
+residents: Residents | None = None
+_TAKING_TURNS = 3
+_seeds = itertools.count()
 
 
 def is_wanted() -> bool:
@@ -60,7 +76,11 @@ def launch(variant: Variant, blocks: int, arguments: Arguments, maps: tuple[Tens
     library = build(variant)
     operands = tuple(operand.emulated for operand in maps)
     flags = () if _fixed(variant) else tuple(value for _, value in variant.flags)
-    library.run(variant.threads, blocks, arguments, variant.shared, flags, operands)
+    library.run(variant.threads, blocks, arguments, variant.shared, flags, operands, residents or _residents(variant))
+
+
+def _residents(variant: Variant) -> Residents:
+    return Residents(_TAKING_TURNS, next(_seeds) % 2**32) if variant.kernel == "backward_ordered" else _ALONE
 
 
 def build(variant: Variant) -> Library:
@@ -93,6 +113,7 @@ class Library:
         shared: int = 0,
         flags: tuple[int, ...] = (),
         maps: tuple[EmulatedMap, ...] = (),
+        residents: Residents = _ALONE,
     ) -> None:
         """Run ``blocks`` blocks of ``threads`` threads with ``shared`` bytes of shared memory. Raises as ``launch``.
 
@@ -101,7 +122,7 @@ class Library:
         parameters = (ctypes.c_void_p * (len(maps) + 1))(*map(ctypes.addressof, (*maps, arguments)))
         with _ONE_AT_A_TIME:
             self._flags[: len(flags)] = list(flags)
-            wrong = self._emulate(parameters, blocks, threads, ctypes.c_size_t(shared))
+            wrong = self._emulate(parameters, blocks, threads, ctypes.c_size_t(shared), *residents)
         if wrong:
             raise RuntimeError(f"{self._name}, emulated: {wrong.decode()}")
 

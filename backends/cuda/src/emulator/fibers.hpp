@@ -1,8 +1,9 @@
 // Blocks of threads on one CPU thread: each thread of a block is a fiber, which runs until it waits for others.
 //
-// Blocks run one after another. What a warp does together (shuffles, matrix instructions) is done once all of its lanes
-// have come to it; lanes that come to different ones, and barriers that some threads never reach, are reported. Warps
-// take turns by chance, the same at every run, so that nothing can rely on their order.
+// Blocks run one after another, or side by side (residents.hpp). What a warp does together (shuffles, matrix
+// instructions) is done once all of its lanes have come to it; lanes that come to different ones, and barriers that some
+// threads never reach, are reported. Warps take turns by chance, the same at every run of a seed, so that nothing can rely
+// on their order.
 #pragma once
 #include <setjmp.h>
 #include <stdio.h>
@@ -35,6 +36,7 @@ struct Machine {
     int threads;
     int current;
     unsigned block, blocks;  // which one, of how many
+    unsigned seed;           // of what is left to chance
     jmp_buf scheduler;
     bool inside;  // a fiber, not the scheduler
     void (*kernel)();
@@ -43,6 +45,7 @@ struct Machine {
     void (*begin)() = [] {};
     void (*end)() = [] {};
     bool (*deliver)() = [] { return false; };
+    void (*exchange)(int) = nullptr;  // it, with what was set aside of a block that runs beside others
     unsigned random;
     char error[400];
 };
@@ -142,28 +145,41 @@ inline bool run_warp(int warp) {
     }
 }
 
-inline void run_block() {
-    const int warps = machine.threads / WARP;
-    machine.random = machine.block;
+inline void begin_block() {
+    machine.random = machine.block + machine.seed * 2654435761u;
     for (int n = 0; n < machine.threads; n++) machine.fibers[n].wait = Wait::nothing;
+}
+
+enum class Came { on, nowhere, to_end };
+
+// Lets each warp go on as far as it can, and says how far the block has come.
+inline Came run_round() {
+    const int warps = machine.threads / WARP;
+    bool moved = false, ended = true, all_wait = true;
+    for (int n = 0, first = chance(warps), turn = chance(2); n < warps; n++) {
+        moved |= run_warp((first + (turn ? n : warps - n)) % warps);
+        if (machine.error[0]) return Came::to_end;
+    }
+    for (int n = 0; n < machine.threads; n++) {
+        ended &= machine.fibers[n].wait == Wait::end;
+        all_wait &= machine.fibers[n].wait == Wait::block;
+    }
+    if (ended) return Came::to_end;
+    if (all_wait) {
+        machine.barrier();
+        for (int n = 0; n < machine.threads; n++) machine.fibers[n].wait = Wait::nothing;
+        moved = true;
+    }
+    if (machine.deliver()) moved = true;
+    return moved ? Came::on : Came::nowhere;
+}
+
+inline void run_block() {
     for (;;) {
-        bool moved = false, ended = true, all_wait = true;
-        for (int n = 0, first = chance(warps), turn = chance(2); n < warps; n++) {
-            moved |= run_warp((first + (turn ? n : warps - n)) % warps);
-            if (machine.error[0]) return;
-        }
-        for (int n = 0; n < machine.threads; n++) {
-            ended &= machine.fibers[n].wait == Wait::end;
-            all_wait &= machine.fibers[n].wait == Wait::block;
-        }
-        if (ended) return;
-        if (all_wait) {
-            machine.barrier();
-            for (int n = 0; n < machine.threads; n++) machine.fibers[n].wait = Wait::nothing;
-            moved = true;
-        }
-        if (machine.deliver()) moved = true;
-        if (!moved) return fail("a barrier is waited for that some threads never reach");
+        const Came came = run_round();
+        if (came == Came::to_end) return;
+        if (came == Came::nowhere)
+            return fail("a barrier is waited for that some threads never reach, or a number that no block has left");
     }
 }
 

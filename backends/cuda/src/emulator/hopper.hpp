@@ -1,5 +1,7 @@
 // The instructions of hopper/instructions.cuh on a CPU.
 #pragma once
+#include <memory>
+
 #include "emulator/wgmma.hpp"
 
 #define CONSTANT const
@@ -41,14 +43,36 @@ inline void begin_asynchronous() {
 }
 inline void end_asynchronous() {
     if (!boxes.empty()) fail("copies were still under way at the end of a block");
-    for (const Additions& each : additions)
-        if (!each.under_way.empty()) fail("additions were still under way at the end of a block");
+    for (Additions& each : additions) {
+        for (const Addition& addition : each.under_way)
+            if (addition.read.empty()) return fail("additions were still under way at the end of a block");
+        each.finish();
+    }
     for (const Products& each : products)
         if (!each.under_way.empty()) fail("products were still under way at the end of a block");
 }
 
+// What a block has of it while others run.
+struct Asynchronous {
+    Mbarrier mbarriers[BARRIERS];
+    int made = 0;
+    Named named[16];
+    std::vector<Box> boxes;
+    Additions additions[WARPS];
+    Products products[WARPS];
+};
+
+inline void exchange_asynchronous(int resident) {
+    static std::vector<std::unique_ptr<Asynchronous>> aside;
+    while (int(aside.size()) <= resident) aside.emplace_back(new Asynchronous());
+    Asynchronous& its = *aside[resident];
+    std::swap(mbarriers, its.mbarriers), std::swap(mbarriers_made, its.made), std::swap(named, its.named);
+    std::swap(boxes, its.boxes), std::swap(additions, its.additions), std::swap(products, its.products);
+}
+
 inline const bool asynchronous = [] {
     machine.begin = begin_asynchronous, machine.end = end_asynchronous, machine.deliver = deliver;
+    machine.exchange = exchange_asynchronous;
     return true;
 }();
 

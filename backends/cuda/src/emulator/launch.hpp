@@ -2,7 +2,7 @@
 #pragma once
 #include <utility>
 
-#include "emulator/primitives.hpp"
+#include "emulator/residents.hpp"
 
 namespace emulator {
 
@@ -15,21 +15,29 @@ template <class... P> void call(void (*kernel)(P...)) { call(kernel, std::index_
 
 }  // namespace emulator
 
-// Runs `blocks` blocks, and returns what went wrong, or null.
-EXPORTED const char* emulate(void* const* parameters, u32 blocks, int threads, size_t shared_bytes) {
+// Runs `blocks` blocks, `residents` of them side by side where the kernel is one of Hopper's asynchronous ones, and
+// returns what went wrong, or null.
+EXPORTED const char* emulate(void* const* parameters, u32 blocks, int threads, size_t shared_bytes, int residents,
+                             u32 seed) {
     using namespace emulator;
     if (threads > THREADS) return "more threads than the kernel was compiled for";
     given = parameters;
     make_fibers(threads);
     machine.kernel = [] { call(ENTRY); };
     machine.barrier = [] { share(0, machine.threads); };
-    machine.blocks = blocks;
-    for (u32 n = 0; n < blocks && !machine.error[0]; n++) {
-        machine.block = n;
+    machine.blocks = blocks, machine.seed = seed;
+    const auto begin = [=](u32 block) {
+        machine.block = block;
         poison(shared_bytes);
         begin_clocks();
         machine.begin();
         for (int k = 0; k < threads; k++) copies[k].count = 0;
+        begin_block();
+    };
+    const bool apart = residents <= 1 || !machine.exchange;
+    if (!apart) run_side_by_side(residents, begin);
+    for (u32 n = 0; apart && n < blocks && !machine.error[0]; n++) {
+        begin(n);
         run_block();
         if (!machine.error[0]) machine.end();
     }

@@ -1,5 +1,5 @@
 // Copies by TMA on a CPU. They arrive late, in any order, and until then their target holds NaN. Additions to global
-// memory are as late as they may be: when they are waited for.
+// memory are as late as they may be: when they are waited for, or at the end of a block.
 #pragma once
 #include "emulator/mbarriers.hpp"
 
@@ -96,12 +96,20 @@ struct Addition {
     float* to;
     const float* from;
     int count;
+    std::vector<float> read;  // what it adds, once that was read
 };
 
 // Of a warp, one of whose lanes asks for them.
 struct Additions {
     std::vector<Addition> under_way;
-    int lane = -1, committed = 0, over = 0;
+    int lane = -1, committed = 0;
+    bool behind = false;  // those of other blocks, that a number told of
+
+    void finish() {
+        for (const Addition& each : under_way)
+            for (int n = 0; n < each.count; n++) each.to[n] += each.read[n];
+        under_way.clear();
+    }
 };
 
 inline Additions additions[WARPS];
@@ -120,10 +128,11 @@ DEVICE void add_floats(float* to, const float* from, int count) {
     if (reinterpret_cast<size_t>(to) % 16 || count % 4) fail("numbers are added at an odd address, or an odd count of them");
     const int t = machine.current;
     Additions& mine = own_additions();
+    if (mine.behind) return fail("additions may overtake those that a number told of");
     const Visit visit = {{OF_ADDITIONS + t / WARP, unsigned(mine.committed + 1)}, clocks[t], false, true};
     for (int n = 0; n < count; n += 4)
         if (!touch(from + n, 16, visit)) return;
-    mine.under_way.push_back({to, from, count});
+    mine.under_way.push_back({to, from, count, {}});
 }
 DEVICE void add_quad(float* to, const float* x) {
     if (reinterpret_cast<size_t>(to) % 16) emulator::fail("numbers are added at an odd address");
@@ -133,8 +142,37 @@ DEVICE void commit_additions() { emulator::own_additions().committed++; }
 DEVICE void wait_additions() {
     using namespace emulator;
     Additions& mine = own_additions();
-    for (const Addition& each : mine.under_way)
-        for (int n = 0; n < each.count; n++) each.to[n] += each.from[n];
-    mine.under_way.clear();
+    for (Addition& each : mine.under_way)
+        if (each.read.empty()) each.read.assign(each.from, each.from + each.count);
     clocks[machine.current].at[OF_ADDITIONS + machine.current / WARP] = mine.committed;
 }
+DEVICE void finish_additions() {
+    wait_additions();
+    emulator::own_additions().finish();
+}
+
+DEVICE void leave_number(u32* at, u32 number) {
+    using namespace emulator;
+    if (!own_additions().under_way.empty()) return fail("a number is left before additions are done");
+    if (*at + 1 != number) return fail("a number is left out of its turn");
+    *at = number;
+}
+DEVICE u32 number_at(const u32* at) {
+    emulator::own_additions().behind = true;
+    return *at;
+}
+DEVICE void await_number(const u32* at, u32 number) {
+    using namespace emulator;
+    struct Wait {
+        const u32* at;
+        u32 number;
+    } wait = {at, number};
+    own_additions().behind = true;
+    wait_until(
+        [](const void* awaited) {
+            const Wait* const wait = static_cast<const Wait*>(awaited);
+            return *wait->at >= wait->number;
+        },
+        &wait);
+}
+DEVICE void follow_additions() { emulator::own_additions().behind = false; }

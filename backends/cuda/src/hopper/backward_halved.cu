@@ -6,12 +6,11 @@
 // panel beside the next step's first half, and of half of the one in the middle beside its second half.
 //
 //   consumer    S00 | dP, P | dS | dV dK | dQ S01 | dP, P | dS | dV dK | dQ S10 | ...
-//   another                 S00 | dP, P | dS      | dV dK | dQ S01 | dP, P | dS | ...     TURNS: so that one's numbers
-//                                                                                     are beside the other's products
-// Barriers: `full` and `free` of every stage (barriers.cuh), and of both tiles of dS.
+//   another                 S00 | dP, P | dS      | dV dK | dQ S01 | dP, P | dS | ...
+//
+// The consumers take turns as there, and have its barriers.
 #include "hopper/backward_halved/consumer.cuh"
 
-static_assert(DIRECT, "no room to add dQ from");
 static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
 static_assert(BLOCK_D == 3 * PANEL && BLOCK_DV % PANEL == 0, "a panel of dQ each, and half of one");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
@@ -31,7 +30,7 @@ KERNEL backward_halved(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONS
     const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
+        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer(shared, a, group - 1).run();

@@ -12,16 +12,17 @@
 // for dS^T, and dS^T in 16 bits for dQ, whose columns are shared out among both. dQ is added up in global memory as
 // backward.cu has it, between the same prepare.cu and finish.cu.
 //
-// Barriers: `full` and `free` of every stage (barriers.cuh), of each warp's part of P, and of both tiles of dS.
+// Barriers: `full` and `free` of every stage (barriers.cuh), and of each warp's part of P; `written` and `gradients_free`
+// of both tiles of dS.
 #include "hopper/backward_wide/of_keys.cuh"
 #include "hopper/backward_wide/of_values.cuh"
 
 static_assert(BLOCK_M == 64 && BLOCK_N == PANEL, "keys of one product, and queries that fill a panel");
 static_assert(BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole panels");
-static_assert(WARPS == 4 * (1 + WORKERS), "warps of whole warpgroups");
+static_assert(WARPS == 4 * (1 + ROLES), "warps of whole warpgroups");
 
-constexpr int LOADER_REGISTERS = 24, WORKER_REGISTERS = 240;
-static_assert(LOADER_REGISTERS + WORKERS * WORKER_REGISTERS <= 65536 / 128, "registers for all");
+constexpr int LOADER_REGISTERS = 24, ROLE_REGISTERS = 240;
+static_assert(LOADER_REGISTERS + ROLES * ROLE_REGISTERS <= 65536 / 128, "registers for all");
 
 KERNEL backward_wide(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                      CONSTANT TensorMap upstream, CONSTANT Arguments a) {
@@ -35,12 +36,12 @@ KERNEL backward_wide(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTA
     const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader{a, shared, queries, keys, values, upstream}.run();
+        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
     } else if (group == 1) {
-        take_registers<WORKER_REGISTERS>();
+        take_registers<ROLE_REGISTERS>();
         OfValues(shared, a).run();
     } else {
-        take_registers<WORKER_REGISTERS>();
+        take_registers<ROLE_REGISTERS>();
         OfKeys(shared, a).run();
     }
 }

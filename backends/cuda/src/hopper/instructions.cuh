@@ -109,6 +109,25 @@ DEVICE void add_quad(float* to, const float* x) {
 DEVICE void commit_additions() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all of this thread's have read what they add.
 DEVICE void wait_additions() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until they are done.
+DEVICE void finish_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Tells threads of other blocks how far a row of additions has come, once this thread's are done.
+DEVICE void leave_number(u32* at, u32 number) {
+    asm volatile("fence.proxy.async.global;\nst.release.gpu.global.u32 [%0], %1;"
+                 ::"l"(__cvta_generic_to_global(at)), "r"(number) : "memory");
+}
+// How far it has come; `follow_additions` before this thread adds.
+DEVICE u32 number_at(const u32* at) {
+    u32 number;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(__cvta_generic_to_global(at)) : "memory");
+    return number;
+}
+// Waits until it has come there.
+DEVICE void await_number(const u32* at, u32 number) {
+    while (number_at(at) < number) {}
+}
+DEVICE void follow_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // -- products of a warpgroup ------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ KERNEL prepare(const Arguments a) {
         static_cast<float*>(a.base)[tile * 64 + i % 64] = lse == -INFINITE ? INFINITE : lse * UNIT;
     }
     if (!a.grad_query) return;
+    if (ORDERED && thread_index() == 0) *turns_of(a, tile) = 0;
     float* const sums = sums_of(a.sums, tile);
     UNROLL for (int c = 0; c < BLOCK_D / 8; c++)
         *reinterpret_cast<Chunk<float>*>(quad_of(sums, c)) = Chunk<float>{{0, 0, 0, 0}};

@@ -1,50 +1,39 @@
-// Shared memory of the backward, and who brings the tiles there.
+// Who brings the tiles of the backward to shared memory, and where they are there.
 #pragma once
-#include "hopper/backward/sums.cuh"
 #include "hopper/backward/steps.cuh"
+#include "hopper/wgmma.cuh"
 
-constexpr int MINE = BLOCK_D / CONSUMERS;  // columns of dQ that a consumer has
+constexpr int UPSTREAM_STAGES = BLOCK_DV > 128 ? 1 : STAGES;  // of dO, as there is room
+constexpr int COMPUTING = WARPS - 4;                          // warps that compute, each of which reads every tile
 
-struct Shared {
-    alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
-    alignas(1024) T value[CONSUMERS][64 * BLOCK_DV];
-    alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
-    alignas(1024) T grad_out[STAGES][BLOCK_N * BLOCK_DV];
-    alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
-    alignas(128) float sums[CONSUMERS][4][16 * MINE];  // dQ, of each warp, on its way
-    alignas(16) float base[STAGES][BLOCK_N];
-    alignas(16) float delta[STAGES][BLOCK_N];
-    Barrier key_full, value_full;
-    Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
-    Barrier written[2];
-
-    // Where its tiles begin, in units of 16 bytes from its own beginning.
+// Where tiles begin, in units of 16 bytes from the beginning of shared memory, which has them in this order.
+struct Places {
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
     static DEVICE u32 key_place(int consumer) { return place(consumer * 64 * BLOCK_D); }
     static DEVICE u32 value_place(int consumer) { return place(BLOCK_M * BLOCK_D + consumer * 64 * BLOCK_DV); }
     static DEVICE u32 query_place(int stage) { return place(BLOCK_M * (BLOCK_D + BLOCK_DV) + stage * BLOCK_N * BLOCK_D); }
     static DEVICE u32 grad_out_place(int stage) { return query_place(STAGES) + place(stage * BLOCK_N * BLOCK_DV); }
     static DEVICE u32 gradient_place(int tile, int consumer) {
-        return grad_out_place(STAGES) + place((tile * CONSUMERS + consumer) * 64 * BLOCK_N);
+        return grad_out_place(UPSTREAM_STAGES) + place((tile * CONSUMERS + consumer) * 64 * BLOCK_N);
     }
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "tiles.py counts the same shared memory");
 
-DEVICE void init_barriers(Shared& shared) {
+// Barriers of what is loaded, and of both tiles of dS.
+template <class Shared> DEVICE void init_loaded(Shared& shared) {
     shared.key_full.init(1), shared.value_full.init(1);
-    UNROLL for (int s = 0; s < STAGES; s++) {
-        shared.query_full[s].init(1), shared.query_free[s].init(4 * CONSUMERS);
-        shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(4 * CONSUMERS);
-    }
+    UNROLL for (int s = 0; s < STAGES; s++) shared.query_full[s].init(1), shared.query_free[s].init(COMPUTING);
+    UNROLL for (int s = 0; s < UPSTREAM_STAGES; s++)
+        shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(COMPUTING);
     UNROLL for (Barrier& written : shared.written) written.init(4 * CONSUMERS);
-    publish_barriers();
 }
 
-struct Loader {
+template <class Shared, class Step> struct Loader {
     const Arguments& a;
     Shared& shared;
     const TensorMap &queries, &keys, &values, &upstream;
     Position<STAGES> at;
+    Position<UPSTREAM_STAGES> upstream_at;
+    static constexpr bool ALIKE = UPSTREAM_STAGES == STAGES;  // so that one position, in few registers, is both
 
     DEVICE void run() {
         const Keys block(a);
@@ -55,15 +44,15 @@ struct Loader {
         }
         await_launch_before();  // base and delta; and so that the next launch, which waits for this one, has the sums
         for (; step.more(); step.next()) {
-            const int s = at.stage;
+            const int s = at.stage, u = ALIKE ? s : upstream_at.stage;
             const i64 line = (i64(block.batch) * a.heads + step.head) * a.padded + step.start;
             shared.query_free[s].wait(at.parity ^ 1);
             tile<BLOCK_D>(shared.query[s], queries, shared.base[s], static_cast<float*>(a.base) + line,
                           shared.query_full[s], step, block.batch);
-            shared.grad_out_free[s].wait(at.parity ^ 1);
-            tile<BLOCK_DV>(shared.grad_out[s], upstream, shared.delta[s], static_cast<float*>(a.delta) + line,
-                           shared.grad_out_full[s], step, block.batch);
-            at.next();
+            shared.grad_out_free[u].wait((ALIKE ? at.parity : upstream_at.parity) ^ 1);
+            tile<BLOCK_DV>(shared.grad_out[u], upstream, shared.delta[u], static_cast<float*>(a.delta) + line,
+                           shared.grad_out_full[u], step, block.batch);
+            at.next(), upstream_at.next();
         }
     }
     // The block's own rows of keys, or of values.
@@ -75,7 +64,7 @@ struct Loader {
     }
     // Rows of queries, or of their upstream gradients, with a number for each.
     template <int WIDTH>
-    DEVICE void tile(T* to, const TensorMap& map, float* numbers, const float* from, Barrier& full, const Step& step,
+    DEVICE void tile(T* to, const TensorMap& map, float* numbers, const float* from, Barrier& full, const Queries& step,
                      int batch) {
         full.expect(BLOCK_N * (WIDTH * sizeof(T) + sizeof(float)));
         copy_tile<BLOCK_N, WIDTH>(to, map, full, step.start, step.head, batch);

@@ -27,47 +27,68 @@ struct Keys {
         const int each = ceil_div(tiles * a.group, a.splits);
         from = smaller(each * split, tiles * a.group), to = smaller(from + each, tiles * a.group);
     }
+    // Where the tiles of queries begin that see any of them, and where they end.
+    DEVICE int queries_from() const { return reach.first_tile() * BLOCK_N; }
+    DEVICE int queries_to() const { return (reach.first_tile() + tiles) * BLOCK_N; }
 };
 
-// One step: a head and where its tile of queries begins. The first of a head's tiles is the one beside the block's keys,
-// or the nearest: so that blocks side by side add to different queries at a time.
-struct Step {
+// A tile of one head's queries, and what the mask has there.
+struct Queries {
+    int head, start;
+    u32 mixed = 0;  // MASKED: whether it hides some of the keys from some of the queries
+    u32 seen = 1;   // MASKED: whether it leaves any; else all are
+
+    DEVICE void look(const Arguments& a, const Keys& keys) {
+        const int plane = mask_plane(a, keys.batch, head), tile = keys.first / BLOCK_M;
+        const auto any = [&](int kind) {
+            u32 bits = 0;
+            UNROLL for (int n = 0; n < BLOCK_N / GROUP; n++) {
+                const int group = smaller(start / GROUP + n, mask_groups(a) - 1);
+                bits |= mask_set<BLOCK_M>(a, plane, group, kind)[tile / 32] >> tile % 32;
+            }
+            return bits & 1;
+        };
+        mixed = any(HIDDEN), seen = any(SEEN);
+    }
+    // The number of its first 64 among all of dQ.
+    DEVICE int tile(const Arguments& a, int batch) const {
+        return (batch * a.heads + head) * (a.padded / 64) + start / 64;
+    }
+};
+
+// One step. The first of a head's tiles is the one beside the block's keys, or the nearest: so that blocks side by side
+// add to different queries at a time.
+struct Step : Queries {
     const Arguments& a;
     const Keys& keys;
-    int number, head, start;
-    u32 mixed;  // MASKED: whether the mask hides some of the keys from some of the queries
+    int number;
 
-    DEVICE Step(const Arguments& a, const Keys& keys) : a(a), keys(keys), number(keys.from), mixed(0) {
+    DEVICE Step(const Arguments& a, const Keys& keys) : a(a), keys(keys), number(keys.from) {
         const int turns = keys.tiles ? number / keys.tiles : 0;
         head = keys.head_kv * a.group + turns;
         start = first() + (number - turns * keys.tiles) * BLOCK_N;
-        if (start >= end()) start -= keys.tiles * BLOCK_N;
+        if (start >= keys.queries_to()) start -= keys.tiles * BLOCK_N;
         find();
     }
     DEVICE bool more() const { return number < keys.to; }
     DEVICE void next() { go_on(), find(); }
 
 private:
-    DEVICE int end() const { return (keys.reach.first_tile() + keys.tiles) * BLOCK_N; }
     DEVICE int first() const {
-        const int from = keys.reach.first_tile() * BLOCK_N;
         const int beside = (keys.first - keys.extent.offset) / BLOCK_N * BLOCK_N;
-        return beside < from || beside >= end() ? from : beside;
+        return beside < keys.queries_from() || beside >= keys.queries_to() ? keys.queries_from() : beside;
     }
     DEVICE void go_on() {
         number++, start += BLOCK_N;
-        if (start == end()) start -= keys.tiles * BLOCK_N;
+        if (start == keys.queries_to()) start -= keys.tiles * BLOCK_N;
         if (start == first()) head++;
     }
     // The next step from here on that the mask leaves.
     DEVICE void find() {
         if (!MASKED) return;
         for (; more(); go_on()) {
-            const int plane = mask_plane(a, keys.batch, head), group = smaller(start / GROUP, mask_groups(a) - 1);
-            const int tile = keys.first / BLOCK_M;
-            const auto bit = [&](int kind) { return mask_set<BLOCK_M>(a, plane, group, kind)[tile / 32] >> tile % 32 & 1; };
-            mixed = bit(HIDDEN);
-            if (bit(SEEN)) return;
+            look(a, keys);
+            if (seen) return;
         }
     }
 };

@@ -23,14 +23,15 @@ struct OfKeys : Role<1> {
         store_gradient(a, block, block.first, sums, OF_KEY);
     }
     DEVICE void visit(const Keys& block, Step& step) {
-        begin(block, 1);
-        const Weigher weigher(a, block, block.first);
+        begin(block);
+        Weigher weigher(a, block, 0);
         ask_gradients();
+        weigher.look(step);
         wait_products<0>();
         for (;;) {
-            differentiate(weigher.hides(step));
+            differentiate(weigher, step);
             forget_addresses();
-            const int tile = tile_of(block, step);
+            const int tile = step.tile(a, block.batch);
             step.next();
             if (!step.more()) {
                 ask_sums();
@@ -40,68 +41,55 @@ struct OfKeys : Role<1> {
                 return;
             }
             ask_sums();
-            shared.gradients_full[gradients_at.stage].wait(gradients_at.parity);
+            await_gradients(written_at);
             ask_query_sums(0);
             wait_products<1>();
             hold(sums);
-            release(shared.query_free[query_at.stage]);
-            query_at.next();
+            release(shared.query_free[at.stage]);
+            at.next();
             ask_gradients();
+            weigher.look(step);
             wait_products<1>();
             hold(query_sums);
             add_query_sums(tile, 0);
-            if (MINE > 1) ask_query_sums(1);
+            ask_query_sums(1);
             wait_products<0>();
             hold(query_sums), hold(inner);
-            gradients_at.next();
-            if (MINE > 1) add_query_sums(tile, 1);
+            written_at.next();
+            add_query_sums(tile, 1);
         }
     }
 
     // -- parts of a step ------------------------------------------------------------------------------------------
 
     DEVICE void ask_gradients() {
-        shared.grad_out_full[grad_out_at.stage].wait(grad_out_at.parity);
-        const Matrix upstream = matrix(Shared::grad_out_place(grad_out_at.stage));
+        shared.grad_out_full[upstream_at.stage].wait(upstream_at.parity);
+        const Matrix upstream = matrix(Shared::grad_out_place(upstream_at.stage));
         begin_products();
         product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place(0)), upstream);
         commit_products();
     }
     DEVICE void ask_sums() {
         begin_products();
-        product_nn<BLOCK_D, BLOCK_N>(sums, inner, matrix(Shared::query_place(query_at.stage)));
+        product_nn<BLOCK_D, BLOCK_N>(sums, inner, matrix(Shared::query_place(at.stage)));
         commit_products();
     }
     // dS^T from dP^T, in its place, and in 16 bits to both that make dQ of it.
-    DEVICE void differentiate(bool hidden) {
+    DEVICE void differentiate(const Weigher& weigher, const Queries& step) {
         Pair delta[BLOCK_N / 8];
-        numbers(delta, shared.delta[grad_out_at.stage]);
+        numbers(delta, shared.delta[upstream_at.stage]);
         hold(gradients);
-        release(shared.grad_out_free[grad_out_at.stage]);
-        grad_out_at.next();
-        const float* const from = shared.weights[warp] + 4 * lane();
+        release_together(shared.grad_out_free[upstream_at.stage]);
+        upstream_at.next();
+        Scores weighed;
         shared.weights_full[warp].wait(weights_at.parity);
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
-            const Chunk<float> weight = load_shared(reinterpret_cast<const Chunk<float>*>(from + c * QUADS));
-            UNROLL for (int k = 0; k < 4; k++) {
-                float& x = gradients[4 * c + k];
-                x = weight.at[k] * (x - delta[c].at[k % 2]);
-                if (hidden && is_unseen(weight.at[k])) x = 0;
-            }
-        }
-        release(shared.weights_free[warp]);
+        take_quads(weighed, shared.weights[warp]);
+        release_together(shared.weights_free[warp]);
         weights_at.next();
+        weigher.differentiate(gradients, weighed, step, [&](int c) { return delta[c]; });
         pack(inner, gradients);
-        leave_gradients();
-    }
-    // dS^T to shared memory, swizzled as TMA would have brought it.
-    DEVICE void leave_gradients() {
-        const int row = warp * 16 + lane() % 16;
-        T* const to = shared.gradients[gradients_at.stage][0] + row * PANEL;
-        shared.gradients_free[gradients_at.stage].wait(gradients_at.parity ^ 1);
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-            store_matrices(to + ((2 * k + lane() / 16) ^ row % 8) * 8, inner[k]);
-        show_writes();
-        release(shared.gradients_full[gradients_at.stage]);
+        shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);
+        leave_gradients(inner, 0);
+        show_gradients();
     }
 };

@@ -21,16 +21,16 @@ struct OfValues : Role<0> {
         store_gradient(a, block, block.first, sums, OF_VALUE);
     }
     DEVICE void visit(const Keys& block, Step& step) {
-        begin(block, 0);
-        Weigher weigher(a, block, block.first);
-        ask_scores();
+        begin(block);
+        Weigher weigher(a, block, 0);
+        ask_scores(scores);
         weigher.look(step);
         wait_products<0>();
         make_weights(weigher, step);
         leave_weights();
         for (int before = NONE;;) {  // the tile of dQ of which one more panel is to be added
             forget_addresses();
-            const int tile = tile_of(block, step);
+            const int tile = step.tile(a, block.batch);
             step.next();
             if (!step.more()) {
                 if (before != NONE) add_query_sums(before, 1);
@@ -41,17 +41,17 @@ struct OfValues : Role<0> {
                 return;
             }
             ask_sums();
-            ask_scores();
+            ask_scores(scores);
             weigher.look(step);
             if (before != NONE) add_query_sums(before, 1);
             wait_products<1>();
             got_sums();
-            shared.gradients_full[gradients_at.stage].wait(gradients_at.parity);
+            await_gradients(written_at);
             ask_query_sums(0);
             wait_products<0>();
             hold(query_sums), hold(scores), hold(weights);
             add_query_sums(tile, 0);
-            if (MINE > 1) ask_query_sums(1), before = tile;
+            ask_query_sums(1), before = tile;
             if (SOFTCAP) got_query_sums();
             make_weights(weigher, step);
             if (!SOFTCAP) got_query_sums();
@@ -61,43 +61,35 @@ struct OfValues : Role<0> {
 
     // -- parts of a step ------------------------------------------------------------------------------------------
 
-    DEVICE void ask_scores() {
-        shared.query_full[query_at.stage].wait(query_at.parity);
-        begin_products();
-        product_nt<BLOCK_N, BLOCK_D>(scores, matrix(Shared::key_place(0)), matrix(Shared::query_place(query_at.stage)));
-        commit_products();
-    }
     DEVICE void ask_sums() {
-        shared.grad_out_full[grad_out_at.stage].wait(grad_out_at.parity);
+        shared.grad_out_full[upstream_at.stage].wait(upstream_at.parity);
         begin_products();
-        product_nn<BLOCK_DV, BLOCK_N>(sums, weights, matrix(Shared::grad_out_place(grad_out_at.stage)));
+        product_nn<BLOCK_DV, BLOCK_N>(sums, weights, matrix(Shared::grad_out_place(upstream_at.stage)));
         commit_products();
     }
     DEVICE void got_sums() {
         hold(sums);
-        release(shared.grad_out_free[grad_out_at.stage]);
-        grad_out_at.next();
+        release(shared.grad_out_free[upstream_at.stage]);
+        upstream_at.next();
     }
     DEVICE void got_query_sums() {
         wait_products<0>();
         hold(query_sums);
-        release(shared.gradients_free[gradients_at.stage]);
-        gradients_at.next();
+        release(shared.gradients_free[written_at.stage]);
+        written_at.next();
     }
-    DEVICE void make_weights(Weigher& weigher, const Step& step) {
-        weigher.weigh(scores, weights, step, 0, shared.base[query_at.stage]);
-        release(shared.query_free[query_at.stage]);
-        query_at.next();
+    DEVICE void make_weights(Weigher& weigher, const Queries& step) {
+        Pair base[BLOCK_N / 8];
+        numbers(base, shared.base[at.stage]);
+        weigher.weigh(scores, weights, step, [&](int c) { return base[c]; });
+        release_together(shared.query_free[at.stage]);
+        at.next();
     }
     // P^T to the warp that makes dS^T of the same keys, and in 16 bits to dV.
     DEVICE void leave_weights() {
-        float* const to = shared.weights[warp] + 4 * lane();
         shared.weights_free[warp].wait(weights_at.parity ^ 1);
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
-            const float* const x = scores + 4 * c;
-            store_shared(reinterpret_cast<Chunk<float>*>(to + c * QUADS), Chunk<float>{{x[0], x[1], x[2], x[3]}});
-        }
-        release(shared.weights_full[warp]);
+        leave_quads(shared.weights[warp], scores);
+        release_together(shared.weights_full[warp]);
         weights_at.next();
         if (!SOFTCAP) pack(weights, scores);
     }

@@ -1,36 +1,45 @@
-// What both warpgroups of a block of 64 keys have: panels of dQ.
+// What both warpgroups of a block of 64 keys have: panels of dQ, and a place to add them from.
 #pragma once
-#include "hopper/backward_wide/worker.cuh"
+#include "hopper/backward/worker.cuh"
+#include "hopper/backward_wide/shared.cuh"
 
-template <int INDEX> struct Role : Worker {
-    static constexpr int PANELS = BLOCK_D / PANEL, FIRST = INDEX * (PANELS / 2);  // of dQ, and the first of its own
-    static constexpr int MINE = INDEX ? PANELS - PANELS / 2 : PANELS / 2;
-    static_assert(MINE == 1 || MINE == 2, "one beside other products, and perhaps another");
+template <int INDEX> struct Role : Worker<Shared> {
+    static constexpr int MINE = BLOCK_D / PANEL / ROLES, FIRST = INDEX * MINE;  // panels of dQ of its own
+    static_assert(MINE == 2, "one beside other products, and another");
 
+    const int warp = broadcast(thread_index() % 128 / 32);  // as the compiler knows to be all lanes'
+    Position<UPSTREAM_STAGES> upstream_at;
     Position<1> weights_at;
-    Position<2> gradients_at;
     float query_sums[PANEL / 2];
 
-    DEVICE Role(Shared& shared, const Arguments& a) : Worker(shared, a) {}
+    DEVICE Role(Shared& shared, const Arguments& a) : Worker(shared, a, INDEX) {}
 
-    // Panel n of its own, of dS^T in the tile where `gradients_at` is.
+    // Panel n of its own, of dS^T in the tile where `written_at` is.
     DEVICE void ask_query_sums(int n) {
-        const Matrix gradients = matrix(Shared::gradient_place(gradients_at.stage, 0));
-        const Matrix keys = matrix(Shared::key_place(0) + Shared::place((FIRST + n) * 64 * PANEL));
-        begin_products();
-        product_tn<PANEL, 64, false>(query_sums, gradients, keys);
-        commit_products();
+        ask_columns(query_sums, written_at.stage, 0, Shared::place((FIRST + n) * 64 * PANEL));
     }
-    DEVICE void add_query_sums(int tile, int n) { add_to_query(query_sums, tile, (FIRST + n) * (PANEL / 8), INDEX); }
+    // Through shared memory, so that the thread need not wait for the L2.
+    DEVICE void add_query_sums(int tile, int n) {
+        float* const staged = shared.sums[INDEX][warp];
+        const bool first = thread_index() % 32 == 0;
+        if (first) wait_additions();
+        warp_barrier();
+        leave_quads(staged, query_sums);
+        show_writes();
+        warp_barrier();
+        if (!first || !a.grad_query) return;
+        add_floats(quads_of(sums_of(a.sums, tile), (FIRST + n) * (PANEL / 8)), staged, PANEL / 8 * QUADS);
+        commit_additions();
+    }
     // All of its own, where no other product is under way.
     DEVICE void add_all_query_sums(int tile) {
-        shared.gradients_full[gradients_at.stage].wait(gradients_at.parity);
+        await_gradients(written_at);
         UNROLL for (int n = 0; n < MINE; n++) {
             ask_query_sums(n);
             wait_products<0>();
             hold(query_sums);
             add_query_sums(tile, n);
         }
-        end_additions();
+        if (thread_index() % 32 == 0) wait_additions();  // which read shared memory
     }
 };

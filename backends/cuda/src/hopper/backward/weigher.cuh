@@ -1,0 +1,75 @@
+// P^T and dS^T of the 64 keys of a warpgroup against tiles of queries, from S^T and dP^T as products leave them, and in
+// their place: of a whole tile, or of some of its queries from `from` on.
+#pragma once
+#include "hopper/backward/columns.cuh"
+#include "hopper/backward/steps.cuh"
+
+struct Weigher {
+    const Arguments& a;
+    const Keys& block;
+    const int index;  // of the 64 keys among the block's
+    const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
+    u32 shown[BLOCK_N / 64];  // MASKED: what the mask shows the thread's columns, 16 bits for each of its rows
+
+    DEVICE Weigher(const Arguments& a, const Keys& block, int index) : a(a), block(block), index(index) {}
+
+    // What the mask shows, asked for before a product is waited for.
+    DEVICE void look(const Queries& step) {
+        if (!MASKED || !step.mixed) return;
+        const int plane = mask_plane(a, block.batch, step.head), lane = thread_index() % 32;
+        const int chunk = 4 * index + thread_index() % 128 / 32, at = lane / 8 * 4 + lane / 4 % 2;
+        UNROLL for (u32& bits : shown) bits = 0;
+        UNROLL for (int n = 0; n < BLOCK_N / 4; n++) {
+            const int query = smaller(step.start + n / 2 * 8 + first_column() + n % 2, a.queries - 1);
+            const u32 bits = mask_row<BLOCK_M>(a, plane, block.first / BLOCK_M, query)[chunk] >> at;
+            shown[n / 16] |= (bits & 1) << n % 16 | (bits >> 2 & 1) << (n % 16 + 16);
+        }
+    }
+    // Takes out what the thread's keys are not seen by.
+    template <int COUNT>
+    DEVICE void hide(float (&tile)[COUNT], const Queries& step, float instead, int from = 0) const {
+        if (block.reach.hides(step.start))
+            ::hide(tile, step.start + from, [&](int m) {
+                const int key = block.first + 64 * index + row_of(m);
+                return key < a.keys ? queries_of(a, block.extent, key) : Span{0, 0};
+            }, instead);
+        if (!MASKED || !step.mixed) return;
+        UNROLL for (int n = 0; n < COUNT; n++) {
+            const int column = from / 4 + n / 4 * 2 + n % 2;
+            if (!(shown[column / 16] >> (column % 16 + n / 2 % 2 * 16) & 1)) tile[n] = instead;
+        }
+    }
+    // P^T from S^T; `base(c)` is of columns 8 c on. Behind a softcap P^T is packed, and in its place is what the tanh
+    // leaves of it.
+    template <int COUNT, class Base>
+    DEVICE void weigh(float (&scores)[COUNT], u32 (&packed)[COUNT / 8][4], const Queries& step, Base base, int from = 0) {
+        hold(scores);
+        if (SOFTCAP) cap(scores, float(a.factor));
+        hide(scores, step, -INFINITE, from);
+        UNROLL for (int c = 0; c < COUNT / 4; c++) {
+            const Pair of = base(c);
+            UNROLL for (int m = 0; m < 2; m++) {
+                float* const score = scores + 4 * c + 2 * m;
+                float weight[2];
+                UNROLL for (int e = 0; e < 2; e++) weight[e] = power(multiply_add(score[e], factor, -of.at[e]));
+                if (SOFTCAP) packed[c / 2][c % 2 * 2 + m] = pack_pair<T>(weight[0], weight[1]);
+                UNROLL for (int e = 0; e < 2; e++) {
+                    const float tanh = larger(score[e], -1);  // of what is hidden, -inf
+                    score[e] = SOFTCAP ? weight[e] * multiply_add(-tanh, tanh, 1) : weight[e];
+                }
+            }
+        }
+    }
+    // dS^T from dP^T and what `weigh` left; `delta(c)` is of columns 8 c on.
+    template <int COUNT, class Delta>
+    DEVICE void differentiate(float (&gradients)[COUNT], const float (&weighed)[COUNT], const Queries& step, Delta delta,
+                              int from = 0) const {
+        hold(gradients);
+        UNROLL for (int c = 0; c < COUNT / 4; c++) {
+            const Pair of = delta(c);
+            UNROLL for (int n = 4 * c; n < 4 * c + 4; n++)
+                gradients[n] = weighed[n] * (gradients[n] - of.at[n % 2]);
+        }
+        hide(gradients, step, 0, from);  // 0 times what overflows is NaN
+    }
+};
