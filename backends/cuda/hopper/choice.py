@@ -42,8 +42,8 @@ _BIASED = {
 _GRADIENTS = {
     (64, 64): HopperGradients(128, 128, 2, begin=7.9, step=2.34),
     (128, 128): HopperGradients(128, 64, 2, begin=9.0, step=2.14),
-    (192, 128): HopperGradients(128, 64, 2, begin=8.0, step=4.0),
-    (256, 256): HopperGradients(64, 64, 2, begin=8.0, step=2.85),
+    (192, 128): HopperGradients(128, 64, 2, begin=6.0, step=2.94),
+    (256, 256): HopperGradients(64, 64, 2, begin=8.3, step=2.8),
 }
 #: The same where a tanh takes registers, and where blocks add to the gradient of the query in turn.
 _CAPPED = {**_GRADIENTS, (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5)}
