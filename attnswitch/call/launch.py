@@ -114,7 +114,7 @@ class Request:
         elif not launch.settled:
             self._settle(launch, known)
         elif launch.alike is not None:
-            self.latest = launch
+            self._guard(launch, known)
         return launch, known
 
     def build(self, facts: tuple[Facts | None, ...], key_lengths: Any = None, *, nonfinite: bool = False) -> Launch:
@@ -186,9 +186,14 @@ class Request:
             launch.differentiate = _differentiating(launch, operands, turned)
         ready = launch.run is not None or launch.save is not None
         if self.quick and ready and not any(fact is not None and fact.offset for fact in launch.facts):
+            self._guard(launch, operands)
+
+    def _guard(self, launch: Launch, operands: Sequence[Array]) -> None:
+        """Have the launch known by how ``operands`` lie: the latest do, of those with its facts."""
+        if launch.alike is None or not launch.alike(*operands):
             launch.alike = import_module("attnswitch.call.torch_modes").guards(operands)
-            if launch.alike is not None:
-                self.latest = launch
+        if launch.alike is not None:
+            self.latest = launch
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

@@ -161,6 +161,13 @@ def test_modes_and_transforms_see_them() -> None:
         assert forward(*(mode.from_tensor(x) for x in operands()))[0].shape == (2, 4, 16, 32)
 
 
+def test_operands_that_require_gradients_are_known_after_others_that_did_not(dispatched: Any) -> None:
+    leaves = tuple(x.requires_grad_() for x in operands())
+    for _ in range(4):
+        forward(*leaves)
+    assert not dispatched(lambda: forward(*leaves))
+
+
 def test_recorded_problems_are_counted() -> None:
     with attnswitch.record() as recording:
         for _ in range(3):
