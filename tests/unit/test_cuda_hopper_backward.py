@@ -6,6 +6,7 @@ import importlib
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,11 +257,18 @@ def arrays(p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
     return found, rng.standard_normal(shapes[0][:3]).astype(np.float32)
 
 
-def compare(text: str, parts: int, monkeypatch: pytest.MonkeyPatch, mask: Any = None, lengths: Any = None) -> None:
+def compare(
+    text: str,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    mask: Any = None,
+    lengths: Any = None,
+    made: Callable[[Problem], tuple[list[Any], Any]] = arrays,
+) -> None:
     """Gradients beside ``reference``; what lies past the lengths is NaN."""
     monkeypatch.setattr(backward, "splits", lambda *_: parts)
     p = Problem.parse(text)
-    (q, k, v, grad), grad_lse = arrays(p)
+    (q, k, v, grad), grad_lse = made(p)
     exact = [array.astype(np.float64) for array in (q, k, v)]
     call = {"is_causal": p.causal, "window": p.window, "softcap": p.softcap, "attn_mask": mask, "key_lengths": lengths}
     call |= {"backend": "reference", "causal_alignment": p.alignment}
@@ -343,6 +351,22 @@ def test_masks_hide_whole_tiles_and_parts_of_them(
     mask[..., : 64 if "q" in axes else None, :140] = False  # a whole tile of keys, from these queries
     mask[..., 200:] = True
     compare(f"b2.h4/2.s150x300.d{dims}.bf16.mask=bool:{axes}.grad{how}", 1, monkeypatch, mask)
+
+
+def overflowing(p: Problem) -> tuple[list[Any], Any]:
+    """Arrays of which dP is infinite for the last key, and every query but the last."""
+    (q, k, v, grad), grad_lse = arrays(p)
+    v[:], v[..., -1, :] = v * 1e-30, 1e30
+    grad[:], grad[..., -1, :] = grad * 1e30, 0
+    return [q, k, v, grad], grad_lse
+
+
+@compiled
+@pytest.mark.parametrize("how", [".causal", ".mask=bool:qk"])
+@pytest.mark.parametrize("dims", ["64", "128", "192/128", "256"])
+def test_what_is_hidden_may_overflow(dims: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = np.tri(150, dtype=bool)[None, None] if "mask" in how else None
+    compare(f"b1.h2.s150.d{dims}.bf16{how}.grad", 1, monkeypatch, mask, made=overflowing)
 
 
 # -- bits, on a GPU ----------------------------------------------------------------------------------------------------
