@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,19 +28,25 @@ from attnswitch.wisdom.record import Time
 from attnswitch.wisdom.signature import Signature, sign
 
 RESULTS = Path(__file__).parents[2] / "fixtures/results"
+sys.path.append(str(RESULTS.parent))
+is_outdated = importlib.import_module("outdated").is_outdated
 H200, H100 = Device.named("h200"), Device.named("h100")
 PEAKS = (1000.0, 60.0, 4000.0)
 PLAIN = "b4.h16.s4096.d128.bf16.causal"
 
 
 def measured(gpu: str) -> list[tuple[Problem, dict[str, float]]]:
-    """The problems that were measured on a GPU, with milliseconds by backend."""
-    document = json.loads((RESULTS / gpu / "choice-fit.json").read_text(encoding="utf-8"))
-    return [
-        (Problem.parse(each["problem"]), {n: t["median"] for n, t in each["times"].items() if n in registry.names()})
-        for each in document["problems"]
-        if each["times"]
-    ]
+    """The problems that were measured on a GPU, with milliseconds by backend, but those of kernels of before."""
+    file = f"{gpu}/choice-fit.json"
+    found = []
+    for each in json.loads((RESULTS / file).read_text(encoding="utf-8"))["problems"]:
+        problem = Problem.parse(each["problem"])
+        names = set(registry.names())
+        if is_outdated(problem, Device.named(gpu), file):
+            names.remove("cuda")
+        if times := {name: time["median"] for name, time in each["times"].items() if name in names}:
+            found.append((problem, times))
+    return found
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
