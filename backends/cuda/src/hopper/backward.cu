@@ -10,12 +10,11 @@
 // sums.
 //
 //   loader      K, V | Q0, dO0 | Q1, dO1 | ...                          into rings of STAGES tiles each
-//   consumer    S0 | dP0, P0 | dS0 | dV0 dK0 | S1 | dP1, P1 | dS1      | dV1 dK1 | dQ0 S2 | dP2, P2 | dS2 | ...
-//   another          S0 | dP0, P0      | dS0 | dV0 dK0 | S1 | dP1, P1 | dS1      | dV1 dK1 | dQ0 S2 | ...
+//   consumer    S0 dP0 | P0 | dS0 | dV0 dK0 | S1 dP1 | P1 | dS1 | dV1 dQ0 dK1 | S2 dP2 | P2 | dS2 | dV2 dQ1 dK2 | ...
 //
-// The consumers take turns to ask for their sums and scores (barriers.cuh), so that one's numbers are beside the other's
-// products. P^T and dS^T are left operands of dV and dK in the registers where they are; dS^T goes through shared memory
-// for dQ alone.
+// P is computed beside dP, dS is left beside dV, and dQ is added beside dK. Nothing but tiles of dS holds the consumers
+// together, so that one's numbers are beside the other's products too. P^T and dS^T are left operands of dV and dK in the
+// registers where they are; dS^T goes through shared memory for dQ alone.
 //
 // Barriers: `full` and `free` of every stage (barriers.cuh), and `written` and `gradients_free` of both tiles of dS.
 #include "hopper/backward/consumer.cuh"

@@ -1,13 +1,11 @@
-// A warpgroup that computes: 64 keys against tiles of queries, numbers and products of a step one after the other, and by
-// turns with the other consumer, so that one's products are beside the numbers of the other.
+// A warpgroup that computes: 64 keys against tiles of queries.
 //
 // Registers: S^T, in whose place come P^T and what dS^T is made of; dP^T; P^T and dS^T in 16 bits; a part of dQ; and,
 // from beginning to end, dK and dV.
 //
 // dQ is a step behind, by which time the other consumer has left its dS; before the first step is one that adds nothing.
 // It is added from registers: nothing waits for the L2 then, and no shared memory is taken to add it from. A turn of the
-// loop begins with the scores, and no product is under way: where one was, the compiler would let all come one after
-// another.
+// loop begins where no product is under way: where one was, the compiler would let all come one after another.
 #pragma once
 #include "hopper/backward/shared.cuh"
 #include "hopper/backward/worker.cuh"
@@ -40,33 +38,31 @@ struct Consumer : Worker<Shared> {
         Weigher weigher(a, block, index);
         int before = NONE;  // the tile of dQ that the step before adds to
         leave_nothing();
-        if (index == CONSUMERS - 1) pass_turn(index);
-        ask_scores(scores);
-        wait_products<0>();
-        for (;;) {
-            differentiate(weigher, step);
-            leave();
-            const int tile = step.tile(a, block.batch) + (BY_QUERIES ? index : 0);
-            step.next();
-            await_turn(index);
-            ask_key_sums();
-            got_key_sums();
-            at.next();
-            if (!step.more()) {
-                pass_turn(index);
-                end(before), end(tile);
-                return;
-            }
-            ask_query_sums();
+        do {
             ask_scores(scores);
-            pass_turn(index);
+            ask_score_gradients(score_gradients);
+            weigher.look(step);
+            wait_products<1>();
+            differentiate(weigher, step);
+            leave_gradients(inner, index);
+            ask_value_sums();
+            show_gradients();
+            written_at.next();
+            ask_query_sums();
+            wait_products<1>();
+            got_value_sums();
+            ask_key_sums();
             wait_products<1>();
             got_query_sums(before);
-            before = tile;
+            before = step.tile(a, block.batch) + (BY_QUERIES ? index : 0);
+            step.next();
             wait_products<0>();
-        }
+            got_key_sums();
+            at.next();
+        } while (step.more());
+        end(before);
     }
-    // dQ of what is left: of the step before, and of the last.
+    // dQ of the last step.
     DEVICE void end(int tile) {
         ask_query_sums();
         wait_products<0>();
@@ -75,12 +71,13 @@ struct Consumer : Worker<Shared> {
 
     // -- parts of a step ------------------------------------------------------------------------------------------
 
-    // P^T and dS^T in 16 bits.
+    // P^T and dS^T in 16 bits. The branch of a wait parts the exponentials: those before it are beside dP, and those that
+    // the compiler leaves behind it are beside the arithmetic of dS. All before it takes longer, and so does none.
     DEVICE void differentiate(Weigher& weigher, const Queries& step) {
         hold(scores);
-        weigher.look(step);
-        ask_score_gradients(score_gradients);
         weigher.weigh(scores, weights, step, [&](int c) { return number(shared.base[at.stage], c); });
+        hold(scores);
+        shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);
         wait_products<0>();
         weigher.differentiate(score_gradients, scores, step, [&](int c) { return number(shared.delta[at.stage], c); });
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {  // side by side, so that a register comes free for each taken
@@ -88,29 +85,30 @@ struct Consumer : Worker<Shared> {
             pack(inner[k], score_gradients + 8 * k);
         }
     }
-    DEVICE void leave() {
-        shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);
+    DEVICE void leave_nothing() {
+        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
+            UNROLL for (int r = 0; r < 4; r++) inner[k][r] = 0;
         leave_gradients(inner, index);
         show_gradients();
         written_at.next();
     }
-    DEVICE void leave_nothing() {
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-            UNROLL for (int r = 0; r < 4; r++) inner[k][r] = 0;
-        leave();
-    }
     // dV and dK of a step.
-    DEVICE void ask_key_sums() {
-        const Matrix upstream = matrix(Shared::grad_out_place(at.stage)), queries = matrix(Shared::query_place(at.stage));
+    DEVICE void ask_value_sums() {
         begin_products();
-        product_nn<BLOCK_DV, BLOCK_N>(value_sums, weights, upstream);
-        product_nn<BLOCK_D, BLOCK_N>(key_sums, inner, queries);
+        product_nn<BLOCK_DV, BLOCK_N>(value_sums, weights, matrix(Shared::grad_out_place(at.stage)));
         commit_products();
     }
-    DEVICE void got_key_sums() {
-        wait_products<0>();
-        hold(value_sums), hold(key_sums), hold(weights), hold(inner);
+    DEVICE void ask_key_sums() {
+        begin_products();
+        product_nn<BLOCK_D, BLOCK_N>(key_sums, inner, matrix(Shared::query_place(at.stage)));
+        commit_products();
+    }
+    DEVICE void got_value_sums() {
+        hold(value_sums), hold(weights);
         release(shared.grad_out_free[at.stage]);
+    }
+    DEVICE void got_key_sums() {
+        hold(key_sums), hold(inner);
         release(shared.query_free[at.stage]);
     }
     // This consumer's part of dQ, of the oldest step that was left.
