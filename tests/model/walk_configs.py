@@ -92,7 +92,7 @@ def _shrunk(name: str, value: Any, factor: int, layers: int) -> Any:
         and not re.search(r"dense|sparse|type|index|adapter|out_|kv_shared|decoder_layers_to|feat_extract", name)
     ):
         return min(value, layers)
-    if layers and name == "image_size" and value > 256:
+    if layers and name in ("image_size", "patch_size") and value > 256:
         return 224
     if name in ("num_query_tokens", "num_queries"):
         return min(value, 8)
