@@ -22,8 +22,6 @@ from attnswitch.planning.policy import Policy
 
 __all__ = ["install", "installed", "uninstall"]
 
-#: Whether torch.jit.trace is recording.
-_is_traced: Callable[[], bool] = torch._C._is_tracing
 _NAME = "scaled_dot_product_attention"
 _lock = threading.RLock()
 
@@ -126,7 +124,10 @@ def _allowed() -> int:
     return of._get_flash_sdp_enabled() + 2 * efficient + 4 * of._get_math_sdp_enabled() + 8 * cudnn
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # whose graphs cannot ask: as it is while they are made
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+#: Whether torch.jit.trace is recording; graphs of older torch know only the slower function.
+_is_traced: Callable[[], bool] = torch._C._is_tracing if _VERSION >= (2, 15) else torch.jit.is_tracing  # type: ignore[attr-defined]
+if _VERSION < (2, 11):  # whose graphs cannot ask: as it is while they are made
     _allowed = torch.compiler.assume_constant_result(_allowed)  # type: ignore[no-untyped-call]
 
 

@@ -58,7 +58,8 @@ def off(one: Outputs, two: Outputs, mask: torch.Tensor | None) -> float:
 def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """All numbers in double, some at a time: outputs of images are large."""
     x = x.flatten()
-    for part in x.split(2**20) if len(x) else ():
+    for start in range(0, len(x), 2**20):
+        part = x[start : start + 2**20]
         yield part.double() if not x.is_complex() else torch.view_as_real(part.to(torch.complex128))
 
 

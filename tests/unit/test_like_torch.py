@@ -392,7 +392,8 @@ def test_nested_tensors_break_a_graph(training: bool) -> None:
     if training:
         grads = (torch.autograd.grad(x.square().sum(), values) for x in (found, expected))
         torch.testing.assert_close(*grads)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="sequence by sequence"):
+    # Older torch stops earlier, at what it does not know of subclasses.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"sequence by sequence|hasattr"):
         torch.compile(attends, fullgraph=True, backend="eager")(values)
 
 
