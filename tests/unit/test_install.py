@@ -145,6 +145,25 @@ def test_a_symbolic_trace_records_the_call_that_stands_there() -> None:
     torch.testing.assert_close(found, TORCHS(q, k, k, is_causal=True))
 
 
+@pytest.mark.parametrize("wrong", ["dtype", "heads", "dropout", "sparse"])
+def test_what_a_program_catches_of_torchs_it_catches_here(wrong: str) -> None:
+    q, k, v = operands()
+    options: dict[str, Any] = {}
+    if wrong == "dtype":
+        k = k.double()
+    elif wrong == "heads":
+        k, v = k[:, :3], v[:, :3]
+    elif wrong == "dropout":
+        options["dropout_p"] = 1.5
+    else:
+        options["attn_mask"] = torch.eye(6).to_sparse()
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k, v, **options)
+    with attnswitch.installed(), pytest.raises(RuntimeError) as caught:
+        F.scaled_dot_product_attention(q, k, v, **options)
+    assert isinstance(caught.value, InvalidProblem)
+
+
 class Attends(torch.nn.Module):
     """It keeps the function that stands there when it is made, as models do whose attention can be chosen."""
 
