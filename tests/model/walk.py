@@ -129,6 +129,8 @@ class _Look:
         Where it takes its softmax in float32, rows of padding are NaN in float64, which says nothing.
         """
         eager, model = self.eager.double(), model.double()
+        for each in (eager, model):
+            each.set_experts_implementation("eager")  # the usual one multiplies in float32 and less
         doubled = [
             {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in b.items()}
             for b in self.batches
