@@ -1,11 +1,11 @@
 """The errors of attnswitch.
 
     AttnswitchError
-    ├── InvalidProblem (ValueError)             the call makes no sense on any backend
-    ├── Unsupported (NotImplementedError)       the call makes sense, and no allowed backend takes it
-    ├── BackendUnavailable (ImportError)        the backend asked for cannot run on this machine
-    ├── CompileError (RuntimeError)             a backend could not build its kernel
-    └── VerificationError (RuntimeError)        the verifier cannot trust its own reference
+    ├── InvalidProblem (ValueError, RuntimeError)  the call makes no sense on any backend
+    ├── Unsupported (NotImplementedError)          the call makes sense, and no allowed backend takes it
+    ├── BackendUnavailable (ImportError)           the backend asked for cannot run on this machine
+    ├── CompileError (RuntimeError)                a backend could not build its kernel
+    └── VerificationError (RuntimeError)           the verifier cannot trust its own reference
 
 Every message says, in this order: what was asked, the facts, the cause, the remedy.
 """
@@ -29,8 +29,8 @@ class AttnswitchError(Exception):
     """Base of every error that attnswitch raises on purpose."""
 
 
-class InvalidProblem(AttnswitchError, ValueError):
-    """The arguments do not describe an attention problem."""
+class InvalidProblem(AttnswitchError, ValueError, RuntimeError):
+    """The arguments do not describe an attention problem. Where torch tells of that it is a ``RuntimeError``."""
 
 
 class Unsupported(AttnswitchError, NotImplementedError):

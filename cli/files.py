@@ -41,6 +41,8 @@ def check(targets: Iterable[Path | None], appended: Iterable[Path | None] = ()) 
             if not is_standard(path):
                 _try(place, whole=whole)
             seen.add(place)
+        except InvalidProblem:
+            raise
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
             raise InvalidProblem(f"{path} cannot be written: {error}") from None
 

@@ -12,7 +12,7 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.launch import DUAL, Launch, Request
 from attnswitch.call.options import Options, text_of
-from attnswitch.call.run import run, run_prepared
+from attnswitch.call.run import drawn_seed, run, run_prepared
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.planning import policy as policies
@@ -174,9 +174,14 @@ def _poisoned(
 ) -> tuple[Array, Array | None]:
     """The same where NaN, inf, or what overflows was seen: another problem, and maybe another backend."""
     launch = asked.poisoned(launch)
-    result = run(asked, launch, operands, given, key_lengths, seed)
+    if launch.problem.seeded and seed is None:
+        seed = drawn_seed()
+    out, lse = run(asked, launch, operands, given, key_lengths, seed)
     recording.note(launch.problem)
-    return result
+    if launch.facts[0].library == "torch":  # type: ignore[union-attr]
+        # As the others lay it: a program that views the result otherwise goes on.
+        out = import_module("attnswitch.call.operators.memory").laid(out, operands[0], asked.options.layout)
+    return out, lse
 
 
 # -- what torch is asked, once there are tensors -----------------------------------------------------------------------

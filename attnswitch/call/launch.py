@@ -117,13 +117,21 @@ class Request:
             self._guard(launch, known)
         return launch, known
 
-    def build(self, facts: tuple[Facts | None, ...], key_lengths: Any = None, *, nonfinite: bool = False) -> Launch:
-        """The launch for operands with ``facts``.
+    def build(
+        self,
+        facts: tuple[Facts | None, ...],
+        key_lengths: Any = None,
+        *,
+        nonfinite: bool = False,
+        seeded: bool | None = None,
+    ) -> Launch:
+        """The launch for operands with ``facts``, where ``seeded`` if the call has a seed that the caller did not give.
 
         Raises ``InvalidProblem``, ``Unsupported``, ``BackendUnavailable`` and ``CompileError``; nothing has run.
         """
         whole = facts if len(facts) == 4 else (*facts, None)
-        problem = describe(whole, self.options, lengths=self.lengths, seeded=self.seeded, grads=self.grads)
+        seeded = self.seeded if seeded is None else seeded
+        problem = describe(whole, self.options, lengths=self.lengths, seeded=seeded, grads=self.grads)
         query = facts[0]
         assert query is not None
         if key_lengths is not None:  # wrong ones are told of before anything is compiled
@@ -153,9 +161,13 @@ class Request:
         return launch
 
     def poisoned(self, launch: Launch) -> Launch:
-        """The launch in place of ``launch`` for operands in which NaN, inf, or what overflows was seen."""
+        """The launch in place of ``launch`` for operands in which NaN, inf, or what overflows was seen.
+
+        Of those who keep such numbers where they belong none has a generator of its own: dropout is given a seed.
+        """
         if launch.poisoned is None:
-            launch.poisoned = self.build(launch.facts, nonfinite=True)
+            free = self.backend is None and self.plan is None and not launch.draws
+            launch.poisoned = self.build(launch.facts, nonfinite=True, seeded=True if free else None)
         return launch.poisoned
 
     def _arm(self, launch: Launch, operands: Sequence[Array], key_lengths: Any) -> None:

@@ -52,7 +52,9 @@ def scaled_dot_product_attention(
             return _handed_over(torch, function, (query, key, value), attn_mask, *said)
         query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
         if query.is_nested:
-            return _nested(torch, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, *way)
+            from attnswitch.call import nested
+
+            return nested.by_sequence(scaled_dot_product_attention, query, key, value, attn_mask, *said, *way)
         if type(attn_mask).__name__ == "CausalBias":
             if is_causal:
                 raise InvalidProblem("is_causal=True beside a CausalBias, which is causal itself: pass one of the two")
@@ -295,28 +297,3 @@ def _alignment(query: Any, key: Any, bias: Any) -> str:
     if made != found:
         raise InvalidProblem(f"attn_mask is a CausalBias for {made} queries and keys, and there are {found}")
     return "bottom_right"
-
-
-def _nested(torch: Any, query: Any, key: Any, value: Any, attn_mask: Any, *rest: Any) -> Any:
-    """Sequence by sequence, (..., L, D) each, as torch's: memory for what there is, and no padding."""
-    if attn_mask is not None:
-        raise InvalidProblem("attn_mask beside nested tensors, whose sequences have lengths of their own: leave it out")
-    if not all(_is_tensor(x) and x.is_nested for x in (key, value)):
-        raise InvalidProblem("query is nested, key or value is not: pass all of one kind")
-    counts = query.size(0), key.size(0), value.size(0)
-    if not counts[0] or counts[0] != counts[1] or counts[0] != counts[2]:
-        raise InvalidProblem(f"query, key and value hold {counts} sequences: expected as many of each, at least one")
-    parts = [
-        scaled_dot_product_attention(q[None], k[None], v[None], None, *rest)[0]
-        for q, k, v in zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
-    ]
-    if query.layout != torch.jagged:
-        return torch.nested.as_nested_tensor(parts)
-    axis = query._ragged_idx - 1  # of a sequence, the one whose length is its own
-    rows = torch.cat([part.transpose(0, axis) for part in parts])
-    offsets = query.offsets()
-    if query.lengths() is not None:  # the sequences have gaps between them, which the result has not
-        offsets = torch.nn.functional.pad(query.lengths().cumsum(0), (1, 0))
-    # What it knows of its lengths, by which it would be padded; None where it has not been asked yet.
-    known = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
-    return torch.nested.nested_tensor_from_jagged(rows, offsets, **known).transpose(1, axis + 1)

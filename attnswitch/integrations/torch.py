@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
+from torch.jit import _builtins as builtins_of_jit
 
 from attnswitch import api
 from attnswitch.call import like_torch
@@ -42,7 +44,8 @@ def install(backend: str | None = None, policy: Policy | str | None = None) -> N
     Whoever looks the function up in ``torch.nn.functional`` gets it, ``nn.MultiheadAttention`` and the transformer
     layers included: their fast path, which calls no attention function, is switched off until ``uninstall``. A module
     that imported the function by name before keeps torch's. Calls within ``torch.nn.attention.sdpa_kernel``, which
-    names kernels of torch's, go to torch. Installed again, only ``backend`` and ``policy`` change.
+    names kernels of torch's, go to torch, and so do those that ``torch.jit.trace`` and ``torch.jit.script`` record.
+    Installed again, only ``backend`` and ``policy`` change.
 
     Args:
         backend: as for ``attention``: this one or an error; the planner's choice if None.
@@ -121,7 +124,10 @@ def _allowed() -> int:
     return of._get_flash_sdp_enabled() + 2 * efficient + 4 * of._get_math_sdp_enabled() + 8 * cudnn
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # whose graphs cannot ask: as it is while they are made
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+#: Whether torch.jit.trace is recording; graphs of older torch know only the slower function.
+_is_traced: Callable[[], bool] = torch._C._is_tracing if _VERSION >= (2, 15) else torch.jit.is_tracing  # type: ignore[attr-defined]
+if _VERSION < (2, 11):  # whose graphs cannot ask: as it is while they are made
     _allowed = torch.compiler.assume_constant_result(_allowed)  # type: ignore[no-untyped-call]
 
 
@@ -138,11 +144,22 @@ def _replacement(function: Callable[..., Any], backend: str | None, policy: Poli
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if _allowed() != usual:
+        if _allowed() != usual or _is_traced():
             return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         numbers, way = (dropout_p, is_causal, scale, enable_gqa), (backend, policy)
         called = scaled_dot_product_attention
         return like_torch.scaled_dot_product_attention(query, key, value, attn_mask, *numbers, *way, function=called)
 
     scaled_dot_product_attention.__doc__ = api.scaled_dot_product_attention.__doc__
+    # Pickled by the name it is found by: as torch's function is.
+    scaled_dot_product_attention.__module__ = F.__name__
+    scaled_dot_product_attention.__qualname__ = _NAME
+    _script_as_torchs(scaled_dot_product_attention)
     return scaled_dot_product_attention
+
+
+def _script_as_torchs(function: Callable[..., Any]) -> None:
+    """Have torch.jit.script take ``function``, which it cannot read, for torch's operator, which it knows by its id."""
+    table = builtins_of_jit._get_builtin_table()  # type: ignore[no-untyped-call]
+    table[id(function)] = f"aten::{_NAME}"
+    weakref.finalize(function, table.pop, id(function), None)  # another function may come to lie there

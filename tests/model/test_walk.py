@@ -6,13 +6,11 @@ uv run --group model pytest tests/model/test_walk.py -m 'slow or not slow' -n 2
 from __future__ import annotations
 
 import collections
-import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parent))
 import walk
@@ -22,21 +20,6 @@ from attnswitch.integrations.transformers import fit
 SHARDS = 16
 #: Decoders, encoders, both, vision, audio, a state-space model; refused: eager only, layers by name.
 SOME = ["bert", "llama", "t5", "vit", "whisper", "clip", "mamba", "mpnet", "bloom", "falcon"]
-
-
-#: Bytes of memory beyond which a model is given up as one that could not be made small.
-MOST_BYTES = 8 * 2**30
-
-
-@pytest.fixture(autouse=True)
-def modest() -> Iterator[None]:
-    """Tiny models: threads of two workers would wait for one another, and one that is not tiny ends the process."""
-    threads, limits = torch.get_num_threads(), resource.getrlimit(resource.RLIMIT_DATA)
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_DATA, limits)
-    torch.set_num_threads(threads)
 
 
 def check(results: list[walk.Result], record: Callable[[str, object], None]) -> collections.Counter[str]:

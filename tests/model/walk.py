@@ -1,6 +1,9 @@
 """Every model class of the installed transformers, made small: eager attention against attnswitch.
 
-uv run --group model python tests/model/walk.py [--shard 0/2] [FAMILY ...]
+uv run --group model python tests/model/walk.py [--shard 0/2] [FAMILY ...] > rows.jsonl
+
+One row of JSON a class; the last line, on standard error, counts them. Linux: each family is looked at in a process of
+its own (a fork), so that one that takes too much memory ends itself alone.
 """
 
 from __future__ import annotations
@@ -11,9 +14,14 @@ import contextlib
 import importlib
 import json
 import logging
+import os
+import pickle
 import pkgutil
+import resource
+import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -30,6 +38,8 @@ from attnswitch.integrations.transformers import register
 
 #: How far two answers in float32 may be apart, by their largest number.
 NEAR = 2e-3
+#: Bytes of memory beyond which a model is given up as one that could not be made small.
+MOST_BYTES = 8 * 2**30
 
 
 class Result(NamedTuple):
@@ -119,6 +129,8 @@ class _Look:
         Where it takes its softmax in float32, rows of padding are NaN in float64, which says nothing.
         """
         eager, model = self.eager.double(), model.double()
+        for each in (eager, model):
+            each.set_experts_implementation("eager")  # the usual one multiplies in float32 and less
         doubled = [
             {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in b.items()}
             for b in self.batches
@@ -131,6 +143,15 @@ class _Look:
 def look(kind: type[PreTrainedModel], subject: Subject) -> Result:
     """Eager attention against attnswitch, for one class."""
     began = time.perf_counter()
+    try:
+        return _looked(kind, subject, began)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        return _not_built(_family(kind), kind.__name__, "no more memory", time.perf_counter() - began)
+
+
+def _looked(kind: type[PreTrainedModel], subject: Subject, began: float) -> Result:
     at = _Look(subject)
 
     def result(outcome: str, why: str = "", calls: int = 0, sdpa: Any = None, right: Any = None) -> Result:
@@ -145,6 +166,8 @@ def look(kind: type[PreTrainedModel], subject: Subject) -> Result:
     except Unsupported as error:
         return result("refused", str(error), 0, *at.with_sdpa()[:2])
     except Exception as error:
+        if _is_of_memory(error):
+            raise
         return result("wrong", short(error), 0, *at.with_sdpa()[:2])
     errors = at.off(at.truths, outs)
     if max(errors) < NEAR:
@@ -163,6 +186,11 @@ def look(kind: type[PreTrainedModel], subject: Subject) -> Result:
     return result("as sdpa" if as_sdpa else "wrong", why, calls.count, sdpa, right)
 
 
+def _is_of_memory(error: Exception) -> bool:
+    """Whether there is no more memory, as Python or torch says it."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
 def _family(kind: type) -> str:
     return kind.__module__.split(".")[2]
 
@@ -179,13 +207,12 @@ def look_at(family: str) -> Iterator[Result]:
         try:
             subject = prepared(kind)
         except Exception as error:
-            rest[kind] = Result(
-                family, kind.__name__, "not built", str(error), 0, None, None, time.perf_counter() - began
-            )
+            rest[kind] = _not_built(family, kind.__name__, str(error), time.perf_counter() - began)
             continue
         found = look(kind, subject)
-        wholes.append(subject)
-        if found.outcome == "as sdpa":
+        if found.outcome != "not built":
+            wholes.append(subject)
+        if found.outcome in ("as sdpa", "not built"):
             rest[kind] = found
         else:
             yield found
@@ -196,18 +223,55 @@ def look_at(family: str) -> Iterator[Result]:
     yield from rest.values()
 
 
+def _not_built(family: str, name: str, why: str, seconds: float) -> Result:
+    return Result(family, name, "not built", why, 0, None, None, seconds)
+
+
 def walk(chosen: list[str], shard: int = 0, shards: int = 1) -> Iterator[Result]:
     """Look at every class of these families."""
     register()
     transformers.logging.set_verbosity(logging.CRITICAL)
     for family in chosen[shard::shards]:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            try:
-                found = list(look_at(family))
-            except ImportError as error:
-                found = [Result(family, "", "not built", short(error), 0, None, None, 0.0)]
-        yield from found
+        yield from _apart(family)
+
+
+def _apart(family: str) -> list[Result]:
+    """What a process of its own finds, so far as it comes."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(reads)
+            with open(writes, "wb") as pipe:
+                _tell(family, pipe)
+            code = 0
+        finally:
+            traceback.print_exc() if code else None
+            os._exit(code)
+    os.close(writes)
+    found: list[Result] = []
+    with open(reads, "rb") as pipe, contextlib.suppress(EOFError):
+        while True:
+            found.append(pickle.load(pipe))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        why = f"the process ended with {signal.Signals(-code).name if code < 0 else code}"
+        found.append(Result(family, "", "not built" if code == -signal.SIGKILL else "wrong", why, 0, None, None, 0.0))
+    return found
+
+
+def _tell(family: str, pipe: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    torch.set_num_threads(1)  # tiny models
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        try:
+            for row in look_at(family):
+                pickle.dump(row, pipe)
+                pipe.flush()
+        except ImportError as error:
+            pickle.dump(_not_built(family, "", short(error), 0.0), pipe)
 
 
 def main() -> None:
@@ -215,12 +279,14 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--shard", default="0/1")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    began = time.perf_counter()
     counts: collections.Counter[str] = collections.Counter()
     for row in walk(args.families or families(), *map(int, args.shard.split("/"))):
         counts[row.outcome] += 1
         print(json.dumps(row._asdict()), flush=True)
-    print(dict(counts), file=sys.stderr)
+    said = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    print(f"{counts.total():,} classes: {said} ({versions}, {time.perf_counter() - began:.0f} s)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,13 @@ def _likely(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": torch.randn(3, 3, 4 * patch, 4 * patch), **target}
         if "decoder_input_ids" not in target:
             yield {"pixel_values": image, "decoder_input_ids": ids[:, :TARGET]}
+    if "visual_feats" in takes:
+        seen = torch.randn(3, LENGTH, int(_find(config, "visual_feat_dim") or 2048))
+        yield {**text, "visual_feats": seen, "visual_pos": torch.rand(3, LENGTH, 4)}
+    if "image_attention_mask" in takes and "pixel_values" in takes:  # images between words, any number
+        yield {**text, "pixel_values": _image(config)[:, None]}
+        seen = torch.ones(3, LENGTH, 1, dtype=torch.int64)
+        yield {**text, "pixel_values": _image(config)[:, None], "image_attention_mask": seen}
     yield from _patches(config, takes, text)
     grid = next((x for x in ("grid_thw", "image_grid_thw") if x in takes), None)
     if grid is not None and "input_ids" not in takes:

@@ -43,16 +43,24 @@ def off(one: Outputs, two: Outputs, mask: torch.Tensor | None) -> float:
         seen = _seen(x, mask)
         if seen is not None:
             x, y = x[seen], y[seen]
-        x, y = x.to(torch.complex128), y.to(torch.complex128)
-        x, y = torch.view_as_real(x), torch.view_as_real(y)
-        # What eager attention makes NaN or infinite says nothing of another's numbers.
-        known = x.isfinite()
-        scale = x[known].abs().max().item() if known.any() else 0.0
-        error = (x - y)[known].abs()
-        if error.numel():
-            largest = error.max().item()
-            worst = max(worst, largest / (scale + 1e-6) if largest == largest else float("inf"))
+        scale = largest = 0.0
+        for one_part, two_part in zip(_parts(x), _parts(y), strict=True):
+            # What eager attention makes NaN or infinite says nothing of another's numbers.
+            known = one_part.isfinite()
+            if known.any():
+                scale = max(scale, one_part[known].abs().max().item())
+                error = (one_part - two_part)[known].abs().max().item()
+                largest = max(largest, error if error == error else float("inf"))
+        worst = max(worst, largest / (scale + 1e-6))
     return worst
+
+
+def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All numbers in double, some at a time: outputs of images are large."""
+    x = x.flatten()
+    for start in range(0, len(x), 2**20):
+        part = x[start : start + 2**20]
+        yield part.double() if not x.is_complex() else torch.view_as_real(part.to(torch.complex128))
 
 
 def _seen(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -42,7 +42,7 @@ ATTEMPTS = (
 VOCABULARY = 128
 
 _LAYERS = re.compile(
-    r"layers?$|_layers_|^depths?$|^n_layer|num_blocks$|layer_(num|count)|^num_stages?_blocks|_depths?$"
+    r"layers?$|_layers_|^depths?$|^n_layer|num_blocks$|num_self_attends_per_block|layer_(num|count)|^num_stages?_blocks|_depths?$"
 )
 _WIDTH = re.compile(
     r"(hidden_|embed_|inner_|ffn_|_)?(size|dim|dims|sizes|width|widths|channels|rank)$|d_model|d_ff|d_kv|n_embd|n_inner"
@@ -92,13 +92,12 @@ def _shrunk(name: str, value: Any, factor: int, layers: int) -> Any:
         and not re.search(r"dense|sparse|type|index|adapter|out_|kv_shared|decoder_layers_to|feat_extract", name)
     ):
         return min(value, layers)
-    if layers and name == "image_size" and value > 256:
+    if layers and name in ("image_size", "patch_size") and value > 256:
         return 224
     if name in ("num_query_tokens", "num_queries"):
         return min(value, 8)
-    if _WIDTH.search(name) and not _NOT_WIDTH.search(name) and value >= factor:
-        return value // factor
-    return value
+    wide = name in ("upsample_groups", "d_latents") or (_WIDTH.search(name) and not _NOT_WIDTH.search(name))
+    return value // factor if wide and value >= factor else value
 
 
 def _token(name: str, value: int) -> int:
@@ -137,8 +136,9 @@ def small(kind: Any, attempt: Attempt, given: Any = None) -> Any:
             old = getattr(default, "num_hidden_layers", getattr(default, "num_layers", None))
             if len(value) == old:
                 values[name] = [value[0], *value[len(value) - kept + 1 :]]
-    if "pad_token_id" in vars(default) and default.pad_token_id is None:
-        values["pad_token_id"] = 0
+    for name, token in (("pad_token_id", 0), ("image_token_id", VOCABULARY - 1), ("image_token_index", VOCABULARY - 1)):
+        if getattr(default, name, 0) is None:
+            values[name] = token
     if getattr(default, "prediction_length", 1) is None:
         values["prediction_length"] = 4
     if filled:
@@ -165,6 +165,7 @@ _FILLED = (
     (r"_per_tok|top_?k$", 2),
     (r"^n_group$|^topk_group$", 1),
     (r"(moe|expert).*_(size|dim)$", 32),
+    (r"^vocabulary_map$", {"<image>": VOCABULARY - 1}),
 )
 #: The same for what is a number in the annotation of its class, where a default may mean that there is none.
 _FILLED_TOO = (
@@ -191,6 +192,11 @@ def _open(default: Any, values: dict[str, Any], filled: int) -> dict[str, Any]:
             found[name] = heads
         elif name == "head_dim" and known:
             found[name] = width // heads
+        elif name == "layer_types" and isinstance(at("num_hidden_layers"), int):
+            kinds_of_layers = ["conv", "full_attention"] if '"conv"' in _source(default) else ["full_attention"]
+            found[name] = (kinds_of_layers * at("num_hidden_layers"))[: at("num_hidden_layers")]
+        elif name == "mlp_layer_types" and isinstance(at("num_hidden_layers"), int):
+            found[name] = (["dense", "sparse"] * at("num_hidden_layers"))[: at("num_hidden_layers")]
         elif name == "default_language":
             found[name] = next(iter(at("languages") or ()), None)
         elif fitting := [number for pattern, number in _FILLED if re.search(pattern, name)]:
@@ -206,7 +212,10 @@ def _open(default: Any, values: dict[str, Any], filled: int) -> dict[str, Any]:
             elif _WIDTH.search(name) and not _NOT_WIDTH.search(name) and known:
                 found[name] = width
     rope = at("rope_parameters") or {}
-    if known and "mrope_section" in _source(default) and not ({"mrope_section", "full_attention"} & set(rope)):
+    if not rope and "rope_parameters[layer_type]" in _source(default):
+        for_all = {"rope_type": "default", "rope_theta": 10000.0}
+        found["rope_parameters"] = dict.fromkeys(at("layer_types") or ["full_attention"], for_all)
+    elif known and "mrope_section" in _source(default) and not ({"mrope_section", "full_attention"} & set(rope)):
         half = int((at("head_dim") or width // heads) * rope.get("partial_rotary_factor", 1.0)) // 2
         third = half // 3
         section = [half - 2 * third, third, third]

@@ -108,6 +108,43 @@ def test_a_call_with_nan_is_recorded_once() -> None:
 LOOKED_AT = {"few": (2, 8), "grouped": (4, 8), "many": (2, 80)}
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_under_dropout_is_answered(causal: bool, training: bool) -> None:
+    """As a program that diverges wants it; who keeps NaN where it belongs has a seed drawn."""
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    query[0, 1, 2] = torch.nan
+    query.requires_grad_(training)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(attnswitch.attention(query, key, value, is_causal=causal, dropout_p=0.5))
+        found.append(attnswitch.attention(query, key, value, is_causal=causal, dropout_p=0.5))
+    assert torch.equal(*(x.nan_to_num() for x in (found[0], found[2])))
+    assert not torch.equal(*(x.nan_to_num() for x in found[:2]))
+    lost = torch.zeros(2, 4, 6, 8, dtype=torch.bool)
+    lost[0, 1, 2] = True
+    assert torch.equal(found[0].isnan(), lost)
+    if training:
+        (grad,) = torch.autograd.grad(found[0].nan_to_num().sum(), query)
+        assert torch.equal(grad.isnan(), lost)
+    with pytest.raises(Unsupported, match="leaks NaN"):
+        attnswitch.attention(query, key, value, dropout_p=0.5, backend="sdpa-math")
+
+
+@pytest.mark.parametrize("poison", [0.0, torch.nan])
+def test_results_lie_as_the_query_does_also_with_nan(poison: float) -> None:
+    """A program that joins heads without a copy goes on when it diverges."""
+    rows = torch.randn(2, 6, 4, 8)
+    rows[0, 2, 1, 3] += poison
+    rows.requires_grad_()
+    x = rows.transpose(1, 2)
+    out = attnswitch.attention(x, x, x)
+    joined = out.transpose(1, 2).view(2, 6, 32)
+    (grad,) = torch.autograd.grad(joined.sum(), rows)
+    assert bool(grad.isnan().any()) == bool(joined.isnan().any()) == (poison != 0.0)
+
+
 @pytest.mark.parametrize(("heads", "length"), LOOKED_AT.values(), ids=LOOKED_AT)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("grads", ["", "q"])

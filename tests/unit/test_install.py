@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,79 @@ def test_a_symbolic_trace_records_the_call_that_stands_there() -> None:
             found = graph(q, k)
     assert len(recording.problems) == 1
     torch.testing.assert_close(found, TORCHS(q, k, k, is_causal=True))
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "heads", "dropout", "sparse"])
+def test_what_a_program_catches_of_torchs_it_catches_here(wrong: str) -> None:
+    q, k, v = operands()
+    options: dict[str, Any] = {}
+    if wrong == "dtype":
+        k = k.double()
+    elif wrong == "heads":
+        k, v = k[:, :3], v[:, :3]
+    elif wrong == "dropout":
+        options["dropout_p"] = 1.5
+    else:
+        options["attn_mask"] = torch.eye(6).to_sparse()
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k, v, **options)
+    with attnswitch.installed(), pytest.raises(RuntimeError) as caught:
+        F.scaled_dot_product_attention(q, k, v, **options)
+    assert isinstance(caught.value, InvalidProblem)
+
+
+class Attends(torch.nn.Module):
+    """It keeps the function that stands there when it is made, as models do whose attention can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = F.scaled_dot_product_attention
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return self.attend(query, key, key, is_causal=True)
+
+
+def test_a_module_that_holds_the_function_is_pickled() -> None:
+    q, k, _ = operands()
+    with attnswitch.installed("tiled"):
+        again = pickle.loads(pickle.dumps(Attends()))
+        assert again.attend is F.scaled_dot_product_attention
+        text = pickle.dumps(Attends())
+    elsewhere = pickle.loads(text)  # in a process that has not installed it
+    assert elsewhere.attend is TORCHS
+    torch.testing.assert_close(again(q, k), elsewhere(q, k))
+
+
+class Scripted(torch.nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=mask is None, scale=0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")  # torch's own
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_jit_records_is_torchs(traced: bool) -> None:
+    """It records operators of torch's; a program that needs them still runs."""
+    q, k, _ = operands()
+    module, others = Scripted(), torch.randn(2, 3, 2, 7, 8).unbind()
+    expected = module(q, k), module(*others)
+    with attnswitch.installed():
+        F.scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.3)  # a launch is known
+        graph: Any = torch.jit.trace(module, (q, k)) if traced else torch.jit.script(module)  # type: ignore[no-untyped-call]
+        with attnswitch.record() as recording:
+            found = graph(q, k), graph(*others)
+    assert "aten::scaled_dot_product_attention" in str(graph.graph)
+    assert not recording.problems
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_layers_of_torch_are_scripted() -> None:
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    expected = layer(x, x, x, need_weights=False)[0]
+    with attnswitch.installed():
+        found = torch.jit.script(layer)(x, x, x, need_weights=False)[0]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -376,6 +376,27 @@ def test_nested_tensors_whose_lengths_come_first(width: tuple[int, ...]) -> None
         torch.testing.assert_close(part, torch_attention(x, x, x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # at the break
+@pytest.mark.parametrize("training", [False, True])
+def test_nested_tensors_break_a_graph(training: bool) -> None:
+    """A sequence is as long as its numbers say, which a graph cannot ask."""
+    torch.compiler.reset()
+    values = torch.randn(12, 2, 8, requires_grad=training)
+
+    def attends(x: torch.Tensor) -> torch.Tensor:
+        q = packed(x * 2)
+        return ours(q, q, q, is_causal=True).values() + 1  # type: ignore[no-any-return]
+
+    found, expected = torch.compile(attends, backend="aot_eager")(values), attends(values)
+    torch.testing.assert_close(found, expected)
+    if training:
+        grads = (torch.autograd.grad(x.square().sum(), values) for x in (found, expected))
+        torch.testing.assert_close(*grads)
+    # Older torch stops earlier, at what it does not know of subclasses.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"sequence by sequence|hasattr"):
+        torch.compile(attends, fullgraph=True, backend="eager")(values)
+
+
 def test_nested_tensors_of_other_counts() -> None:
     three = packed(torch.randn(12, 2, 8))
     two = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2, 8), torch.tensor([0, 4, 8])).transpose(1, 2)
