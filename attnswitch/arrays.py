@@ -226,7 +226,11 @@ def check_dense(tensor: Array, role: str) -> None:
             f"{role} is a {type(tensor).__name__} beside tensors that only torch can read (of a mode, on the meta"
             " device, of a subclass): pass all of torch"
         )
-    if tensor.layout is not sys.modules["torch"].strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.is_quantized:
+        raise InvalidProblem(f"{role} is a quantized tensor: attention takes floating point; call .dequantize() first")
+    if tensor.is_nested:
+        raise InvalidProblem(f"{role} is nested and query is not: pass all of one kind")
+    if tensor.layout is not sys.modules["torch"].strided:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
         )

@@ -30,7 +30,7 @@ class AttnswitchError(Exception):
 
 
 class InvalidProblem(AttnswitchError, ValueError, RuntimeError):
-    """The arguments do not describe an attention problem. Where torch tells of that it is a ``RuntimeError``."""
+    """The arguments do not describe an attention problem. A ``RuntimeError`` too, as torch's own call mostly raises."""
 
 
 class Unsupported(AttnswitchError, NotImplementedError):

@@ -53,6 +53,8 @@ def _measured(name: str) -> Peak:
 
     try:
         best = limits(name)
+    except InvalidProblem:
+        raise
     except RuntimeError as error:
         raise InvalidProblem(f"device {name} cannot be measured: {error}") from None
     return Peak(best.tflops, best.gbps, f"measured here, with a {best.dtype} matrix product and a copy")

@@ -70,7 +70,7 @@ def _check_untraced() -> None:
     if sys.modules["torch"].jit.is_tracing():
         raise InvalidProblem(
             "torch.jit.trace records what torch is asked to do, which cannot see the choice of a kernel nor kernels"
-            " that are not torch's: use torch.compile, which breaks its graph at the call"
+            " that are not torch's: use torch.compile or torch.export"
         )
 
 

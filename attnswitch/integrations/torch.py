@@ -28,10 +28,11 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What stood there before: torch's function, and whether its modules may leave it out."""
+    """What stood there before: torch's function, whether its modules may leave it out, and which kernels were on."""
 
     function: Callable[..., Any]
     fast_path: bool
+    kernels: int
 
 
 _before: _Before | None = None
@@ -63,8 +64,8 @@ def install(backend: str | None = None, policy: Policy | str | None = None) -> N
     with _lock:
         _check_place()
         if _before is None:
-            _before = _Before(getattr(F, _NAME), torch.backends.mha.get_fastpath_enabled())
-        _ours = _replacement(_before.function, backend, policy)
+            _before = _Before(getattr(F, _NAME), torch.backends.mha.get_fastpath_enabled(), _allowed())
+        _ours = _replacement(_before, backend, policy)
         setattr(F, _NAME, _ours)
         torch.backends.mha.set_fastpath_enabled(False)
 
@@ -131,8 +132,8 @@ if _VERSION < (2, 11):  # whose graphs cannot ask: as it is while they are made
     _allowed = torch.compiler.assume_constant_result(_allowed)  # type: ignore[no-untyped-call]
 
 
-def _replacement(function: Callable[..., Any], backend: str | None, policy: Policy | str | None) -> Callable[..., Any]:
-    usual = _allowed()
+def _replacement(before: _Before, backend: str | None, policy: Policy | str | None) -> Callable[..., Any]:
+    function, usual = before.function, before.kernels
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -144,7 +145,7 @@ def _replacement(function: Callable[..., Any], backend: str | None, policy: Poli
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if _allowed() != usual or _is_traced():
+        if usual & ~_allowed() or _is_traced():
             return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         numbers, way = (dropout_p, is_causal, scale, enable_gqa), (backend, policy)
         called = scaled_dot_product_attention

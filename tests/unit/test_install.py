@@ -77,6 +77,26 @@ def test_what_replaced_it_since_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     attnswitch.uninstall()
 
 
+def test_a_kernel_switched_on_after_install_changes_nothing() -> None:
+    query = torch.randn(1, 2, 4, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        attnswitch.install()
+    try:
+        with attnswitch.record() as recording:
+            F.scaled_dot_product_attention(query, query, query)
+        assert recording.problems
+    finally:
+        attnswitch.uninstall()
+
+
+def test_installed_again_within_a_choice_of_kernels_calls_go_to_torch() -> None:
+    query = torch.randn(1, 2, 4, 8)
+    math, outer, inner = sdpa_kernel(SDPBackend.MATH), attnswitch.installed(), attnswitch.installed("tiled")
+    with attnswitch.record() as recording, outer, math, inner:
+        F.scaled_dot_product_attention(query, query, query)
+    assert not recording.problems
+
+
 def test_torchs_own_kernels_stay_torchs() -> None:
     q, k, v = operands()
     with attnswitch.installed(), attnswitch.record() as recording, sdpa_kernel(SDPBackend.MATH):
