@@ -119,12 +119,21 @@ def require(plan: Plan) -> Plan:
         raise Unsupported(f"{what} this problem\n{plan}", plan)
     named = next(candidate for candidate in plan.candidates if candidate.backend == plan.named)
     others = ", ".join(candidate.backend for candidate in plan.candidates if candidate.fits)
-    remedy = f"leave backend out, or use one of: {others}" if others else "no other backend takes it either"
+    remedy = f"leave backend out, or use one of: {others}" if others else _without_others(plan)
     what = f"backend {plan.named!r} was asked for on {plan.device}"
     if named.unavailable:
         raise BackendUnavailable(f"{what} and cannot run here: {named.unavailable}\n{remedy}", plan)
     reasons = "".join(f"\n  - {reason}" for reason in named.reasons)
     raise Unsupported(f"{what} and does not take {plan.problem}:{reasons}\n{remedy}", plan)
+
+
+def _without_others(plan: Plan) -> str:
+    """What to do where no other backend takes a problem: some take its dropout if there is a seed."""
+    if plan.problem.dropout > 0.0 and not plan.problem.seeded:
+        seeded = make_plan(plan.problem.replace(seeded=True), plan.device)
+        if fitting := ", ".join(candidate.backend for candidate in seeded.candidates if candidate.fits):
+            return f"leave backend out, or use one of these with a seed: {fitting}"
+    return "no other backend takes it either"
 
 
 def compiled(plan: Plan) -> tuple[Backend, Kernel]:

@@ -321,3 +321,10 @@ def test_nothing_is_looked_for_that_changes_no_choice(monkeypatch: pytest.Monkey
         attnswitch.attention(q, k, v)
     (found,) = launches()
     assert found.look is not None
+
+
+def test_who_takes_nan_beside_dropout_is_named_to_those_who_named_another() -> None:
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    key[0, 0, 3] = float("nan")
+    with pytest.raises(attnswitch.Unsupported, match=r"leave backend out, or use one of these with a seed: .*tiled"):
+        attnswitch.attention(query, key, value, dropout_p=0.3, backend="sdpa-math")
