@@ -17,30 +17,15 @@
 // registers where they are; dS^T goes through shared memory for dQ alone.
 //
 // Barriers: `full` and `free` of every stage (barriers.cuh), and `written` and `gradients_free` of both tiles of dS.
+#include "hopper/backward/block.cuh"
 #include "hopper/backward/consumer.cuh"
 
 static_assert(BLOCK_M == 128 && BLOCK_N % PANEL == 0, "two consumers, and queries that fill panels");
 static_assert(BLOCK_D == BLOCK_DV && (BLOCK_D == PANEL || BLOCK_D == 2 * PANEL), "as many registers as there are");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
-constexpr int LOADER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / 128, "registers for all");
-
 KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                 CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    let_next_begin();
-    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
-    if (thread_index() == 0) {
-        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
-        init_barriers(shared);
-    }
-    barrier();
-    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
-    if (group == 0) {
-        give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
-    } else {
-        take_registers<CONSUMER_REGISTERS>();
-        Consumer(shared, a, group - 1).run();
-    }
+    share_work<Shared, Step>(a, queries, keys, values, upstream,
+                             [&](Shared& shared, int consumer) { Consumer(shared, a, consumer).run(); });
 }

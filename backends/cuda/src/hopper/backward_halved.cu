@@ -9,30 +9,15 @@
 //   another                 S00 | dP, P | dS      | dV dK | dQ S01 | dP, P | dS | ...
 //
 // The consumers take turns as there, and have its barriers.
+#include "hopper/backward/block.cuh"
 #include "hopper/backward_halved/consumer.cuh"
 
 static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries that fill a panel");
 static_assert(BLOCK_D == 3 * PANEL && BLOCK_DV % PANEL == 0, "a panel of dQ each, and half of one");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
-constexpr int LOADER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / 128, "registers for all");
-
 KERNEL backward_halved(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                        CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    let_next_begin();
-    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
-    if (thread_index() == 0) {
-        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
-        init_barriers(shared);
-    }
-    barrier();
-    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
-    if (group == 0) {
-        give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
-    } else {
-        take_registers<CONSUMER_REGISTERS>();
-        Consumer(shared, a, group - 1).run();
-    }
+    share_work<Shared, Step>(a, queries, keys, values, upstream,
+                             [&](Shared& shared, int consumer) { Consumer(shared, a, consumer).run(); });
 }

@@ -13,6 +13,7 @@
 //
 // Barriers: `full` and `free` of every stage (barriers.cuh); `written` of each tile of dS, for which no `free` is needed:
 // consumer.cuh says why; and `taken` of each tile of dQ, when it was added.
+#include "hopper/backward/block.cuh"
 #include "hopper/backward_ordered/adder.cuh"
 #include "hopper/backward_ordered/consumer.cuh"
 
@@ -20,26 +21,13 @@ static_assert(BLOCK_M == 128 && BLOCK_N == PANEL, "two consumers, and queries th
 static_assert(BLOCK_D == BLOCK_DV && (BLOCK_D == PANEL || BLOCK_D == 2 * PANEL), "as many registers as there are");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
-constexpr int LOADER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / 128, "registers for all");
-
 KERNEL backward_ordered(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                         CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    let_next_begin();
-    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
-    if (thread_index() == 0) {
-        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
-        init_barriers(shared);
-    }
-    barrier();
-    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
-    if (group == 0) {
-        give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader<Shared, OrderedStep>{a, shared, queries, keys, values, upstream}.run();
-        const int adder = thread_index() / 32 - 1;  // of warps that have nothing else to do
-        if (thread_index() % 32 == 0 && 0 <= adder && adder < ADDERS) Adder{a, shared, adder}.run();
-    } else {
-        take_registers<CONSUMER_REGISTERS>();
-        Consumer(shared, a, group - 1).run();
-    }
+    share_work<Shared, OrderedStep>(
+        a, queries, keys, values, upstream,
+        [&](Shared& shared, int consumer) { Consumer(shared, a, consumer).run(); },
+        [&](Shared& shared) {
+            const int adder = thread_index() / 32 - 1;  // of warps that have nothing else to do
+            if (thread_index() % 32 == 0 && 0 <= adder && adder < ADDERS) Adder{a, shared, adder}.run();
+        });
 }

@@ -14,6 +14,7 @@
 //
 // Barriers: `full` and `free` of every stage (barriers.cuh), and of each warp's part of P; `written` and `gradients_free`
 // of both tiles of dS.
+#include "hopper/backward/block.cuh"
 #include "hopper/backward_wide/of_keys.cuh"
 #include "hopper/backward_wide/of_values.cuh"
 
@@ -21,27 +22,10 @@ static_assert(BLOCK_M == 64 && BLOCK_N == PANEL, "keys of one product, and queri
 static_assert(BLOCK_D % PANEL == 0 && BLOCK_DV % PANEL == 0, "whole panels");
 static_assert(WARPS == 4 * (1 + ROLES), "warps of whole warpgroups");
 
-constexpr int LOADER_REGISTERS = 24, ROLE_REGISTERS = 240;
-static_assert(LOADER_REGISTERS + ROLES * ROLE_REGISTERS <= 65536 / 128, "registers for all");
-
 KERNEL backward_wide(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                      CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    let_next_begin();
-    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
-    if (thread_index() == 0) {
-        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
-        init_barriers(shared);
-    }
-    barrier();
-    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
-    if (group == 0) {
-        give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
-    } else if (group == 1) {
-        take_registers<ROLE_REGISTERS>();
-        OfValues(shared, a).run();
-    } else {
-        take_registers<ROLE_REGISTERS>();
-        OfKeys(shared, a).run();
-    }
+    share_work<Shared, Step>(a, queries, keys, values, upstream, [&](Shared& shared, int role) {
+        if (role == 0) OfValues(shared, a).run();
+        else OfKeys(shared, a).run();
+    });
 }

@@ -7,32 +7,22 @@
 // It is added from registers: nothing waits for the L2 then, and no shared memory is taken to add it from. A turn of the
 // loop begins where no product is under way: where one was, the compiler would let all come one after another.
 #pragma once
+#include "hopper/backward/own_keys.cuh"
 #include "hopper/backward/shared.cuh"
-#include "hopper/backward/worker.cuh"
 
 // What a consumer has of dQ of a step: 64 queries with all columns, or half the columns of all 64 queries.
 constexpr bool BY_QUERIES = BLOCK_N > 64;
 constexpr int MINE = BY_QUERIES ? BLOCK_D : BLOCK_D / CONSUMERS;
 static_assert(!BY_QUERIES || BLOCK_N == 64 * CONSUMERS, "64 queries to each consumer");
 
-struct Consumer : Worker<Shared> {
+struct Consumer : OwnKeys<Shared, Step, Consumer> {
     Position<2> read_at;  // tile of dS, for dQ
     Scores scores, score_gradients;
     Weights weights, inner;
     float query_sums[MINE / 2];
-    float key_sums[BLOCK_D / 2], value_sums[BLOCK_DV / 2];
 
-    DEVICE Consumer(Shared& shared, const Arguments& a, int index) : Worker(shared, a, index) {}
+    DEVICE Consumer(Shared& shared, const Arguments& a, int index) : OwnKeys(shared, a, index) {}
 
-    DEVICE void run() {
-        const Keys block(a);
-        Step step(a, block);
-        UNROLL for (float& sum : key_sums) sum = 0;
-        UNROLL for (float& sum : value_sums) sum = 0;
-        if (step.more()) visit(block, step);
-        store_gradient(a, block, block.first + 64 * index, key_sums, OF_KEY);
-        store_gradient(a, block, block.first + 64 * index, value_sums, OF_VALUE);
-    }
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
         Weigher weigher(a, block, index);
@@ -74,7 +64,6 @@ struct Consumer : Worker<Shared> {
     // P^T and dS^T in 16 bits. The branch of a wait parts the exponentials: those before it are beside dP, and those that
     // the compiler leaves behind it are beside the arithmetic of dS. All before it takes longer, and so does none.
     DEVICE void differentiate(Weigher& weigher, const Queries& step) {
-        hold(scores);
         weigher.weigh(scores, weights, step, [&](int c) { return number(shared.base[at.stage], c); });
         hold(scores);
         shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);

@@ -5,30 +5,20 @@
 //
 // dQ is a step behind, by which time the other consumer has left its dS; before the first step is one that adds nothing.
 #pragma once
+#include "hopper/backward/own_keys.cuh"
 #include "hopper/backward/shared.cuh"
-#include "hopper/backward/worker.cuh"
 
 constexpr int HALF = BLOCK_N / 2;
 
-struct Consumer : Worker<Shared> {
+struct Consumer : OwnKeys<Shared, Step, Consumer> {
     Position<2> read_at;  // tile of dS, for dQ
     int before = NONE;    // the tile of dQ that the step before adds to
     float scores[HALF / 2], score_gradients[HALF / 2];
     u32 weights[HALF / 16][4], inner[HALF / 16][4];
     float panel[PANEL / 2], half_panel[PANEL / 4];  // of dQ
-    float key_sums[BLOCK_D / 2], value_sums[BLOCK_DV / 2];
 
-    DEVICE Consumer(Shared& shared, const Arguments& a, int index) : Worker(shared, a, index) {}
+    DEVICE Consumer(Shared& shared, const Arguments& a, int index) : OwnKeys(shared, a, index) {}
 
-    DEVICE void run() {
-        const Keys block(a);
-        Step step(a, block);
-        UNROLL for (float& sum : key_sums) sum = 0;
-        UNROLL for (float& sum : value_sums) sum = 0;
-        if (step.more()) visit(block, step);
-        store_gradient(a, block, block.first + 64 * index, key_sums, OF_KEY);
-        store_gradient(a, block, block.first + 64 * index, value_sums, OF_VALUE);
-    }
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
         Weigher weigher(a, block, index);

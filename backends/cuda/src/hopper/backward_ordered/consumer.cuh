@@ -7,28 +7,18 @@
 // it, and each consumer is done with that before it has written the next one. There are two: who writes one again has
 // waited for the other, and so for all who read the first.
 #pragma once
-#include "hopper/backward/worker.cuh"
+#include "hopper/backward/own_keys.cuh"
 #include "hopper/backward_ordered/shared.cuh"
 #include "hopper/backward_ordered/steps.cuh"
 
-struct Consumer : Worker<Shared> {
+struct Consumer : OwnKeys<Shared, OrderedStep, Consumer> {
     Scores scores, score_gradients;
     Weights weights, inner;
     Pair of_columns[BLOCK_N / 8];
     float query_sums[MINE / 2];
-    float key_sums[BLOCK_D / 2], value_sums[BLOCK_DV / 2];
 
-    DEVICE Consumer(Shared& shared, const Arguments& a, int index) : Worker(shared, a, index) {}
+    DEVICE Consumer(Shared& shared, const Arguments& a, int index) : OwnKeys(shared, a, index) {}
 
-    DEVICE void run() {
-        const Keys block(a);
-        OrderedStep step(a, block);
-        UNROLL for (float& sum : key_sums) sum = 0;
-        UNROLL for (float& sum : value_sums) sum = 0;
-        if (step.more()) visit(block, step);
-        store_gradient(a, block, block.first + 64 * index, key_sums, OF_KEY);
-        store_gradient(a, block, block.first + 64 * index, value_sums, OF_VALUE);
-    }
     // A turn of the loop ends where no product is under way, in the middle of a step: more than one across the turn, the
     // compiler lets come one after another.
     DEVICE void visit(const Keys& block, OrderedStep& step) {

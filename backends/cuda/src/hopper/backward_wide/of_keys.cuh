@@ -8,20 +8,12 @@
 #pragma once
 #include "hopper/backward_wide/role.cuh"
 
-struct OfKeys : Role<1> {
+struct OfKeys : Role<1, OfKeys> {
     Scores gradients;
     Weights inner;
-    float sums[BLOCK_D / 2];
 
     DEVICE OfKeys(Shared& shared, const Arguments& a) : Role(shared, a) {}
 
-    DEVICE void run() {
-        const Keys block(a);
-        Step step(a, block);
-        UNROLL for (float& sum : sums) sum = 0;
-        if (step.more()) visit(block, step);
-        store_gradient(a, block, block.first, sums, OF_KEY);
-    }
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
         Weigher weigher(a, block, 0);

@@ -6,20 +6,12 @@
 #pragma once
 #include "hopper/backward_wide/role.cuh"
 
-struct OfValues : Role<0> {
+struct OfValues : Role<0, OfValues> {
     Scores scores;
     Weights weights;
-    float sums[BLOCK_DV / 2];
 
     DEVICE OfValues(Shared& shared, const Arguments& a) : Role(shared, a) {}
 
-    DEVICE void run() {
-        const Keys block(a);
-        Step step(a, block);
-        UNROLL for (float& sum : sums) sum = 0;
-        if (step.more()) visit(block, step);
-        store_gradient(a, block, block.first, sums, OF_VALUE);
-    }
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
         Weigher weigher(a, block, 0);

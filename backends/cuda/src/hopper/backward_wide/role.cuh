@@ -1,9 +1,11 @@
-// What both warpgroups of a block of 64 keys have: panels of dQ, and a place to add them from.
+// What both warpgroups of a block of 64 keys have: dV or dK, from beginning to end, panels of dQ, and a place to add them
+// from.
 #pragma once
 #include "hopper/backward/worker.cuh"
 #include "hopper/backward_wide/shared.cuh"
 
-template <int INDEX> struct Role : Worker<Shared> {
+// `Warpgroup`, which is one of these, visits the steps: with dV if INDEX is 0, else with dK.
+template <int INDEX, class Warpgroup> struct Role : Worker<Shared> {
     static constexpr int MINE = BLOCK_D / PANEL / ROLES, FIRST = INDEX * MINE;  // panels of dQ of its own
     static_assert(MINE == 2, "one beside other products, and another");
 
@@ -11,8 +13,17 @@ template <int INDEX> struct Role : Worker<Shared> {
     Position<UPSTREAM_STAGES> upstream_at;
     Position<1> weights_at;
     float query_sums[PANEL / 2];
+    float sums[(INDEX == 0 ? BLOCK_DV : BLOCK_D) / 2];
 
     DEVICE Role(Shared& shared, const Arguments& a) : Worker(shared, a, INDEX) {}
+
+    DEVICE void run() {
+        const Keys block(a);
+        Step step(a, block);
+        UNROLL for (float& sum : sums) sum = 0;
+        if (step.more()) static_cast<Warpgroup*>(this)->visit(block, step);
+        store_gradient(a, block, block.first, sums, INDEX == 0 ? OF_VALUE : OF_KEY);
+    }
 
     // Panel n of its own, of dS^T in the tile where `written_at` is.
     DEVICE void ask_query_sums(int n) {

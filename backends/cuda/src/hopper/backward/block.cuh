@@ -1,0 +1,34 @@
+// How a block of every backward begins: the first warpgroup loads, one thread of it, and the others compute.
+#pragma once
+#include "hopper/backward/loader.cuh"
+
+constexpr int LOADER_REGISTERS = 24, COMPUTING_REGISTERS = 240;
+static_assert(COMPUTING % 4 == 0, "warps of whole warpgroups");
+static_assert(LOADER_REGISTERS + COMPUTING / 4 * COMPUTING_REGISTERS <= 65536 / 128, "registers for all");
+
+// `compute` is told the number of its warpgroup. `beside` is for threads of the first one that load nothing.
+template <class Shared, class Step, class Compute, class Beside>
+DEVICE void share_work(const Arguments& a, const TensorMap& queries, const TensorMap& keys, const TensorMap& values,
+                       const TensorMap& upstream, Compute compute, Beside beside) {
+    let_next_begin();
+    Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
+    if (thread_index() == 0) {
+        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
+        init_barriers(shared);
+    }
+    barrier();
+    const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
+    if (group == 0) {
+        give_registers<LOADER_REGISTERS>();
+        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
+        beside(shared);
+    } else {
+        take_registers<COMPUTING_REGISTERS>();
+        compute(shared, group - 1);
+    }
+}
+template <class Shared, class Step, class Compute>
+DEVICE void share_work(const Arguments& a, const TensorMap& queries, const TensorMap& keys, const TensorMap& values,
+                       const TensorMap& upstream, Compute compute) {
+    share_work<Shared, Step>(a, queries, keys, values, upstream, compute, [](Shared&) {});
+}
