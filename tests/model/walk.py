@@ -14,16 +14,15 @@ import contextlib
 import importlib
 import json
 import logging
-import os
-import pickle
+import multiprocessing
 import pkgutil
 import resource
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +39,7 @@ from attnswitch.integrations.transformers import register
 NEAR = 2e-3
 #: Bytes of memory beyond which a model is given up as one that could not be made small.
 MOST_BYTES = 8 * 2**30
+_FORK = multiprocessing.get_context("fork")
 
 
 class Result(NamedTuple):
@@ -237,41 +237,31 @@ def walk(chosen: list[str], shard: int = 0, shards: int = 1) -> Iterator[Result]
 
 def _apart(family: str) -> list[Result]:
     """What a process of its own finds, so far as it comes."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.close(reads)
-            with open(writes, "wb") as pipe:
-                _tell(family, pipe)
-            code = 0
-        finally:
-            traceback.print_exc() if code else None
-            os._exit(code)
-    os.close(writes)
+    reads, writes = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=_tell, args=(family, writes))
+    child.start()
+    writes.close()
     found: list[Result] = []
-    with open(reads, "rb") as pipe, contextlib.suppress(EOFError):
+    with reads, contextlib.suppress(EOFError):
         while True:
-            found.append(pickle.load(pipe))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
+            found.append(reads.recv())
+    child.join()
+    if code := child.exitcode:
         why = f"the process ended with {signal.Signals(-code).name if code < 0 else code}"
         found.append(Result(family, "", "not built" if code == -signal.SIGKILL else "wrong", why, 0, None, None, 0.0))
     return found
 
 
-def _tell(family: str, pipe: Any) -> None:
+def _tell(family: str, pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     torch.set_num_threads(1)  # tiny models
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:
             for row in look_at(family):
-                pickle.dump(row, pipe)
-                pipe.flush()
+                pipe.send(row)
         except ImportError as error:
-            pickle.dump(_not_built(family, "", short(error), 0.0), pipe)
+            pipe.send(_not_built(family, "", short(error), 0.0))
 
 
 def main() -> None:
