@@ -229,7 +229,10 @@ def check_dense(tensor: Array, role: str) -> None:
     if tensor.is_quantized:
         raise InvalidProblem(f"{role} is a quantized tensor: attention takes floating point; call .dequantize() first")
     if tensor.is_nested:
-        raise InvalidProblem(f"{role} is nested and query is not: pass all of one kind")
+        raise InvalidProblem(
+            f"{role} is a nested tensor: attention takes dense tensors; pass padded ones and key_lengths, or query, key"
+            " and value all nested to scaled_dot_product_attention"
+        )
     if tensor.layout is not sys.modules["torch"].strided:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
