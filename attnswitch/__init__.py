@@ -33,6 +33,7 @@ from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, using
 from attnswitch.problem import Mask, Memory, Problem
+from attnswitch.varlen import attention_varlen, attention_varlen_backward
 
 if _TYPE_CHECKING:
     from attnswitch.integrations.torch import install, installed, uninstall
@@ -59,6 +60,8 @@ __all__ = [
     "VerificationError",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "backends",
     "explain",
     "install",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
 from attnswitch.machine.device import Device
+from attnswitch.machine.one_by_one import OneByOne
 from attnswitch.problem import Problem
 from attnswitch.problem.philox import keep_mask
 
@@ -35,6 +36,7 @@ class ReferenceBackend(Backend):
 
     name: ClassVar[str] = "reference"
     library: ClassVar[str] = "numpy"
+    varlen: ClassVar[bool] = True
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
@@ -48,8 +50,8 @@ class ReferenceBackend(Backend):
         return Precision(accumulator="float64")
 
     def compile(self, problem: Problem, device: Device, config: Config) -> Kernel:
-        """The kernel for ``problem``."""
-        return ReferenceKernel(problem)
+        """The kernel for ``problem``; one for each sequence of its own length."""
+        return OneByOne(problem, ReferenceKernel) if problem.varlen else ReferenceKernel(problem)
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """Results in float64, and the scores of one head several times over."""
@@ -77,9 +79,10 @@ class _Head:
 
 @dataclass(frozen=True)
 class ReferenceKernel(Kernel):
-    """Loops over batch and heads; each head is the formula."""
+    """Loops over batch and heads; each head is the formula. Batch entries are numbered from ``first``."""
 
     problem: Problem
+    first: int = 0
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output and lse."""
@@ -153,7 +156,7 @@ class ReferenceKernel(Kernel):
         total = np.sum(weights, axis=-1, keepdims=True)
         z = np.ones_like(s)
         if p.dropout:
-            keep = keep_mask(inputs.seed or 0, p.dropout, b, h, np.arange(p.seq_q), 0, p.seq_k)
+            keep = keep_mask(inputs.seed or 0, p.dropout, self.first + b, h, np.arange(p.seq_q), 0, p.seq_k)
             z = np.where(keep, 1.0 / (1.0 - p.dropout), 0.0) if p.dropout < 1.0 else np.zeros_like(s)
         lse = np.where(alive, top + np.log(total), -np.inf)[:, 0]
         weights = np.where(visible, weights / np.where(alive, total, 1.0), 0.0)  # 0 / NaN must not reach what is hidden

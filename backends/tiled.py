@@ -14,6 +14,7 @@ import numpy as np
 
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
 from attnswitch.machine.device import Device
+from attnswitch.machine.one_by_one import OneByOne
 from attnswitch.problem import Problem
 from attnswitch.problem.philox import keep_mask
 
@@ -44,6 +45,7 @@ class TiledBackend(Backend):
 
     name: ClassVar[str] = "tiled"
     library: ClassVar[str] = "numpy"
+    varlen: ClassVar[bool] = True
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
@@ -65,7 +67,9 @@ class TiledBackend(Backend):
         return Precision(accumulator="float64" if problem.dtype == "float64" else "float32")
 
     def compile(self, problem: Problem, device: Device, config: TiledConfig) -> Kernel:
-        """The kernel for ``problem``."""
+        """The kernel for ``problem``; one for each sequence of its own length."""
+        if problem.varlen:
+            return OneByOne(problem, lambda alone, number: TiledKernel(alone, config, number))
         return TiledKernel(problem, config)
 
 
@@ -79,10 +83,14 @@ class _Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TiledKernel(Kernel):
-    """Loops over query tiles, and within each over the key tiles that it can see."""
+    """Loops over query tiles, and within each over the key tiles that it can see.
+
+    Batch entries are numbered from ``first``.
+    """
 
     problem: Problem
     config: TiledConfig
+    first: int = 0
 
     @property
     def _dtype(self) -> type[np.float32] | type[np.float64]:
@@ -300,7 +308,7 @@ class TiledKernel(Kernel):
         p = self.problem
         if p.dropout == 1.0:
             return np.zeros((1, 1, 1, 1, 1), self._dtype)
-        b = np.arange(p.batch)[:, None, None, None]
+        b = self.first + np.arange(p.batch)[:, None, None, None]
         h = np.arange(p.heads_q).reshape(p.heads_kv, p.group, 1)
         i = np.arange(rows.start, rows.stop)
         keep = keep_mask(inputs.seed or 0, p.dropout, b, h, i, columns.start, columns.stop - columns.start)

@@ -10,7 +10,7 @@ import torch
 
 from attnswitch import arrays
 from attnswitch.errors import Unsupported
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel, Offsets
 from attnswitch.problem import Problem
 
 __all__ = ["differentiable", "prepared"]
@@ -26,10 +26,10 @@ def differentiable(
 
     The kernel takes arrays of ``library``.
     """
-    *operands, key_lengths, seed = inputs
+    *operands, key_lengths, seed, offsets = inputs
 
     def forward(*given: Any) -> tuple[Any, Any]:
-        out, lse = kernel.forward(Inputs(*given).map(_passage("torch", library)))
+        out, lse = kernel.forward(Inputs(*given)._replace(offsets=offsets).map(_passage("torch", library)))
         back = _passage(library, "torch")
         return back(out), None if lse is None else back(lse)
 
@@ -40,7 +40,7 @@ def differentiable(
         return Gradients(*(None if grad is None else back(grad) for grad in grads))
 
     same = library == "torch"
-    work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed)
+    work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed, offsets)
     result = _Attention.apply(*operands, work)
     return result if problem.lse else (result, None)
 
@@ -96,6 +96,7 @@ class _Work:
     backward: Backward
     key_lengths: Any = None
     seed: int | None = None
+    offsets: Offsets | None = None
 
     def of(self, key_lengths: Any, seed: int | None) -> _Work:
         """The same of a call with these."""
@@ -116,20 +117,23 @@ class _Attention(torch.autograd.Function):
             out, lse = work.forward(query, key, value, attn_mask, work.key_lengths, work.seed)
         ctx.steps = [_steps(operand) for operand in (query, key, value, attn_mask)] if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
-        ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse)
+        beside = work.key_lengths, *(work.offsets or (None, None))
+        ctx.save_for_backward(query, key, value, attn_mask, *beside, out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if work.problem.lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
-        query, key, value, attn_mask, lengths, out, lse = ctx.saved_tensors
+        query, key, value, attn_mask, lengths, *offsets, out, lse = ctx.saved_tensors
         if ctx.steps is not None:  # kernels rest on how operands lay
             query, key, value, attn_mask = map(_lying, (query, key, value, attn_mask), ctx.steps)
         graph = torch.is_grad_enabled()  # create_graph=True
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        back = work.backward(Inputs(query, key, value, attn_mask, lengths, work.seed), out, lse, grad_out, grad_lse)
+        where = None if work.offsets is None else Offsets(*offsets)
+        inputs = Inputs(query, key, value, attn_mask, lengths, work.seed, where)
+        back = work.backward(inputs, out, lse, grad_out, grad_lse)
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))

@@ -14,10 +14,11 @@ from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 
-__all__ = ["check_beside", "describe", "fitting", "lengths_beside", "swap_heads", "swapped"]
+__all__ = ["INTEGERS", "check_beside", "describe", "fitting", "lengths_beside", "swap_heads", "swapped"]
 
 _HEADS_LAST = (0, 2, 1, 3)
-_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+#: What lengths and offsets may be.
+INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 def describe(
@@ -45,7 +46,7 @@ def describe(
     return Problem.of(
         *(batch, heads_q, heads_kv, seq_q, seq_k, dim_qk, dim_v, q.dtype),
         *(o.is_causal, o.causal_alignment, o.window, mask, lengths, o.scale, o.softcap),
-        *(o.dropout_p, seeded and o.dropout_p > 0.0, o.return_lse, grads, o.deterministic),
+        *(o.dropout_p, seeded and o.dropout_p > 0.0, o.return_lse, grads, o.deterministic, False),
         *(q.memory, k.memory, v.memory, mask_memory, False),
     )
 
@@ -164,6 +165,10 @@ def lengths_beside(lengths: Any, query: Facts, seq_k: int) -> Array:
     """``key_lengths`` as an integer array (B,) beside query; host values are checked against 0..Lk."""
     batch = query.shape[0]
     library = query.library if query.library in ("numpy", "cupy") else "torch"
+    if query.device[0] == "cuda" and arrays.library_of(lengths):
+        host, facts = arrays.take(lengths, "key_lengths")
+        if facts.device[0] == "cpu" and facts.dtype in INTEGERS:  # like a list
+            lengths = host.tolist()
     if not arrays.library_of(lengths):
         if not isinstance(lengths, Sequence) or not all(
             isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in lengths
@@ -179,7 +184,7 @@ def lengths_beside(lengths: Any, query: Facts, seq_k: int) -> Array:
         raise InvalidProblem(
             f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
         )
-    if batch and facts.dtype not in _INTEGERS:
+    if batch and facts.dtype not in INTEGERS:
         raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers of 8 to 64 bits")
     if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation
         _check_lengths(lengths.tolist(), seq_k)

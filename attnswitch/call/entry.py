@@ -16,7 +16,7 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["call", "run_plan"]
+__all__ = ["call", "compiling", "run_plan"]
 
 
 def call(
@@ -31,7 +31,7 @@ def call(
     *given: Any,
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    if hasattr(query, "is_cuda") and _compiling():
+    if hasattr(query, "is_cuda") and compiling():
         way = _by_parts if type(query).__name__ == "DTensor" else _compiled
         return way(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
@@ -50,8 +50,8 @@ def run_plan(
     plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: Any, layout: str
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
-    compiling = hasattr(query, "is_cuda") and _compiling()
-    if not compiling:
+    traced = hasattr(query, "is_cuda") and compiling()
+    if not traced:
         seed = None if seed is None else seed_of(seed)
         options = _options_of(plan.problem, layout)
         try:
@@ -63,11 +63,11 @@ def run_plan(
     if plan.backend is None:
         raise Unsupported(f"the plan chose nothing\n{plan}", plan)
     given = read.said_by(plan.problem, layout)
-    way = _compiled if compiling else _intercepted
+    way = _compiled if traced else _intercepted
     return way(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
 
 
-def _compiling() -> bool:
+def compiling() -> bool:
     """Whether torch.compile is looking at the code that runs; asked of torch's tensors alone, so that torch is there.
 
     torch.compile would make a guard of every module in ``sys.modules``.

@@ -134,7 +134,7 @@ def _hides(problem: Problem, kind: str) -> bool:
     """Whether a value may be weighted with 0 that is no weight of its score; GPUs were not tried without."""
     p = problem
     hides = p.mask is not None or p.key_lengths or p.dropout > 0.0 or (p.positional and not p.sees_all)
-    return hides or kind != "cpu"
+    return hides or p.varlen or kind != "cpu"
 
 
 def _limit(problem: Problem) -> float:

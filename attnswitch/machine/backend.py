@@ -21,6 +21,7 @@ __all__ = [
     "Gradients",
     "Inputs",
     "Kernel",
+    "Offsets",
     "Packed",
     "Precision",
     "Progress",
@@ -37,12 +38,19 @@ Backward = Callable[..., "Gradients"]
 Progress = Callable[[int, int, str], None]
 
 
+class Offsets(NamedTuple):
+    """Where sequences that lie one after another begin, and where the last one ends: (B + 1,) integers each."""
+
+    query: Array
+    key: Array
+
+
 class Inputs(NamedTuple):
     """The arrays of one call, of the backend's library.
 
     Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
-    key_lengths (B,). Kernels never write to any of them. ``seed`` is the caller's, or drawn for a backend with
-    ``wants_seed``.
+    key_lengths (B,). Of a problem with ``varlen`` B is 1 and L counts the rows of all sequences, which ``offsets`` tell
+    apart. Kernels never write to any of them. ``seed`` is the caller's, or drawn for a backend with ``wants_seed``.
     """
 
     query: Array
@@ -51,11 +59,13 @@ class Inputs(NamedTuple):
     attn_mask: Array | None = None
     key_lengths: Array | None = None
     seed: int | None = None
+    offsets: Offsets | None = None
 
     def map(self, change: Callable[[Array], Array]) -> Inputs:
         """The same inputs with ``change`` applied to every array."""
         query, key, value, mask, lengths = (None if array is None else change(array) for array in self[:5])
-        return Inputs(query, key, value, mask, lengths, self.seed)
+        offsets = None if self.offsets is None else Offsets(*map(change, self.offsets))
+        return Inputs(query, key, value, mask, lengths, self.seed, offsets)
 
 
 class Gradients(NamedTuple):
@@ -230,6 +240,9 @@ class Backend:
     autograd: ClassVar[bool] = False
     #: Whether its dropout mask is a function of a seed: where the caller gives none, one is drawn for the call.
     wants_seed: ClassVar[bool] = False
+    #: Whether its kernels take sequences that lie one after another (``Problem.varlen``); those of others take each
+    #: alone, where they can (``attnswitch.machine.one_by_one``).
+    varlen: ClassVar[bool] = False
     #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     builds_per_shape: ClassVar[bool] = False
     #: The file of what it is known to get wrong, ``"package:file.toml"`` (``attnswitch.machine.divergences``).

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from attnswitch.machine import divergences, registry
+from attnswitch.machine import divergences, one_by_one, registry
 from attnswitch.machine.backend import Backend, Config
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -97,11 +97,12 @@ class Field:
         if isinstance(backend, Missing):
             return False
         try:
-            for _ in backend.reasons(problem, device):
+            for _ in one_by_one.reasons(backend, problem, device):
                 return False
-            for _ in divergences.refused(backend, problem, device):
+            asked = one_by_one.asked(backend, problem)
+            for _ in divergences.refused(backend, asked, device):
                 return False
-            self.first[row.name] = next(iter(backend.configs(problem, device)))
+            self.first[row.name] = next(iter(backend.configs(asked, device)))
         except Exception:  # ``candidate`` tells what it was
             return False
         return True
@@ -117,7 +118,7 @@ class Field:
         """Bytes that it holds beside operands and results, where they are many beside these; else 0."""
         if isinstance(row.backend, Missing):
             return 0
-        extra = row.backend.extra_bytes(self.problem, self.device)
+        extra = row.backend.extra_bytes(one_by_one.asked(row.backend, self.problem), self.device)
         if extra <= max(_LIGHT, self.device.memory // _SHARE):
             return 0
         return extra if extra > _TIMES * cost.least_bytes(self.problem) else 0
@@ -130,9 +131,11 @@ class Field:
         if row.broken:
             return Candidate(row.name, unavailable=row.unavailable, broken=True)
         try:
-            reasons = (*_sentences(backend.reasons(problem, device)), *divergences.refused(backend, problem, device))
+            asked = one_by_one.asked(backend, problem)
+            own = map(str, one_by_one.reasons(backend, problem, device))
+            reasons = (*own, *divergences.refused(backend, asked, device))
             if not reasons:
-                next(iter(backend.configs(problem, device)))
+                next(iter(backend.configs(asked, device)))
         except Exception as error:  # a broken plug-in is a reason, not a crash
             return Candidate(row.name, unavailable=_raised(error), broken=True)
         if reasons or row.unavailable is not None:
@@ -148,7 +151,3 @@ class Field:
         if isinstance(measured, Time):
             return Candidate(name, time=measured, fault=fault, config=measured.config)
         return Candidate(name, untimed=measured, fault=fault)
-
-
-def _sentences(reasons: Sequence[str] | Iterator[str]) -> tuple[str, ...]:
-    return (reasons,) if isinstance(reasons, str) else tuple(map(str, reasons))

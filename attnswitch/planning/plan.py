@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Never
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine import registry
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.names import meant
 from attnswitch.planning import waiting
@@ -148,7 +148,9 @@ class Plan:
             return ()
         try:
             backend = registry.loaded(candidate.backend)
-            return tuple(map(str, backend.remarks(self.problem, self.device, candidate.config)))
+            asked = one_by_one.asked(backend, self.problem)
+            alone = ("each sequence by a call of its own",) if asked is not self.problem else ()
+            return (*alone, *map(str, backend.remarks(asked, self.device, candidate.config)))
         except Exception as error:  # which is no reason against it
             return (f"it failed while planning: {type(error).__name__}: {error}",)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnswitch.errors import BackendUnavailable, InvalidProblem, Unsupported
-from attnswitch.machine import registry
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Backend, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.planning import choice
@@ -51,7 +51,7 @@ def build(
         return kernel(name, problem, device, chosen.config)
     row = field.row(name)
     assert isinstance(row.backend, Backend)
-    return row.backend, row.backend.compile(problem, device, field.first[name])
+    return row.backend, one_by_one.compiled(row.backend, problem, device, field.first[name])
 
 
 def make_plan(
@@ -150,7 +150,8 @@ def kernel(name: str, problem: Problem, device: Device, config: str = "") -> tup
     is none of them for this problem: what was measured on one problem may not fit another of its class.
     """
     backend = registry.loaded(name)
-    configs = iter(backend.configs(problem, device))
+    configs = iter(backend.configs(one_by_one.asked(backend, problem), device))
     first = next(configs)
     every = itertools.chain((first,), configs) if config else ()
-    return backend, backend.compile(problem, device, next((c for c in every if str(c) == config), first))
+    chosen = next((c for c in every if str(c) == config), first)
+    return backend, one_by_one.compiled(backend, problem, device, chosen)

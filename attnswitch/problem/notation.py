@@ -12,6 +12,7 @@ first and are required; the others appear only when they differ from the default
     window=1024,0         left,right; * is unlimited        k=expanded,align2  memory of q, k, v or m
     mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN, inf or what overflows
     lengths               key_lengths                       scale=0.125        scale
+    varlen                attention_varlen: s128x256 are the most queries and keys of any of its sequences
     bottom-right          alignment of a window that is not causal
 """
 
@@ -52,8 +53,7 @@ def format_problem(p: Problem) -> str:
         parts.append("window=" + ",".join("*" if side is None else str(side) for side in p.window))
     if p.mask:
         parts.append(f"mask={_SHORT[p.mask.dtype]}" + (f":{p.mask.axes}" if p.mask.axes != "qk" else ""))
-    if p.key_lengths:
-        parts.append("lengths")
+    parts += [name for name, said in (("lengths", p.key_lengths), ("varlen", p.varlen)) if said]
     if p.scale is not None:
         parts.append(f"scale={float(p.scale)!r}")
     parts += [f"{name}={float(number)!r}" for name in ("softcap", "dropout") if (number := getattr(p, name))]
@@ -107,7 +107,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "bottom-right": {"alignment": "bottom_right"},
     "lengths": {"key_lengths": True},
     "grad": {"grads": "qkv"},
-    **{name: {name: True} for name in ("seeded", "lse", "deterministic", "nonfinite")},
+    **{name: {name: True} for name in ("varlen", "seeded", "lse", "deterministic", "nonfinite")},
     **{short: {"dtype": long} for short, long in _LONG.items() if long != "bool"},
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {

@@ -96,6 +96,8 @@ class _Fields(NamedTuple):
     lse: bool = False
     grads: str = ""
     deterministic: bool = False
+    #: Sequences of their own lengths, one after another: see ``Problem``.
+    varlen: bool = False
     query: Memory = CONTIGUOUS
     key: Memory = CONTIGUOUS
     value: Memory = CONTIGUOUS
@@ -110,6 +112,9 @@ class Problem(_Fields):
 
     Shapes: query (batch, heads_q, seq_q, dim_qk), key (batch, heads_kv, seq_k, dim_qk),
     value (batch, heads_kv, seq_k, dim_v). Raises ``InvalidProblem`` for what no backend could mean.
+
+    With ``varlen`` there are ``batch`` sequences of at most ``seq_q`` queries and ``seq_k`` keys, one after another
+    without padding: query (T, heads_q, dim_qk), key and value alike (``attention_varlen``). Each is aligned by itself.
 
     It is a tuple, since every call with a length not met before makes one, in a fifth of a dataclass's time.
     """
@@ -155,6 +160,7 @@ class Problem(_Fields):
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
+            and not self.varlen
             and self.scale is None
             and self.alignment == "top_left"
             and type(self.softcap) is type(self.dropout) is float
@@ -219,6 +225,8 @@ class Problem(_Fields):
                 )
         if self.grads != "".join(operand for operand in GRAD_OPERANDS if operand in self.grads):
             raise InvalidProblem(f"grads={self.grads!r}: expected a subset of {GRAD_OPERANDS!r} in that order")
+        if self.varlen and (self.mask is not None or self.key_lengths):
+            raise InvalidProblem("varlen: sequences without padding take no attn_mask, and have lengths of their own")
         if "m" in self.grads and not self.adds_mask:
             raise InvalidProblem("a gradient of attn_mask was asked for, but there is no float attn_mask")
 
@@ -264,13 +272,14 @@ class Problem(_Fields):
     @property
     def plainly_causal(self) -> bool:
         """Whether causal alone hides by position, and as seen from the first query and key."""
-        aligned = not self.bottom_right or (self.seq_q == self.seq_k and not self.key_lengths)
+        square = self.seq_q == self.seq_k and not self.key_lengths and not self.varlen
+        aligned = not self.bottom_right or square
         return self.causal and self.window is None and aligned
 
     @property
     def sees_all(self) -> bool:
         """Whether causal has no effect: one query, aligned with the last key."""
-        decode = self.seq_q == 1 and self.bottom_right and not self.key_lengths
+        decode = self.seq_q == 1 and self.bottom_right and not self.key_lengths and not self.varlen
         return self.causal and self.window is None and decode
 
     @property
@@ -281,7 +290,7 @@ class Problem(_Fields):
     @property
     def irregular(self) -> bool:
         """Whether positions or lengths hide what plain causal does not say."""
-        if self.key_lengths or self.window is not None:
+        if self.key_lengths or self.varlen or self.window is not None:
             return True
         return self.causal and not self.plainly_causal and not self.sees_all
 

@@ -78,6 +78,7 @@ def speed_class(problem: Problem) -> SpeedClass:
         p.lse,
         p.grads,
         p.deterministic,
+        p.varlen,
     )
 
 
@@ -138,7 +139,7 @@ def traits(problem: Problem) -> Traits:
     """The traits of ``problem``. A single query is bound by reading keys and values: these bytes are its size."""
     p, decode = problem, problem.seq_q == 1
     mask = None if p.mask is None else p.mask.is_bool
-    features = mask, p.irregular, bool(p.grads), bool(p.dropout), bool(p.softcap)
+    features = mask, p.irregular, p.varlen, bool(p.grads), bool(p.dropout), bool(p.softcap)
     return Traits(
         kind=(DTYPES[p.dtype], *features, decode, p.is_empty),
         heads=(p.group,) if decode else (p.batch * p.heads_q, p.group),
@@ -193,5 +194,5 @@ def covers(seen: Problem, problem: Problem) -> bool:
         return False
     if seen.mask is not None and (problem.mask is None or seen.mask.is_bool != problem.mask.is_bool):
         return False
-    needed = ("window", "key_lengths", "softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite")
+    needed = ("window", "key_lengths", "varlen", "softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite")
     return all(bool(getattr(problem, fact)) for fact in needed if getattr(seen, fact))

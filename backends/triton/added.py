@@ -40,7 +40,7 @@ class PrepareAdded:
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
-        query, key, _, mask, lengths, _ = inputs
+        query, key, _, mask, lengths, *_ = inputs
         grad_out = self._upstream(grad_out)
         base = lse.new_empty_strided(*self._bases, dtype=torch.float32)
         delta = lse.new_empty_strided(*self._deltas, dtype=torch.float32)

@@ -1,0 +1,289 @@
+"""Sequences that lie one after another, without padding: what such a call asks, who is chosen, and its launch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import numbers
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts, Intercepted
+from attnswitch.call import finite, recording
+from attnswitch.call import options as read
+from attnswitch.call.describe import INTEGERS, check_beside, fitting
+from attnswitch.call.options import Options, text_of
+from attnswitch.call.run import drawn_seed, to_caller, to_native
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
+from attnswitch.planning.policy import Policy, effective
+from attnswitch.problem import DTYPES, GRAD_OPERANDS, Problem
+from attnswitch.wisdom import view
+
+__all__ = ["attend", "gradients"]
+
+_ROLES = ("query", "key", "value")
+
+
+class _Call(NamedTuple):
+    """A call: its problem, who computes it, and its arrays as kernels take them, (1, H, T, D)."""
+
+    problem: Problem
+    backend: Backend
+    kernel: Kernel
+    inputs: Inputs
+    #: The library of the arrays, that of those that the kernel takes, and one of the caller's where DLPack tells alone.
+    library: str
+    native: str
+    caller: Array | None
+
+    def back(self, array: Array | None, native: str | None = None) -> Array | None:
+        """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
+        if array is None:
+            return None
+        array = array[0].swapaxes(0, 1) if len(array.shape) == 4 else array[0]
+        return to_caller(array, native or self.native, self.library, self.caller, False)
+
+
+def attend(
+    operands: tuple[Array, Array, Array],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: Any,
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+) -> Any:
+    """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
+    options = read.of_call(*given)
+    seed = None if seed is None else read.seed_of(seed)
+    call = _call(operands, cu_seqlens, longest, seed, options, backend, policy)
+    problem, native = call.problem, call.native
+    if problem.grads and not call.backend.autograd:
+        differentiable = import_module("attnswitch.call.autograd").differentiable
+        out, lse = differentiable(problem, call.kernel, call.inputs, native)
+        native = "torch"
+    else:
+        out, lse = call.kernel.forward(to_native(call.inputs, call.library, native))
+    out = call.back(out, native)
+    return (out, call.back(lse, native)) if options.return_lse else out
+
+
+def gradients(
+    grad_out: Array,
+    operands: tuple[Array, Array, Array],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    *,
+    out: Array | None,
+    lse: Array | None,
+    grad_lse: Array | None,
+) -> Gradients:
+    """Gradients of query, key and value. Raises what ``attention_varlen_backward`` raises."""
+    call = _call(operands, cu_seqlens, longest, seed, options, backend, policy, grads="qkv")
+    problem, kernel, inputs = call.problem, call.kernel, call.inputs
+    _, heads, rows, _ = inputs.query.shape
+    wide, narrow = (rows, heads, problem.dim_v), (heads, rows)
+    inputs = to_native(inputs, call.library, call.native)
+    upstream = _beside(call, grad_out, "grad_out", wide)
+    upstream_lse = _beside(call, grad_lse, "grad_lse", narrow)
+    saved = _beside(call, out, "out", wide), _beside(call, lse, "lse", narrow)
+    if saved[0] is None or saved[1] is None:  # what torch differentiates runs the forward again with its backward
+        saved = (None, None) if call.backend.autograd else kernel.forward(inputs)
+    grads = kernel.backward(inputs, *saved, upstream, upstream_lse)
+    return Gradients(*map(call.back, grads))
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def _call(
+    operands: tuple[Array, Array, Array],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    grads: str | None = None,
+) -> _Call:
+    try:
+        given, facts = arrays.take_all(operands)
+    except Intercepted:
+        raise InvalidProblem(
+            "attention_varlen takes tensors with memory of their own: none on the meta device, within torch.func or"
+            " forward mode, or of a subclass that looks at what is done to it"
+        ) from None
+    q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
+    q, k, v, _ = fitting(q, k, v, None, options)
+    offsets, count, most = _sequences(cu_seqlens, longest, q, k)
+    if grads is None:
+        grads = "".join([letter for letter, one in zip(GRAD_OPERANDS, facts, strict=False) if one.grad])
+    problem = Problem(
+        batch=count,
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        seq_q=most[0],
+        seq_k=most[1],
+        dim_qk=q.shape[3],
+        dim_v=v.shape[3],
+        dtype=q.dtype,
+        causal=options.is_causal,
+        alignment=options.causal_alignment,
+        window=options.window,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout=options.dropout_p,
+        seeded=seed is not None and options.dropout_p > 0.0,
+        lse=options.return_lse,
+        grads=grads,
+        deterministic=options.deterministic,
+        varlen=True,
+        query=q.memory,
+        key=k.memory,
+        value=v.memory,
+    )
+    views = [array.swapaxes(0, 1)[None] for array in given]
+    inputs = Inputs(views[0], views[1], views[2], seed=seed, offsets=offsets)
+    kind = q.device[0]
+    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, inputs[:3]):
+        problem = problem.replace(nonfinite=True)
+    chosen, kernel = _built(problem, Device.of(*q.device), backend, effective(policy), view.generation())
+    if problem.dropout and seed is None and chosen.wants_seed:
+        inputs = inputs._replace(seed=drawn_seed())
+    recording.note(problem)
+    library = arrays.library_of(given[0])
+    caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
+    return _Call(problem, chosen, kernel, inputs, library, chosen.native(library), caller)
+
+
+@functools.lru_cache(maxsize=1024)
+def _built(
+    problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int
+) -> tuple[Backend, Kernel]:
+    """Who is chosen, and the kernel. Nothing is measured for such a problem, whatever the policy."""
+    if policy in (Policy.MEASURE, Policy.LEARN):
+        policy = Policy.ESTIMATE
+    return planner.build(problem, device, backend, policy)
+
+
+def _batched(facts: Facts, role: str) -> Facts:
+    """Facts of (T, H, D) as those of (1, H, T, D)."""
+    if len(facts.shape) != 3:
+        raise InvalidProblem(
+            f"{role} has shape {facts.shape}: expected three axes, (T, H, D), the rows of all sequences in their order"
+        )
+    (rows, heads, dim), (by_row, by_head, by_column) = facts.shape, facts.strides
+    return facts._replace(shape=(1, heads, rows, dim), strides=(rows * by_row, by_head, by_row, by_column))
+
+
+def _sequences(
+    cu_seqlens: tuple[Any, Any], longest: tuple[Any, Any], query: Facts, key: Facts
+) -> tuple[Offsets, int, tuple[int, int]]:
+    """Offsets beside query, how many sequences they tell apart, and the most queries and keys of any."""
+    found, most = [], []
+    for name, given, limit, facts in zip("qk", cu_seqlens, longest, (query, key), strict=True):
+        role, rows = f"cu_seqlens_{name}", facts.shape[2]
+        offsets, edges = _offsets(given, role, query)
+        asked = _most(limit, f"max_seqlen_{name}")
+        if edges is not None:
+            _check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
+        if asked is None:
+            asked = int((offsets[1:] - offsets[:-1]).max()) if edges is None and len(offsets) > 1 else _longest(edges)
+        found.append(offsets)
+        most.append(asked)
+    counts = [array.shape[0] - 1 for array in found]
+    if counts[0] != counts[1]:
+        raise InvalidProblem(
+            f"cu_seqlens_q tells {counts[0]} sequences apart and cu_seqlens_k {counts[1]}: expected as many; a sequence"
+            " without queries, or without keys, begins where it ends"
+        )
+    return Offsets(*found), counts[0], (most[0], most[1])
+
+
+def _offsets(given: Any, role: str, query: Facts) -> tuple[Array, list[int] | None]:
+    """Offsets as an array beside query; and as numbers, where these are read without waiting for a GPU."""
+    library = query.library if query.library in ("numpy", "cupy") else "torch"
+    if arrays.library_of(given):
+        array, facts = arrays.take(given, role)
+        if facts.dtype not in INTEGERS:
+            raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected integers of 8 to 64 bits")
+        if len(facts.shape) != 1 or not facts.shape[0]:
+            raise InvalidProblem(f"{role} has shape {facts.shape}: expected (B + 1,), for B sequences")
+        if facts.device[0] == "cpu" != query.device[0]:  # like a list
+            given = array.tolist()
+        else:
+            check_beside(facts, role, query)
+            on_cpu = facts.device[0] == "cpu"
+            return _plain(array, facts), (array.tolist() if on_cpu else None)
+    if not isinstance(given, Sequence) or not given or not all(_is_count(n) for n in given):
+        raise InvalidProblem(f"{role}={text_of(given)}: expected B + 1 integers, from 0 to the rows of all sequences")
+    edges = [int(n) for n in given]
+    return arrays.lengths_as_array(edges, library, query.device), edges
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
+
+
+def _plain(array: Array, facts: Facts) -> Array:
+    """Offsets side by side, of 32 or 64 bits with a sign."""
+    wide = facts.dtype in ("int32", "int64")
+    if wide and facts.strides[0] == (4 if facts.dtype == "int32" else 8):
+        return array
+    if arrays.library_of(array) == "torch":
+        return array.long().contiguous()
+    return array.astype("int64")
+
+
+def _most(limit: Any, name: str) -> int | None:
+    if limit is None:
+        return None
+    try:
+        most = int(limit.item()) if arrays.library_of(limit) and limit.shape == () else limit
+    except RuntimeError as error:
+        raise InvalidProblem(f"{name}={text_of(limit)}: {error}") from error
+    if not _is_count(most) or most < 0:
+        raise InvalidProblem(f"{name}={text_of(limit)}: expected the rows of the longest sequence, or None")
+    return int(most)
+
+
+def _longest(edges: list[int] | None) -> int:
+    return max((end - begin for begin, end in itertools.pairwise(edges or ())), default=0)
+
+
+def _check_edges(edges: list[int], role: str, rows: int, most: int | None, name: str) -> None:
+    if edges[0] != 0 or edges[-1] > rows or any(end < begin for begin, end in itertools.pairwise(edges)):
+        raise InvalidProblem(
+            f"{role}={edges if len(edges) < 20 else [*edges[:19], '...']}: expected 0 first, none less than the one"
+            f" before it, and none beyond the {rows} rows that there are"
+        )
+    if most is not None and _longest(edges) > most:
+        raise InvalidProblem(f"{name}={most}: a sequence of {_longest(edges)} rows is in {role}")
+
+
+# -- what is given to the backward -------------------------------------------------------------------------------------
+
+
+def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
+    """``array`` checked against the call, as the backend's (1, H, T, D) or (1, H, T); None stays None."""
+    if array is None:
+        return None
+    array, facts = arrays.take(array, role)
+    check_beside(facts, role, arrays.facts(call.inputs.query, "query"))
+    if facts.dtype not in DTYPES:
+        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
+    if facts.shape != shape:
+        raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as (T, H, D) or (H, T)")
+    if facts.memory.negative:
+        array = array.copy()
+    array = array.swapaxes(0, 1)[None] if len(shape) == 3 else array[None]
+    return arrays.passage(array, call.library, call.native)

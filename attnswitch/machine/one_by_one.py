@@ -1,0 +1,175 @@
+"""Sequences that lie one after another, each by a kernel of its own: for backends that do not take them at once.
+
+It reads the offsets, so they have to be where the host reads them without waiting: on the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array
+from attnswitch.errors import Unsupported
+from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem
+
+__all__ = ["OneByOne", "asked", "compiled", "goes_one_by_one", "reasons"]
+
+#: From the problem that one sequence is, and its number, to a kernel for it.
+Make = Callable[[Problem, int], Kernel]
+#: Kernels that are remembered; beyond, all are forgotten.
+_MOST = 1024
+#: The axis of an operand (1, H, T, D), or an lse (1, H, T), along which sequences follow one another.
+_ROWS = 2
+
+
+def asked(backend: Backend, problem: Problem) -> Problem:
+    """What ``backend`` is asked about: ``problem``, or a sequence of it where it takes them one by one.
+
+    Lengths of a sequence may differ though the longest ones agree, and positions then count from unlike corners.
+    """
+    p = problem
+    if not goes_one_by_one(backend, p):
+        return p
+    return _alone(p, p.seq_q, p.seq_k + (p.seq_k == p.seq_q and p.bottom_right))
+
+
+def reasons(backend: Backend, problem: Problem, device: Device) -> Iterable[str]:
+    """Why ``backend`` does not take ``problem``: its own reasons, and those against sequences one by one."""
+    own: Iterable[str] = backend.reasons(asked(backend, problem), device)
+    own = (own,) if isinstance(own, str) else own
+    return itertools.chain(_against(problem, device), own) if goes_one_by_one(backend, problem) else own
+
+
+def goes_one_by_one(backend: Backend, problem: Problem) -> bool:
+    """Whether ``backend`` takes the sequences of ``problem`` each alone."""
+    return problem.varlen and not backend.varlen
+
+
+def _against(problem: Problem, device: Device) -> Iterator[str]:
+    if device.kind != "cpu":
+        yield f"varlen on {device.kind}: it takes sequences one by one, and the host does not know where they begin"
+    if problem.seeded:
+        yield "varlen with a seed: the dropout mask is a function of the sequence's number, which it is not told"
+
+
+def compiled(backend: Backend, problem: Problem, device: Device, config: Config) -> Kernel:
+    """The kernel of ``backend`` for ``problem``. Raises ``CompileError``."""
+    if not goes_one_by_one(backend, problem):
+        return backend.compile(problem, device, config)
+
+    def make(alone: Problem, number: int) -> Kernel:
+        for reason in backend.reasons(alone, device):
+            raise Unsupported(f"backend {backend.name!r} does not take sequence {number}, {alone}: {reason}")
+        configs = {str(other): other for other in backend.configs(alone, device)}
+        return backend.compile(alone, device, configs.get(str(config), next(iter(configs.values()))))
+
+    return OneByOne(problem, make)
+
+
+def _alone(problem: Problem, queries: int, keys: int) -> Problem:
+    return problem.replace(batch=1, seq_q=queries, seq_k=keys, varlen=False)
+
+
+class OneByOne(Kernel):
+    """A kernel for each sequence. What lies past the last one gets 0, and an lse of -inf."""
+
+    def __init__(self, problem: Problem, make: Make) -> None:
+        self.problem, self._make = problem, make
+        self._kernels: dict[tuple[int, int, int], Kernel] = {}
+
+    def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
+        """Output (1, Hq, T, Dv), and lse (1, Hq, T) where each gives one."""
+        return self._of_each(inputs, lambda kernel, part: kernel.forward(part))
+
+    def results(self, inputs: Inputs) -> tuple[Array, Array]:
+        """Output and lse."""
+        return self._of_each(inputs, lambda kernel, part: kernel.results(part))
+
+    def backward(
+        self, inputs: Inputs, out: Array | None, lse: Array | None, grad_out: Array, grad_lse: Array | None
+    ) -> Gradients:
+        """Gradients, one sequence after another."""
+        queries = _sizes(inputs.offsets.query, inputs.query)  # type: ignore[union-attr]
+        given = zip(*(_split(array, queries) for array in (out, lse, grad_out, grad_lse)), strict=True)
+        parts = [
+            kernel.backward(part, *results)
+            for (kernel, part), results in zip(self._sequences(inputs), given, strict=False)
+        ]
+        query, key, value = (
+            _joined([part[at] for part in parts], operand) if letter in self.problem.grads else None
+            for at, (letter, operand) in enumerate(zip("qkv", inputs[:3], strict=True))
+        )
+        return Gradients(query, key, value, None)
+
+    def _of_each(
+        self, inputs: Inputs, run: Callable[[Kernel, Inputs], tuple[Array, Array | None]]
+    ) -> tuple[Array, Array]:
+        outs, lses = [], []
+        for kernel, part in self._sequences(inputs):
+            out, lse = run(kernel, part)
+            outs.append(out)
+            lses.append(lse)
+        query, p = inputs.query, self.problem
+        out = _joined(outs, query, p.dim_v)
+        if any(lse is None for lse in lses):
+            return out, None
+        return out, _joined(lses, query, dtype="float64" if p.dtype == "float64" else "float32")
+
+    def _sequences(self, inputs: Inputs) -> Iterator[tuple[Kernel, Inputs]]:
+        """Each sequence: its kernel, and its part of the operands."""
+        offsets = inputs.offsets
+        assert offsets is not None
+        queries, keys = _sizes(offsets.query, inputs.query), _sizes(offsets.key, inputs.key)
+        operands = (_split(inputs.query, queries), _split(inputs.key, keys), _split(inputs.value, keys))
+        for number, (query, key, value) in enumerate(zip(*operands, strict=True)):
+            if number == len(queries) - 1:  # what lies past the last one
+                break
+            yield self._kernel(queries[number], keys[number], number), Inputs(query, key, value, seed=inputs.seed)
+
+    def _kernel(self, queries: int, keys: int, number: int) -> Kernel:
+        which = queries, keys, number if self.problem.seeded else 0
+        if which not in self._kernels:
+            if len(self._kernels) >= _MOST:
+                self._kernels.clear()
+            self._kernels[which] = self._make(_alone(self.problem, queries, keys), number)
+        return self._kernels[which]
+
+
+def _sizes(offsets: Array, operand: Array) -> list[int]:
+    """Rows of each sequence, and of what lies past the last one."""
+    edges = [*offsets.tolist(), operand.shape[_ROWS]]
+    return [end - begin for begin, end in itertools.pairwise(edges)]
+
+
+def _split(array: Array | None, sizes: Sequence[int]) -> Sequence[Array | None]:
+    if array is None:
+        return [None] * len(sizes)
+    if arrays.library_of(array) == "torch":  # whose autograd then adds up one gradient, not one a sequence
+        return array.split(sizes, _ROWS)  # type: ignore[no-any-return]
+    parts, begin = [], 0
+    for size in sizes:
+        parts.append(array[:, :, begin : begin + size])
+        begin += size
+    return parts
+
+
+def _joined(parts: Sequence[Any], operand: Array, width: int | None = None, dtype: str = "") -> Array:
+    """``parts`` and what lies past them, as many rows as ``operand`` has.
+
+    They have ``width`` columns, or its own; with a ``dtype`` they are parts of an lse.
+    """
+    library = arrays.library_of(operand)
+    xp: Any = sys.modules[library]
+    _, heads, rows, own = operand.shape
+    past = rows - sum(part.shape[_ROWS] for part in parts)
+    shape = (1, heads, past) if dtype else (1, heads, past, width or own)
+    kind = getattr(xp, dtype) if dtype else operand.dtype
+    filled = -math.inf if dtype else 0.0
+    rest = operand.new_full(shape, filled, dtype=kind) if library == "torch" else xp.full(shape, filled, kind)
+    return (xp.cat if library == "torch" else xp.concatenate)([*parts, rest], _ROWS)

@@ -1,0 +1,145 @@
+"""Attention of sequences that lie one after another, without padding: the public calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+from attnswitch.arrays import Array
+from attnswitch.call import options as read
+from attnswitch.call import varlen
+from attnswitch.call.entry import compiling
+from attnswitch.call.options import seed_of
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Gradients
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Alignment, Window
+
+__all__ = ["attention_varlen", "attention_varlen_backward"]
+
+
+def attention_varlen(
+    query: Array,
+    key: Array,
+    value: Array,
+    cu_seqlens_q: Array | Sequence[int],
+    cu_seqlens_k: Array | Sequence[int] | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    causal_alignment: Alignment = "top_left",
+    window: Window | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    seed: int | None = None,
+    backend: str | None = None,
+    policy: Policy | str | None = None,
+    **unknown: Never,
+) -> Any:
+    """``attention`` of B sequences of unlike lengths, whose rows lie one after another (flash-attn's ``varlen``).
+
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. Each attends to itself alone, with positions of its
+    own. One may have no queries, or no keys.
+
+    Args:
+        query: (Tq, Hq, D), like ``attention``'s query but for the axes.
+        key: (Tk, Hkv, D).
+        value: (Tk, Hkv, Dv).
+        cu_seqlens_q: (B + 1,) integers from 0 on, none less than the one before: an array beside query, or numbers on
+            the CPU. On a GPU they are not looked at: an array of other numbers there is an error that nobody tells.
+        cu_seqlens_k: the same of the keys; those of the queries if left out.
+        max_seqlen_q: the most queries of any sequence, or more. Left out, it is computed, for which the host waits
+            where cu_seqlens_q is on a GPU.
+        max_seqlen_k: the same of the keys.
+        dropout_p: as for ``attention``, like all that follows; b counts sequences for the dropout mask.
+        is_causal: see dropout_p.
+        scale: see dropout_p.
+        enable_gqa: see dropout_p.
+        causal_alignment: see dropout_p; "bottom_right" has the last query of each sequence at its last key.
+        window: see dropout_p.
+        softcap: see dropout_p.
+        return_lse: see dropout_p; the lse is (Hq, Tq).
+        deterministic: see dropout_p.
+        seed: see dropout_p.
+        backend: see dropout_p.
+        policy: see dropout_p; "measure" and "learn" do as "estimate" does.
+        **unknown: see dropout_p.
+
+    Returns:
+        The output (Tq, Hq, Dv), or (output, lse). Rows past the last sequence have output 0 and lse -inf, and get
+        gradient 0. torch tensors that require gradients get them; torch.compile breaks its graph at the call.
+
+    Raises what ``attention`` raises.
+    """
+    if unknown:
+        raise read.unknown(next(iter(unknown)), "attention_varlen: there is", attention_varlen)
+    numbers = dropout_p, is_causal, scale, enable_gqa
+    rest = causal_alignment, window, softcap, return_lse, "BHLD", deterministic
+    cu_seqlens = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    longest = max_seqlen_q, max_seqlen_q if cu_seqlens_k is None and max_seqlen_k is None else max_seqlen_k
+    attend = varlen.attend
+    if hasattr(query, "is_cuda") and compiling():
+        from attnswitch.call import beside_graphs
+
+        attend = beside_graphs.varlen
+    return attend((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest)
+
+
+def attention_varlen_backward(
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    cu_seqlens_q: Array | Sequence[int],
+    cu_seqlens_k: Array | Sequence[int] | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    grad_lse: Array | None = None,
+    backend: str | None = None,
+    policy: Policy | str | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of ``attention_varlen`` for libraries without autograd.
+
+    Args:
+        grad_out: upstream gradient of the output, (Tq, Hq, Dv).
+        query: as given to ``attention_varlen``, like all up to max_seqlen_k, backend and policy.
+        key: see query.
+        value: see query.
+        cu_seqlens_q: see query.
+        cu_seqlens_k: see query.
+        max_seqlen_q: see query.
+        max_seqlen_k: see query.
+        out: what ``attention_varlen(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        lse: see out.
+        grad_lse: upstream gradient of lse, (Hq, Tq); None means zero.
+        backend: see query.
+        policy: see query.
+        **options: the other keywords of ``attention_varlen``; dropout needs a seed.
+
+    Returns:
+        Gradients of query, key and value, like their operands; that of attn_mask is None.
+
+    Raises what ``attention`` raises.
+    """
+    if grad_out is None:
+        raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (Tq, Hq, Dv)")
+    seed = options.pop("seed", None)
+    if odd := options.keys() & {"return_lse", "layout"}:
+        raise InvalidProblem(f"attention_varlen_backward has no {min(odd)}: leave it out")
+    asked = options | {"return_lse": grad_lse is not None}
+    said = read.of_keywords(asked, "attention_varlen_backward: there is", attention_varlen_backward)
+    if said.dropout_p and seed is None:
+        raise InvalidProblem("attention_varlen_backward with dropout needs the seed that attention_varlen was given")
+    cu_seqlens = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    longest = max_seqlen_q, max_seqlen_q if cu_seqlens_k is None and max_seqlen_k is None else max_seqlen_k
+    call = (query, key, value), cu_seqlens, longest, None if seed is None else seed_of(seed), said, backend, policy
+    return varlen.gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)
