@@ -153,8 +153,7 @@ def _call(
     )
     views = [array.swapaxes(0, 1)[None] for array in given]
     inputs = Inputs(views[0], views[1], views[2], seed=seed, offsets=offsets)
-    kind = q.device[0]
-    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, inputs[:3]):
+    if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
     chosen, kernel = _built(problem, Device.of(*q.device), backend, effective(policy), view.generation())
     if problem.dropout and seed is None and chosen.wants_seed:
@@ -163,6 +162,13 @@ def _call(
     library = arrays.library_of(given[0])
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
     return _Call(problem, chosen, kernel, inputs, library, chosen.native(library), caller)
+
+
+def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
+    """Whether no sequence holds what a kernel could lose or let leak; what lies past the last is none of them."""
+    queries, keys = (int(offsets[-1]) for offsets in inputs.offsets or ())
+    query, key, value = inputs.query[:, :, :queries], inputs.key[:, :, :keys], inputs.value[:, :, :keys]
+    return not (queries and keys) or finite.finite(problem, kind, (query, key, value))
 
 
 @functools.lru_cache(maxsize=1024)

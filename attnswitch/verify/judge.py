@@ -15,7 +15,7 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.checks import ALWAYS, Check, named
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch.call import Returned, call, expected, finite_check, malformed, place_operands
+from attnswitch.verify.launch.call import Returned, allocated, call, finite_check, malformed, place_operands
 from attnswitch.verify.launch.neighbours import Neighbours
 from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
 from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
@@ -54,7 +54,7 @@ def examine(
         if backend != AUTO:
             registry.load(backend)  # an unknown name is the caller's mistake, not a finding
     checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c])]
-    checks = [c for c in checks if c.applies(case) and (device != "cpu" or not c.gpu)]
+    checks = [c for c in checks if c.suits(case, device)]
     if only and not checks:
         return []
     subject = Subject(case)
@@ -137,7 +137,7 @@ def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None
     if case.work > _SURROUNDED:
         return None
     library = case.library if isinstance(chosen, Missing) else chosen.native(case.library)
-    return Neighbours(expected(case), library, device)
+    return Neighbours(allocated(case), library, device)
 
 
 def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:

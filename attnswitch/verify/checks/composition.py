@@ -158,19 +158,34 @@ def _against(
 
 
 def _batched(case: Case) -> bool:
-    return _plain(case) and case.batch > 1 and case.lengths is None and (case.mask is None or "b" not in case.mask.axes)
+    alike = case.lengths is None or case.varlen
+    return _plain(case) and case.batch > 1 and alike and (case.mask is None or "b" not in case.mask.axes)
 
 
 def _alone(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    """One batch entry; a sequence among others is then a call without any."""
     case, b = subject.case, subject.case.data_seed % subject.case.batch
-    roles = ("query", "key", "value", "grad_out", "grad_lse")
-    return case.replace(batch=1, grads=""), {**subject.data, **{role: subject.data[role][b : b + 1] for role in roles}}
+    rows, keys = _sizes(case, b)
+    data = {role: subject.data[role][b : b + 1, :, :rows] for role in ("query", "grad_out", "grad_lse")}
+    data |= {role: subject.data[role][b : b + 1, :, :keys] for role in ("key", "value")}
+    alone = case.replace(batch=1, grads="", seq_q=rows, seq_k=keys)
+    if case.varlen:
+        alone = alone.replace(lengths=None, query_lengths=None)
+    return alone, {**subject.data, **data}
+
+
+def _sizes(case: Case, b: int) -> tuple[int, int]:
+    """Queries and keys of a batch entry."""
+    if case.query_lengths is None or case.lengths is None:
+        return case.seq_q, case.seq_k
+    return case.query_lengths[b], case.lengths[b]
 
 
 def _batch_invariance(trial: Trial) -> Failure | None:
     alone = trial.subject.derive("alone", lambda: _alone(trial.subject))
     got, b = trial.run(alone), trial.case.data_seed % trial.case.batch
-    whole = {name: trial.results[name][b : b + 1] for name in got if name in trial.results}
+    rows, _ = _sizes(trial.case, b)
+    whole = {name: trial.results[name][b : b + 1, :, :rows] for name in got if name in trial.results}
     return _against(trial, alone, "batch", got, whole, "a batch entry differs from the same entry alone")
 
 
@@ -236,6 +251,7 @@ CHECKS = (
         "It needs no reference, and compares two launches of different size.",
         _batched,
         _batch_invariance,
+        varlen=True,
     ),
     Check(
         "grouped-heads",

@@ -7,6 +7,7 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import expected, missing
 from attnswitch.verify.launch.layouts import host
+from attnswitch.verify.launch.sequences import offsets
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Trial
 
@@ -41,9 +42,15 @@ def _inputs(trial: Trial) -> Failure | None:
     for role, storage in trial.placed.storage.items():
         if storage.changed():
             return Failure("inputs", "it, or the memory around it, was written to", role)
-    lengths = trial.placed.key_lengths
-    if lengths is not None and tuple(host(lengths)) != trial.case.lengths:
-        return Failure("inputs", "it was written to", "key_lengths")
+    case, placed = trial.case, trial.placed
+    beside = [
+        ("key_lengths", placed.key_lengths, list(case.lengths or ())),
+        ("cu_seqlens_q", placed.cu_seqlens_q, offsets(case, "query")),
+        ("cu_seqlens_k", placed.cu_seqlens_k, offsets(case, "key")),
+    ]
+    for name, array, numbers in beside:
+        if array is not None and host(array).tolist() != numbers:
+            return Failure("inputs", "it was written to", name)
     return None
 
 
@@ -55,6 +62,7 @@ CHECKS = (
         _every,
         _form,
         always=True,
+        varlen=True,
     ),
     Check(
         "inputs",
@@ -63,5 +71,6 @@ CHECKS = (
         _every,
         _inputs,
         always=True,
+        varlen=True,
     ),
 )

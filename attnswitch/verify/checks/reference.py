@@ -50,5 +50,6 @@ CHECKS = (
         lambda case: True,
         _reference,
         always=True,
+        varlen=True,
     ),
 )

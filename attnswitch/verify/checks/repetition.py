@@ -73,7 +73,7 @@ def _variant(subject: Subject) -> tuple[Case, dict[str, Any]]:
         return case.replace(scale=case.softmax_scale * 0.5 + 0.0625), data
     if choice == 1:
         return case.replace(causal=not case.causal), data
-    if choice == 2 and case.mask is None:
+    if choice == 2 and case.mask is None and not case.varlen:
         mask = MaskRecipe("bool", "bhqk", 4, "random")
         other = case.replace(mask=mask)
         return other, {**data, **_fresh(other, "attn_mask")}
@@ -127,6 +127,7 @@ CHECKS = (
         "Bitwise, on the same call: sums whose order varies stay within every error bound.",
         _repeatable,
         _repeat,
+        varlen=True,
     ),
     Check(
         "layouts",
@@ -134,6 +135,7 @@ CHECKS = (
         "It needs no reference, and calls pairs of layouts of one shape in both orders.",
         _placed_otherwise,
         _layouts,
+        varlen=True,
     ),
     Check(
         "variants",
@@ -141,6 +143,7 @@ CHECKS = (
         "It finds what a cache of kernels or buffers leaves out of its key.",
         _varied,
         _variants,
+        varlen=True,
     ),
     Check(
         "fresh-dropout",

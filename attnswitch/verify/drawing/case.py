@@ -53,7 +53,9 @@ class Case:
     causal: bool = False
     alignment: Alignment = "top_left"
     window: Window | None = None
+    #: Keys of each batch entry. With ``query_lengths`` the call is ``attention_varlen``, of sequences of these lengths.
     lengths: tuple[int, ...] | None = None
+    query_lengths: tuple[int, ...] | None = None
     mask: MaskRecipe | None = None
     scale: float | None = None
     softcap: float = 0.0
@@ -82,6 +84,11 @@ class Case:
     def softmax_scale(self) -> float:
         """The factor on the scores."""
         return 1.0 / math.sqrt(self.dim_qk) if self.scale is None else self.scale
+
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences lie one after another, without padding."""
+        return self.query_lengths is not None
 
     @property
     def unseeded(self) -> bool:
@@ -127,7 +134,7 @@ class Case:
             alignment=self.alignment,
             window=self.window,
             mask=None if self.mask is None else Mask(self.mask.dtype, self.mask.axes),
-            key_lengths=self.lengths is not None,
+            key_lengths=self.lengths is not None and not self.varlen,
             scale=self.scale,
             softcap=self.softcap,
             dropout=self.dropout,
@@ -135,13 +142,14 @@ class Case:
             lse=self.lse,
             grads=self.grads,
             deterministic=self.deterministic,
+            varlen=self.varlen,
         )
 
     @staticmethod
     def of(problem: Problem) -> Case:
         """A case of ``problem`` with the plainest data: N(0,1), a random mask, lengths that are evenly spread."""
         p = problem
-        spread = tuple(p.seq_k * (p.batch - b) // p.batch for b in range(p.batch))
+        queries, keys = (tuple(n * (p.batch - b) // p.batch for b in range(p.batch)) for n in (p.seq_q, p.seq_k))
         return Case(
             batch=p.batch,
             heads_kv=p.heads_kv,
@@ -154,7 +162,8 @@ class Case:
             causal=p.causal,
             alignment=p.alignment,
             window=p.window,
-            lengths=spread if p.key_lengths else None,
+            lengths=keys if p.key_lengths or p.varlen else None,
+            query_lengths=queries if p.varlen else None,
             mask=None if p.mask is None else MaskRecipe(p.mask.dtype, p.mask.axes),
             scale=p.scale,
             softcap=p.softcap,
@@ -169,7 +178,9 @@ class Case:
     def __str__(self) -> str:
         """Problem, data, and whatever differs from the plainest placing."""
         parts = [str(self.problem()), f"{self.library} arrays", f"{self.data} data (seed {self.data_seed})"]
-        if self.lengths is not None:
+        if self.query_lengths is not None:
+            parts.append(f"sequences of {list(self.query_lengths)} queries and {list(self.lengths or ())} keys")
+        elif self.lengths is not None:
             parts.append(f"key_lengths {list(self.lengths)}")
         if self.mask is not None:
             parts.append(f"mask {self.mask.kind}, rank {self.mask.rank}")
@@ -195,7 +206,7 @@ class Case:
             raise InvalidProblem(f"not a case: unknown fields {sorted(unknown) if isinstance(data, dict) else data!r}")
         values = dict(data)
         try:
-            for name in ("window", "lengths"):
+            for name in ("window", "lengths", "query_lengths"):
                 if values.get(name) is not None:
                     values[name] = tuple(values[name])
             if values.get("mask") is not None:
@@ -203,6 +214,8 @@ class Case:
             values["placing"] = Placing(**values.get("placing", {}))
             case = Case(**values)
             case.problem()
+            if case.varlen and not len(case.query_lengths or ()) == len(case.lengths or ()) == case.batch:
+                raise InvalidProblem("not a case: expected as many query_lengths and lengths as batch entries")
         except TypeError as error:
             raise InvalidProblem(f"not a case: {error}") from None
         return case

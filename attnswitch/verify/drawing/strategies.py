@@ -205,7 +205,28 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found |= dropout
     elif poison:
         found["poison"] = True
+    varlen, queries, keys = _often(draw, 10), _shares(draw), _shares(draw)
+    if varlen and found.get("dropout_seed", 0) is not None:
+        found |= _varlen(found, queries, keys)
     return Case(**found)
+
+
+def _shares(draw: Any) -> list[int]:
+    """Sixteenths of a length, of which the whole and nothing come more often."""
+    return [_choice(draw, (16, 16, 16, 0, 8, 15, 1, 11)) for _ in range(3)]
+
+
+def _varlen(found: dict[str, Any], queries: list[int], keys: list[int]) -> dict[str, Any]:
+    """The same as sequences without padding, some of them shorter."""
+    batch, lengths = found["batch"], found.get("lengths")
+    most = (found["seq_k"],) * batch if lengths is None else lengths
+    return {
+        "query_lengths": tuple(-(-found["seq_q"] * queries[b % 3] // 16) for b in range(batch)),
+        "lengths": tuple(-(-most[b] * keys[b % 3] // 16) for b in range(batch)),
+        "mask": None,
+        "grads": found["grads"].replace("m", ""),
+        "layout": "BHLD",
+    }
 
 
 def _dropout(draw: Any, found: dict[str, Any]) -> dict[str, Any]:

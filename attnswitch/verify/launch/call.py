@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,24 @@ import numpy as np
 import attnswitch
 from attnswitch import arrays
 from attnswitch.call import finite
+from attnswitch.machine.device import Device
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.launch import sequences
 from attnswitch.verify.launch.layouts import Storage, host, place
 
-__all__ = ["Placed", "Returned", "call", "expected", "finite_check", "hosted", "malformed", "missing", "place_operands"]
+__all__ = [
+    "Placed",
+    "Returned",
+    "allocated",
+    "call",
+    "expected",
+    "finite_check",
+    "hosted",
+    "malformed",
+    "missing",
+    "place_operands",
+]
 
 _TENSORS = ("out", "grad query", "grad key", "grad value")
 
@@ -28,7 +41,10 @@ Around = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The arrays of a case as the caller holds them, and the memory that each lies in."""
+    """The arrays of a case as the caller holds them, and the memory that each lies in.
+
+    Of sequences without padding these are (T, H, D), grad_lse is (H, T), and there are offsets in place of lengths.
+    """
 
     query: Any
     key: Any
@@ -38,6 +54,8 @@ class Placed:
     grad_out: Any
     grad_lse: Any
     storage: dict[str, Storage] = field(default_factory=dict)
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +71,36 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     storage: dict[str, Storage] = {}
 
     def put(role: str, dtype: str, placing: str) -> Any:
-        placed, storage[role] = place(data[role], dtype, placing, case.library, device)
+        values = data[role]
+        if case.varlen:  # rows that repeat within a sequence do not from one to the next
+            values, placing = sequences.joined(case, role, values), placing.replace("expanded-rows", "contiguous")
+        placed, storage[role] = place(values, dtype, placing, case.library, device)
         return placed
 
     made = {role: put(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
+    grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
+    if case.varlen:
+        made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
+        cu_q, cu_k = (_integers(case, sequences.offsets(case, role), device) for role in ("query", "key"))
+        operands = made["query"], made["key"], made["value"]
+        return Placed(*operands, None, None, made["grad_out"], grad_lse[0], storage, cu_q, cu_k)
     if case.layout == "BLHD":
         made = {role: array.swapaxes(1, 2) for role, array in made.items()}
     mask = None
     if case.mask is not None:
         mask = put("attn_mask", case.mask.dtype, case.placing.attn_mask)
         mask = mask[(0,) * (4 - case.mask.rank)] if case.mask.rank < 4 else mask
-    lengths = None
-    if case.lengths is not None:
-        lengths = np.array(case.lengths, dtype=_lengths_dtype(case))
-        if case.library != "numpy":
-            lengths = arrays.passage(arrays.passage(lengths, "numpy", "torch").to(device), "torch", case.library)
-    grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
+    lengths = None if case.lengths is None else _integers(case, case.lengths, device)
     return Placed(made["query"], made["key"], made["value"], mask, lengths, made["grad_out"], grad_lse, storage)
 
 
-def _lengths_dtype(case: Case) -> str:
-    """One of the integer types that callers use, and that the lengths fit."""
-    fits = ("int32", "int64", "int16", "uint8") if max(case.lengths or (0,)) < 256 else ("int32", "int64")
-    return fits[case.data_seed % len(fits)]
+def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
+    """Lengths or offsets as an array of one of the integer types that callers use, and that they fit."""
+    fits = ("int32", "int64", "int16", "uint8") if max(numbers, default=0) < 256 else ("int32", "int64")
+    made = np.array(numbers, dtype=fits[case.data_seed % len(fits)])
+    if case.library == "numpy":
+        return made
+    return arrays.passage(arrays.passage(made, "numpy", "torch").to(device), "torch", case.library)
 
 
 def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -96,6 +121,16 @@ def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
         sizes = zip("bhqk"[4 - case.mask.rank :], case.scores[4 - case.mask.rank :], strict=True)
         shapes["grad attn_mask"] = (tuple(n if axis in case.mask.axes else 1 for axis, n in sizes), case.mask.dtype)
     return shapes
+
+
+def allocated(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every result as it is made."""
+    found = expected(case)
+    if case.varlen:
+        found = {
+            name: ((shape[1], sequences.rows(case, name), *shape[3:]), dtype) for name, (shape, dtype) in found.items()
+        }
+    return found
 
 
 def missing(case: Case, results: dict[str, Any]) -> str:
@@ -133,6 +168,9 @@ def call(
     returned: Returned = around(lambda: (_autograd if case.library == "torch" else _explicit)(case, placed, backend))
     if synchronize and case.library != "numpy" and (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    if case.varlen:
+        whole = {name: sequences.padded(case, name, result) for name, result in returned.results.items()}
+        return Returned(whole, returned.chosen)
     if case.layout == "BLHD":
         turned = {n: r.swapaxes(1, 2) if n in _TENSORS else r for n, r in returned.results.items()}
         return Returned(turned, returned.chosen)
@@ -140,25 +178,28 @@ def call(
 
 
 def _options(case: Case, placed: Placed) -> dict[str, Any]:
-    return {
-        "attn_mask": placed.attn_mask,
+    options = {
         "dropout_p": case.dropout,
         "is_causal": case.causal,
         "scale": case.scale,
         "causal_alignment": case.alignment,
         "window": case.window,
         "softcap": case.softcap,
-        "key_lengths": placed.key_lengths,
-        "layout": case.layout,
         "seed": case.dropout_seed,
         "deterministic": case.deterministic,
     }
+    if case.varlen:
+        longest = {"max_seqlen_q": case.seq_q, "max_seqlen_k": case.seq_k}
+        return options | longest | {"cu_seqlens_q": placed.cu_seqlens_q, "cu_seqlens_k": placed.cu_seqlens_k}
+    return options | {"attn_mask": placed.attn_mask, "key_lengths": placed.key_lengths, "layout": case.layout}
 
 
 def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
     """Through ``attention_backward``, for libraries without autograd."""
     options = _options(case, placed)
     operands = (placed.query, placed.key, placed.value)
+    if case.varlen:
+        return _explicit_varlen(case, placed, backend or _of_problem(case, placed))
     chosen = backend
     if chosen is None:
         plan = attnswitch.plan(*operands, **options, return_lse=case.lse)
@@ -181,6 +222,25 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
     return Returned(results, chosen)
 
 
+def _explicit_varlen(case: Case, placed: Placed, backend: str | None) -> Returned:
+    options = _options(case, placed)
+    operands = (placed.query, placed.key, placed.value)
+    out = attnswitch.attention_varlen(*operands, **options, return_lse=case.lse, backend=backend)
+    results: dict[str, Any] = {"out": out[0], "lse": out[1]} if case.lse else {"out": out}
+    if case.grads:
+        grad_lse = placed.grad_lse if case.lse else None
+        grads = attnswitch.attention_varlen_backward(
+            placed.grad_out, *operands, **options, grad_lse=grad_lse, backend=backend
+        )
+        results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
+    return Returned(results, str(backend))
+
+
+def _of_problem(case: Case, placed: Placed) -> str | None:
+    """The backend that is chosen for what ``case`` asks, where no plan of arrays says it."""
+    return make_plan(case.problem(), Device.of(*arrays.facts(placed.query, "query").device)).backend
+
+
 def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
     torch: Any = importlib.import_module("torch")
     if case.unseeded:  # torch's own generator draws
@@ -190,10 +250,16 @@ def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
     leaves: dict[str, Any] = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}
     for name in wanted:
         leaves[name].requires_grad_()
-    options = _options(case, placed) | {"attn_mask": leaves["attn_mask"]}
+    options = _options(case, placed)
     operands = (leaves["query"], leaves["key"], leaves["value"])
-    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
-    out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
+    if case.varlen:
+        backend = backend or _of_problem(case, placed)
+        chosen = str(backend)
+        out = attnswitch.attention_varlen(*operands, **options, return_lse=case.lse, backend=backend)
+    else:
+        options |= {"attn_mask": leaves["attn_mask"]}
+        chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
+        out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
     outputs = list(out) if case.lse else [out]
     results: dict[str, Any] = dict(zip(("out", "lse"), outputs, strict=False))
     if wanted:

@@ -49,17 +49,20 @@ class Answer:
 def visible_positions(case: Case, mask: Any, at: tuple[int, int, Any] | None = None) -> Bool:
     """Which key each query sees, (B, Hq, Lq, Lk); or (1, 1, rows, Lk) ``at`` one batch entry, head and some rows."""
     lq, lk = case.seq_q, case.seq_k
-    lengths = np.full(case.batch, lk) if case.lengths is None else np.array(case.lengths, dtype=np.int64)
+    lengths, queries = (
+        np.full(case.batch, most) if given is None else np.array(given, dtype=np.int64)
+        for given, most in ((case.lengths, lk), (case.query_lengths, lq))
+    )
     rows, shape = np.arange(lq), case.scores
     if at is not None:
         b, h, rows = at
-        lengths, shape = lengths[b : b + 1], (1, 1, len(rows), lk)
+        lengths, queries, shape = lengths[b : b + 1], queries[b : b + 1], (1, 1, len(rows), lk)
         mask = None if mask is None else mask_rows(mask, b, h, rows)
-    lengths = lengths.reshape(-1, 1, 1, 1)
+    lengths, queries = (x.reshape(-1, 1, 1, 1) for x in (lengths, queries))
     distance = np.arange(lk)[None, None, None, :] - rows[None, None, :, None]
     if case.alignment == "bottom_right":
-        distance = distance - (lengths - lq)
-    visible = np.arange(lk) < lengths
+        distance = distance - (lengths - queries)
+    visible = (np.arange(lk) < lengths) & (rows[:, None] < queries)
     if case.causal:
         visible = visible & (distance <= 0)
     if case.window is not None:

@@ -28,7 +28,10 @@ def sees(case: Case, mask: Any, b: int, h: int, i: int, j: int) -> bool:
     length = case.seq_k if case.lengths is None else case.lengths[b]
     if j >= length:
         return False
-    place = i if case.alignment == "top_left" else i + length - case.seq_q
+    queries = case.seq_q if case.query_lengths is None else case.query_lengths[b]
+    if i >= queries:
+        return False
+    place = i if case.alignment == "top_left" else i + length - queries
     if case.causal and j > place:
         return False
     if case.window is not None:
