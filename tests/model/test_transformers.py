@@ -227,32 +227,76 @@ def test_operands_are_cast_as_autocast_casts_them(device: str) -> None:
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
 
 
+def losses_of(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> list[float]:
+    """The losses of three steps of the Trainer in bfloat16."""
+    torch.manual_seed(0)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        bf16=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        use_cpu=options.pop("device") == "cpu",
+    )
+    trainer = transformers.Trainer(model=llama(name), args=arguments, train_dataset=rows, **options)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
 def test_the_trainer_runs_in_bfloat16(tmp_path: Path, device: str) -> None:
-    """The losses of three steps, against sdpa's."""
     register()
     ids = torch.randint(3, 90, (6, 9), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    losses = {}
-    for name in ("sdpa", "attnswitch"):
-        torch.manual_seed(0)
-        model = llama(name)
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            bf16=True,
-            use_cpu=device == "cpu",
-            report_to=[],
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            learning_rate=1e-2,
-        )
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
-        trainer.train()
-        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = {name: losses_of(name, rows, tmp_path, device=device) for name in ("sdpa", "attnswitch")}
     assert len(losses["attnswitch"]) == 3
     assert losses["attnswitch"] == pytest.approx(losses["sdpa"], rel=1e-2)
+
+
+def test_the_trainer_runs_without_padding(tmp_path: Path, device: str) -> None:
+    """With the collator that lays sequences one after another, and says where they begin."""
+    register()
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(3, 90, (n,), generator=generator).tolist()} for n in (5, 9, 1, 7, 3, 8)]
+    losses = {}
+    for name in ("sdpa", "attnswitch"):
+        make: Any = transformers.DataCollatorWithFlattening
+        collator = make(return_flash_attn_kwargs=name == "attnswitch")
+        losses[name] = losses_of(name, rows, tmp_path, device=device, data_collator=collator)
+    assert len(losses["attnswitch"]) == 3
+    assert losses["attnswitch"] == pytest.approx(losses["sdpa"], rel=1e-2)
+
+
+@pytest.mark.parametrize("which", list(DECODERS))
+@pytest.mark.parametrize("masked", [False, True])
+def test_sequences_one_after_another_are_each_alone(which: str, masked: bool) -> None:
+    register()
+    lengths = (7, 3, 1, 6)
+    (kind, config), ids = DECODERS[which], torch.randint(3, 90, (1, sum(lengths)))
+    eager, ours = (randomised(kind._from_config(config, attn_implementation=name)) for name in ("eager", "attnswitch"))
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    said: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    if not masked:  # as where a program makes masks for flash-attn, which takes none
+        said["attention_mask"] = dict.fromkeys(("full_attention", "sliding_attention"))
+        if which == "llama":
+            said.pop("attention_mask")
+    out = ours(input_ids=ids, position_ids=positions, **said).logits
+    for part, here in zip(torch.split(ids, lengths, 1), torch.split(out, lengths, 1), strict=True):
+        torch.testing.assert_close(here, eager(input_ids=part).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_beside_sequences_may_hide_no_more() -> None:
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    starts: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 2, 5]))
+    out, formula, i, j = call(5, 5, mask=mask, **starts)
+    torch.testing.assert_close(out, formula((j <= i) & ((i < 2) == (j < 2))))
+    mask[..., 3, 2] = False
+    with pytest.raises(attnswitch.Unsupported, match="hides keys within its sequences"):
+        call(5, 5, mask=mask, **starts)
 
 
 def test_continuous_batching_is_refused() -> None:
@@ -310,7 +354,6 @@ def test_is_causal_when_asked_outranks_the_module(asked: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("cu_seq_lens_q", "position_ids"),
         ("cache", "pages"),
         ("indices", "may change the result"),
         ("never_heard_of", "may change the result"),

@@ -12,6 +12,7 @@ from attnswitch.call.like_torch import as_autocast
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
 from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
+from attnswitch.integrations.transformers.sequences import Lengths, attend
 
 __all__ = ["attention"]
 
@@ -30,11 +31,7 @@ _NO_EFFECT = {
     "seq_idx",
     "use_cache",
 }
-_PACKED = "packed sequences are taken as a mask, which transformers makes from position_ids; leave the lengths out"
-_REASONS = {
-    "cache": "keys and values in pages are not supported; generate without continuous batching",
-    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
-}
+_REASONS = {"cache": "keys and values in pages are not supported; generate without continuous batching"}
 _log = logging.get_logger(__name__)
 _UNKNOWN = "it may change the result in a way not known here; use attn_implementation='eager' for this model"
 
@@ -55,6 +52,10 @@ def attention(
     position_bias: torch.Tensor | None = None,
     deterministic: bool | None = None,
     indices: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Output (B, Lq, Hq, Dv) for query (B, Hq, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv); no weights.
@@ -78,29 +79,40 @@ def attention(
         query = query.expand(key.shape[0], -1, -1, -1)
     # Only what is said is passed on: each keyword costs every call of every layer.
     options: dict[str, Any] = {}
-    if attention_mask is None:  # else the mask holds the diagonal and the window as well
-        options = _positions(module, length_q, key.shape[2], is_causal, sliding_window)
-    elif length_q > 1 and position_bias is None and indices is None and is_diagonal(attention_mask, length_q):
-        key, value, attention_mask = key[:, :, :length_q], value[:, :, :length_q], None
-        options["is_causal"] = True
-    if position_bias is not None:
-        attention_mask = position_bias if attention_mask is None else biased(attention_mask, position_bias)
-    if indices is not None:
-        chosen = _chosen(indices, length_q, key.shape[2])
-        attention_mask = chosen if attention_mask is None else only(attention_mask, chosen)
-    if attention_mask is not None:
-        options["attn_mask"] = attention_mask
     if dropout:
         options["dropout_p"] = dropout
     if softcap:
         options["softcap"] = softcap
     if deterministic:
         options["deterministic"] = True
+    if s_aux is not None:
+        options["return_lse"] = True
+    if cu_seq_lens_q is not None:
+        if position_bias is not None or indices is not None:
+            raise Unsupported(f"transformers passes cu_seq_lens_q with a position bias or indices: {_UNKNOWN}")
+        starts_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        lengths = Lengths(cu_seq_lens_q, starts_k, max_length_q, max_length_k)
+        options |= {"causal": _is_causal(module, is_causal), "sliding_window": sliding_window}
+        found = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
+    else:
+        if attention_mask is None:  # else the mask holds the diagonal and the window as well
+            options |= _positions(module, length_q, key.shape[2], is_causal, sliding_window)
+        elif length_q > 1 and position_bias is None and indices is None and is_diagonal(attention_mask, length_q):
+            key, value, attention_mask = key[:, :, :length_q], value[:, :, :length_q], None
+            options["is_causal"] = True
+        if position_bias is not None:
+            attention_mask = position_bias if attention_mask is None else biased(attention_mask, position_bias)
+        if indices is not None:
+            chosen = _chosen(indices, length_q, key.shape[2])
+            attention_mask = chosen if attention_mask is None else only(attention_mask, chosen)
+        if attention_mask is not None:
+            options["attn_mask"] = attention_mask
+        found = api.attention(query, key, value, scale=scaling, backend=backend, **options)
     if s_aux is None:
-        out = api.attention(query, key, value, scale=scaling, backend=backend, **options)
+        out = found
     else:
         # A sink is one more key, of score s_aux and value 0: it takes 1 - sigmoid(lse - s_aux) of every row.
-        out, lse = api.attention(query, key, value, scale=scaling, backend=backend, return_lse=True, **options)
+        out, lse = found
         out = (out * torch.sigmoid(lse - s_aux.view(-1, 1))[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous(), None
 
@@ -114,12 +126,16 @@ def _chosen(indices: torch.Tensor, length_q: int, length_k: int) -> torch.Tensor
     return chosen[:, None, :, :length_k]
 
 
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """What is said, or else what the layer is; True is sdpa's default too."""
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
 def _positions(
     module: torch.nn.Module, length_q: int, length_k: int, is_causal: bool | None, sliding_window: int | None
 ) -> dict[str, Any]:
     """The keywords that say who sees what where there is no mask."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # True is sdpa's default too
-    causal = bool(causal) and length_q > 1
+    causal = _is_causal(module, is_causal) and length_q > 1
     # Masks are left out while the window reaches every key; a model that makes none means what flash-attn does.
     windowed = sliding_window is not None and sliding_window < length_k
     if not causal and not windowed:

@@ -1,0 +1,89 @@
+"""Sequences that a padding-free collator laid one after another: transformers passes where each begins."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnswitch import attention_varlen
+from attnswitch.errors import Unsupported
+
+__all__ = ["Lengths", "attend"]
+
+#: What a mask is marked by that was held to these offsets: its version, and theirs.
+_HELD = "_attnswitch_sequences"
+
+
+class Lengths(NamedTuple):
+    """What transformers passes of the sequences, under its own names."""
+
+    cu_seq_lens_q: torch.Tensor
+    cu_seq_lens_k: torch.Tensor
+    max_length_q: Any = None
+    max_length_k: Any = None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    lengths: Lengths,
+    *,
+    causal: bool,
+    sliding_window: int | None,
+    **options: Any,
+) -> Any:
+    """Output (1, Hq, T, Dv) for query (1, Hq, T, D); with ``return_lse`` among the options also lse (1, Hq, T).
+
+    Raises:
+        Unsupported: there are several rows of sequences, or the mask hides more than they and positions do.
+    """
+    if query.shape[0] != 1:
+        raise Unsupported(
+            f"transformers passes cu_seq_lens_q to attention with a batch of {query.shape[0]}: sequences lie one after"
+            " another in a single row"
+        )
+    if mask is not None:
+        _check(mask, lengths, causal, sliding_window)
+    if causal:
+        options |= {"is_causal": True, "causal_alignment": "bottom_right"}
+    if sliding_window is not None:
+        options["window"] = (sliding_window - 1, sliding_window - 1)
+    q, k, v = (operand[0].transpose(0, 1) for operand in (query, key, value))
+    longest = {"max_seqlen_q": lengths.max_length_q, "max_seqlen_k": lengths.max_length_k}
+    found = attention_varlen(q, k, v, lengths.cu_seq_lens_q, lengths.cu_seq_lens_k, **longest, **options)
+    if not options.get("return_lse"):
+        return found.transpose(0, 1)[None]
+    out, lse = found
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _check(mask: torch.Tensor, lengths: Lengths, causal: bool, sliding_window: int | None) -> None:
+    """See that a mask hides nothing more, once for all layers: the host waits for a GPU there.
+
+    transformers makes it of the position_ids, which begin anew with each sequence, or of one sequence, where a model
+    does not tell it of them. Raises ``Unsupported``.
+    """
+    starts_q, starts_k = lengths.cu_seq_lens_q, lengths.cu_seq_lens_k
+    held = (mask._version, starts_q._version, starts_k._version, starts_q.data_ptr(), starts_k.data_ptr())
+    if getattr(mask, _HELD, None) == held:
+        return
+    *_, queries, keys = mask.shape
+    i, j = torch.arange(queries, device=mask.device), torch.arange(keys, device=mask.device)
+    of_query, of_key = (torch.bucketize(at, starts, right=True) for at, starts in ((i, starts_q), (j, starts_k)))
+    # Positions from the end of each sequence, where its last query meets its last key.
+    i, j = i - starts_q[of_query.clamp(max=len(starts_q) - 1)], j - starts_k[of_key.clamp(max=len(starts_k) - 1)]
+    sees = of_query[:, None] == of_key
+    if causal:
+        sees &= j <= i[:, None]
+    if sliding_window is not None:
+        sees &= (i[:, None] - j).abs() < sliding_window
+    said = mask if mask.dtype == torch.bool else mask == 0
+    if bool((sees & ~said).any()):
+        raise Unsupported(
+            "transformers passes cu_seq_lens_q to attention, and an attention_mask that hides keys within its"
+            " sequences: leave one of them out"
+        )
+    setattr(mask, _HELD, held)
