@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Never, overload
 
 from attnswitch.arrays import Array, Intercepted
-from attnswitch.call import like_torch
+from attnswitch.call import like_torch, varlen
 from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
@@ -213,7 +213,8 @@ def plan(
 ) -> Plan:
     """The plan for a call (``plan(query, key, value, is_causal=True)``) or a described problem (``plan(problem)``).
 
-    Called with arrays of its problem, it is the attention: ``plan(query, key, value)(query, key, value)``.
+    Called with arrays of its problem, it is the attention: ``plan(query, key, value)(query, key, value)``. With
+    ``cu_seqlens_q`` among the keywords the call is ``attention_varlen``.
 
     Args:
         query: the array, or a ``Problem`` or its text form, which then stands alone.
@@ -242,12 +243,16 @@ def explain(
     attn_mask: Array | None = None,
     key_lengths: Array | Sequence[int] | None = None,
     seed: int | None = None,
+    cu_seqlens_q: Array | Sequence[int] | None = None,
+    cu_seqlens_k: Array | Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     **options: Any,
 ) -> Plan:
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
     policy = effective(policy)
     if isinstance(query, (Problem, str)):
-        given = any(array is not None for array in (key, value, attn_mask, key_lengths, seed))
+        given = any(array is not None for array in (key, value, attn_mask, key_lengths, seed, cu_seqlens_q))
         if given or options:
             raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
         problem = Problem.parse(query) if isinstance(query, str) else query
@@ -260,6 +265,11 @@ def explain(
         raise InvalidProblem("query stands without key and value; a problem without arrays is a Problem or its text")
     said: Options = read.of_keywords(options, "the call has", explain)
     seed = None if seed is None else seed_of(seed)
+    if cu_seqlens_q is not None:
+        if attn_mask is not None or key_lengths is not None:
+            raise InvalidProblem("cu_seqlens_q with attn_mask or key_lengths: sequences without padding take neither")
+        cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return _made(*varlen.problem_of((query, key, value), cu_seqlens, longest, seed, said), backend, policy)
     problem, place = problem_of(query, key, value, attn_mask, key_lengths, said, seed)
     return _made(problem, place, backend, policy)
 

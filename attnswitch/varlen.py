@@ -80,8 +80,7 @@ def attention_varlen(
         raise read.unknown(next(iter(unknown)), "attention_varlen: there is", attention_varlen)
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, "BHLD", deterministic
-    cu_seqlens = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    longest = max_seqlen_q, max_seqlen_q if cu_seqlens_k is None and max_seqlen_k is None else max_seqlen_k
+    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     attend = varlen.attend
     if hasattr(query, "is_cuda") and compiling():
         from attnswitch.call import beside_graphs
@@ -139,7 +138,6 @@ def attention_varlen_backward(
     said = read.of_keywords(asked, "attention_varlen_backward: there is", attention_varlen_backward)
     if said.dropout_p and seed is None:
         raise InvalidProblem("attention_varlen_backward with dropout needs the seed that attention_varlen was given")
-    cu_seqlens = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    longest = max_seqlen_q, max_seqlen_q if cu_seqlens_k is None and max_seqlen_k is None else max_seqlen_k
+    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     call = (query, key, value), cu_seqlens, longest, None if seed is None else seed_of(seed), said, backend, policy
     return varlen.gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)

@@ -14,7 +14,7 @@ import attnswitch
 from attnswitch.bench.record import Status
 from attnswitch.bench.workload import Workload
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine import registry
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
@@ -26,7 +26,7 @@ Attend = Callable[[], torch.Tensor]
 #: The dispatcher's own choice, as a candidate.
 AUTO = "auto"
 #: What a plan does not know of a call beside its arrays.
-_OF_PLANS = ("attn_mask", "key_lengths", "seed")
+_OF_PLANS = ("attn_mask", "key_lengths", "seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class Refused(Exception):
@@ -49,8 +49,8 @@ def with_configs(names: tuple[str, ...], parts: tuple[str, ...], problem: Proble
 def configs(name: str, problem: Problem, device: Device) -> Iterator[str]:
     """The configs of a backend or target by text, its own choice first; none where it does not take ``problem``."""
     loaded = registry.load(name) if name in registry.names() or ":" in name else Missing("")
-    if not isinstance(loaded, Missing) and not loaded.supports(problem, device):
-        yield from map(str, loaded.configs(problem, device))
+    if not isinstance(loaded, Missing) and not any(one_by_one.reasons(loaded, problem, device)):
+        yield from map(str, loaded.configs(one_by_one.asked(loaded, problem), device))
 
 
 def of_backend(name: str, work: Workload) -> Attend:
@@ -73,8 +73,9 @@ def of_backend(name: str, work: Workload) -> Attend:
             raise Refused(plan.why)
         named = next(candidate for candidate in plan.candidates if candidate.backend == backend)
         raise Refused("; ".join(plan.why_not(named)), "refused" if named.reasons else "unavailable")
-    attend: Callable[[], Any] = functools.partial(attnswitch.attention, *operands, backend=backend, **keywords)
+    attend: Callable[[], Any] = functools.partial(work.function, *operands, backend=backend, **keywords)
     if config:
         plan = replace(plan, chosen=replace(plan.chosen, config=config))
-        attend = functools.partial(plan, *operands, **{name: keywords[name] for name in _OF_PLANS})
+        beside = {name: keywords[name] for name in _OF_PLANS if name in keywords}
+        attend = functools.partial(plan, *operands, **beside)
     return (lambda: attend()[0]) if work.problem.lse else attend

@@ -30,7 +30,7 @@ class Reference:
     ``parts`` pairs (batch, key head) with the results there: output and the gradients, each (heads, length, D).
     """
 
-    problem: Problem
+    work: Workload
     parts: dict[tuple[int, int], tuple[torch.Tensor, ...]]
 
     @property
@@ -45,15 +45,17 @@ class Reference:
         held against a share of the largest. ``results`` are the output (forward), or the gradients of q, k and v that
         the problem names (backward).
         """
-        worst = 0.0
+        worst, p = 0.0, self.work.problem
+        roles = [role for role in ("query", "key", "value") if role[0] in p.grads] if p.grads else ["query"]
         for result in results:
             if not bool(torch.isfinite(result).all()):
                 return math.nan
         largest = [max(map(_largest, each)) for each in zip(*self.parts.values(), strict=True)]
         for (b, h), answers in self.parts.items():
-            for result, answer, most in zip(results, answers, largest, strict=False):  # a mask's gradient has none
+            # A mask's gradient has no answer.
+            for result, role, answer, most in zip(results, roles, answers, largest, strict=False):
                 group = answer.shape[0]
-                part = result[b, h * group : (h + 1) * group].to(answer.dtype)
+                part = self.work.entry(result, b, role)[h * group : (h + 1) * group].to(answer.dtype)
                 if part.shape != answer.shape:
                     return math.nan
                 distance, size = _sizes(part - answer), _sizes(answer).clamp_min(_SHARE * most)
@@ -96,9 +98,9 @@ def make(work: Workload) -> Reference:
     """The answer on the first key head of the first sequence and the last of the last."""
     p = work.problem
     if not p.batch:
-        return Reference(p, {})
+        return Reference(work, {})
     places = sorted({(0, 0), (p.batch - 1, p.heads_kv - 1)})
-    return Reference(p, {(b, h): _answer(work, b, h) for b, h in places})
+    return Reference(work, {(b, h): _answer(work, b, h) for b, h in places})
 
 
 def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
@@ -106,24 +108,26 @@ def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
     p = work.problem
     wide: torch.dtype = getattr(torch, _WIDE[p.dtype])
     heads = slice(h * p.group, (h + 1) * p.group)
-    query = work.query[b, heads].detach().to(wide)
-    key, value = (tensor[b, h].detach().to(wide) for tensor in (work.key, work.value))
+    query = work.entry(work.query, b, "query")[heads].detach().to(wide)
+    key, value = (work.entry(tensor, b, "key")[h].detach().to(wide) for tensor in (work.key, work.value))
+    grad_out = None if work.grad_out is None else work.entry(work.grad_out, b, "query")[heads].to(wide)
+    queries = query.shape[1]
     step = max(1, _CHUNK // max(1, p.group * p.seq_k))
     outs, query_grads = [], []
     key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
-    for start in range(0, p.seq_q, step):
-        rows = slice(start, min(start + step, p.seq_q))
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
         leaves = tuple(tensor.detach().requires_grad_(bool(p.grads)) for tensor in (query[:, rows], key, value))
         with torch.set_grad_enabled(bool(p.grads)):
-            out = _rows(work, b, heads, rows, *leaves)
-        if work.grad_out is None:
+            out = _rows(work, b, heads, rows, queries, *leaves)
+        if grad_out is None:
             outs.append(out)
             continue
-        grads = torch.autograd.grad(out, leaves, work.grad_out[b, heads, rows].to(wide))
+        grads = torch.autograd.grad(out, leaves, grad_out[:, rows])
         query_grads.append(grads[0])
         key_grad += grads[1]
         value_grad += grads[2]
-    if work.grad_out is None:
+    if grad_out is None:
         return (torch.cat(outs, dim=1) if outs else query.new_zeros(p.group, 0, p.dim_v),)
     whole = (
         torch.cat(query_grads, dim=1) if query_grads else torch.zeros_like(query),
@@ -134,19 +138,26 @@ def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
 
 
 def _rows(
-    work: Workload, b: int, heads: slice, rows: slice, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    work: Workload,
+    b: int,
+    heads: slice,
+    rows: slice,
+    queries: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of some rows as the formula says it: scores, softcap, float mask, hiding, softmax."""
+    """Attention of some of ``queries`` rows as the formula says it: scores, softcap, float mask, hiding, softmax."""
     p = work.problem
     scores = query @ key.T * p.softmax_scale
     if p.softcap:
         scores = p.softcap * torch.tanh(scores / p.softcap)
-    length = p.seq_k if work.key_lengths is None else int(work.key_lengths[b])
-    j = torch.arange(p.seq_k, device=scores.device)
+    length = key.shape[0] if work.key_lengths is None else int(work.key_lengths[b])
+    j = torch.arange(key.shape[0], device=scores.device)
     visible = (j < length).expand(rows.stop - rows.start, -1)
     if p.positional:
         i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-        i = i + (length - p.seq_q if p.bottom_right else 0)
+        i = i + (length - queries if p.bottom_right else 0)
         left, right = p.window or (None, None)
         if p.causal:
             visible = visible & (j <= i)

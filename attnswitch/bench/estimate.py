@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from attnswitch.bench import traffic
-from attnswitch.machine import registry
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem, cost
@@ -144,7 +144,8 @@ def _tiles(problem: Problem, device: Device, most: int | None) -> Iterator[Tile]
     """The tiles of every backend that takes the problem and says what its tiles are, of at most so many configs."""
     for name in registry.names():
         backend = registry.load(name)
-        if isinstance(backend, Missing) or backend.supports(problem, device):
+        if isinstance(backend, Missing) or any(one_by_one.reasons(backend, problem, device)):
             continue
-        for config in islice(backend.configs(problem, device), most):
-            yield from (Tile(name, *tile) for tile in backend.tiles(problem, device, config))
+        asked = one_by_one.asked(backend, problem)
+        for config in islice(backend.configs(asked, device), most):
+            yield from (Tile(name, *tile) for tile in backend.tiles(asked, device, config))

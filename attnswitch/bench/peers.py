@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnswitch.bench import varlen_peers
 from attnswitch.bench.candidates import Attend, Refused
 from attnswitch.bench.workload import Workload
 
@@ -28,6 +29,8 @@ def torch_default(work: Workload) -> Attend:
     to (B, Hq, Lq, Lk). Raises ``Refused`` for what a mask cannot say.
     """
     p = work.problem
+    if p.varlen:
+        return varlen_peers.torch_default(work)
     _only_output(work, "scaled_dot_product_attention")
     if p.softcap:
         raise Refused(f"scaled_dot_product_attention has no softcap (softcap={p.softcap})")
@@ -56,6 +59,8 @@ def flex(work: Workload, compiler: Callable[..., Any] = torch.compile) -> Attend
     """
     p = work.problem
     _only_output(work, "the output of flex_attention")
+    if p.varlen:
+        raise Refused("FlexAttention takes sequences one after another as one, with a block mask that is left out here")
     if p.dropout:
         raise Refused(f"FlexAttention has no dropout (dropout_p={p.dropout})")
     if work.device == "cpu" and p.grads:
@@ -99,6 +104,8 @@ def flash4(work: Workload) -> Attend:
     argument for.
     """
     p = work.problem
+    if p.varlen:
+        return varlen_peers.flash4(work)
     _only_output(work, "the output of FlashAttention-4")
     for what, asked in (("attn_mask", p.mask is not None), ("dropout", p.dropout), ("key_lengths", p.key_lengths)):
         if asked:

@@ -53,7 +53,7 @@ class Row:
         if p.nonfinite or any(memory != CONTIGUOUS for memory in (p.query, p.key, p.value, p.attn_mask)):
             raise InvalidProblem(f"{what}: {p}: operands are drawn contiguous and finite; leave that part out")
         padded = p.mask is not None and p.mask.is_bool and p.mask.axes in ("bk", "k", "bqk", "qk")
-        if self.lengths is not None and not (p.key_lengths or padded):
+        if self.lengths is not None and not (p.key_lengths or p.varlen or padded):
             raise InvalidProblem(
                 f"{what}: lengths, but {p} has neither `lengths` nor a padding mask `mask=bool:bk` or `bool:bqk`"
             )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+import attnswitch
 from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
 from attnswitch.problem import Problem
@@ -24,7 +27,9 @@ class Workload:
     """Tensors on the device: N(0,1), from a fixed seed, contiguous.
 
     query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask with four axes, key_lengths (B,),
-    grad_out (B, Hq, Lq, Dv). ``problem.grads`` names those that require gradients: none for the forward.
+    grad_out (B, Hq, Lq, Dv). With ``problem.varlen`` sequences lie one after another, (T, H, D), and ``offsets`` says
+    where those of queries and of keys begin. ``problem.grads`` names those that require gradients: none for the
+    forward.
     """
 
     problem: Problem
@@ -35,6 +40,20 @@ class Workload:
     attn_mask: torch.Tensor | None
     key_lengths: torch.Tensor | None
     grad_out: torch.Tensor | None
+    offsets: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The public call that it is."""
+        called: Callable[..., Any] = attnswitch.attention
+        return called if self.offsets is None else attnswitch.attention_varlen
+
+    def entry(self, tensor: torch.Tensor, b: int, role: str) -> torch.Tensor:
+        """Batch entry ``b``, (H, L, D), of an operand or a result with the rows of query, key or value (``role``)."""
+        if self.offsets is None:
+            return tensor[b]
+        begin, end = self.offsets[role != "query"][b : b + 2].tolist()
+        return tensor[begin:end].transpose(0, 1)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -43,17 +62,20 @@ class Workload:
         return tuple(tensor for letter, tensor in operands if letter in self.problem.grads and tensor is not None)
 
     def keywords(self) -> dict[str, Any]:
-        """What ``attnswitch.attention`` is given beside query, key and value."""
+        """What ``function`` is given beside query, key and value."""
         p = self.problem
-        return {
-            "attn_mask": self.attn_mask,
+        if self.offsets is None:
+            beside = {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths}
+        else:
+            beside = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
+            beside |= {"max_seqlen_q": p.seq_q, "max_seqlen_k": p.seq_k}  # type: ignore[dict-item]
+        return beside | {
             "dropout_p": p.dropout,
             "is_causal": p.causal,
             "scale": p.scale,
             "causal_alignment": p.alignment,
             "window": p.window,
             "softcap": p.softcap,
-            "key_lengths": self.key_lengths,
             "return_lse": p.lse,
             "deterministic": p.deterministic,
             "seed": SEED if p.seeded else None,
@@ -71,7 +93,10 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
 
 
 def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workload:
-    """The tensors of ``p``, contiguous and finite; ``lengths`` are its own, or those of its padding mask."""
+    """The tensors of ``p``, contiguous and finite; ``lengths`` are its own, or those of its padding mask.
+
+    Without any they are evenly spread, the first sequence whole; queries are as many as keys where the longest are.
+    """
     dtype = getattr(torch, p.dtype)
     generator = torch.Generator(device).manual_seed(SEED)
 
@@ -79,6 +104,16 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
         tensor = torch.randn(shape, device=device, dtype=of, generator=generator)
         return tensor.requires_grad_(letter != "" and letter in p.grads)
 
+    queries, keys = (tuple(n * (p.batch - b) // p.batch for b in range(p.batch)) for n in (p.seq_q, p.seq_k))
+    if p.varlen:
+        keys = lengths or keys
+        queries = keys if p.seq_q == p.seq_k else queries
+        query = normal(sum(queries), p.heads_q, p.dim_qk, letter="q")
+        key = normal(sum(keys), p.heads_kv, p.dim_qk, letter="k")
+        value = normal(sum(keys), p.heads_kv, p.dim_v, letter="v")
+        grad_out = normal(sum(queries), p.heads_q, p.dim_v) if p.grads else None
+        offsets = _offsets(queries, device), _offsets(keys, device)
+        return Workload(p, device, query, key, value, None, None, grad_out, offsets)
     query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
     key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
     value = normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
@@ -91,11 +126,14 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
         else:
             mask = torch.rand(p.mask_shape, device=device, generator=generator) < _VISIBLE
     key_lengths = None
-    if p.key_lengths:  # without lengths of its own: evenly spread, the first sequence whole
-        spread = [p.seq_k * (p.batch - b) // p.batch for b in range(p.batch)]
-        key_lengths = torch.tensor(lengths or spread, device=device, dtype=torch.int32)
+    if p.key_lengths:
+        key_lengths = torch.tensor(lengths or keys, device=device, dtype=torch.int32)
     grad_out = normal(p.batch, p.heads_q, p.seq_q, p.dim_v) if p.grads else None
     return Workload(p, device, query, key, value, mask, key_lengths, grad_out)
+
+
+def _offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], device=device, dtype=torch.int32)
 
 
 def padding(lengths: torch.Tensor, seq_k: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
+from attnswitch.call import varlen
 from attnswitch.call.attend import attend
 from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import Unsupported
@@ -47,9 +48,19 @@ def call(
 
 
 def run_plan(
-    plan: Plan, query: Array, key: Array, value: Array, attn_mask: Any, key_lengths: Any, seed: Any, layout: str
+    plan: Plan,
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any,
+    key_lengths: Any,
+    seed: Any,
+    layout: str,
+    cu_seqlens: tuple[Any, Any],
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
+    if plan.problem.varlen:
+        return varlen.run_plan(plan, (query, key, value), cu_seqlens, seed)
     traced = hasattr(query, "is_cuda") and compiling()
     if not traced:
         seed = None if seed is None else seed_of(seed)

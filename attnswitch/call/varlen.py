@@ -20,11 +20,12 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
+from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import DTYPES, GRAD_OPERANDS, Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "gradients"]
+__all__ = ["attend", "gradients", "problem_of", "run_plan"]
 
 _ROLES = ("query", "key", "value")
 
@@ -61,7 +62,32 @@ def attend(
     """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
     options = read.of_call(*given)
     seed = None if seed is None else read.seed_of(seed)
-    call = _call(operands, cu_seqlens, longest, seed, options, backend, policy)
+    return _run(_call(_ask(operands, cu_seqlens, longest, seed, options), backend, policy))
+
+
+def run_plan(plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: Any) -> Any:
+    """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
+    p = plan.problem
+    seed = None if seed is None else read.seed_of(seed)
+    asked = _ask(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, read.of_problem(p))
+    if asked.problem != p:
+        raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
+    return _run(_with(asked, *planner.compiled(planner.require(plan))))
+
+
+def problem_of(
+    operands: tuple[Array, Array, Array],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: int | None,
+    options: Options,
+) -> tuple[Problem, Device]:
+    """The problem that a call is, and its device."""
+    asked = _ask(operands, cu_seqlens, longest, seed, options)
+    return asked.problem, asked.device
+
+
+def _run(call: _Call) -> Any:
     problem, native = call.problem, call.native
     if problem.grads and not call.backend.autograd:
         differentiable = import_module("attnswitch.call.autograd").differentiable
@@ -70,7 +96,7 @@ def attend(
     else:
         out, lse = call.kernel.forward(to_native(call.inputs, call.library, native))
     out = call.back(out, native)
-    return (out, call.back(lse, native)) if options.return_lse else out
+    return (out, call.back(lse, native)) if problem.lse else out
 
 
 def gradients(
@@ -88,7 +114,7 @@ def gradients(
     grad_lse: Array | None,
 ) -> Gradients:
     """Gradients of query, key and value. Raises what ``attention_varlen_backward`` raises."""
-    call = _call(operands, cu_seqlens, longest, seed, options, backend, policy, grads="qkv")
+    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads="qkv"), backend, policy)
     problem, kernel, inputs = call.problem, call.kernel, call.inputs
     _, heads, rows, _ = inputs.query.shape
     wide, narrow = (rows, heads, problem.dim_v), (heads, rows)
@@ -105,16 +131,25 @@ def gradients(
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def _call(
+class _Asked(NamedTuple):
+    """What a call asks: its problem, where, and its arrays as kernels take them."""
+
+    problem: Problem
+    device: Device
+    inputs: Inputs
+    library: str
+    caller: Array | None
+
+
+def _ask(
     operands: tuple[Array, Array, Array],
     cu_seqlens: tuple[Any, Any],
     longest: tuple[Any, Any],
     seed: int | None,
     options: Options,
-    backend: str | None,
-    policy: Policy | str | None,
     grads: str | None = None,
-) -> _Call:
+) -> _Asked:
+    """``grads`` None means: what torch's autograd would ask for."""
     try:
         given, facts = arrays.take_all(operands)
     except Intercepted:
@@ -155,13 +190,21 @@ def _call(
     inputs = Inputs(views[0], views[1], views[2], seed=seed, offsets=offsets)
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
-    chosen, kernel = _built(problem, Device.of(*q.device), backend, effective(policy), view.generation())
-    if problem.dropout and seed is None and chosen.wants_seed:
+    caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
+    return _Asked(problem, Device.of(*q.device), inputs, arrays.library_of(given[0]), caller)
+
+
+def _call(asked: _Asked, backend: str | None, policy: Policy | str | None) -> _Call:
+    return _with(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation()))
+
+
+def _with(asked: _Asked, backend: Backend, kernel: Kernel) -> _Call:
+    """The call by ``kernel`` of ``backend``."""
+    problem, _, inputs, library, caller = asked
+    if problem.dropout and inputs.seed is None and backend.wants_seed:
         inputs = inputs._replace(seed=drawn_seed())
     recording.note(problem)
-    library = arrays.library_of(given[0])
-    caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
-    return _Call(problem, chosen, kernel, inputs, library, chosen.native(library), caller)
+    return _Call(problem, backend, kernel, inputs, library, backend.native(library), caller)
 
 
 def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
@@ -194,7 +237,13 @@ def _batched(facts: Facts, role: str) -> Facts:
 def _sequences(
     cu_seqlens: tuple[Any, Any], longest: tuple[Any, Any], query: Facts, key: Facts
 ) -> tuple[Offsets, int, tuple[int, int]]:
-    """Offsets beside query, how many sequences they tell apart, and the most queries and keys of any."""
+    """Offsets beside query, how many sequences they tell apart, and the most queries and keys of any.
+
+    Those of the keys are those of the queries where they are left out.
+    """
+    if cu_seqlens[1] is None:
+        cu_seqlens = cu_seqlens[0], cu_seqlens[0]
+        longest = longest[0], longest[0] if longest[1] is None else longest[1]
     found, most = [], []
     for name, given, limit, facts in zip("qk", cu_seqlens, longest, (query, key), strict=True):
         role, rows = f"cu_seqlens_{name}", facts.shape[2]

@@ -64,22 +64,35 @@ class Plan:
         key_lengths: Any = None,
         seed: int | None = None,
         layout: str = "BHLD",
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
         **unknown: Never,
     ) -> Any:
         """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
+
+        Of a problem with ``varlen`` it is ``attention_varlen``: cu_seqlens_q says where sequences begin.
 
         Raises:
             InvalidProblem: the arrays are of another problem, or something else was said.
             Unsupported: the plan chose nothing.
         """
         if unknown:
-            name, own = next(iter(unknown)), ("attn_mask", "key_lengths", "seed", "layout")
+            name, own = next(iter(unknown)), ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q")
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
                 f" attnswitch.plan takes{meant(name, own)}"
             )
+        beside = [name for name, x in (("attn_mask", attn_mask), ("key_lengths", key_lengths)) if x is not None]
+        if self.problem.varlen and (cu_seqlens_q is None or beside or layout != "BHLD"):
+            raise InvalidProblem(
+                "the plan is for sequences one after another: its call takes cu_seqlens_q and maybe cu_seqlens_k, and no"
+                " attn_mask, key_lengths nor layout"
+            )
+        if cu_seqlens_q is not None and not self.problem.varlen:
+            raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
-        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout)
+        cu_seqlens = cu_seqlens_q, cu_seqlens_k
+        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens)
 
     @property
     def why(self) -> str:

@@ -33,7 +33,10 @@ def of(problem: Problem, kind: str) -> Case:
         case = case.replace(heads_kv=max(fewest, case.heads_kv // 2))
     while case.work > _TOO_MUCH and case.heads_kv > 1:
         case = case.replace(heads_kv=case.heads_kv // 2)
-    return case if case.lengths is None else case.replace(lengths=_hiding(case.lengths, case.batch))
+    for name in ("lengths", "query_lengths"):
+        if (lengths := getattr(case, name)) is not None:
+            case = case.replace(**{name: _hiding(lengths, case.batch)})
+    return case
 
 
 def _much(case: Case) -> bool:

@@ -26,7 +26,7 @@ from attnswitch.bench.measure import Budget, current, measure, wait
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
 from attnswitch.errors import VerificationError, out_of_memory
-from attnswitch.machine import registry
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.planning.candidate import Candidate
@@ -270,14 +270,10 @@ def _least(call: Callable[[], Any], device: str, rest: float) -> float:
 def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
     """One call as an application makes it, with the backward if the problem has gradients."""
     p = work.problem
-    result = plan(
-        work.query,
-        work.key,
-        work.value,
-        attn_mask=work.attn_mask,
-        key_lengths=work.key_lengths,
-        seed=workload.SEED if p.seeded else None,
-    )
+    beside: dict[str, Any] = {"attn_mask": work.attn_mask, "key_lengths": work.key_lengths}
+    if work.offsets is not None:
+        beside = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), work.offsets, strict=True))
+    result = plan(work.query, work.key, work.value, seed=workload.SEED if p.seeded else None, **beside)
     out = result[0] if p.lse else result
     if not p.grads:
         return (out,)
@@ -289,7 +285,8 @@ def _searched(
 ) -> list[_Entry]:
     """The best configs of a backend, beside the heuristic's, that a random search tries in its time."""
     loaded: Any = registry.load(backend)
-    others = [str(config) for config in itertools.islice(loaded.configs(plan.problem, plan.device), 1, None)]
+    configs = loaded.configs(one_by_one.asked(loaded, plan.problem), plan.device)
+    others = [str(config) for config in itertools.islice(configs, 1, None)]
     random.Random(str(trial.problem)).shuffle(others)
     end = time.monotonic() + effort.search
     trying = itertools.takewhile(lambda _: time.monotonic() < end, others)

@@ -274,7 +274,7 @@ def test_the_trainer_runs_without_padding(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_sequences_one_after_another_are_each_alone(which: str, masked: bool) -> None:
     register()
-    lengths = (7, 3, 1, 6)
+    lengths = [7, 3, 1, 6]
     (kind, config), ids = DECODERS[which], torch.randint(3, 90, (1, sum(lengths)))
     eager, ours = (randomised(kind._from_config(config, attn_implementation=name)) for name in ("eager", "attnswitch"))
     starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)

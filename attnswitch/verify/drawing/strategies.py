@@ -7,6 +7,7 @@ Operations are bounded by construction: no draw is thrown away.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,24 +206,38 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found |= dropout
     elif poison:
         found["poison"] = True
-    varlen, queries, keys = _often(draw, 10), _shares(draw), _shares(draw)
+    varlen, alike, queries, keys = _often(draw, 8), draw(st.booleans()), _shares(draw), _shares(draw)
     if varlen and found.get("dropout_seed", 0) is not None:
-        found |= _varlen(found, queries, keys)
+        found |= _varlen(found, alike, queries, keys)
     return Case(**found)
 
 
-def _shares(draw: Any) -> list[int]:
-    """Sixteenths of a length, of which the whole and nothing come more often."""
-    return [_choice(draw, (16, 16, 16, 0, 8, 15, 1, 11)) for _ in range(3)]
+#: How many rows a sequence has, of the longest.
+_SHARES: dict[str, Callable[[int], int]] = {
+    "whole": lambda longest: longest,
+    "one": lambda longest: min(longest, 1),
+    "less": lambda longest: max(longest - 1, 0),
+    "most": lambda longest: longest * 11 // 16,
+    "half": lambda longest: longest // 2,
+    "none": lambda longest: 0,
+}
 
 
-def _varlen(found: dict[str, Any], queries: list[int], keys: list[int]) -> dict[str, Any]:
-    """The same as sequences without padding, some of them shorter."""
-    batch, lengths = found["batch"], found.get("lengths")
-    most = (found["seq_k"],) * batch if lengths is None else lengths
+def _shares(draw: Any) -> list[str]:
+    return [_choice(draw, list(_SHARES)) for _ in range(3)]
+
+
+def _varlen(found: dict[str, Any], alike: bool, queries: list[str], keys: list[str]) -> dict[str, Any]:
+    """The same as sequences without padding, some shorter; ``alike``: each has as many queries as keys."""
+    lq, lk = found["seq_q"], found["seq_k"]
+    if alike:
+        lq, queries = min(lq, lk), keys
+        lk = lq
     return {
-        "query_lengths": tuple(-(-found["seq_q"] * queries[b % 3] // 16) for b in range(batch)),
-        "lengths": tuple(-(-most[b] * keys[b % 3] // 16) for b in range(batch)),
+        "seq_q": lq,
+        "seq_k": lk,
+        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in range(found["batch"])),
+        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in range(found["batch"])),
         "mask": None,
         "grads": found["grads"].replace("m", ""),
         "layout": "BHLD",

@@ -34,6 +34,7 @@ FAMILIES = (
     "window",
     "mask",
     "lengths",
+    "varlen",  # sequences without padding
     "hidden",  # what lies at hidden positions reaches the result
     "gqa",
     "layout",  # strides and alignment
