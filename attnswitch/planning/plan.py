@@ -85,8 +85,8 @@ class Plan:
         beside = [name for name, x in (("attn_mask", attn_mask), ("key_lengths", key_lengths)) if x is not None]
         if self.problem.varlen and (cu_seqlens_q is None or beside or layout != "BHLD"):
             raise InvalidProblem(
-                "the plan is for sequences one after another: its call takes cu_seqlens_q and maybe cu_seqlens_k, and no"
-                " attn_mask, key_lengths nor layout"
+                "the plan is for sequences one after another: its call takes cu_seqlens_q and maybe cu_seqlens_k, and"
+                " no attn_mask, key_lengths nor layout"
             )
         if cu_seqlens_q is not None and not self.problem.varlen:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")

@@ -1,4 +1,4 @@
-"""``attention_varlen`` through the public calls: each sequence as if it were alone, and what is told of odd arguments."""
+"""``attention_varlen`` through the public calls: each sequence as if it were alone, and what is told of the odd."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ OPTIONS: list[dict[str, Any]] = [
 def test_each_sequence_is_as_alone(options: dict[str, Any], backend: str | None) -> None:
     out, lse = attention_varlen(Q, K, V, CU_Q, CU_K, return_lse=True, backend=backend, **options)
     grads = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, backend=backend, **options)
-    leaves = [torch.from_numpy(x.copy()).requires_grad_() for x in (Q, K, V)]
-    result = attention_varlen(*leaves, CU_Q, CU_K, backend=backend, **options)
+    leaves: Any = [torch.from_numpy(x.copy()).requires_grad_() for x in (Q, K, V)]
+    result = attention_varlen(leaves[0], leaves[1], leaves[2], CU_Q, CU_K, backend=backend, **options)
     by_torch = torch.autograd.grad(result, leaves, torch.from_numpy(G))
     for b in range(len(QUERIES)):
         rows, keys = slice(CU_Q[b], CU_Q[b + 1]), slice(CU_K[b], CU_K[b + 1])
@@ -75,8 +75,8 @@ def test_dropout_counts_sequences_as_batch_entries(backend: str) -> None:
     """Of sequences that are all as long as the longest, the same as of a batch."""
     q, k, v = (rng.standard_normal((3, 2, 9, 8)) for _ in range(3))
     whole = attention(q, k, v, dropout_p=0.4, seed=7, backend=backend)
-    flat = [x.swapaxes(1, 2).reshape(27, 2, 8) for x in (q, k, v)]
-    out = attention_varlen(*flat, [0, 9, 18, 27], dropout_p=0.4, seed=7, backend=backend)
+    flat: Any = [x.swapaxes(1, 2).reshape(27, 2, 8) for x in (q, k, v)]
+    out = attention_varlen(flat[0], flat[1], flat[2], [0, 9, 18, 27], dropout_p=0.4, seed=7, backend=backend)
     np.testing.assert_allclose(out.reshape(3, 9, 2, 8).swapaxes(1, 2), whole, atol=1e-12)
 
 
@@ -166,7 +166,7 @@ def test_its_text() -> None:
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:
-    asked = {"query": Q, "key": K, "value": V, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K} | changes
+    asked: dict[str, Any] = {"query": Q, "key": K, "value": V, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K} | changes
     with pytest.raises(InvalidProblem, match=message):
         attention_varlen(**asked)
 
@@ -185,7 +185,8 @@ def test_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_makes_no_sense_backward(changes: dict[str, Any], message: str) -> None:
-    asked = {"grad_out": G, "query": Q, "key": K, "value": V, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K} | changes
+    asked: dict[str, Any] = {"grad_out": G, "query": Q, "key": K, "value": V, "cu_seqlens_q": CU_Q}
+    asked |= {"cu_seqlens_k": CU_K} | changes
     with pytest.raises(InvalidProblem, match=message):
         attention_varlen_backward(**asked)
 
@@ -201,8 +202,8 @@ def test_gradients_of_given_results_and_of_the_lse() -> None:
 
 
 def test_what_one_backend_does_not_take_is_told() -> None:
+    q, k, v = map(torch.from_numpy, (Q, K, V))
     with pytest.raises(Unsupported, match="varlen with a seed"):
-        q, k, v = map(torch.from_numpy, (Q, K, V))
         attention_varlen(q, k, v, CU_Q, CU_K, dropout_p=0.5, seed=1, backend="sdpa-math")
     plan = attnswitch.explain("b2.h4.s64.d64.bf16.varlen", device="h100", backend="sdpa-cudnn")
     assert plan.chosen is None
@@ -222,7 +223,7 @@ def test_a_sequence_that_its_backend_does_not_take(monkeypatch: pytest.MonkeyPat
     problem = Problem.parse("b5.h4/2.s7.d8/6.fp64.varlen")
     assert not list(one_by_one.reasons(sdpa, problem, Device.cpu()))
     q, k, v = map(torch.from_numpy, (Q, K, V))
-    with pytest.raises(Unsupported, match="does not take sequence 0, .*it is odd"):
+    with pytest.raises(Unsupported, match=r"does not take sequence 0, .*it is odd"):
         attention_varlen(q, k, v, CU_Q, CU_K, backend="sdpa-math")
 
 
@@ -232,7 +233,7 @@ def test_a_graph_breaks_and_says_why() -> None:
     compiled = torch.compile(lambda q: attention_varlen(q, k, v, CU_Q, CU_K) * 1.0, backend="eager")
     torch.testing.assert_close(compiled(q), right)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="no operator of torch.compile's yet"):
+    with pytest.raises(Exception, match=r"no operator of torch\.compile's yet"):
         torch.compile(lambda q: attention_varlen(q, k, v, CU_Q, CU_K), backend="eager", fullgraph=True)(q)
 
 
@@ -245,12 +246,12 @@ def test_tensors_of_modes_are_refused() -> None:
 
 
 def test_a_second_derivative_is_right_or_refused() -> None:
-    leaves = [torch.from_numpy(x.copy()).requires_grad_() for x in (Q, K, V)]
-    out = attention_varlen(*leaves, CU_Q, CU_K, backend="tiled")
+    leaves: Any = [torch.from_numpy(x.copy()).requires_grad_() for x in (Q, K, V)]
+    out = attention_varlen(leaves[0], leaves[1], leaves[2], CU_Q, CU_K, backend="tiled")
     (grad,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(Unsupported, match="double backward"):
         grad.sum().backward()
-    out = attention_varlen(*leaves, CU_Q, CU_K, backend="sdpa-math")
+    out = attention_varlen(leaves[0], leaves[1], leaves[2], CU_Q, CU_K, backend="sdpa-math")
     (grad,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
     assert torch.autograd.grad(grad.sum(), leaves[1])[0].any()
 
