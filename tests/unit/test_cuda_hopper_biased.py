@@ -313,12 +313,12 @@ def test_rows_far_from_0_have_their_gradients(text: str, monkeypatch: pytest.Mon
 
 
 def inf_where_positions_hide(p: Problem) -> Any:
-    """Above the diagonal, or at the last key, which comes after all queries."""
+    """Above the diagonal, or at keys that come after all queries, some of them in a tile with others."""
     mask = added(p)
     if mask.shape[2] > 1:
         mask[..., ~np.tri(p.seq_q, p.seq_k, dtype=bool)] = np.inf
     else:
-        mask[..., -1] = np.inf
+        mask[..., p.seq_q :] = np.inf
     return mask
 
 
@@ -352,6 +352,27 @@ def test_what_is_hidden_may_overflow(axes: str, more: str, monkeypatch: pytest.M
     got = launches(p, Device.cpu())(Inputs(exact[0], k.astype(kind), v.astype(kind), mask), *given)
     for name, mine, wanted in zip("qkv", got[:3], right, strict=True):
         assert np.abs(mine.astype(np.float64) - wanted).max() <= 2**-7 * np.abs(wanted).max(), name
+
+
+@compiled
+@pytest.mark.parametrize("more", ["", ".softcap=3.0"])
+@pytest.mark.parametrize("axes", ["qk", "k"])
+def test_hidden_keys_may_have_scores_that_are_no_numbers(axes: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sums that overflow both ways are: dK and dV have zeros there. And no weight is above 1: lse may be rounded."""
+    p = Problem.parse(f"b1.h2.s104x152.d64.bf16{more}.mask=bf16:{axes}.grad=kv")
+    rng = np.random.default_rng(4)
+    q, k, v, grad = (rng.standard_normal(shape).astype(TYPES[p.dtype]) for shape in sizes(p))
+    assert p.mask_shape is not None
+    mask = np.full(p.mask_shape, -np.inf, TYPES[p.dtype])
+    mask[..., 5] = 0  # all see one key, which weighs 1
+    k[..., 6, :] = np.nan
+    out, lse = np.repeat(v[..., 5:6, :], p.seq_q, 2), np.full((1, 2, p.seq_q), -30, np.float32)
+    monkeypatch.setattr(backward, "splits", lambda *_: 1)
+    got = launches(p, Device.cpu())(Inputs(q, k, v, mask), out, lse, grad, np.zeros_like(lse))
+    right = np.zeros(v.shape)
+    right[..., 5, :] = grad.astype(np.float64).sum(2)
+    np.testing.assert_allclose(got[2].astype(np.float64), right, rtol=2**-7)
+    assert np.abs(got[1].astype(np.float64)).max() < 0.1
 
 
 @compiled
