@@ -56,15 +56,25 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """The first is the choice; the others are for tuning.
 
     Generic kernels where they serve; Hopper's where they take the problem; the portable family's first; then every
-    other combination that fits the device.
+    other combination that fits the device. What no GPU has run comes behind the choice, and is for tuning alone.
     """
     if device.kind == "cpu":
         yield _emulated(problem, device)
         return
+    backward = _backward(problem, device)
+    found = _ordinary(problem, device, backward)
+    first = next(found)
+    yield first
+    if backward is None and (new := _backward(problem, device, measured=False)):
+        yield replace(first, backward=new)
+    yield from found
+
+
+def _ordinary(problem: Problem, device: Device, backward: HopperGradients | None) -> Iterator[CudaConfig]:
+    """Those of what was measured."""
     on_chip = device.on_chip
     if arithmetic.generic(problem):
         yield _generic(problem, on_chip)
-    backward = _backward(problem, device)
     if not against_hopper(problem, device):
         for hopper in hopper_choice.ranked(problem, device):
             yield replace(_with(problem, device, hopper, 1), backward=backward)
@@ -96,9 +106,9 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
             yield replace(best, mask_gradient=tile)
 
 
-def _backward(problem: Problem, device: Device) -> HopperGradients | None:
+def _backward(problem: Problem, device: Device, *, measured: bool = True) -> HopperGradients | None:
     """The tile of Hopper's backward, if it takes the problem."""
-    if not problem.grads or against_hopper_backward(problem, device):
+    if not problem.grads or against_hopper_backward(problem, device, measured=measured):
         return None
     return hopper_choice.gradients(problem)
 

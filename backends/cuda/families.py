@@ -33,8 +33,9 @@ _FEW = 32
 #: Keys from which on splitting them pays where tiles of queries leave three of four SMs idle: 8 heads of 512 queries
 #: against 16,384 keys are 177 TFLOP/s whole and 198 split, 4 of 1,024 against 1,024 under a causal mask 94 and 52.
 _LONG = 8192
-#: The head dimension up to which blocks may add to the gradient of the query in turn.
-_WIDEST_ORDERED = 128
+#: The head dimension up to which blocks may add to the gradient of the query in turn, and up to which a float mask is
+#: added.
+_WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
 
 
@@ -51,12 +52,15 @@ def _backward_features(p: Problem) -> tuple[str, ...]:
     return tuple(_backward(p))
 
 
-def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The same of its backward."""
+def against_hopper_backward(problem: Problem, device: Device, *, measured: bool = True) -> tuple[str, ...]:
+    """The same of its backward. What no GPU has run is not taken either, unless ``measured`` is False."""
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_class(problem)
-    return (*features, *_backward_features(problem), *_few(problem), *memory)
+    reasons = (*features, *_backward_features(problem), *_few(problem), *memory)
+    if measured and not reasons and device.kind == "cuda" and problem.adds_mask:
+        return ("attn_mask is added: no GPU has run that, and attnswitch tune tries it",)
+    return reasons
 
 
 def regimes(device: Device) -> tuple[Regime, ...]:
@@ -84,8 +88,12 @@ def _absent(device: Device) -> str | None:
 def _backward(p: Problem) -> Iterator[str]:
     if ordered(p) and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ORDERED:
         yield f"deterministic=True with head dimension {widest}: its blocks add to dQ in turn up to {_WIDEST_ORDERED}"
-    if p.mask is not None and p.adds_mask:
-        yield f"attn_mask of {p.mask.dtype}: it hides by a bool mask, and adds nothing to a score"
+    if "m" in p.grads:
+        yield "the gradient of attn_mask: it makes those of query, key and value"
+    if p.adds_mask and ordered(p):
+        yield "deterministic=True with attn_mask: its blocks that add to dQ in turn add no mask"
+    if p.adds_mask and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ADDED:
+        yield f"attn_mask with head dimension {widest}: it adds one up to {_WIDEST_ADDED}"
     if p.dropout:
         yield f"dropout_p={p.dropout:g}: it has none"
     if p.dim_qk % 8:

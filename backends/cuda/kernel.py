@@ -116,6 +116,7 @@ def _forward(p: Problem, config: CudaConfig, device: Device) -> ForwardLaunches:
 
 def _backward(p: Problem, config: CudaConfig, device: Device) -> BackwardLaunches:
     if config.backward is not None:
-        return hopper_backward.Backward(p, config.backward, device)
+        rows = portable_backward.rows_added(p, config.query_gradient) if p.adds_mask else None
+        return hopper_backward.Backward(p, config.backward, device, rows)
     tiles = config.key_gradients, config.query_gradient, config.mask_gradient
     return portable_backward.Backward(p, *tiles, together=config.key_and_value)

@@ -48,6 +48,7 @@ VALUES: dict[str, set[int]] = {
     "MASKED": {0, 1},
     "BIAS": {0, 1, 2},
     "ORDERED": {0, 1},
+    "ADDED": {0, 1},
 }
 
 

@@ -309,6 +309,8 @@ def test_masks_and_splits_come_to_the_same_bits(
     [
         "b2.h4/2.s37x53.d24/40.fp16.grad",
         "b1.h2.s70x53.d64.bf16.causal.mask=bool:qk.lse.grad",
+        "b1.h2.s70x53.d64.bf16.mask=bf16:hqk.lse.grad",
+        "b1.h2.s70x53.d64.fp16.mask=fp16:k.grad",
         "b1.h2.s20.d16.fp32.causal.lse.grad",
         "b2.h2.s20x9.d16.bf16.mask=bool:bk.grad",
         "b2.h2.s9x20.d8.fp32.mask=fp32:hk.grad=qkvm",

@@ -15,7 +15,7 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, gradient_dims, gradient_kernel, gradients_shared, ordered
+from .tiles import HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered
 
 __all__ = ["Backward"]
 
@@ -33,14 +33,15 @@ _ALIGN = 32
 
 
 class Backward(BackwardLaunches):
-    """Gradients of query, key and value: three launches, of which the second computes, and one more for a bool mask.
+    """Gradients of query, key and value: three launches, of which the second computes, and one more for a mask.
 
     The first makes base and delta of each row, as the portable backward's does, and fills with 0 what dQ is added up
     in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums, and of those of dK and dV where
-    the queries of the same keys are split among blocks.
+    the queries of the same keys are split among blocks. For a float mask, ``added`` makes what is known of each row
+    before, and rest, which lies behind base.
     """
 
-    def __init__(self, p: Problem, tile: HopperGradients, device: Device) -> None:
+    def __init__(self, p: Problem, tile: HopperGradients, device: Device, added: Step | None = None) -> None:
         padded, (dim, _) = arithmetic.padded(p), gradient_dims(p)
         rows = p.batch * p.heads_q * padded
         keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * _ROWS) * 2 * _ROWS
@@ -50,27 +51,32 @@ class Backward(BackwardLaunches):
         of_queries = rows if "q" in p.grads else 0
         of_keys = 2 * keys if parts > 1 else 0
         turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
+        bases = 2 * rows if p.adds_mask else rows
         # Numbers of what is saved for a backward: base, delta and turns, sums of dQ, those of dK and dV for each split.
-        super().__init__(p, constants, (rows, rows + turns, of_queries * dim, of_keys * parts * dim), least=16)
+        super().__init__(p, constants, (bases, rows + turns, of_queries * dim, of_keys * parts * dim), least=16)
         section = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
         if ordered(p):
             section = max(section, _TOGETHER)
         blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
         self.steps = [
+            *(() if added is None else (added,)),
             Step(_prepare(p), rows // _ROWS, 0),
             Step(_backward(p, tile), blocks, min(section, max(1, p.batch * p.heads_kv)), mapped=True, beside=True),
             Step(_finish(p), (of_queries + of_keys) // _ROWS, 0, beside=True),
         ]
-        if p.mask is not None:
+        if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)
         queries, by_keys = (p.batch, p.heads_q, p.seq_q), (p.batch, p.heads_kv, p.seq_k)
-        #: Shapes of query, key, value and the output's gradient, and rows of each that a load brings.
-        self._mapped = (
+        #: Shapes of query, key, value, the output's gradient and maybe a mask, and rows of each that a load brings.
+        self._mapped = [
             ((*queries, p.dim_qk), tile.queries),
             ((*by_keys, p.dim_qk), _ROWS),
             ((*by_keys, p.dim_v), _ROWS),
             ((*queries, p.dim_v), tile.queries),
-        )
+        ]
+        self.maps_mask = bias(p) == 1
+        if p.mask_shape is not None and self.maps_mask:
+            self._mapped.append((p.mask_shape, tile.queries))
         self._dtype = p.dtype
 
     def readable(self, rows: Any) -> Any:
@@ -79,7 +85,7 @@ class Backward(BackwardLaunches):
         return super().readable(rows) if forwards else memory.dense(rows)
 
     def maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
-        """The tensor maps of query, key, value and the output's gradient, which are at these places."""
+        """The tensor maps of query, key, value, the output's gradient and maybe a mask, which are at these places."""
         pairs = zip(self._mapped, places, strict=True)
         return tuple(tensor_map(self._dtype, shape, box, place) for (shape, box), place in pairs)
 
@@ -97,14 +103,18 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
         warps=_WARPS * (1 + _WORKERS),
         stages=tile.stages,
         shared=gradients_shared(tile, p),
-        flags=(("MASKED", int(p.mask is not None)), ("SOFTCAP", int(arithmetic.capped(p)))),
+        flags=(
+            ("MASKED", int(p.mask is not None and p.mask.is_bool)),
+            ("SOFTCAP", int(arithmetic.capped(p))),
+            ("BIAS", bias(p)),
+        ),
         family="hopper",
     )
 
 
 @per_class
 def _prepare(p: Problem) -> Variant:
-    return _of_rows(p, "prepare", ("ORDERED", int(ordered(p))))
+    return _of_rows(p, "prepare", ("ORDERED", int(ordered(p))), ("ADDED", int(p.adds_mask)))
 
 
 @per_class

@@ -74,7 +74,7 @@ def gradient_kernel(problem: Problem) -> str:
 
 
 def bias(problem: Problem) -> int:
-    """BIAS of the forward: 0 without a float mask, 1 where it has rows for queries, 2 where all share one."""
+    """BIAS of forward and backward: 0 without a float mask, 1 where it has rows for queries, 2 where all share one."""
     if problem.mask is None or not problem.adds_mask:
         return 0
     return 1 if "q" in problem.mask.axes else 2
@@ -102,5 +102,7 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     rows = tile.keys * (dim + dim_v) + tile.queries * (tile.stages * dim + upstream * dim_v)
     weights = scores if kernel == "backward_wide" else 0
     sums = {"backward_ordered": dim, "backward_wide": _PANEL}.get(kernel, 0)  # columns of two tiles
-    numbers = weights + tile.queries * (2 * sums + tile.stages + upstream)
-    return 2 * rows + 2 * 2 * scores + 4 * numbers + 1024
+    kind = bias(problem)
+    numbers = weights + tile.queries * (2 * sums + tile.stages * (2 if kind else 1) + upstream)
+    biases = tile.stages * scores if kind == 1 else 0
+    return 2 * (rows + 2 * scores + biases) + 4 * numbers + 1024

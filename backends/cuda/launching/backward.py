@@ -19,7 +19,7 @@ __all__ = ["BackwardLaunches", "Step", "turned"]
 class Step(NamedTuple):
     """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
 
-    ``mapped``: it is passed tensor maps of query, key, value and the output's gradient. ``beside``: see ``run.start``.
+    ``mapped``: it is passed ``BackwardLaunches.maps``. ``beside``: see ``run.start``.
     """
 
     variant: Variant
@@ -50,6 +50,8 @@ class BackwardLaunches:
         #: What is launched, in that order; before it, a look at a mask.
         self.steps: list[Step] = []
         self.look: Look | None = None
+        #: Whether ``maps`` are of query, key, value, the output's gradient and the mask, or of all but the mask.
+        self.maps_mask = False
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
@@ -57,7 +59,7 @@ class BackwardLaunches:
         return steps if self.look is None else (self.look.variant, *steps)
 
     def maps(self, *places: tuple[int, ...]) -> tuple[TensorMap, ...]:
-        """Those that ``Step.mapped`` launches are passed, of operands at these places."""
+        """Those that ``Step.mapped`` launches are passed, of operands at these places: ``maps_mask`` says of which."""
         return ()
 
     def readable(self, rows: Any) -> Any:
@@ -87,7 +89,8 @@ class BackwardLaunches:
             None if grad is None else memory.address(grad) for grad in grads
         )
         looked = None if self.look is None else self.look(inputs.attn_mask, a)
-        maps = self.maps(*(memory.place(array) for array in (*inputs[:3], grad_out)))
+        mapped = (*inputs[:3], grad_out, *((inputs.attn_mask,) if self.maps_mask else ()))
+        maps = self.maps(*map(memory.place, mapped))
         for step in self.steps:
             a.section = step.section
             run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)

@@ -88,8 +88,9 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     empty = memory.allocator(inputs.query)
     mapped = any(step.mapped for step in launch.steps)
     lie = by_query, by_key, by_value
+    by_mask = (inputs.attn_mask.stride(),) if launch.maps_mask and inputs.attn_mask is not None else ()
     maps_at = tensor_maps.remembered(
-        lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad), strict=True)))
+        lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad, *by_mask), strict=True)))
     )
     launches = [
         (run.sender(step.variant, step.blocks, index, beside=step.beside), step.section, step.mapped)
@@ -146,7 +147,8 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         )
         at, where = ctypes.addressof(a), stream(index)
         looked = None if look is None else look(a, where)
-        maps = maps_at((operands[0], operands[5], operands[10], at_grad), by_grad) if mapped else tensor_maps.NONE
+        mapped_at = operands[0], operands[5], operands[10], at_grad, *((a.mask.at,) if by_mask else ())
+        maps = maps_at(mapped_at, by_grad) if mapped else tensor_maps.NONE
         for send, section, takes_maps in launches:
             a.section = section
             if takes_maps:

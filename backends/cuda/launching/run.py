@@ -17,8 +17,8 @@ from .tensor_maps import TensorMap
 
 __all__ = ["COUNTER", "builds", "loaded", "sender", "start"]
 
-#: Addresses of a kernel's parameters: four tensor maps at most, and the arguments.
-_Parameters = ctypes.c_void_p * 5
+#: Addresses of a kernel's parameters: five tensor maps at most, and the arguments.
+_Parameters = ctypes.c_void_p * 6
 #: Bytes of a counter.
 COUNTER = 4
 #: The driver from which on overlapping launches can be captured in a graph: that of CUDA 12.3.

@@ -15,7 +15,7 @@ from ..launching.backward import BackwardLaunches, Step
 from . import variants
 from .tiles import ROWS_A_BLOCK, Tile
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "rows_added"]
 
 #: Keys of a tile of ``prepare_added``, at most: where no row is far from 0 it has none, and registers to spare.
 _FEW_KEYS = 32
@@ -43,9 +43,7 @@ class Backward(BackwardLaunches):
     def _launches(self, p: Problem, keys: Tile, query: Tile, mask: Tile, together: bool) -> Iterator[Step]:
         heads_q, heads_kv = p.batch * p.heads_q, p.batch * p.heads_kv
         if p.adds_mask:
-            rows = replace(query, keys=min(query.keys, _FEW_KEYS), stages=1)
-            blocks = heads_q * arithmetic.tiles(arithmetic.padded(p), rows.queries)
-            yield Step(_gradient(p, "prepare_added", rows), blocks, 0)
+            yield rows_added(p, query)
         else:
             folds = arithmetic.folds(p) and not keys.generic
             yield Step(variants.of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
@@ -67,6 +65,13 @@ class Backward(BackwardLaunches):
             down = arithmetic.tiles(q, mask.queries) if q != 1 else 1
             across = arithmetic.tiles(k, mask.keys) if k != 1 else 1
             yield Step(_gradient(p, "mask_gradient", mask), b * h * down * across, 0)
+
+
+def rows_added(p: Problem, query: Tile) -> Step:
+    """What every backward of a float mask has first: base, rest and delta of each row."""
+    rows = replace(query, keys=min(query.keys, _FEW_KEYS), stages=1)
+    blocks = p.batch * p.heads_q * arithmetic.tiles(arithmetic.padded(p), rows.queries)
+    return Step(_gradient(p, "prepare_added", rows), blocks, 0)
 
 
 @per_class

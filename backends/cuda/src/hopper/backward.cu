@@ -16,6 +16,9 @@
 // together, so that one's numbers are beside the other's products too. P^T and dS^T are left operands of dV and dK in the
 // registers where they are; dS^T goes through shared memory for dQ alone.
 //
+// BIAS: a float mask is added to scores. A tile of it comes with every tile of queries, or each thread loads what its keys
+// have for all queries (biased.cuh).
+//
 // Barriers: `full` and `free` of every stage (barriers.cuh), and `written` and `gradients_free` of both tiles of dS.
 #include "hopper/backward/block.cuh"
 #include "hopper/backward/consumer.cuh"
@@ -24,8 +27,14 @@ static_assert(BLOCK_M == 128 && BLOCK_N % PANEL == 0, "two consumers, and querie
 static_assert(BLOCK_D == BLOCK_DV && (BLOCK_D == PANEL || BLOCK_D == 2 * PANEL), "as many registers as there are");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
+#if BIAS == 1  // BIAS_OF_ROWS
+KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
+                CONSTANT TensorMap upstream, CONSTANT TensorMap biases, CONSTANT Arguments a) {
+#else
 KERNEL backward(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                 CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    share_work<Shared, Step>(a, queries, keys, values, upstream,
+    const TensorMap& biases = queries;  // of which there are none
+#endif
+    share_work<Shared, Step>(a, Maps{queries, keys, values, upstream, biases},
                              [&](Shared& shared, int consumer) { Consumer(shared, a, consumer).run(); });
 }

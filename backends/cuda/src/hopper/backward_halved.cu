@@ -18,6 +18,6 @@ static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 
 KERNEL backward_halved(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                        CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    share_work<Shared, Step>(a, queries, keys, values, upstream,
+    share_work<Shared, Step>(a, Maps{queries, keys, values, upstream, queries},
                              [&](Shared& shared, int consumer) { Consumer(shared, a, consumer).run(); });
 }

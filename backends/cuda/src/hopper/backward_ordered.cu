@@ -24,7 +24,7 @@ static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 KERNEL backward_ordered(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                         CONSTANT TensorMap upstream, CONSTANT Arguments a) {
     share_work<Shared, OrderedStep>(
-        a, queries, keys, values, upstream,
+        a, Maps{queries, keys, values, upstream, queries},
         [&](Shared& shared, int consumer) { Consumer(shared, a, consumer).run(); },
         [&](Shared& shared) {
             const int adder = thread_index() / 32 - 1;  // of warps that have nothing else to do

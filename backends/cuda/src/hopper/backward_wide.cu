@@ -24,7 +24,7 @@ static_assert(WARPS == 4 * (1 + ROLES), "warps of whole warpgroups");
 
 KERNEL backward_wide(CONSTANT TensorMap queries, CONSTANT TensorMap keys, CONSTANT TensorMap values,
                      CONSTANT TensorMap upstream, CONSTANT Arguments a) {
-    share_work<Shared, Step>(a, queries, keys, values, upstream, [&](Shared& shared, int role) {
+    share_work<Shared, Step>(a, Maps{queries, keys, values, upstream, queries}, [&](Shared& shared, int role) {
         if (role == 0) OfValues(shared, a).run();
         else OfKeys(shared, a).run();
     });

@@ -2,7 +2,8 @@
 //
 // delta = rowsum(dO O) - dlse, and base = lse in base 2, both (batch, heads, padded): base is +inf for rows that see
 // nothing and for those past the last query, so that they weigh 0 without a test. A block takes 64 rows of a head, a few
-// lanes a row, which read 16 bytes at once, and fills the sums of these rows with 0.
+// lanes a row, which read 16 bytes at once, and fills the sums of these rows with 0. ADDED: another kernel has made base
+// and delta, of a float mask.
 #include "hopper/backward/sums.cuh"
 
 constexpr int EACH = 16 / sizeof(T), LANES = BLOCK_DV / EACH, AT_ONCE = 32 / LANES;  // columns and lanes; rows of a warp
@@ -21,7 +22,7 @@ KERNEL prepare(const Arguments a) {
     const i64 b = tile / tiles / a.heads, h = tile / tiles % a.heads;
     const int lane = thread_index() % 32, row = thread_index() / 32 * AT_ONCE + lane / LANES;
     const int column = lane % LANES * EACH;
-    _Pragma("unroll 2") for (int n = 0; n < ROUNDS; n++) {
+    _Pragma("unroll 2") for (int n = 0; n < (ADDED ? 0 : ROUNDS); n++) {
         const i64 i = tile % tiles * 64 + n * WARPS * AT_ONCE + row;
         const bool there = i < a.queries;
         float delta = 0;

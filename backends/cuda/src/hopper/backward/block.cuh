@@ -8,19 +8,18 @@ static_assert(LOADER_REGISTERS + COMPUTING / 4 * COMPUTING_REGISTERS <= 65536 / 
 
 // `compute` is told the number of its warpgroup. `beside` is for threads of the first one that load nothing.
 template <class Shared, class Step, class Compute, class Beside>
-DEVICE void share_work(const Arguments& a, const TensorMap& queries, const TensorMap& keys, const TensorMap& values,
-                       const TensorMap& upstream, Compute compute, Beside beside) {
+DEVICE void share_work(const Arguments& a, const Maps& maps, Compute compute, Beside beside) {
     let_next_begin();
     Shared& shared = *reinterpret_cast<Shared*>(shared_panels());
     if (thread_index() == 0) {
-        prefetch(queries), prefetch(keys), prefetch(values), prefetch(upstream);
+        prefetch(maps.queries), prefetch(maps.keys), prefetch(maps.values), prefetch(maps.upstream);
         init_barriers(shared);
     }
     barrier();
     const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader<Shared, Step>{a, shared, queries, keys, values, upstream}.run();
+        if (thread_index() == 0) Loader<Shared, Step>{a, shared, maps}.run();
         beside(shared);
     } else {
         take_registers<COMPUTING_REGISTERS>();
@@ -28,7 +27,6 @@ DEVICE void share_work(const Arguments& a, const TensorMap& queries, const Tenso
     }
 }
 template <class Shared, class Step, class Compute>
-DEVICE void share_work(const Arguments& a, const TensorMap& queries, const TensorMap& keys, const TensorMap& values,
-                       const TensorMap& upstream, Compute compute) {
-    share_work<Shared, Step>(a, queries, keys, values, upstream, compute, [](Shared&) {});
+DEVICE void share_work(const Arguments& a, const Maps& maps, Compute compute) {
+    share_work<Shared, Step>(a, maps, compute, [](Shared&) {});
 }

@@ -7,6 +7,7 @@
 // It is added from registers: nothing waits for the L2 then, and no shared memory is taken to add it from. A turn of the
 // loop begins where no product is under way: where one was, the compiler would let all come one after another.
 #pragma once
+#include "hopper/backward/biased.cuh"
 #include "hopper/backward/own_keys.cuh"
 #include "hopper/backward/shared.cuh"
 
@@ -25,13 +26,14 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
 
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
-        Weigher weigher(a, block, index);
+        BiasedWeigher weigher(a, block, index);
         int before = NONE;  // the tile of dQ that the step before adds to
         leave_nothing();
         do {
             ask_scores(scores);
             ask_score_gradients(score_gradients);
             weigher.look(step);
+            if (BIAS && BiasedWeigher::EARLY) weigher.fetch(step, bias());
             wait_products<1>();
             differentiate(weigher, step);
             leave_gradients(inner, index);
@@ -63,17 +65,22 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
 
     // P^T and dS^T in 16 bits. The branch of a wait parts the exponentials: those before it are beside dP, and those that
     // the compiler leaves behind it are beside the arithmetic of dS. All before it takes longer, and so does none.
-    DEVICE void differentiate(Weigher& weigher, const Queries& step) {
-        weigher.weigh(scores, weights, step, [&](int c) { return number(shared.base[at.stage], c); });
+    DEVICE void differentiate(BiasedWeigher& weigher, const Queries& step) {
+        const auto base = [&](int c) { return number(shared.base[at.stage], c); };
+        const auto rest = [&](int c) { return number(shared.rest_of(at.stage), c); };
+        if (BIAS) weigher.weigh_biased(scores, weights, step, base, rest, bias());
+        else weigher.weigh(scores, weights, step, base);
         hold(scores);
         shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);
         wait_products<0>();
         weigher.differentiate(score_gradients, scores, step, [&](int c) { return number(shared.delta[at.stage], c); });
+        if (BIAS) weigher.mend(score_gradients, scores, weights, step, bias());
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {  // side by side, so that a register comes free for each taken
             if (!SOFTCAP) pack(weights[k], scores + 8 * k);
             pack(inner[k], score_gradients + 8 * k);
         }
     }
+    DEVICE const T* bias() { return shared.bias_of(at.stage, index); }
     DEVICE void leave_nothing() {
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
             UNROLL for (int r = 0; r < 4; r++) inner[k][r] = 0;

@@ -1,6 +1,7 @@
 // Who brings the tiles of the backward to shared memory, and where they are there.
 #pragma once
 #include "hopper/backward/steps.cuh"
+#include "hopper/bias.cuh"
 #include "hopper/wgmma.cuh"
 
 constexpr int UPSTREAM_STAGES = BLOCK_DV > 128 ? 1 : STAGES;  // of dO, as there is room
@@ -27,10 +28,19 @@ template <class Shared> DEVICE void init_loaded(Shared& shared) {
     UNROLL for (Barrier& written : shared.written) written.init(4 * CONSUMERS);
 }
 
+// Of the operands, and of a float mask that has rows for queries; without one it is not read.
+struct Maps {
+    const TensorMap &queries, &keys, &values, &upstream, &biases;
+};
+
+// Bytes that a float mask brings beside a tile of queries: its tile, and rest.
+constexpr int BIAS_TILE = BIAS == BIAS_OF_ROWS ? BLOCK_N * BLOCK_M * int(sizeof(T)) : 0;
+constexpr int BIAS_BYTES = BIAS_TILE + (BIAS ? BLOCK_N * int(sizeof(float)) : 0);
+
 template <class Shared, class Step> struct Loader {
     const Arguments& a;
     Shared& shared;
-    const TensorMap &queries, &keys, &values, &upstream;
+    const Maps& maps;
     Position<STAGES> at;
     Position<UPSTREAM_STAGES> upstream_at;
     static constexpr bool ALIKE = UPSTREAM_STAGES == STAGES;  // so that one position, in few registers, is both
@@ -39,18 +49,19 @@ template <class Shared, class Step> struct Loader {
         const Keys block(a);
         Step step(a, block);
         if (step.more()) {
-            rows<BLOCK_D>(shared.key, keys, shared.key_full, block);
-            rows<BLOCK_DV>(shared.value, values, shared.value_full, block);
+            rows<BLOCK_D>(shared.key, maps.keys, shared.key_full, block);
+            rows<BLOCK_DV>(shared.value, maps.values, shared.value_full, block);
         }
         await_launch_before();  // base and delta; and so that the next launch, which waits for this one, has the sums
         for (; step.more(); step.next()) {
             const int s = at.stage, u = ALIKE ? s : upstream_at.stage;
             const i64 line = (i64(block.batch) * a.heads + step.head) * a.padded + step.start;
             shared.query_free[s].wait(at.parity ^ 1);
-            tile<BLOCK_D>(shared.query[s], queries, shared.base[s], static_cast<float*>(a.base) + line,
-                          shared.query_full[s], step, block.batch);
+            tile<BLOCK_D, BIAS_BYTES>(shared.query[s], maps.queries, shared.base[s],
+                                      static_cast<float*>(a.base) + line, shared.query_full[s], step, block.batch);
+            if constexpr (BIAS != NO_BIAS) bias(s, step, block, line);
             shared.grad_out_free[u].wait((ALIKE ? at.parity : upstream_at.parity) ^ 1);
-            tile<BLOCK_DV>(shared.grad_out[u], upstream, shared.delta[u], static_cast<float*>(a.delta) + line,
+            tile<BLOCK_DV>(shared.grad_out[u], maps.upstream, shared.delta[u], static_cast<float*>(a.delta) + line,
                            shared.grad_out_full[u], step, block.batch);
             at.next(), upstream_at.next();
         }
@@ -62,12 +73,22 @@ template <class Shared, class Step> struct Loader {
         UNROLL for (int c = 0; c < CONSUMERS; c++)
             copy_tile<64, WIDTH>(to[c], map, full, block.first + 64 * c, block.head_kv, block.batch);
     }
-    // Rows of queries, or of their upstream gradients, with a number for each.
-    template <int WIDTH>
+    // Rows of queries, or of their upstream gradients, with a number for each; MORE bytes are to follow.
+    template <int WIDTH, int MORE = 0>
     DEVICE void tile(T* to, const TensorMap& map, float* numbers, const float* from, Barrier& full, const Queries& step,
                      int batch) {
-        full.expect(BLOCK_N * (WIDTH * sizeof(T) + sizeof(float)));
+        full.expect(BLOCK_N * (WIDTH * sizeof(T) + sizeof(float)) + MORE);
         copy_tile<BLOCK_N, WIDTH>(to, map, full, step.start, step.head, batch);
         copy_bytes(numbers, from, BLOCK_N * sizeof(float), &full.state);
+    }
+    // A float mask's tile of these queries and the block's keys, and rest, which lies behind base.
+    DEVICE void bias(int s, const Queries& step, const Keys& block, i64 line) {
+        const int head = a.mask.head ? step.head : 0, batch = a.mask.batch ? block.batch : 0;
+        if constexpr (BIAS == BIAS_OF_ROWS)
+            UNROLL for (int c = 0; c < CONSUMERS; c++)
+                copy_tile<BLOCK_N, 64>(shared.bias_of(s, c), maps.biases, shared.query_full[s], step.start, head, batch,
+                                       block.first + 64 * c);
+        const float* const rest = static_cast<float*>(a.base) + i64(a.batch) * a.heads * a.padded + line;
+        copy_bytes(shared.rest_of(s), rest, BLOCK_N * sizeof(float), &shared.query_full[s].state);
     }
 };

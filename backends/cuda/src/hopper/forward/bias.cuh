@@ -2,9 +2,8 @@
 //
 // BIAS_OF_ROWS: a tile of 64 rows for each consumer. BIAS_OF_ALL: a tile of one row, which all queries share.
 #pragma once
+#include "hopper/bias.cuh"
 #include "hopper/scores.cuh"
-
-enum { NO_BIAS, BIAS_OF_ROWS, BIAS_OF_ALL };
 
 // Tiles of a stage; rows that a load brings to one, and rows that it has room for: the swizzle repeats after 8.
 constexpr int BIASES = BIAS == BIAS_OF_ALL ? 1 : CONSUMERS;
