@@ -25,7 +25,7 @@ def alone(b: int, **options: Any) -> tuple[Any, Any, Any]:
     rows, keys = slice(CU_Q[b], CU_Q[b + 1]), slice(CU_K[b], CU_K[b + 1])
     q, k, v, g = (x.swapaxes(0, 1)[None] for x in (Q[rows], K[keys], V[keys], G[rows]))
     out, lse = attention(q, k, v, return_lse=True, backend="reference", **options)
-    grads = attnswitch.attention_backward(g, q, k, v, backend="reference", **options)
+    grads: Any = attnswitch.attention_backward(g, q, k, v, backend="reference", **options)
     return out[0].swapaxes(0, 1), lse[0], [grad[0].swapaxes(0, 1) for grad in grads[:3]]
 
 
@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_each_sequence_is_as_alone(options: dict[str, Any], backend: str | None) -> None:
     out, lse = attention_varlen(Q, K, V, CU_Q, CU_K, return_lse=True, backend=backend, **options)
-    grads = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, backend=backend, **options)
+    grads: Any = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, backend=backend, **options)
     leaves: Any = [torch.from_numpy(x.copy()).requires_grad_() for x in (Q, K, V)]
     result = attention_varlen(leaves[0], leaves[1], leaves[2], CU_Q, CU_K, backend=backend, **options)
     by_torch = torch.autograd.grad(result, leaves, torch.from_numpy(G))
@@ -63,7 +63,7 @@ def test_rows_past_the_last_sequence_have_no_part(backend: str | None) -> None:
     q[CU_Q[-1] :] = k[CU_K[-1] :] = v[CU_K[-1] :] = np.nan
     out, lse = attention_varlen(q, k, v, CU_Q, CU_K, return_lse=True, backend=backend)
     same, _ = attention_varlen(Q, K, V, CU_Q, CU_K, return_lse=True, backend=backend)
-    grads = attention_varlen_backward(G, q, k, v, CU_Q, CU_K, backend=backend)
+    grads: Any = attention_varlen_backward(G, q, k, v, CU_Q, CU_K, backend=backend)
     np.testing.assert_array_equal(out, same)
     assert (out[CU_Q[-1] :] == 0).all()
     assert (lse[:, CU_Q[-1] :] == -np.inf).all()
@@ -195,8 +195,8 @@ def test_gradients_of_given_results_and_of_the_lse() -> None:
     """A part's gradients, from the results of the whole: keys dealt between two calls add up."""
     out, lse = attention_varlen(Q, K, V, CU_Q, CU_K, return_lse=True)
     grad_lse = rng.standard_normal(lse.shape)
-    right = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, grad_lse=grad_lse, backend="reference")
-    found = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, out=out, lse=lse, grad_lse=grad_lse, backend="tiled")
+    right: Any = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, grad_lse=grad_lse, backend="reference")
+    found: Any = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K, out=out, lse=lse, grad_lse=grad_lse, backend="tiled")
     for one, other in zip(found[:3], right[:3], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
 
