@@ -6,6 +6,7 @@ from attnswitch.problem import DTYPES, Problem
 
 __all__ = [
     "LOG2E",
+    "PADDING",
     "TINY_PRODUCTS",
     "capped",
     "dim_class",
@@ -22,7 +23,7 @@ LOG2E = 1.4426950408889634
 #: A softcap from here on changes no score that float32 can hold next to it, and would overflow.
 _NO_CAP = 1e30
 #: Rows of the largest tile.
-_PADDING = 128
+PADDING = 128
 #: Bytes of keys and values that the programs running at one time may share in the L2.
 _SECTION = 16 * 2**20
 
@@ -88,7 +89,7 @@ def tiles(length: int, size: int) -> int:
 
 def padded(problem: Problem) -> int:
     """Length of what the backward reads row by row (lse, D): whole tiles, so that no load of it is tested."""
-    return tiles(problem.seq_q, _PADDING) * _PADDING
+    return tiles(problem.seq_q, PADDING) * PADDING
 
 
 def heads_a_section(problem: Problem, *, queries: bool = False, packed: bool = False) -> int:

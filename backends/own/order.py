@@ -14,7 +14,8 @@ __all__ = ["Backward", "Saved"]
 class Saved(NamedTuple):
     """What the backward works on beside the inputs: dO, and for each row what ``prepare`` made of lse and dO.
 
-    ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles), ``base`` twice that where a float mask is added.
+    ``base`` and ``delta`` are (B, Hq, Lq padded to whole tiles), ``base`` twice that where a float mask is added. With
+    ``varlen`` they are (1, Hq, rows of all sequences, each padded).
     """
 
     grad_out: Any

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from attnswitch.machine.backend import Inputs
+from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.problem import DTYPES, Memory, Problem
 
 from .run import Passed
@@ -57,22 +58,28 @@ def inputs_like(inputs: Inputs) -> Inputs:
 
 def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
     """Stand-ins for inputs that lie as ``p`` says; ``far``: rows so far apart that offsets take 64 bits."""
+    batch, seq_q, seq_k = (1, p.batch * p.seq_q, p.batch * p.seq_k) if p.varlen else (p.batch, p.seq_q, p.seq_k)
+    edges = torch.empty(p.batch + 1, dtype=torch.int32, device="meta") if p.varlen else None
+    made = functools.partial(stand_in, far=far, turned=p.varlen)
     return Inputs(
-        stand_in((p.batch, p.heads_q, p.seq_q, p.dim_qk), p.dtype, p.query, far=far),
-        stand_in((p.batch, p.heads_kv, p.seq_k, p.dim_qk), p.dtype, p.key, far=far),
-        stand_in((p.batch, p.heads_kv, p.seq_k, p.dim_v), p.dtype, p.value, far=far),
+        made((batch, p.heads_q, seq_q, p.dim_qk), p.dtype, p.query),
+        made((batch, p.heads_kv, seq_k, p.dim_qk), p.dtype, p.key),
+        made((batch, p.heads_kv, seq_k, p.dim_v), p.dtype, p.value),
         stand_in(p.mask_shape, p.mask.dtype, p.attn_mask, far=far) if p.mask and p.mask_shape else None,
         torch.empty(p.batch, dtype=torch.int32, device="meta") if p.key_lengths else None,
         seed=1 if p.dropout else None,
+        offsets=None if edges is None else Offsets(edges, edges),
     )
 
 
-def stand_in(shape: tuple[int, ...], dtype: str, memory: Memory, *, far: bool = False) -> Any:
-    """A tensor without memory that lies as ``memory`` says."""
+def stand_in(shape: tuple[int, ...], dtype: str, memory: Memory, *, far: bool = False, turned: bool = False) -> Any:
+    """A tensor without memory that lies as ``memory`` says; ``turned``: the heads of a position side by side."""
     row = shape[3]
     if memory.align < 16:  # an odd number of the least step
         row += -row % 16 + max(1, memory.align // DTYPES.get(dtype, 1))
     strides = [shape[1] * shape[2] * row, shape[2] * row, row, 1]
+    if turned:
+        strides[1:3] = row, shape[1] * row
     if far:  # the heads of all batches between one row and the next, as where the sequence is the first axis
         strides = [shape[1] * row, row, _FAR, 1]
     if memory.strided:

@@ -11,7 +11,7 @@ from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
 from .config import Tile, block
-from .kernels.parameters import Random, Reach, Rows, Scores, Sizes, Steps, Strides
+from .kernels.parameters import Random, Reach, Rows, Scores, Sizes, Steps, Strides, VarlenSizes
 from .kernels.variant import Variant
 
 __all__ = [
@@ -19,7 +19,9 @@ __all__ = [
     "as_bytes",
     "dense",
     "early",
+    "entries",
     "options",
+    "padded",
     "random",
     "reach",
     "rows",
@@ -54,12 +56,15 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
         has_lengths=p.key_lengths,
         has_left=left is not None,
         has_right=right is not None,
+        varlen=p.varlen,
         **more,
     )
+    if p.varlen:  # whose lengths nobody here knows
+        how = how._replace(even_q=False, even_k=False)
     if not tile.generic:
         return how
     dim = arithmetic.dim_class(p)
-    known = {name: getattr(how, name) for name in ("mask_kind", "dropout", "has_lengths", "wide")}
+    known = {name: getattr(how, name) for name in ("mask_kind", "dropout", "has_lengths", "wide", "varlen")}
     asked = {"has_left": True, "has_right": True, "aligned": True, "generic": True}
     return Variant(tile.queries, tile.keys, dim, dim, **known, **asked)
 
@@ -100,9 +105,24 @@ def random(p: Problem) -> Random:
     return Random(0, 0, round(p.dropout * 2**BITS), arithmetic.keep_scale(p))
 
 
-def sizes(p: Problem) -> Sizes:
-    """Its lengths and numbers of heads."""
-    return Sizes(p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k)
+def sizes(p: Problem, query: Any = None, key: Any = None) -> Sizes | VarlenSizes:
+    """Its lengths and numbers of heads; with ``varlen`` also the rows that query, and key if it is read, have."""
+    if not p.varlen:
+        return Sizes(p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k)
+    rows_q, rows_k = (0 if array is None else array.shape[2] for array in (query, key))
+    return VarlenSizes(p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows_q), p.seq_k, rows_q, rows_k)
+
+
+def padded(p: Problem, rows: int) -> int:
+    """Rows of each head in what the backward reads row by row, for ``rows`` of queries of all sequences."""
+    if not p.varlen:
+        return arithmetic.padded(p)
+    return (rows // arithmetic.PADDING + p.batch) * arithmetic.PADDING
+
+
+def entries(p: Problem) -> int:
+    """Batch entries of a grid: one more where rows may be past the last sequence."""
+    return p.batch + p.varlen
 
 
 def words(seed: int) -> tuple[int, int]:

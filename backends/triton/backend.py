@@ -32,6 +32,7 @@ class TritonBackend(Backend):
     library: ClassVar[str] = "torch"
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
+    varlen: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:

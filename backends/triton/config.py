@@ -145,8 +145,9 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         short = problem.positional and problem.seq_k <= 8192
         forward = Tile(64, 64, 4, 3) if short else Tile(128, 64, 4, 2)
         # Of dK and dV, two tiles of 64 queries in flight for full attention; the second loop of a causal one has no
-        # registers left for them, and three of 32 are faster (608 against 286 TFLOP/s at S 16,384).
-        keys = Tile(32, 64, 4, 3) if problem.positional else Tile(64, 64, 4, 2)
+        # registers left for them, and three of 32 are faster (608 against 286 TFLOP/s at S 16,384). Sequences one after
+        # another come without descriptors, and spill as much with 64 (compiled for sm_90, not measured).
+        keys = Tile(32, 64, 4, 3) if problem.positional or problem.varlen else Tile(64, 64, 4, 2)
         chosen = TritonConfig(forward, keys, Tile(128, 64, 8, 3))
     else:
         # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.

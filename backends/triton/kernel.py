@@ -75,7 +75,7 @@ class TritonKernel(Kernel):
             if self._sees_nothing:
                 out, lse = launched.results(inputs.query)
                 return out.zero_(), lse.fill_(-torch.inf)
-            return launched(*inputs[:6])
+            return launched(*inputs)
 
     def prepared(self, inputs: Inputs) -> backend.Forward:
         """``forward`` of tensors that lie like these, if they are read where they lie."""
@@ -100,7 +100,7 @@ class TritonKernel(Kernel):
         with on(inputs.query):
             inputs = self._read(inputs)
             results = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
-            lie = _lie(inputs.query, *inputs[:5], *results)
+            lie = _lie(inputs.query, *inputs[:5], *results), self._rows(inputs)
             launched = self._backwards.get(lie) or _keep(self._backwards, lie, self._new_backward())
             return launched(inputs, *results)
 
@@ -123,13 +123,20 @@ class TritonKernel(Kernel):
         return backward
 
     def _forward_of(self, inputs: Inputs) -> launch.Forward:
-        lie = _lie(inputs.query, *inputs[:5])
+        lie = _lie(inputs.query, *inputs[:5]), self._rows(inputs)
         found = self._forwards.get(lie)
         if found is None:
             self._build(inputs)
             made = launch.Forward(self._make, self.problem, self._device, self._config)
             found = _keep(self._forwards, lie, made)
         return found
+
+    def _rows(self, inputs: Inputs) -> Any:
+        """Of sequences one after another, what the problem does not say: rows, and the types of their offsets."""
+        if inputs.offsets is None:
+            return None
+        offsets = _lie(inputs.query, *inputs.offsets)
+        return inputs.query.shape[2], inputs.key.shape[2], offsets
 
     def _new_backward(self) -> Backward:
         make, p, device, config = self._make, self.problem, self._device, self._config
@@ -146,6 +153,7 @@ class TritonKernel(Kernel):
         return not (
             self._sees_nothing
             or self._uneven
+            or self.problem.varlen  # what is prepared is for arrays of one shape
             or (inputs.key_lengths is not None and not inputs.key_lengths.is_contiguous())
             or any(x is not None and x.data_ptr() % 16 for x in inputs[:4])
             or (self._copies_mask and mask is not None and not mask_even(mask))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnswitch.machine.backend import Inputs
+from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
@@ -18,7 +18,9 @@ from .arguments import (
     alike,
     dense,
     early,
+    entries,
     options,
+    padded,
     random,
     reach,
     rows,
@@ -44,6 +46,7 @@ from .tiles import Listing, Make, listing, overlaps
 __all__ = ["Forward", "KeyGradients", "MaskGradient", "Prepare", "QueryGradient"]
 
 _NO_LISTS = None, None
+_NO_OFFSETS = None, None
 _ALL = Visits(0, 0, 0)
 
 
@@ -57,44 +60,55 @@ class Forward:
         tile, splits = chosen.forward, chosen.splits
         self._p, self._device, self._tile, self._splits = p, device, tile, splits
         self._packed = config.packs(p) and not tile.generic
-        self._heads = p.batch * p.heads_q // (p.group if self._packed else 1)
+        of_each = p.heads_q // (p.group if self._packed else 1)
+        self._heads = (p.batch if splits > 1 else entries(p)) * of_each
         self._lists = None if self._packed or splits > 1 else listing(make, p, device, tile)
         self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
-        lines = p.batch, p.heads_q, p.seq_q
-        self._lse = dense(*lines)
-        #: Shape and strides of the output, known from the first query.
+        #: Shape and strides of the output, and of what has a number for each row of it, known from the first query.
         self._out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         programs = self._heads * arithmetic.tiles(config.rows(p) if self._packed else p.seq_q, tile.queries) * splits
         self._launch = make(forward_kernels.forward, programs, self._passed)
         self._merge = None
         if splits > 1:
-            self._parts, self._sums = dense(splits, *lines, p.dim_v), dense(2, splits, *lines)
-            self._merge = make(forward_kernels.merge, p.batch * p.heads_q * p.seq_q, self._merged)
+            self._merge = make(forward_kernels.merge, entries(p) * p.heads_q * p.seq_q, self._merged)
 
     def __call__(
-        self, query: Any, key: Any, value: Any, mask: Any = None, lengths: Any = None, seed: int | None = None
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        lengths: Any = None,
+        seed: int | None = None,
+        offsets: Offsets | None = None,
     ) -> tuple[Any, Any]:
         """Launch it."""
+        cu_q, cu_k = offsets or _NO_OFFSETS
         out, lse = self.results(query)
         parts, sums = out, lse
         if self._merge is not None:
             parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
         tiles, counts = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        self._launch(query, key, value, parts, sums, mask, lengths, tiles, counts, seed=seed)
+        self._launch(query, key, value, parts, sums, mask, lengths, cu_q, cu_k, tiles, counts, seed=seed)
         if self._merge is not None:
-            self._merge(parts, sums, out, lse)
+            self._merge(parts, sums, out, lse, cu_q)
         return out, lse
 
     def results(self, query: Any) -> tuple[Any, Any]:
         """Output and lse, yet to be written. The output lies in the order of query, heads inside L or L inside."""
         if self._out is None:
+            lines = query.shape[:3]
+            self._lse = dense(*lines)
+            self._parts = dense(self._splits, *lines, self._p.dim_v)
+            self._sums = dense(2, self._splits, *lines)
             self._out = alike(query, self._p.dim_v)
         return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
         query, key, value, out, _, mask, *_ = arrays
-        by = Strides(steps(query), steps(key), steps(value), Steps(*out.stride()[-4:]), steps(mask))
         p, tile, splits = self._p, self._tile, self._splits
+        rows = steps(out) if p.varlen and splits == 1 else Steps(*out.stride()[-4:])
+        by = Strides(steps(query), steps(key), steps(value), rows, steps(mask))
         dealt = p.dropout > 0.0
         tma = suits(p, self._device, key, value, dealt=dealt)
         tma_rows = tma and not self._packed and splits == 1 and suits(p, self._device, query, out)
@@ -118,7 +132,7 @@ class Forward:
             values=(
                 by,
                 _visits(self._lists),
-                sizes(p),
+                sizes(p, query, key),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
@@ -131,17 +145,18 @@ class Forward:
             generic=tile.generic,
         )
 
-    def _merged(self, parts: Any, sums: Any, out: Any, lse: Any) -> Passed:
+    def _merged(self, parts: Any, sums: Any, out: Any, *_: Any) -> Passed:
         p = self._p
         at_once = min(64, max(16, 1 << (self._splits - 1).bit_length()))
         flags = {
             "BLOCK_S": at_once,
             "BLOCK_DV": block(p.dim_v),
             "OVERLAP": self._overlap,
+            "VARLEN": p.varlen,
             "num_warps": at_once // 16,
             **early(self._overlap),
         }
-        return Passed((Steps(*out.stride()), sizes(p), Dims(p.dim_qk, p.dim_v), self._splits), flags)
+        return Passed((Steps(*out.stride()), sizes(p, out), Dims(p.dim_qk, p.dim_v), self._splits), flags)
 
 
 class Prepare:
@@ -149,18 +164,23 @@ class Prepare:
 
     def __init__(self, make: Make, p: Problem, chosen: TritonConfig) -> None:
         self._p, self._generic = p, chosen.query_gradient.generic
-        self._shape = dense(p.batch, p.heads_q, arithmetic.padded(p))
-        self._rows, self._block = p.batch * p.heads_q * arithmetic.padded(p), 8 if self._generic else 32
-        programs = arithmetic.tiles(self._rows, self._block)
+        self._block = 8 if self._generic else 32
+        programs = arithmetic.tiles(p.batch * p.heads_q * arithmetic.padded(p), self._block)
         self._launch = make(backward_kernels.prepare, programs, self._passed)
         self._upstream = Upstream()
+        #: Shape and strides of base and delta, known from the first lse.
+        self._shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
         grad_out = self._upstream(grad_out)
+        if self._shape is None:
+            batch, heads, rows = lse.shape
+            self._shape = dense(batch, heads, padded(self._p, rows))
         base = lse.new_empty_strided(*self._shape, dtype=torch.float32)
         delta = lse.new_empty_strided(*self._shape, dtype=torch.float32)
-        self._launch(out, grad_out, lse, grad_lse, delta, base)
+        cu_q, _ = inputs.offsets or _NO_OFFSETS
+        self._launch(out, grad_out, lse, grad_lse, cu_q, delta, base)
         return Saved(grad_out, base, delta)
 
     def _passed(self, out: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> Passed:
@@ -171,11 +191,14 @@ class Prepare:
             "EVEN_DV": width == p.dim_v and not generic,
             "BLOCK_M": self._block,
             "BLOCK_DV": width,
+            "VARLEN": p.varlen,
             "num_warps": 4,
         }
         dims = Dims(p.dim_qk, p.dim_v)
         factor = float(unit(p, generic=generic))
-        return Passed((steps(out), steps(grad_out), sizes(p), self._rows, dims, factor), flags, generic=generic)
+        batch, heads, rows = out.shape[:3]
+        rows = batch * heads * padded(p, rows)
+        return Passed((steps(out), steps(grad_out), sizes(p, out), rows, dims, factor), flags, generic=generic)
 
 
 class QueryGradient:
@@ -185,18 +208,19 @@ class QueryGradient:
         self._p, self._device, self._tile = p, device, chosen.query_gradient
         self._lists = listing(make, p, device, self._tile)
         self._grad: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._heads = p.batch * p.heads_q
+        self._heads = entries(p) * p.heads_q
         programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
         self._launch = make(backward_kernels.query_gradient, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
-        query, key, value, mask, lengths, seed, _ = inputs
+        query, key, value, mask, lengths, seed, offsets = inputs
         if self._grad is None:
             self._grad = alike(query, self._p.dim_qk)
         grad = query.new_empty_strided(*self._grad)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        self._launch(query, key, value, *saved, mask, lengths, *lists, grad, seed=seed)
+        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists
+        self._launch(query, key, value, *saved, *beside, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
@@ -219,7 +243,7 @@ class QueryGradient:
                 by,
                 rows(grad),
                 _visits(self._lists),
-                sizes(p),
+                sizes(p, query, key),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p), self._heads),
@@ -239,18 +263,19 @@ class KeyGradients:
         self._p, self._device, self._tile = p, device, chosen.key_gradients
         self._lists = listing(make, p, device, self._tile, by_keys=True)
         self._grads: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-        self._heads = p.batch * p.heads_kv
+        self._heads = entries(p) * p.heads_kv
         programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
         self._launch = make(backward_kernels.key_gradients, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""
-        query, key, value, mask, lengths, seed, _ = inputs
+        query, key, value, mask, lengths, seed, offsets = inputs
         if not self._grads:
             self._grads = alike(key, self._p.dim_qk), alike(value, self._p.dim_v)
         by_key, by_value = (key.new_empty_strided(*grad) for grad in self._grads)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        self._launch(query, key, value, *saved, mask, lengths, *lists, by_key, by_value, seed=seed)
+        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists
+        self._launch(query, key, value, *saved, *beside, by_key, by_value, seed=seed)
         return by_key if "k" in self._p.grads else None, by_value if "v" in self._p.grads else None
 
     def _passed(self, *arrays: Any) -> Passed:
@@ -274,7 +299,7 @@ class KeyGradients:
                 rows(by_key),
                 rows(by_value),
                 _visits(self._lists),
-                sizes(p),
+                sizes(p, query, key),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, queries=True), self._heads),

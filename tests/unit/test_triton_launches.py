@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.machine.backend import Inputs
+from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.machine.device import Device
 
 triton = pytest.importorskip("triton", "3.6")
@@ -526,6 +526,29 @@ def test_every_array_from_outside_is_looked_at(role: str, built: list[Built]) ->
     call()
     call(**{role: shifted})
     assert len(built) == known
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_all_sequences_are_told_anew(dtype: torch.dtype, built: list[Built]) -> None:
+    """They are no part of the problem; and nothing is compiled for them."""
+    made = made_for(Problem.parse("b3.h4/2.s1024.d64.bf16.varlen.grad"))
+    cu = torch.zeros(4, dtype=dtype)
+    for rows_q, rows_k in ((1999, 2003), (1777, 2011), (1999, 2003)):
+        query = torch.zeros(rows_q, 4, 64, dtype=torch.bfloat16).transpose(0, 1)[None]
+        key = torch.zeros(rows_k, 2, 64, dtype=torch.bfloat16).transpose(0, 1)[None]
+        inputs = Inputs(query, key, key, offsets=Offsets(cu, cu))
+        out, lse = made.forward(inputs)
+        assert (out.shape, lse.shape) == ((1, 4, rows_q, 64), (1, 4, rows_q))
+        assert out[0].transpose(0, 1).is_contiguous()
+        grads = made.backward(inputs, out, lse, out, None)
+        assert [grad.shape for grad in grads[:3]] == [x.shape for x in inputs[:3]]
+        for one in built:
+            leaves = one.compiled.launched[-1][1]
+            assert rows_q in leaves
+            assert (rows_k in leaves) == (one.kernel.__name__ != "prepare")
+            assert cu.data_ptr() in leaves
+    assert names(built) == ["forward", *BACKWARD]
+    assert (len(made._forwards), len(made._backwards)) == (2, 2)
 
 
 def test_what_the_kernels_make_for_themselves_has_one_type() -> None:

@@ -30,30 +30,50 @@ from .tile import (
     visible,
     weights,
 )
+from .varlen import clear, padded_begin, padded_rows, sequence
 
 
 @triton.jit
 def prepare(
-    OUT, DO, LSE, DLSE, DELTA, BASE,
+    OUT, DO, LSE, DLSE, CU_Q, DELTA, BASE,
     by_out, by_do, sizes, rows, dims, unit,
     WITH_DLSE: tl.constexpr, EVEN_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """DELTA = rowsum(dO O) - dlse and BASE = lse * unit, (batch, heads, padded).
 
-    BASE is +inf for rows that see nothing and for those past Lq, so that they weigh 0 without a test.
+    BASE is +inf for rows that see nothing and for those past Lq, so that they weigh 0 without a test. Of sequences one
+    after another both are (heads, padded), where each sequence begins at a whole tile; the rows between are not read.
     """
-    _, heads, _, seq_q, padded, _ = sizes
-    r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b = r // padded // heads
-    h = r // padded % heads
-    i = r % padded
-    inside = (r < rows) & (i < seq_q)
+    heads, seq_q, padded = sizes.heads_q, sizes.seq_q, sizes.padded
+    if VARLEN:
+        longest = padded_rows(seq_q)
+        first = tl.program_id(0).to(tl.int64) * BLOCK_M
+        b = first // longest // heads
+        h = first // longest % heads
+        first = first % longest
+        begin, length = sequence(CU_Q, b, sizes.batch, sizes.rows_q)
+        if first >= padded_rows(length):
+            return
+        i = first + tl.arange(0, BLOCK_M)
+        r = h * padded + padded_begin(begin, b) + i
+        inside = i < length
+        OUT += begin * by_out.l
+        DO += begin * by_do.l
+        saved = h * sizes.rows_q + begin + i
+    else:
+        r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        b = r // padded // heads
+        h = r // padded % heads
+        i = r % padded
+        inside = (r < rows) & (i < seq_q)
     o = load_rows(
         OUT + (b * by_out.b + h * by_out.h + i * by_out.l)[:, None], inside, by_out.d, dims.v, BLOCK_DV, EVEN_DV
     )
     do = load_rows(DO + (b * by_do.b + h * by_do.h + i * by_do.l)[:, None], inside, by_do.d, dims.v, BLOCK_DV, EVEN_DV)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    saved = (b * heads + h) * seq_q + i
+    if not VARLEN:
+        saved = (b * heads + h) * seq_q + i
     if WITH_DLSE:
         delta -= tl.load(DLSE + saved, mask=inside, other=0.0)
     lse = tl.load(LSE + saved, mask=inside, other=float("-inf"))
@@ -161,12 +181,16 @@ def _over_queries(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, TILES, COUNTS, DK, DV,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, DK, DV,
     by, by_key, by_value, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """DK (batch, heads_kv, Lk, dim) and DV (batch, heads_kv, Lk, dim_v): one tile of keys of one key head a program."""
-    batch, heads_q, group, seq_q, padded, seq_k = sizes
+    batch, heads_q, group = sizes.batch, sizes.heads_q, sizes.group
+    seq_q, padded, seq_k = sizes.seq_q, sizes.padded, sizes.seq_k
+    entries = batch
+    if how.varlen:
+        entries += 1
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
     BLOCK_D: tl.constexpr = how.block_d
@@ -177,7 +201,7 @@ def key_gradients(
     pid = tl.program_id(0)
     whole = section * count
     at = pid // whole * section
-    here = tl.minimum(section, batch * heads - at)
+    here = tl.minimum(section, entries * heads - at)
     tile = pid % whole // here  # the first keys are seen by most queries under a causal mask
     at = at + pid % whole % here
     b = at // heads
@@ -185,6 +209,24 @@ def key_gradients(
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
     first = tile * BLOCK_N
+    if how.varlen:
+        begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
+        begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+        Q += begin_q * by.q.l
+        DO += begin_q * by.o.l
+        K += begin_k * by.k.l
+        V += begin_k * by.v.l
+        DK += begin_k * by_key.l * dims.qk
+        DV += begin_k * by_value.l * dims.v
+        if b == batch:
+            leap = count * BLOCK_N
+            by_h, by_l = by_key.h.to(tl.int64) * dims.qk, by_key.l.to(tl.int64) * dims.qk
+            clear(DK, by_h, by_l, head, 1, first, seq_k, leap, dims.qk, BLOCK_N, BLOCK_D, how.even_d)
+            by_h, by_l = by_value.h.to(tl.int64) * dims.v, by_value.l.to(tl.int64) * dims.v
+            clear(DV, by_h, by_l, head, 1, first, seq_k, leap, dims.v, BLOCK_N, BLOCK_DV, how.even_dv)
+            return
+        if first >= seq_k:
+            return
     j = first + columns(BLOCK_N, how.dropout)
     j64 = j.to(tl.int64)
     end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
@@ -217,7 +259,10 @@ def key_gradients(
         if not how.tma:
             q_head = Q + b64 * by.q.b + h64 * by.q.h
             do_head = DO + b64 * by.o.b + h64 * by.o.h
-        rows_at = (b64 * heads_q + h64) * padded
+        if how.varlen:
+            rows_at = h64 * padded + padded_begin(begin_q, b)
+        else:
+            rows_at = (b64 * heads_q + h64) * padded
         mask = (0, 0, 0, 0)
         if MASKED:
             mask = (MASK + (b64 * by.m.b + h64 * by.m.h), by.m.l, by.m.d, seq_k)
@@ -251,8 +296,12 @@ def key_gradients(
     kept_rows = exists[:, None]
     dk = tl.where(kept_rows, dk * scores.scale, 0.0)
     dv = tl.where(kept_rows, dv, 0.0)
-    keys = b64 * heads * seq_k + head64 * by_key.h + j64 * by_key.l
-    values = b64 * heads * seq_k + head64 * by_value.h + j64 * by_value.l
+    if how.varlen:
+        keys = head64 * by_key.h + j64 * by_key.l
+        values = head64 * by_value.h + j64 * by_value.l
+    else:
+        keys = b64 * heads * seq_k + head64 * by_key.h + j64 * by_key.l
+        values = b64 * heads * seq_k + head64 * by_value.h + j64 * by_value.l
     store_rows(DK + (keys * dims.qk)[:, None], dk, inside, 1, dims.qk, BLOCK_D, how.even_d)
     store_rows(DV + (values * dims.v)[:, None], dv, inside, 1, dims.v, BLOCK_DV, how.even_dv)
 
@@ -296,12 +345,16 @@ def _over_keys(
 
 @triton.jit
 def query_gradient(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, TILES, COUNTS, DQ,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, DQ,
     by, by_grad, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
     """DQ (batch, heads_q, Lq, dim): one tile of queries of one head a program, in the order of the forward."""
-    batch, heads_q, group, seq_q, padded, seq_k = sizes
+    batch, heads_q, group = sizes.batch, sizes.heads_q, sizes.group
+    seq_q, padded, seq_k = sizes.seq_q, sizes.padded, sizes.seq_k
+    entries = batch
+    if how.varlen:
+        entries += 1
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
     BLOCK_D: tl.constexpr = how.block_d
@@ -311,7 +364,7 @@ def query_gradient(
     pid = tl.program_id(0)
     whole = section * count
     at = pid // whole * section
-    here = tl.minimum(section, batch * heads_q - at)
+    here = tl.minimum(section, entries * heads_q - at)
     tile = count - 1 - pid % whole // here
     at = at + pid % whole % here
     b = at // heads_q
@@ -320,6 +373,20 @@ def query_gradient(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     first = tile * BLOCK_M
+    if how.varlen:
+        begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
+        begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+        Q += begin_q * by.q.l
+        DO += begin_q * by.o.l
+        K += begin_k * by.k.l
+        V += begin_k * by.v.l
+        DQ += begin_q * by_grad.l * dims.qk
+        if b == batch:
+            by_h, by_l = by_grad.h.to(tl.int64) * dims.qk, by_grad.l.to(tl.int64) * dims.qk
+            clear(DQ, by_h, by_l, h, 1, first, seq_q, count * BLOCK_M, dims.qk, BLOCK_M, BLOCK_D, how.even_d)
+            return
+        if first >= seq_q:
+            return
     i = first + tl.arange(0, BLOCK_M)
     i64 = i.to(tl.int64)
     inside = i < seq_q
@@ -329,7 +396,10 @@ def query_gradient(
     do = load_rows(
         DO + (b64 * by.o.b + h64 * by.o.h + i64 * by.o.l)[:, None], inside, by.o.d, dims.v, BLOCK_DV, how.even_dv
     )
-    rows = (b64 * heads_q + h64) * padded + i64
+    if how.varlen:
+        rows = h64 * padded + padded_begin(begin_q, b) + i64
+    else:
+        rows = (b64 * heads_q + h64) * padded + i64
     base = tl.load(BASE + rows)[:, None]
     delta = tl.load(DELTA + rows)[:, None]
     rest = 0.0
@@ -396,5 +466,8 @@ def query_gradient(
                 part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
                 part != 1 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
-    rows = b64 * heads_q * seq_q + h64 * by_grad.h + i64 * by_grad.l
+    if how.varlen:
+        rows = h64 * by_grad.h + i64 * by_grad.l
+    else:
+        rows = b64 * heads_q * seq_q + h64 * by_grad.h + i64 * by_grad.l
     store_rows(DQ + (rows * dims.qk)[:, None], dq * scores.scale, inside, 1, dims.qk, BLOCK_D, how.even_d)

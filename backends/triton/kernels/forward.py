@@ -29,6 +29,7 @@ from .tile import (
     tanh,
     tile_of,
 )
+from .varlen import clear, sequence
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def _attend(
 
 @triton.jit
 def forward(
-    Q, K, V, OUT, LSE, MASK, LENGTHS, TILES, COUNTS,
+    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS,
     by, visits, sizes, dims, reach, section, splits, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +115,13 @@ def forward(
 
     The grid is one axis: the heads of a section fastest, then the tiles of rows from the last, which is the longest
     under a causal mask, to the first, then sections (of as many heads as share the L2); or splits fastest, then tiles.
+    With sequences one after another, OUT is (heads, rows, DV), LSE (heads, rows), and ``merge`` clears what it writes.
     """
-    batch, heads_q, group, seq_q, _, seq_k = sizes
+    batch, heads_q, group = sizes.batch, sizes.heads_q, sizes.group
+    seq_q, seq_k = sizes.seq_q, sizes.seq_k
+    entries = batch
+    if how.varlen and not how.split:
+        entries += 1
     if how.split and how.overlap:  # ``merge`` may begin, up to where it waits
         tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = how.block_m
@@ -138,7 +144,7 @@ def forward(
     else:
         whole = section * count
         at = pid // whole * section
-        here = tl.minimum(section, batch * heads - at)
+        here = tl.minimum(section, entries * heads - at)
         rest = pid % whole
         tile = count - 1 - rest // here
         at = at + rest % here
@@ -151,6 +157,25 @@ def forward(
     b64 = b.to(tl.int64)
 
     first = tile * BLOCK_M
+    if how.varlen:
+        begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
+        begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+        rows = seq_q * pack
+        Q += begin_q * by.q.l
+        K += begin_k * by.k.l
+        V += begin_k * by.v.l
+        OUT += begin_q * by.o.l
+        LSE += begin_q
+        if b == batch:
+            leap = count * BLOCK_M
+            clear(OUT, by.o.h, by.o.l, head, pack, first, rows, leap, dims.v, BLOCK_M, BLOCK_DV, how.even_dv)
+            for start in range(first, rows, leap):
+                past = start + tl.arange(0, BLOCK_M)
+                at_row = (head + past % pack).to(tl.int64) * sizes.rows_q + past // pack
+                tl.store(LSE + at_row, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=past < rows)
+            return
+        if first >= rows:
+            return
     r = first + tl.arange(0, BLOCK_M)
     inside = r < rows
     i = r
@@ -253,11 +278,19 @@ def forward(
                 part != 0 and not how.even_k and (part == 2 or not MASKED), how,
             )  # fmt: skip
 
-    at64 = split * batch + b64
-    row = at64 * heads_q * seq_q + h_wide * seq_q + i
+    if how.varlen:
+        at64 = tl.cast(split, tl.int64)
+        row = (at64 * heads_q + h_wide) * sizes.rows_q + i
+    else:
+        at64 = split * batch + b64
+        row = at64 * heads_q * seq_q + h_wide * seq_q + i
     if how.split:  # maximum, sum and numerator, which add up exactly where the parts do
         tl.store(LSE + row, top, mask=inside)
-        tl.store(LSE + splits.count.to(tl.int64) * batch * heads_q * seq_q + row, total, mask=inside)
+        if how.varlen:
+            LSE += splits.count.to(tl.int64) * heads_q * sizes.rows_q
+        else:
+            LSE += splits.count.to(tl.int64) * batch * heads_q * seq_q
+        tl.store(LSE + row, total, mask=inside)
         out = acc * random.keep_scale
     else:
         empty = total == 0.0  # it saw nothing
@@ -273,17 +306,38 @@ def forward(
 
 @triton.jit
 def merge(
-    PARTS, SUMS, OUT, LSE,
+    PARTS, SUMS, OUT, LSE, CU_Q,
     by, sizes, dims, splits,
-    BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums.
 
+    Rows are (batch, heads, Lq), or (heads, rows) of sequences one after another, of which those past the last are
+    cleared.
+
     Takes BLOCK_S splits at a time. Nothing that is loaded waits for what was, since waiting is all that this costs.
     """
-    _, heads, _, seq_q, _, _ = sizes
+    heads, seq_q = sizes.heads_q, sizes.seq_q
     rows = sizes.batch * heads * seq_q
     row = tl.program_id(0)
+    if VARLEN:
+        entry = row // seq_q // heads
+        h = row // seq_q % heads
+        i = row % seq_q
+        begin, length = sequence(CU_Q, entry, sizes.batch, sizes.rows_q)
+        OUT += begin * by.l
+        LSE += begin
+        if entry == sizes.batch:
+            clear(OUT, by.h, by.l, h, 1, i, length, seq_q, dims.v, 1, BLOCK_DV, False)
+            for past in range(i, length, seq_q):
+                tl.store(LSE + h.to(tl.int64) * sizes.rows_q + past, float("-inf"))
+            return
+        if i >= length:
+            return
+        rows = heads.to(tl.int64) * sizes.rows_q
+        row = h.to(tl.int64) * sizes.rows_q + i
+        SUMS += begin
+        PARTS += begin * dims.v
     SUMS += row
     PARTS += row.to(tl.int64) * dims.v
     dv = tl.arange(0, BLOCK_DV)
@@ -307,9 +361,13 @@ def merge(
         acc = acc * rescale + tl.sum(parts * weights[:, None], 0)
         top = new_top
     total = tl.where(total == 0.0, 1.0, total)  # it saw nothing
-    b = (row // seq_q // heads).to(tl.int64)
-    h = (row // seq_q % heads).to(tl.int64)
-    i = (row % seq_q).to(tl.int64)
+    b = 0
+    if not VARLEN:
+        b = (row // seq_q // heads).to(tl.int64)
+        h = row // seq_q % heads
+        i = row % seq_q
+    h = h.to(tl.int64)
+    i = i.to(tl.int64)
     out = tl.div_rn(acc, total + tl.zeros_like(acc))
     tl.store(OUT + b * by.b + h * by.h + i * by.l + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dims.v)
     tl.store(LSE + row, top + tl.log2(total) * LN2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dims", "Random", "Reach", "Rows", "Scores", "Sizes", "Splits", "Steps", "Strides", "Visits"]
+__all__ = ["Dims", "Random", "Reach", "Rows", "Scores", "Sizes", "Splits", "Steps", "Strides", "VarlenSizes", "Visits"]
 
 #: A number on the host, and a scalar or a constant in a kernel.
 Number = Any
@@ -49,6 +49,22 @@ class Sizes(NamedTuple):
     seq_q: Number
     padded: Number
     seq_k: Number
+
+
+class VarlenSizes(NamedTuple):
+    """The same of sequences one after another, whose lengths are the most of any; and the rows of all of them.
+
+    ``padded`` are all rows in whole tiles for each sequence, ``rows_q`` and ``rows_k`` count those past the last one.
+    """
+
+    batch: Number
+    heads_q: Number
+    group: Number
+    seq_q: Number
+    padded: Number
+    seq_k: Number
+    rows_q: Number
+    rows_k: Number
 
 
 class Dims(NamedTuple):

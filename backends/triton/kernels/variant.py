@@ -47,3 +47,5 @@ class Variant(NamedTuple):
     overlap: bool = False
     #: One loop over all tiles, each with every edge, and what is told of a problem by numbers is asked at run time.
     generic: bool = False
+    #: Batch entries are sequences one after another (``varlen.py``).
+    varlen: bool = False
