@@ -208,7 +208,7 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found["poison"] = True
     varlen, alike, queries, keys = _often(draw, 8), draw(st.booleans()), _shares(draw), _shares(draw)
     if varlen and found.get("dropout_seed", 0) is not None:
-        found |= _varlen(found, alike, queries, keys)
+        found |= _varlen(found, alike and large is None, queries, keys)
     return Case(**found)
 
 
