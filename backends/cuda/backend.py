@@ -22,6 +22,7 @@ from .families import against_hopper, against_hopper_backward, is_hopper
 from .hopper import tiles as hopper_tiles
 from .hopper.tiles import HopperGradients, HopperTile
 from .launching import emulator
+from .portable import sequences
 from .portable import tiles as portable_tiles
 from .portable.tiles import Tile
 
@@ -43,6 +44,7 @@ class CudaBackend(Backend):
     libraries: ClassVar[tuple[str, ...]] = ("torch", "cupy", "numpy")
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
+    varlen: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {emulator.VARIABLE: "1"}
 
     def unavailable(self) -> str | None:
@@ -164,7 +166,7 @@ def _refused(problem: Problem, device: Device) -> Iterator[str]:
     for role in ("query", "key", "value", "attn_mask"):
         if reason := requirements.aligned(problem, role):
             yield reason
-    for reason in (requirements.countable(problem), requirements.sealed(problem)):
+    for reason in (requirements.countable(sequences.launched(problem)), requirements.sealed(problem)):
         if reason:
             yield reason
 

@@ -106,6 +106,8 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _features(p: Problem) -> Iterator[str]:
+    if p.varlen:
+        yield "varlen: its tiles are of batch entries, not of sequences that lie one after another"
     if p.dtype not in _HALF:
         yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and p.adds_mask:

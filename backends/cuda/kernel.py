@@ -21,6 +21,7 @@ from .launching.backward import BackwardLaunches
 from .launching.forward import ForwardLaunches
 from .portable import backward as portable_backward
 from .portable import forward as portable_forward
+from .portable import sequences
 
 __all__ = ["CudaKernel"]
 
@@ -38,11 +39,12 @@ class CudaKernel(Kernel):
     def __init__(self, problem: Problem, config: CudaConfig, device: Device) -> None:
         p = self.problem = problem
         self._config, self._device = config, device
-        self._forward = _forward(p, config, device)
+        self._launched = sequences.launched(p)
+        self._forward = _forward(self._launched, config, device)
 
     @functools.cached_property
     def _backward(self) -> BackwardLaunches:
-        return _backward(self.problem, self._config, self._device)
+        return _backward(self._launched, self._config, self._device)
 
     def variants(self) -> tuple[Variant, ...]:
         """The kernels that forward and backward launch, in that order."""
@@ -72,14 +74,14 @@ class CudaKernel(Kernel):
             out = memory.like(inputs.query, self.problem.dim_v)
             p = self.problem
             real = "float64" if p.dtype == "float64" else "float32"
-            lse = memory.empty((p.batch, p.heads_q, p.seq_q), inputs.query, real)
+            lse = memory.empty(tuple(inputs.query.shape[:3]), inputs.query, real)
             self._forward(inputs, out, lse)
         return out, lse
 
     def prepared(self, inputs: Inputs) -> Forward:
         """``forward`` for tensors that lie like these, on a GPU."""
         general = super().prepared(inputs)
-        if memory.on_cpu(inputs.query) or not self._forward.blocks:
+        if memory.on_cpu(inputs.query) or not self._forward.blocks or self.problem.varlen:
             return general
         self._build()
         return prepared.forward(self.problem, self._forward, inputs, general)
@@ -87,13 +89,16 @@ class CudaKernel(Kernel):
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
         self._build()
+        launches = self._backward
+        if self.problem.varlen:  # laid out for as many rows
+            launches = _backward(self._launched, self._config, self._device, inputs.query.shape[2])
         with memory.on(inputs.query):
-            return self._backward(inputs, out, lse, grad_out, grad_lse)
+            return launches(inputs, out, lse, grad_out, grad_lse)
 
     def prepared_backward(self, inputs: Inputs) -> Backward:
         """``backward`` for tensors that lie like these, on a GPU. What it launches is laid out at the first call."""
         p = self.problem
-        if memory.on_cpu(inputs.query) or p.is_empty or not p.seq_k:
+        if memory.on_cpu(inputs.query) or p.is_empty or not p.seq_k or p.varlen:
             return self.backward
         ready: Backward | None = None
 
@@ -114,9 +119,10 @@ def _forward(p: Problem, config: CudaConfig, device: Device) -> ForwardLaunches:
     return portable_forward.Forward(p, tile, config.splits)
 
 
-def _backward(p: Problem, config: CudaConfig, device: Device) -> BackwardLaunches:
+def _backward(p: Problem, config: CudaConfig, device: Device, all_rows: int = 0) -> BackwardLaunches:
+    """``all_rows`` are those of a call with varlen."""
     if config.backward is not None:
         rows = portable_backward.rows_added(p, config.query_gradient) if p.adds_mask else None
         return hopper_backward.Backward(p, config.backward, device, rows)
     tiles = config.key_gradients, config.query_gradient, config.mask_gradient
-    return portable_backward.Backward(p, *tiles, together=config.key_and_value)
+    return portable_backward.Backward(p, *tiles, together=config.key_and_value, all_rows=all_rows)

@@ -16,7 +16,8 @@ class Variant(NamedTuple):
     """A kernel, the type of its arrays, its tile, and its flags by name.
 
     ``rows`` and ``columns`` are of a tile of scores, ``dim`` and ``dim_v`` of an operand in shared memory. ``teams`` of
-    warps share tiles of keys. ``generic`` kernels read most flags from their arguments (``src/portable/generic.cuh``).
+    warps share tiles of keys. ``generic`` kernels read most flags from their arguments (``src/portable/generic.cuh``);
+    ``varlen`` ones find sequences that lie one after another (``src/portable/sequences.cuh``).
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class Variant(NamedTuple):
     family: str = "portable"
     teams: int = 1
     generic: bool = False
+    varlen: bool = False
 
     @property
     def source(self) -> str:
@@ -59,11 +61,12 @@ class Variant(NamedTuple):
             "RESIDENT": self.resident,
             "TEAMS": self.teams,
             "GENERIC": int(self.generic),
+            "VARLEN": int(self.varlen),
             "SHARED_BYTES": self.shared,
             "PHILOX_ROUNDS": ROUNDS,
         }
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.columns} d{self.dim}/{self.dim_v} w{self.warps} s{self.stages}"
-        kind = ["generic"] if self.generic else []
+        kind = [name for name in ("generic", "varlen") if getattr(self, name)]
         return " ".join([self.kernel, self.dtype, tile, *kind, *(f"{name}={value}" for name, value in self.flags)])

@@ -7,7 +7,7 @@ import functools
 import struct
 from typing import Any, ClassVar
 
-from attnswitch.machine.backend import Inputs
+from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.problem import Problem
 from attnswitch.problem.philox import BITS
 
@@ -69,7 +69,9 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("length_bytes", "turned")),
         *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
         *((name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "threshold")),
-        ("mask_kind", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("mask_kind", "query_offset_bytes", "key_offset_bytes")),
+        *((name, ctypes.c_void_p) for name in ("query_offsets", "key_offsets")),
+        *((name, ctypes.c_int64) for name in ("query_rows", "key_rows", "saved_rows")),
     ]
 
 
@@ -133,6 +135,8 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
         _put_lengths(a, inputs.key_lengths)
     if inputs.seed is not None:
         seed(a, inputs.seed)
+    if inputs.offsets is not None:
+        _put_offsets(a, inputs.offsets, inputs.query.shape[2], inputs.key.shape[2])
     return a
 
 
@@ -158,6 +162,12 @@ def _put_lengths(a: Arguments, lengths: Any) -> None:
     a.lengths, stride = memory.place(lengths)
     a.length_stride = stride * size
     a.length_bytes = size if memory.dtype_name(lengths).startswith("u") else -size
+
+
+def _put_offsets(a: Arguments, offsets: Offsets, query_rows: int, key_rows: int) -> None:
+    a.query_offsets, a.key_offsets = memory.address(offsets.query), memory.address(offsets.key)
+    a.query_offset_bytes, a.key_offset_bytes = int(offsets.query.itemsize), int(offsets.key.itemsize)
+    a.query_rows, a.key_rows = query_rows, key_rows
 
 
 def _put_mask(a: Arguments, mask: Any) -> None:

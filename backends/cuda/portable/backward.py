@@ -12,7 +12,7 @@ from ..classes import per_class
 from ..compiling.variant import Variant
 from ..launching import arguments
 from ..launching.backward import BackwardLaunches, Step
-from . import variants
+from . import sequences, variants
 from .tiles import ROWS_A_BLOCK, Tile
 
 __all__ = ["Backward", "rows_added"]
@@ -28,15 +28,19 @@ class Backward(BackwardLaunches):
     and gradients, both (B, Hq, Lq padded to whole tiles). They may be of more keys than there are here.
 
     ``keys``, ``query`` and ``mask`` are the tiles of the gradients of key and value, of query, and of a float mask.
-    ``together``: those of key and value are made by one launch.
+    ``together``: those of key and value are made by one launch. ``all_rows`` are the queries of all sequences, and past
+    the last one, of a problem with varlen (``sequences.launched``): there both are (Hq, whole tiles of each).
     """
 
-    def __init__(self, p: Problem, keys: Tile, query: Tile, mask: Tile, *, together: bool) -> None:
+    def __init__(self, p: Problem, keys: Tile, query: Tile, mask: Tile, *, together: bool, all_rows: int = 0) -> None:
         generic = keys.generic
-        rows = p.batch * p.heads_q * arithmetic.padded(p)
+        saved = sequences.saved_rows(all_rows, p.batch - 1) if p.varlen else p.batch * arithmetic.padded(p)
+        rows = p.heads_q * saved
         least = DTYPES[p.dtype] if generic else variants.dense_bytes(p)
         bases = 2 * rows if p.adds_mask else rows  # `rest` lies behind
-        super().__init__(p, arguments.constants(p, generic=generic), (bases, rows, 0, 0), least)
+        constants = arguments.constants(p, generic=generic)
+        constants.saved_rows = saved
+        super().__init__(p, constants, (bases, rows, 0, 0), least)
         self._rows = rows
         self.steps = list(self._launches(p, keys, query, mask, together))
 

@@ -54,9 +54,10 @@ class Forward(ForwardLaunches):
         elif self._split == MERGED:
             run.start(self.variant, self.blocks, a, out, left=self._left)
         else:
-            parts = self._parts(a, lse)
+            lines = _lines(inputs)
+            parts = self._parts(a, lse, lines)
             run.start(self.variant, self.blocks, a, out)
-            run.start(_merge(self._problem), self._lines, a, out)
+            run.start(_merge(self._problem), lines, a, out)
             del parts  # not before: the next launch's is what it points to from here on
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
@@ -77,11 +78,11 @@ class Forward(ForwardLaunches):
                 send(stream, ctypes.addressof(a))
 
             return merged
-        merge, lines = _merge(self._problem), self._lines
+        merge, lines = _merge(self._problem), _lines(inputs)
         send_merge = run.sender(merge, lines, index)
 
         def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:
-            parts = self._parts(a, lse)
+            parts = self._parts(a, lse, lines)
             send(stream, ctypes.addressof(a))
             send_merge(stream, ctypes.addressof(a))
             del parts
@@ -93,18 +94,19 @@ class Forward(ForwardLaunches):
         """Bytes that blocks leave to those of the last splits."""
         return tiles.left(self._problem, self._tile) * (self.blocks - self.blocks // self._splits)
 
-    @functools.cached_property
-    def _lines(self) -> int:
-        p = self._problem
-        return p.batch * p.heads_q * p.seq_q
-
-    def _parts(self, a: Arguments, lse: Any) -> Any:
+    def _parts(self, a: Arguments, lse: Any, lines: int) -> Any:
         """Memory for what splits come to, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
-        numerators = self._splits * self._lines * self._problem.dim_v
-        parts = memory.empty((numerators + 2 * self._splits * self._lines,), lse)
+        numerators = self._splits * lines * self._problem.dim_v
+        parts = memory.empty((numerators + 2 * self._splits * lines,), lse)
         at = memory.address(parts)
         a.parts, a.sums = at, at + numerators * lse.itemsize
         return parts
+
+
+def _lines(inputs: Inputs) -> int:
+    """Rows of lse."""
+    batch, heads, rows, _ = inputs.query.shape
+    return int(batch * heads * rows)
 
 
 @per_class

@@ -38,13 +38,14 @@ def of_tile(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Varia
         tuple(flags.items()),
         teams=tile.teams,
         generic=tile.generic,
+        varlen=p.varlen,
     )
 
 
 @per_class
 def of_rows(p: Problem, kernel: str, folds: bool) -> Variant:
     """A kernel that has no tiles."""
-    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("FOLD", int(folds)),))
+    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("FOLD", int(folds)),), varlen=p.varlen)
 
 
 def flags(p: Problem) -> dict[str, int]:

@@ -47,10 +47,10 @@ struct Arguments {
     double factor;     // on q . k, before tanh or within the exponential
     double cap;        // of softcap
     double keep_scale; // 1 / (1 - dropout)
-    int batch, heads, group;
+    int batch, heads, group;  // with VARLEN there is one more than sequences (portable/sequences.cuh)
     int pack;          // query heads that share a tile of rows: row r is query r / pack of head r % pack
     int packs, tiles;  // of all heads; of all rows
-    int queries, padded, keys, dim, dim_v;
+    int queries, padded, keys, dim, dim_v;  // with VARLEN the most queries and keys of any sequence
     int left, right;   // keys that a query sees before and after its own
     int bottom_right;  // whether the diagonal ends at the last key
     int section;       // heads that run side by side
@@ -62,4 +62,9 @@ struct Arguments {
     u32 seed_low, seed_high;
     u32 threshold;     // a weight is dropped where its random word is below
     int mask_kind;     // MASK_KIND, for generic kernels
+    int query_offset_bytes, key_offset_bytes;  // VARLEN, and all below: 4 or 8
+    const u8* query_offsets;  // (batch,) integers: where each sequence begins, and the last one ends
+    const u8* key_offsets;
+    i64 query_rows, key_rows; // of all sequences, and past the last one
+    i64 saved_rows;           // of a head in base and delta
 };

@@ -12,7 +12,23 @@ struct Span {
 struct Extent {
     int end;     // keys of a batch entry
     int offset;  // of its diagonal
+#if VARLEN
+    int queries;
+    i64 first_query, first_key;  // rows before it
+#endif
 };
+
+// Queries of a batch entry, and rows before it where sequences lie one after another. What is the same for all entries
+// is no member: ptxas would allot registers in another way, even where it is a constant.
+#if VARLEN
+DEVICE int queries_in(const Arguments&, Extent e) { return e.queries; }
+DEVICE i64 first_query(Extent e) { return e.first_query; }
+DEVICE i64 first_key(Extent e) { return e.first_key; }
+#else
+DEVICE int queries_in(const Arguments& a, Extent) { return a.queries; }
+DEVICE i64 first_query(Extent) { return 0; }
+DEVICE i64 first_key(Extent) { return 0; }
+#endif
 
 DEVICE Extent extent_of(const Arguments& a, int end) { return Extent{end, a.bottom_right ? end - a.queries : 0}; }
 
@@ -47,7 +63,7 @@ DEVICE Span keys_of(const Arguments& a, Extent e, int i) {
 // Queries that see key j.
 DEVICE Span queries_of(const Arguments& a, Extent e, int j) {
     const int place = j - e.offset;
-    return Span{larger(place - a.right, 0), j < e.end ? smaller(place + a.left + 1, a.queries) : 0};
+    return Span{larger(place - a.right, 0), j < e.end ? smaller(place + a.left + 1, queries_in(a, e)) : 0};
 }
 
 // What a tile of rows needs: all that any of its rows sees, and what each of them sees.

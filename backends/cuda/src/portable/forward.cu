@@ -59,6 +59,7 @@ DEVICE void drop(Scores& p, const Kept& kept) {
 KERNEL forward(const Arguments a) {
     const Shared shared;
     const PackedRows rows(a);
+    if (VARLEN && rows.count <= 0) return clear_past(a, rows);
     const KeyTiles tiles(a, rows, shared.rings);
     const Extent e = rows.extent;
 
@@ -67,10 +68,12 @@ KERNEL forward(const Arguments a) {
     Softmax softmax;
     const Real factor = FOLD ? Real(a.factor) : UNIT;
 
-    const T* const keys = reinterpret_cast<const T*>(a.key.at) + rows.batch * a.key.batch + rows.head_kv * a.key.head;
+    const T* const keys =
+        reinterpret_cast<const T*>(a.key.at) + BEGIN_OF(a.key, rows.batch, first_key(e)) + rows.head_kv * a.key.head;
     const T* const values =
-        reinterpret_cast<const T*>(a.value.at) + rows.batch * a.value.batch + rows.head_kv * a.value.head;
-    const T* const queries = reinterpret_cast<const T*>(a.query.at) + rows.batch * a.query.batch;
+        reinterpret_cast<const T*>(a.value.at) + BEGIN_OF(a.value, rows.batch, first_key(e)) +
+        rows.head_kv * a.value.head;
+    const T* const queries = reinterpret_cast<const T*>(a.query.at) + BEGIN_OF(a.query, rows.batch, first_query(e));
     Real* const parts = reinterpret_cast<Real*>(a.parts);
     const Others others{a, rows, parts};
 

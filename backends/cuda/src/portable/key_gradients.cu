@@ -8,6 +8,7 @@
 // Shared memory: key [BLOCK_M][BLOCK_D], value [BLOCK_M][BLOCK_DV], then STAGES times query [BLOCK_N][BLOCK_D],
 // grad_out [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products; rest lies between
 // the rows of query. One barrier for each tile.
+#include "portable/extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
 #include "portable/tiles.cuh"
@@ -23,6 +24,11 @@ static_assert((KEY + VALUE + STAGES * STAGE) * sizeof(T) + SCRATCH == SHARED_BYT
 // Where the rest of a tile's query n is: in what keeps its row apart from the next.
 DEVICE Real* rest_in(T* query, int n) { return reinterpret_cast<Real*>(query + n * PITCH<BLOCK_D> + BLOCK_D); }
 
+// Which row of a gradient is row j of a batch entry or, with VARLEN, of all sequences.
+DEVICE i64 row_of(const Arguments& a, Gradient which, i64 b, i64 h, i64 j, i64 heads) {
+    return gradient_row(a, which, VARLEN ? 0 : b, h, j, heads, VARLEN ? a.key_rows : a.keys);
+}
+
 KERNEL key_gradients(const Arguments a) {
     T* const key = reinterpret_cast<T*>(shared_memory());
     T* const value = key + KEY;
@@ -33,10 +39,22 @@ KERNEL key_gradients(const Arguments a) {
     const Place at = place(a, heads, ceil_div(a.keys, BLOCK_M), false);  // most queries see the first keys
     const int b = at.batch, first = at.tile * BLOCK_M;
     const i64 head_kv = at.head;
-    const Extent e = extent(a, b);
+    const Extent e = extent_at(a, b);
+    if (VARLEN && first >= e.end) {
+        if (is_past(a, b))
+            each_past(first_key(e), a.key_rows, at.tile, ceil_div(a.keys, BLOCK_M), [&](i64 row) {
+                const i64 to_key = row_of(a, OF_KEY, 0, head_kv, row, heads) * a.dim;
+                const i64 to_value = row_of(a, OF_VALUE, 0, head_kv, row, heads) * a.dim_v;
+                if (WITH_KEY && a.grad_key) clear_row(reinterpret_cast<T*>(a.grad_key) + to_key, a.dim);
+                if (WITH_VALUE && a.grad_value) clear_row(reinterpret_cast<T*>(a.grad_value) + to_value, a.dim_v);
+            });
+        return;
+    }
 
-    const T* const keys = reinterpret_cast<const T*>(a.key.at) + b * a.key.batch + head_kv * a.key.head;
-    const T* const values = reinterpret_cast<const T*>(a.value.at) + b * a.value.batch + head_kv * a.value.head;
+    const T* const keys =
+        reinterpret_cast<const T*>(a.key.at) + BEGIN_OF(a.key, b, first_key(e)) + head_kv * a.key.head;
+    const T* const values =
+        reinterpret_cast<const T*>(a.value.at) + BEGIN_OF(a.value, b, first_key(e)) + head_kv * a.value.head;
     load_rows<BLOCK_M, BLOCK_D>(key, lines(keys, a.key, first, e.end), a.key.column, a.dim, KEY_BYTES);
     load_rows<BLOCK_M, BLOCK_DV>(value, lines(values, a.value, first, e.end), a.value.column, a.dim_v, VALUE_BYTES);
 
@@ -55,15 +73,16 @@ KERNEL key_gradients(const Arguments a) {
 
     const auto load = [&](int t, int slot) {
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
-        const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch + h * a.query.head;
+        const T* const queries =
+            reinterpret_cast<const T*>(a.query.at) + BEGIN_OF(a.query, b, first_query(e)) + h * a.query.head;
         const T* const upstream =
-            reinterpret_cast<const T*>(a.grad_out.at) + b * a.grad_out.batch + h * a.grad_out.head;
+            reinterpret_cast<const T*>(a.grad_out.at) + BEGIN_OF(a.grad_out, b, first_query(e)) + h * a.grad_out.head;
         T* const query = stages + slot * STAGE;
-        load_rows<BLOCK_N, BLOCK_D>(query, lines(queries, a.query, start, a.queries), a.query.column, a.dim,
+        load_rows<BLOCK_N, BLOCK_D>(query, lines(queries, a.query, start, queries_in(a, e)), a.query.column, a.dim,
                                     QUERY_BYTES);
-        load_rows<BLOCK_N, BLOCK_DV>(query + QUERY, lines(upstream, a.grad_out, start, a.queries), a.grad_out.column,
-                                     a.dim_v, GRAD_OUT_BYTES);
-        const i64 line = (i64(b) * a.heads + h) * a.padded + start;
+        load_rows<BLOCK_N, BLOCK_DV>(query + QUERY, lines(upstream, a.grad_out, start, queries_in(a, e)),
+                                     a.grad_out.column, a.dim_v, GRAD_OUT_BYTES);
+        const i64 line = saved_of(a, b, h, first_query(e)) + start;
         Real* const of_rows = reinterpret_cast<Real*>(query + QUERY + GRAD_OUT);
         for (int n = thread_index() * Chunk<Real>::SIZE; n < 2 * BLOCK_N; n += 32 * WARPS * Chunk<Real>::SIZE)
             copy_async<16>(of_rows + n,
@@ -110,19 +129,19 @@ KERNEL key_gradients(const Arguments a) {
 
     UNROLL for (int m = 0; m < ROWS; m++) {
         const int j = mine(m);
-        if (j >= a.keys) continue;
+        if (j >= (VARLEN ? e.end : a.keys)) continue;
         if (j >= e.end) {  // a weight of 0 times NaN is NaN
             UNROLL for (Real& sum : key_sums[m]) sum = 0;
             UNROLL for (Real& sum : value_sums[m]) sum = 0;
         }
         if (WITH_KEY && a.grad_key) {
-            const i64 to = gradient_row(a, OF_KEY, b, head_kv, j, heads, a.keys) * a.dim;
+            const i64 to = row_of(a, OF_KEY, b, head_kv, first_key(e) + j, heads) * a.dim;
             UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) key_sums[m][c] *= Real(a.scale);
             store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_key) + to, key_sums[m], a.dim);
         }
         if (WITH_VALUE && a.grad_value) {
-            const i64 to = gradient_row(a, OF_VALUE, b, head_kv, j, heads, a.keys) * a.dim_v;
-            store_sums<T, BLOCK_DV>(reinterpret_cast<T*>(a.grad_value) + to, value_sums[m], a.dim_v);
+            const i64 to = row_of(a, OF_VALUE, b, head_kv, first_key(e) + j, heads) * a.dim_v;
+           store_sums<T, BLOCK_DV>(reinterpret_cast<T*>(a.grad_value) + to, value_sums[m], a.dim_v);
         }
     }
 }

@@ -3,11 +3,24 @@
 //
 // A block takes one row. Each warp finds the largest maximum and the total, and adds up the numerators of every
 // WARPS-th split; warps are added up in shared memory [WARPS][dim_v]. Maxima are as in together.cuh.
+#include "portable/sequences.cuh"
 #include "portable/warps.cuh"
 
+// Where a row of lse has its output.
+DEVICE T* out_of(const Arguments& a, i64 line) {
+    const i64 rows = VARLEN ? a.query_rows : a.queries;
+    const i64 i = line % rows, h = line / rows % a.heads, b = line / rows / a.heads;
+    return reinterpret_cast<T*>(a.out.at) + b * a.out.batch + h * a.out.head + i * a.out.row;
+}
+
 KERNEL merge(const Arguments a) {
-    const i64 lines = i64(a.batch) * a.heads * a.queries, line = block_index();
+    const i64 lines = lines_of(a), line = block_index();
     const int lane = thread_index() % 32, warp = thread_index() / 32;
+    if (VARLEN && line % a.query_rows >= query_offset(a, a.batch - 1)) {  // past the end nobody left anything
+        if (warp == 0) clear_row(out_of(a, line), a.dim_v);
+        if (thread_index() == 0) reinterpret_cast<Real*>(a.lse)[line] = -INFINITE;
+        return;
+    }
     const Real* const maxima = reinterpret_cast<const Real*>(a.sums) + line;
     const Real* const totals = maxima + a.splits * lines;
 
@@ -30,8 +43,7 @@ KERNEL merge(const Arguments a) {
     barrier();
     const bool empty = total == 0;
     const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total);
-    const i64 i = line % a.queries, h = line / a.queries % a.heads, b = line / a.queries / a.heads;
-    T* const out = reinterpret_cast<T*>(a.out.at) + b * a.out.batch + h * a.out.head + i * a.out.row;
+    T* const out = out_of(a, line);
     for (int d = thread_index(); d < a.dim_v; d += 32 * WARPS) {
         Real sum = 0;
         UNROLL for (int n = 0; n < WARPS; n++) sum += load_shared(sums + n * a.dim_v + d);

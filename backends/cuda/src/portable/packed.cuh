@@ -3,6 +3,7 @@
 // Row r is query r / pack of head r % pack of the pack, so that a few queries still fill a tile and their keys are
 // loaded once. Consecutive rows are the same query of one head after another: what they see grows with r.
 #pragma once
+#include "portable/extents.cuh"
 #include "portable/mask.cuh"
 #include "schedule.cuh"
 
@@ -20,9 +21,12 @@ struct PackedRows {
         const Place at = TEAMS > 1 ? place_of_few(a) : place(a, a.packs, ceil_div(all, BLOCK_M), true);
         batch = at.batch, first_head = at.head * a.pack, first = at.tile * BLOCK_M, split = at.split;
         head_kv = quotient(first_head, a.by_group);
-        extent = LENGTHS ? ::extent(a, batch) : whole(a);
+        extent = VARLEN || LENGTHS ? extent_at(a, batch) : whole(a);
+        if (VARLEN) all = queries_in(a, extent) * a.pack;
         count = smaller(BLOCK_M, all - first);
     }
+    // Of the grid, for each batch entry and pack.
+    DEVICE int tiles() const { return ceil_div(a.queries * a.pack, BLOCK_M); }
     // What any of them sees, and every one.
     DEVICE Reach reach() const {
         return ::reach(keys_of(a, extent, query(first)), keys_of(a, extent, query(first + count - 1)));

@@ -5,6 +5,7 @@
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
 // value [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier for each tile of keys.
+#include "portable/extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
 #include "portable/tiles.cuh"
@@ -15,6 +16,11 @@ constexpr int KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
 static_assert((QUERY + GRAD_OUT + STAGES * (KEY + VALUE)) * sizeof(T) + SCRATCH == SHARED_BYTES,
               "tiles.py counts the same shared memory");
 
+// Which row of the gradient is row i of a batch entry or, with VARLEN, of all sequences.
+DEVICE i64 row_of(const Arguments& a, i64 b, i64 h, i64 i) {
+    return gradient_row(a, OF_QUERY, VARLEN ? 0 : b, h, i, a.heads, VARLEN ? a.query_rows : a.queries);
+}
+
 KERNEL query_gradient(const Arguments a) {
     T* const query = reinterpret_cast<T*>(shared_memory());
     T* const grad_out = query + QUERY;
@@ -24,17 +30,35 @@ KERNEL query_gradient(const Arguments a) {
     const Place at = place(a, a.heads, ceil_div(a.queries, BLOCK_M), true);
     const int b = at.batch, h = at.head, first = at.tile * BLOCK_M;
     const i64 head_kv = h / a.group;
+#if VARLEN
+    const Extent e = extent_at(a, b);
+    const int all = queries_in(a, e);
+    const i64 begin = first_query(e);
+    if (first >= all) {
+        if (is_past(a, b))
+            each_past(begin, a.query_rows, at.tile, ceil_div(a.queries, BLOCK_M), [&](i64 row) {
+                clear_row(reinterpret_cast<T*>(a.grad_query) + row_of(a, 0, h, row) * a.dim, a.dim);
+            });
+        return;
+    }
+#else
+    const int all = a.queries;
+    constexpr i64 begin = 0;
+#endif
 
-    const T* const queries = reinterpret_cast<const T*>(a.query.at) + b * a.query.batch + h * a.query.head;
-    const T* const upstream = reinterpret_cast<const T*>(a.grad_out.at) + b * a.grad_out.batch + h * a.grad_out.head;
-    load_rows<BLOCK_M, BLOCK_D>(query, lines(queries, a.query, first, a.queries), a.query.column, a.dim, QUERY_BYTES);
-    load_rows<BLOCK_M, BLOCK_DV>(grad_out, lines(upstream, a.grad_out, first, a.queries), a.grad_out.column, a.dim_v,
+    const T* const queries = reinterpret_cast<const T*>(a.query.at) + BEGIN_OF(a.query, b, begin) + h * a.query.head;
+    const T* const upstream =
+        reinterpret_cast<const T*>(a.grad_out.at) + BEGIN_OF(a.grad_out, b, begin) + h * a.grad_out.head;
+    load_rows<BLOCK_M, BLOCK_D>(query, lines(queries, a.query, first, all), a.query.column, a.dim, QUERY_BYTES);
+    load_rows<BLOCK_M, BLOCK_DV>(grad_out, lines(upstream, a.grad_out, first, all), a.grad_out.column, a.dim_v,
                                  GRAD_OUT_BYTES);
 
-    const Extent e = extent(a, b);
-    const i64 line = (i64(b) * a.heads + h) * a.padded;
+#if !VARLEN
+    const Extent e = extent(a, b);  // while those loads are under way
+#endif
+    const i64 line = saved_of(a, b, h, begin);
     const auto mine = [&](int m) { return first + warp_row() + row(m); };
-    const auto sees = [&](int m) { return mine(m) < a.queries ? keys_of(a, e, mine(m)) : Span{0, 0}; };
+    const auto sees = [&](int m) { return mine(m) < queries_in(a, e) ? keys_of(a, e, mine(m)) : Span{0, 0}; };
     const auto mask = [&](int m) {
         return b * a.mask.batch + h * a.mask.head + smaller(mine(m), a.queries - 1) * a.mask.row;
     };
@@ -44,7 +68,7 @@ KERNEL query_gradient(const Arguments a) {
         delta[m] = reinterpret_cast<const Real*>(a.delta)[line + mine(m)];
         rest[m] = ADDED ? rest_of(a)[line + mine(m)] : Real(0);
     }
-    const int last = smaller(first + BLOCK_M, a.queries) - 1;
+    const int last = smaller(first + BLOCK_M, queries_in(a, e)) - 1;
     Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
     reached.any = hull(a, b, h, 1, reached.any, reinterpret_cast<int*>(stages));
     const int first_tile = reached.first_tile();
@@ -52,8 +76,10 @@ KERNEL query_gradient(const Arguments a) {
     Real sums[ROWS][COLUMNS<BLOCK_D>];
     clear(sums);
 
-    const T* const keys = reinterpret_cast<const T*>(a.key.at) + b * a.key.batch + head_kv * a.key.head;
-    const T* const values = reinterpret_cast<const T*>(a.value.at) + b * a.value.batch + head_kv * a.value.head;
+    const T* const keys =
+        reinterpret_cast<const T*>(a.key.at) + BEGIN_OF(a.key, b, first_key(e)) + head_kv * a.key.head;
+    const T* const values =
+        reinterpret_cast<const T*>(a.value.at) + BEGIN_OF(a.value, b, first_key(e)) + head_kv * a.value.head;
     const auto load = [&](int t, int slot) {
         const int start = (first_tile + t) * BLOCK_N;
         T* const key = stages + slot * (KEY + VALUE);
@@ -83,9 +109,9 @@ KERNEL query_gradient(const Arguments a) {
 
     UNROLL for (int m = 0; m < ROWS; m++) {
         const int i = mine(m);
-        if (i >= a.queries) continue;
+        if (i >= queries_in(a, e)) continue;
         UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) sums[m][c] *= Real(a.scale);
-        const i64 to = gradient_row(a, OF_QUERY, b, h, i, a.heads, a.queries) * a.dim;
+        const i64 to = row_of(a, b, h, first_query(e) + i) * a.dim;
         store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_query) + to, sums[m], a.dim);
     }
 }

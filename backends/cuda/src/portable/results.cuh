@@ -37,11 +37,24 @@ struct Others {
     }
 };
 
+// What a block without rows has to do: with VARLEN, results of its part of the rows past the last sequence. Of PARTS
+// merge.cu has them.
+DEVICE void clear_past(const Arguments& a, const PackedRows& rows) {
+    if (!is_past(a, rows.batch) || rows.split > 0 || SPLIT == PARTS) return;
+    Real* const lse = reinterpret_cast<Real*>(a.lse);
+    each_past(first_query(rows.extent), a.query_rows, rows.first / BLOCK_M, rows.tiles(), [&](i64 row) {
+        for (int h = rows.first_head; h < rows.first_head + a.pack; h++) {
+            clear_row(reinterpret_cast<T*>(a.out.at) + h * a.out.head + row * a.out.row, a.dim_v);
+            if (lse && lane() == 0) lse[line_of(a, 0, h, 0, row)] = -INFINITE;
+        }
+    });
+}
+
 struct Results {
     const Arguments& a;
     const PackedRows& rows;
     Real* const parts;
-    const i64 lines = i64(a.batch) * a.heads * a.queries;
+    const i64 lines = lines_of(a);
     Real* const lse = reinterpret_cast<Real*>(a.lse);
     Real* const maxima = reinterpret_cast<Real*>(a.sums);
     Real* const totals = maxima + a.splits * lines;
@@ -86,10 +99,12 @@ struct Results {
     }
 
 private:
-    DEVICE i64 line_of(int r) const { return (i64(rows.batch) * a.heads + rows.head(r)) * a.queries + rows.query(r); }
+    DEVICE i64 line_of(int r) const {
+        return ::line_of(a, rows.batch, rows.head(r), first_query(rows.extent), rows.query(r));
+    }
     DEVICE T* out_of(int r) const {
-        return reinterpret_cast<T*>(a.out.at) + rows.batch * a.out.batch + rows.head(r) * a.out.head +
-               rows.query(r) * a.out.row;
+        return reinterpret_cast<T*>(a.out.at) + BEGIN_OF(a.out, rows.batch, first_query(rows.extent)) +
+               rows.head(r) * a.out.head + rows.query(r) * a.out.row;
     }
     // `natural` is the largest score in natural units.
     DEVICE Real lse_of(Real natural, Real total) const { return total == 0 ? -INFINITE : natural + logarithm(total); }

@@ -1,0 +1,16 @@
+// How far a batch entry goes, or a sequence of those that lie one after another (VARLEN).
+#pragma once
+#include "portable/sequences.cuh"
+#include "positions.cuh"
+
+#if VARLEN
+// Of sequence b; of the rows past the last one there are none, but where they begin.
+DEVICE Extent extent_at(const Arguments& a, int b) {
+    const int next = is_past(a, b) ? b : b + 1;
+    const i64 first_query = query_offset(a, b), first_key = key_offset(a, b);
+    const int queries = int(query_offset(a, next) - first_query), keys = int(key_offset(a, next) - first_key);
+    return Extent{keys, a.bottom_right ? keys - queries : 0, queries, first_query, first_key};
+}
+#else
+DEVICE Extent extent_at(const Arguments& a, int b) { return extent(a, b); }
+#endif

@@ -1,0 +1,62 @@
+// Sequences that lie one after another (VARLEN): where their rows are, in arrays whose batch is 1.
+//
+// Sequence b is rows offsets[b] to offsets[b + 1]. The grid is that of as many batch entries of `queries` and `keys`,
+// the most that any sequence has, and a block whose tile lies past its sequence's end returns at once. One entry more
+// has no sequence: its blocks clear the results of the rows past the last one.
+//
+// What the backward keeps of rows lies in whole tiles of SAVED, as that of batch entries does: that of sequence b from
+// tile offsets[b] / SAVED + b of its head on, which leaves room for its own rounded up and needs no sums over others.
+#pragma once
+#include "numbers.cuh"
+
+constexpr int SAVED = 128;  // rows of the largest tile
+
+DEVICE i64 offset_at(const u8* offsets, int bytes, int b) {
+    return bytes == 4 ? reinterpret_cast<const int*>(offsets)[b] : reinterpret_cast<const i64*>(offsets)[b];
+}
+DEVICE i64 query_offset(const Arguments& a, int b) { return offset_at(a.query_offsets, a.query_offset_bytes, b); }
+DEVICE i64 key_offset(const Arguments& a, int b) { return offset_at(a.key_offsets, a.key_offset_bytes, b); }
+
+// Whether batch entry b is the one of the rows past the last sequence.
+DEVICE bool is_past(const Arguments& a, int b) { return VARLEN && b == a.batch - 1; }
+
+// Where batch entry b begins in an operand, in elements; with VARLEN, the sequence whose first row is `first`. By a
+// function of the same, ptxas makes other kernels of what has no VARLEN, in float.
+#define BEGIN_OF(x, b, first) (VARLEN ? (first) * (x).row : (b) * (x).batch)
+
+// Rows of lse: of all heads, and which of them query i of a batch entry is, or of a sequence.
+DEVICE i64 lines_of(const Arguments& a) {
+    return VARLEN ? a.heads * a.query_rows : i64(a.batch) * a.heads * a.queries;
+}
+DEVICE i64 line_of(const Arguments& a, i64 b, i64 h, i64 first, i64 i) {
+    return VARLEN ? h * a.query_rows + first + i : (b * a.heads + h) * a.queries + i;
+}
+
+// The tile of a head from which on base and delta of sequence b lie, which begins at row `first`.
+DEVICE i64 saved_tile(i64 b, i64 first) { return first / SAVED + b; }
+// Where those of query 0 of head h are.
+DEVICE i64 saved_of(const Arguments& a, i64 b, i64 h, i64 first) {
+    return VARLEN ? h * a.saved_rows + saved_tile(b, first) * SAVED : (b * a.heads + h) * a.padded;
+}
+// The sequence that such a tile of a head belongs to.
+DEVICE int sequence_of(const Arguments& a, i64 tile) {
+    int low = 0, high = a.batch - 1;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (saved_tile(middle, query_offset(a, middle)) <= tile)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// Calls use(row) for the rows `from` to `to`, a warp each; this is block `part` of `parts` that share them.
+template <class Use> DEVICE void each_past(i64 from, i64 to, int part, int parts, Use use) {
+    const int warp = part * WARPS + thread_index() / 32;
+    ROLLED for (i64 row = from + warp; row < to; row += i64(parts) * WARPS) use(row);
+}
+// A row of `dim` neighbouring columns, by a warp.
+template <class V> DEVICE void clear_row(V* row, int dim) {
+    ROLLED for (int d = thread_index() % 32; d < dim; d += 32) row[d] = V();
+}
