@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Never, overload
 
 from attnswitch.arrays import Array, Intercepted
-from attnswitch.call import like_torch, varlen
+from attnswitch.call import like_torch
 from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
@@ -268,6 +268,8 @@ def explain(
     if cu_seqlens_q is not None:
         if attn_mask is not None or key_lengths is not None:
             raise InvalidProblem("cu_seqlens_q with attn_mask or key_lengths: sequences without padding take neither")
+        from attnswitch.call import varlen
+
         cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         return _made(*varlen.problem_of((query, key, value), cu_seqlens, longest, seed, said), backend, policy)
     problem, place = problem_of(query, key, value, attn_mask, key_lengths, said, seed)

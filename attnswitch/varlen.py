@@ -7,7 +7,6 @@ from typing import Any, Never
 
 from attnswitch.arrays import Array
 from attnswitch.call import options as read
-from attnswitch.call import varlen
 from attnswitch.call.entry import compiling
 from attnswitch.call.options import seed_of
 from attnswitch.errors import InvalidProblem
@@ -81,11 +80,11 @@ def attention_varlen(
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, "BHLD", deterministic
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    attend = varlen.attend
+    attend: Any
     if hasattr(query, "is_cuda") and compiling():
-        from attnswitch.call import beside_graphs
-
-        attend = beside_graphs.varlen
+        from attnswitch.call.beside_graphs import varlen as attend
+    else:
+        from attnswitch.call.varlen import attend
     return attend((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest)
 
 
@@ -140,4 +139,6 @@ def attention_varlen_backward(
         raise InvalidProblem("attention_varlen_backward with dropout needs the seed that attention_varlen was given")
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     call = (query, key, value), cu_seqlens, longest, None if seed is None else seed_of(seed), said, backend, policy
-    return varlen.gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)
+    from attnswitch.call.varlen import gradients
+
+    return gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)

@@ -9,7 +9,6 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
-from attnswitch.call import varlen
 from attnswitch.call.attend import attend
 from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import Unsupported
@@ -60,6 +59,8 @@ def run_plan(
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
     if plan.problem.varlen:
+        from attnswitch.call import varlen  # which programs without such calls do not wait for
+
         return varlen.run_plan(plan, (query, key, value), cu_seqlens, seed)
     traced = hasattr(query, "is_cuda") and compiling()
     if not traced:

@@ -35,10 +35,12 @@ from .arguments import (
 )
 from .config import TritonConfig, block
 from .descriptors import describer, suits
-from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
 from .kernels import mask_gradient as mask_kernels
+from .kernels.key_gradients import key_gradients
 from .kernels.parameters import Dims, Splits, Steps, Strides, Visits
+from .kernels.prepare import prepare
+from .kernels.query_gradient import query_gradient
 from .operands import Upstream
 from .run import Passed
 from .tiles import Listing, Make, listing, overlaps
@@ -166,7 +168,7 @@ class Prepare:
         self._p, self._generic = p, chosen.query_gradient.generic
         self._block = 8 if self._generic else 32
         programs = arithmetic.tiles(p.batch * p.heads_q * arithmetic.padded(p), self._block)
-        self._launch = make(backward_kernels.prepare, programs, self._passed)
+        self._launch = make(prepare, programs, self._passed)
         self._upstream = Upstream()
         #: Shape and strides of base and delta, known from the first lse.
         self._shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -210,7 +212,7 @@ class QueryGradient:
         self._grad: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._heads = entries(p) * p.heads_q
         programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
-        self._launch = make(backward_kernels.query_gradient, programs, self._passed)
+        self._launch = make(query_gradient, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
@@ -265,7 +267,7 @@ class KeyGradients:
         self._grads: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
         self._heads = entries(p) * p.heads_kv
         programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
-        self._launch = make(backward_kernels.key_gradients, programs, self._passed)
+        self._launch = make(key_gradients, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .backward import score_gradient
 from .philox import kept, seeded
+from .score_gradient import score_gradient
 from .tile import EVERY_EDGE, columns, extent, load_rows, product, rounded
 
 
