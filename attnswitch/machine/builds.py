@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["Build", "cores", "side_by_side"]
 
@@ -28,6 +27,8 @@ def side_by_side(builds: Iterable[Build]) -> None:
     every = list(builds)
     if len(every) < 2:
         return
+    from concurrent.futures import ThreadPoolExecutor  # with logging, a tenth of the import of attnswitch
+
     with ThreadPoolExecutor(min(len(every), cores()), "attnswitch-build") as pool:
         for future in [pool.submit(build) for build in every]:
             future.exception()
