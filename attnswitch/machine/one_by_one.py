@@ -14,6 +14,7 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.errors import Unsupported
+from attnswitch.machine import divergences
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
@@ -29,21 +30,45 @@ _ROWS = 2
 
 
 def asked(backend: Backend, problem: Problem) -> Problem:
-    """What ``backend`` is asked about: ``problem``, or a sequence of it where it takes them one by one.
+    """What ``backend`` is asked about: ``problem``, or the longest sequence where it takes them one by one."""
+    return _kinds(problem)[0] if goes_one_by_one(backend, problem) else problem
 
-    Lengths of a sequence may differ though the longest ones agree, and positions then count from unlike corners.
+
+def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
+    """Why ``backend`` does not take ``problem``, the cheapest to find out first.
+
+    They are its own reasons, what it is known to get wrong, and what speaks against sequences one by one.
+    """
+    if not goes_one_by_one(backend, problem):
+        yield from _own(backend, problem, device)
+        return
+    yield from _against(problem, device)
+    told = set()
+    for alone in _kinds(problem):
+        for reason in _own(backend, alone, device):
+            if reason not in told:
+                told.add(reason)
+                yield reason
+
+
+def _own(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
+    said: Iterable[str] = backend.reasons(problem, device)
+    yield from (said,) if isinstance(said, str) else map(str, said)
+    yield from divergences.refused(backend, problem, device)
+
+
+def _kinds(problem: Problem) -> tuple[Problem, ...]:
+    """What sequences of ``problem`` may be, the longest first.
+
+    Where positions count from the last query and key, one with as many queries as keys is plainly causal, and another
+    is not: each goes another way.
     """
     p = problem
-    if not goes_one_by_one(backend, p):
-        return p
-    return _alone(p, p.seq_q, p.seq_k + (p.seq_k == p.seq_q and p.bottom_right))
-
-
-def reasons(backend: Backend, problem: Problem, device: Device) -> Iterable[str]:
-    """Why ``backend`` does not take ``problem``: its own reasons, and those against sequences one by one."""
-    own: Iterable[str] = backend.reasons(asked(backend, problem), device)
-    own = (own,) if isinstance(own, str) else own
-    return itertools.chain(_against(problem, device), own) if goes_one_by_one(backend, problem) else own
+    longest = _alone(p, p.seq_q, p.seq_k)
+    if not p.bottom_right:
+        return (longest,)
+    square = min(p.seq_q, p.seq_k)
+    return (longest, _alone(p, square, square + 1), _alone(p, square, square))
 
 
 def goes_one_by_one(backend: Backend, problem: Problem) -> bool:
@@ -64,7 +89,7 @@ def compiled(backend: Backend, problem: Problem, device: Device, config: Config)
         return backend.compile(problem, device, config)
 
     def make(alone: Problem, number: int) -> Kernel:
-        for reason in backend.reasons(alone, device):
+        for reason in _own(backend, alone, device):
             raise Unsupported(f"backend {backend.name!r} does not take sequence {number}, {alone}: {reason}")
         configs = {str(other): other for other in backend.configs(alone, device)}
         return backend.compile(alone, device, configs.get(str(config), next(iter(configs.values()))))
@@ -117,6 +142,8 @@ class OneByOne(Kernel):
             lses.append(lse)
         query, p = inputs.query, self.problem
         out = _joined(outs, query, p.dim_v)
+        if not outs and arrays.library_of(query) == "torch":  # still a function of the operands
+            out = out + sum(operand[..., :0].sum() for operand in inputs[:3])
         if any(lse is None for lse in lses):
             return out, None
         return out, _joined(lses, query, dtype="float64" if p.dtype == "float64" else "float32")

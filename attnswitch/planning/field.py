@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from attnswitch.machine import divergences, one_by_one, registry
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Backend, Config
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -99,10 +99,7 @@ class Field:
         try:
             for _ in one_by_one.reasons(backend, problem, device):
                 return False
-            asked = one_by_one.asked(backend, problem)
-            for _ in divergences.refused(backend, asked, device):
-                return False
-            self.first[row.name] = next(iter(backend.configs(asked, device)))
+            self.first[row.name] = next(iter(backend.configs(one_by_one.asked(backend, problem), device)))
         except Exception:  # ``candidate`` tells what it was
             return False
         return True
@@ -131,11 +128,9 @@ class Field:
         if row.broken:
             return Candidate(row.name, unavailable=row.unavailable, broken=True)
         try:
-            asked = one_by_one.asked(backend, problem)
-            own = map(str, one_by_one.reasons(backend, problem, device))
-            reasons = (*own, *divergences.refused(backend, asked, device))
+            reasons = tuple(one_by_one.reasons(backend, problem, device))
             if not reasons:
-                next(iter(backend.configs(asked, device)))
+                next(iter(backend.configs(one_by_one.asked(backend, problem), device)))
         except Exception as error:  # a broken plug-in is a reason, not a crash
             return Candidate(row.name, unavailable=_raised(error), broken=True)
         if reasons or row.unavailable is not None:
