@@ -252,8 +252,8 @@ def explain(
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
     policy = effective(policy)
     if isinstance(query, (Problem, str)):
-        given = any(array is not None for array in (key, value, attn_mask, key_lengths, seed, cu_seqlens_q))
-        if given or options:
+        beside = key, value, attn_mask, key_lengths, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        if any(given is not None for given in beside) or options:
             raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
         problem = Problem.parse(query) if isinstance(query, str) else query
         return _made(problem, _device(device), backend, policy)
@@ -266,12 +266,16 @@ def explain(
     said: Options = read.of_keywords(options, "the call has", explain)
     seed = None if seed is None else seed_of(seed)
     if cu_seqlens_q is not None:
-        if attn_mask is not None or key_lengths is not None:
-            raise InvalidProblem("cu_seqlens_q with attn_mask or key_lengths: sequences without padding take neither")
+        if attn_mask is not None or key_lengths is not None or "layout" in options:
+            raise InvalidProblem(
+                "cu_seqlens_q with attn_mask, key_lengths or layout: sequences without padding take none of them"
+            )
         from attnswitch.call import varlen
 
         cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         return _made(*varlen.problem_of((query, key, value), cu_seqlens, longest, seed, said), backend, policy)
+    if any(given is not None for given in (cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+        raise InvalidProblem("cu_seqlens_k or max_seqlen without cu_seqlens_q, which says where sequences begin")
     problem, place = problem_of(query, key, value, attn_mask, key_lengths, said, seed)
     return _made(problem, place, backend, policy)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 from attnswitch.arrays import Array
@@ -15,6 +15,9 @@ from attnswitch.planning.policy import Policy
 from attnswitch.problem import Alignment, Window
 
 __all__ = ["attention_varlen", "attention_varlen_backward"]
+
+#: Keywords of ``attention`` that say something of a batch with padding.
+_OF_BATCHES = ("attn_mask", "key_lengths", "layout", "mask_grad")
 
 
 def attention_varlen(
@@ -50,10 +53,10 @@ def attention_varlen(
         key: (Tk, Hkv, D).
         value: (Tk, Hkv, Dv).
         cu_seqlens_q: (B + 1,) integers from 0 on, none less than the one before: an array beside query, or numbers on
-            the CPU. On a GPU they are not looked at: an array of other numbers there is an error that nobody tells.
+            the CPU. An array on a GPU is not looked at: with other numbers there results are wrong, and nobody tells.
         cu_seqlens_k: the same of the keys; those of the queries if left out.
         max_seqlen_q: the most queries of any sequence, or more. Left out, it is computed, for which the host waits
-            where cu_seqlens_q is on a GPU.
+            where cu_seqlens_q is on a GPU. One that is too small is noticed where cu_seqlens_q is on the CPU.
         max_seqlen_k: the same of the keys.
         dropout_p: as for ``attention``, like all that follows; b counts sequences for the dropout mask.
         is_causal: see dropout_p.
@@ -76,7 +79,7 @@ def attention_varlen(
     Raises what ``attention`` raises.
     """
     if unknown:
-        raise read.unknown(next(iter(unknown)), "attention_varlen: there is", attention_varlen)
+        raise _unknown(next(iter(unknown)), attention_varlen)
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, "BHLD", deterministic
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
@@ -131,8 +134,9 @@ def attention_varlen_backward(
     if grad_out is None:
         raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (Tq, Hq, Dv)")
     seed = options.pop("seed", None)
-    if odd := options.keys() & {"return_lse", "layout"}:
-        raise InvalidProblem(f"attention_varlen_backward has no {min(odd)}: leave it out")
+    for name in options:
+        if name in ("return_lse", *_OF_BATCHES):
+            raise _unknown(name, attention_varlen_backward)
     asked = options | {"return_lse": grad_lse is not None}
     said = read.of_keywords(asked, "attention_varlen_backward: there is", attention_varlen_backward)
     if said.dropout_p and seed is None:
@@ -142,3 +146,14 @@ def attention_varlen_backward(
     from attnswitch.call.varlen import gradients
 
     return gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)
+
+
+def _unknown(name: str, function: Callable[..., Any]) -> InvalidProblem:
+    """The error about a keyword that ``function`` does not have."""
+    if name == "return_lse":
+        return InvalidProblem(f"{function.__name__} returns gradients only: leave return_lse out")
+    if name in _OF_BATCHES:
+        return InvalidProblem(
+            f"{function.__name__} has no {name}: sequences are (T, H, D), as long as their offsets say, without a mask"
+        )
+    return read.unknown(name, f"{function.__name__}: there is", function)

@@ -21,19 +21,20 @@ def torch_default(work: Workload) -> Attend:
     Raises ``Refused`` for what neither has an argument for.
     """
     p = work.problem
-    for what, asked in (("softcap", p.softcap), ("dropout", p.dropout), ("lse", p.lse), ("window", p.window)):
+    for what, asked in (("softcap", p.softcap), ("dropout", p.dropout), ("lse", p.lse)):
         if asked:
             raise Refused(f"torch's own calls for sequences without padding have no {what}")
     if work.device == "cpu":
         return _one_by_one(work)
-    if p.causal and not p.bottom_right and p.seq_q != p.seq_k:
+    if p.positional and not p.bottom_right and p.seq_q != p.seq_k:
         raise Refused("varlen_attn aligns positions to the bottom right")
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise Refused(f"torch {torch.__version__} has no varlen_attn ({error})", "unavailable") from None
     assert work.offsets is not None
-    options: dict[str, Any] = {"scale": p.scale, "enable_gqa": p.group > 1, "window_size": (-1, 0 if p.causal else -1)}
+    window = tuple(-1 if side is None else side for side in p.reach)
+    options: dict[str, Any] = {"scale": p.scale, "enable_gqa": p.group > 1, "window_size": window}
     attend: Any = varlen_attn
     return functools.partial(
         attend, work.query, work.key, work.value, *work.offsets, p.seq_q, p.seq_k, **_said(options)
@@ -86,6 +87,8 @@ def _one_by_one(work: Workload) -> Attend:
     p = work.problem
     assert work.offsets is not None
     queries, keys = ([end - begin for begin, end in itertools.pairwise(edges.tolist())] for edges in work.offsets)
+    if p.window:
+        raise Refused("scaled_dot_product_attention has no window but by a mask of each sequence")
     if p.causal and p.bottom_right and queries != keys:
         raise Refused("scaled_dot_product_attention aligns positions to the top left")
     attend = functools.partial(scaled_dot_product_attention, is_causal=p.causal, scale=p.scale, enable_gqa=p.group > 1)

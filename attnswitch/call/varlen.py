@@ -28,6 +28,10 @@ from attnswitch.wisdom import view
 __all__ = ["attend", "gradients", "problem_of", "run_plan"]
 
 _ROLES = ("query", "key", "value")
+_NO_MEMORY = (
+    "attention_varlen takes tensors with memory of their own: none on the meta device, within torch.func or forward"
+    " mode, or of a subclass that looks at what is done to it"
+)
 
 
 class _Call(NamedTuple):
@@ -41,6 +45,8 @@ class _Call(NamedTuple):
     library: str
     native: str
     caller: Array | None
+    #: Facts of the caller's query, (1, H, T, D).
+    query: Facts
 
     def back(self, array: Array | None, native: str | None = None) -> Array | None:
         """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
@@ -119,9 +125,12 @@ def gradients(
     _, heads, rows, _ = inputs.query.shape
     wide, narrow = (rows, heads, problem.dim_v), (heads, rows)
     inputs = to_native(inputs, call.library, call.native)
-    upstream = _beside(call, grad_out, "grad_out", wide)
-    upstream_lse = _beside(call, grad_lse, "grad_lse", narrow)
-    saved = _beside(call, out, "out", wide), _beside(call, lse, "lse", narrow)
+    try:
+        upstream = _beside(call, grad_out, "grad_out", wide)
+        upstream_lse = _beside(call, grad_lse, "grad_lse", narrow)
+        saved = _beside(call, out, "out", wide), _beside(call, lse, "lse", narrow)
+    except Intercepted:
+        raise InvalidProblem(_NO_MEMORY) from None
     if saved[0] is None or saved[1] is None:  # what torch differentiates runs the forward again with its backward
         saved = (None, None) if call.backend.autograd else kernel.forward(inputs)
     grads = kernel.backward(inputs, *saved, upstream, upstream_lse)
@@ -139,6 +148,7 @@ class _Asked(NamedTuple):
     inputs: Inputs
     library: str
     caller: Array | None
+    query: Facts
 
 
 def _ask(
@@ -152,14 +162,11 @@ def _ask(
     """``grads`` None means: what torch's autograd would ask for."""
     try:
         given, facts = arrays.take_all(operands)
+        q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
+        q, k, v, _ = fitting(q, k, v, None, options)
+        offsets, count, most = _sequences(cu_seqlens, longest, q, k)
     except Intercepted:
-        raise InvalidProblem(
-            "attention_varlen takes tensors with memory of their own: none on the meta device, within torch.func or"
-            " forward mode, or of a subclass that looks at what is done to it"
-        ) from None
-    q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
-    q, k, v, _ = fitting(q, k, v, None, options)
-    offsets, count, most = _sequences(cu_seqlens, longest, q, k)
+        raise InvalidProblem(_NO_MEMORY) from None
     if grads is None:
         grads = "".join([letter for letter, one in zip(GRAD_OPERANDS, facts, strict=False) if one.grad])
     problem = Problem(
@@ -191,20 +198,22 @@ def _ask(
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
-    return _Asked(problem, Device.of(*q.device), inputs, arrays.library_of(given[0]), caller)
+    return _Asked(problem, Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q)
 
 
 def _call(asked: _Asked, backend: str | None, policy: Policy | str | None) -> _Call:
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
     return _with(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation()))
 
 
 def _with(asked: _Asked, backend: Backend, kernel: Kernel) -> _Call:
     """The call by ``kernel`` of ``backend``."""
-    problem, _, inputs, library, caller = asked
+    problem, _, inputs, library, caller, query = asked
     if problem.dropout and inputs.seed is None and backend.wants_seed:
         inputs = inputs._replace(seed=drawn_seed())
     recording.note(problem)
-    return _Call(problem, backend, kernel, inputs, library, backend.native(library), caller)
+    return _Call(problem, backend, kernel, inputs, library, backend.native(library), caller, query)
 
 
 def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
@@ -242,17 +251,25 @@ def _sequences(
     Those of the keys are those of the queries where they are left out.
     """
     if cu_seqlens[1] is None:
+        if query.shape[2] != key.shape[2]:
+            raise InvalidProblem(
+                f"query has {query.shape[2]} rows and key {key.shape[2]}: pass cu_seqlens_k, which is left out where"
+                " keys begin as queries do"
+            )
         cu_seqlens = cu_seqlens[0], cu_seqlens[0]
         longest = longest[0], longest[0] if longest[1] is None else longest[1]
     found, most = [], []
     for name, given, limit, facts in zip("qk", cu_seqlens, longest, (query, key), strict=True):
-        role, rows = f"cu_seqlens_{name}", facts.shape[2]
+        role, asked = f"cu_seqlens_{name}", _most(limit, f"max_seqlen_{name}")
         offsets, edges = _offsets(given, role, query)
-        asked = _most(limit, f"max_seqlen_{name}")
         if edges is not None:
-            _check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
-        if asked is None:
-            asked = int((offsets[1:] - offsets[:-1]).max()) if edges is None and len(offsets) > 1 else _longest(edges)
+            _check_edges(edges, role, facts.shape[2], asked, f"max_seqlen_{name}")
+            asked = _longest(edges) if asked is None else asked
+        if offsets is None:
+            library = query.library if query.library in ("numpy", "cupy") else "torch"
+            offsets = arrays.lengths_as_array(edges or (), library, query.device)
+        if asked is None:  # for which the host waits
+            asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
         found.append(offsets)
         most.append(asked)
     counts = [array.shape[0] - 1 for array in found]
@@ -264,25 +281,22 @@ def _sequences(
     return Offsets(*found), counts[0], (most[0], most[1])
 
 
-def _offsets(given: Any, role: str, query: Facts) -> tuple[Array, list[int] | None]:
-    """Offsets as an array beside query; and as numbers, where these are read without waiting for a GPU."""
-    library = query.library if query.library in ("numpy", "cupy") else "torch"
+def _offsets(given: Any, role: str, query: Facts) -> tuple[Array | None, list[int] | None]:
+    """Offsets as an array beside query, if they are one, and as numbers, where these are read without waiting."""
     if arrays.library_of(given):
         array, facts = arrays.take(given, role)
         if facts.dtype not in INTEGERS:
             raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected integers of 8 to 64 bits")
         if len(facts.shape) != 1 or not facts.shape[0]:
             raise InvalidProblem(f"{role} has shape {facts.shape}: expected (B + 1,), for B sequences")
-        if facts.device[0] == "cpu" != query.device[0]:  # like a list
-            given = array.tolist()
-        else:
-            check_beside(facts, role, query)
-            on_cpu = facts.device[0] == "cpu"
-            return _plain(array, facts), (array.tolist() if on_cpu else None)
+        on_cpu = facts.device[0] == "cpu"
+        if on_cpu and query.device[0] != "cpu":  # like a list
+            return None, array.tolist()
+        check_beside(facts, role, query)
+        return _plain(array, facts), (array.tolist() if on_cpu else None)
     if not isinstance(given, Sequence) or not given or not all(_is_count(n) for n in given):
         raise InvalidProblem(f"{role}={text_of(given)}: expected B + 1 integers, from 0 to the rows of all sequences")
-    edges = [int(n) for n in given]
-    return arrays.lengths_as_array(edges, library, query.device), edges
+    return None, [int(n) for n in given]
 
 
 def _is_count(number: Any) -> bool:
@@ -303,11 +317,13 @@ def _most(limit: Any, name: str) -> int | None:
     if limit is None:
         return None
     try:
-        most = int(limit.item()) if arrays.library_of(limit) and limit.shape == () else limit
-    except RuntimeError as error:
-        raise InvalidProblem(f"{name}={text_of(limit)}: {error}") from error
+        most = limit.item() if arrays.library_of(limit) and limit.shape == () else limit
+    except (RuntimeError, TypeError, ValueError):  # without numbers
+        most = None
     if not _is_count(most) or most < 0:
-        raise InvalidProblem(f"{name}={text_of(limit)}: expected the rows of the longest sequence, or None")
+        raise InvalidProblem(
+            f"{name}={text_of(limit)}: expected an integer, the rows of the longest sequence or more, or None"
+        )
     return int(most)
 
 
@@ -322,7 +338,8 @@ def _check_edges(edges: list[int], role: str, rows: int, most: int | None, name:
             f" before it, and none beyond the {rows} rows that there are"
         )
     if most is not None and _longest(edges) > most:
-        raise InvalidProblem(f"{name}={most}: a sequence of {_longest(edges)} rows is in {role}")
+        longest = _longest(edges)
+        raise InvalidProblem(f"{name}={most}: a sequence of {longest} rows is in {role}; expected {longest} or more")
 
 
 # -- what is given to the backward -------------------------------------------------------------------------------------
@@ -333,7 +350,7 @@ def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...])
     if array is None:
         return None
     array, facts = arrays.take(array, role)
-    check_beside(facts, role, arrays.facts(call.inputs.query, "query"))
+    check_beside(facts, role, call.query)
     if facts.dtype not in DTYPES:
         raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
     if facts.shape != shape:

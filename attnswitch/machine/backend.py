@@ -240,8 +240,8 @@ class Backend:
     autograd: ClassVar[bool] = False
     #: Whether its dropout mask is a function of a seed: where the caller gives none, one is drawn for the call.
     wants_seed: ClassVar[bool] = False
-    #: Whether its kernels take sequences that lie one after another (``Problem.varlen``); those of others take each
-    #: alone, where they can (``attnswitch.machine.one_by_one``).
+    #: Whether it is given sequences that lie one after another (``Problem.varlen``) at once; others get each alone, on
+    #: the CPU (``attnswitch.machine.one_by_one``).
     varlen: ClassVar[bool] = False
     #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     builds_per_shape: ClassVar[bool] = False

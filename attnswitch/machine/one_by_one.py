@@ -19,7 +19,7 @@ from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kerne
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-__all__ = ["OneByOne", "asked", "compiled", "goes_one_by_one", "reasons"]
+__all__ = ["OneByOne", "asked", "compiled", "reasons"]
 
 #: From the problem that one sequence is, and its number, to a kernel for it.
 Make = Callable[[Problem, int], Kernel]
@@ -31,7 +31,7 @@ _ROWS = 2
 
 def asked(backend: Backend, problem: Problem) -> Problem:
     """What ``backend`` is asked about: ``problem``, or the longest sequence where it takes them one by one."""
-    return _kinds(problem)[0] if goes_one_by_one(backend, problem) else problem
+    return _kinds(problem)[0] if _one_by_one(backend, problem) else problem
 
 
 def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
@@ -39,7 +39,7 @@ def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]
 
     They are its own reasons, what it is known to get wrong, and what speaks against sequences one by one.
     """
-    if not goes_one_by_one(backend, problem):
+    if not _one_by_one(backend, problem):
         yield from _own(backend, problem, device)
         return
     yield from _against(problem, device)
@@ -71,7 +71,7 @@ def _kinds(problem: Problem) -> tuple[Problem, ...]:
     return (longest, _alone(p, square, square + 1), _alone(p, square, square))
 
 
-def goes_one_by_one(backend: Backend, problem: Problem) -> bool:
+def _one_by_one(backend: Backend, problem: Problem) -> bool:
     """Whether ``backend`` takes the sequences of ``problem`` each alone."""
     return problem.varlen and not backend.varlen
 
@@ -85,7 +85,7 @@ def _against(problem: Problem, device: Device) -> Iterator[str]:
 
 def compiled(backend: Backend, problem: Problem, device: Device, config: Config) -> Kernel:
     """The kernel of ``backend`` for ``problem``. Raises ``CompileError``."""
-    if not goes_one_by_one(backend, problem):
+    if not _one_by_one(backend, problem):
         return backend.compile(problem, device, config)
 
     def make(alone: Problem, number: int) -> Kernel:

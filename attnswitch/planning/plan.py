@@ -77,7 +77,10 @@ class Plan:
             Unsupported: the plan chose nothing.
         """
         if unknown:
-            name, own = next(iter(unknown)), ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q")
+            name, own = (
+                next(iter(unknown)),
+                ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q", "cu_seqlens_k"),
+            )
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
                 f" attnswitch.plan takes{meant(name, own)}"
@@ -88,7 +91,7 @@ class Plan:
                 "the plan is for sequences one after another: its call takes cu_seqlens_q and maybe cu_seqlens_k, and"
                 " no attn_mask, key_lengths nor layout"
             )
-        if cu_seqlens_q is not None and not self.problem.varlen:
+        if (cu_seqlens_q is not None or cu_seqlens_k is not None) and not self.problem.varlen:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
         cu_seqlens = cu_seqlens_q, cu_seqlens_k

@@ -297,6 +297,25 @@ def test_a_mask_beside_sequences_may_hide_no_more() -> None:
     mask[..., 3, 2] = False
     with pytest.raises(attnswitch.Unsupported, match="hides keys within its sequences"):
         call(5, 5, mask=mask, **starts)
+    near = mask.tril().triu(-1) | torch.eye(5, dtype=torch.bool)
+    near[..., 3, 2] = True
+    call(5, 5, mask=near, sliding_window=2, **starts)
+    with pytest.raises(attnswitch.Unsupported, match="hides keys within its sequences"):
+        call(5, 5, mask=near, **starts)  # a layer without a window, of the same model
+    with torch.inference_mode():
+        call(5, 5, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), **starts)
+    with pytest.raises(attnswitch.Unsupported, match="goes with one over all rows"):
+        call(5, 5, mask=mask[..., :4], **starts)
+    with pytest.raises(attnswitch.Unsupported, match="max_length_q to attention without cu_seq_lens_q"):
+        call(5, 5, max_length_q=3)
+
+
+def test_a_mask_beside_sequences_may_hide_what_is_past_the_last() -> None:
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    mask[..., 4, :] = False
+    out, formula, i, j = call(5, 5, mask=mask, cu_seq_lens_q=[0, 2, 4])
+    torch.testing.assert_close(out[:, :4], formula((j <= i) & ((i < 2) == (j < 2)))[:, :4])
+    assert not out[:, 4].any()
 
 
 def test_continuous_batching_is_refused() -> None:

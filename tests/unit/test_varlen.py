@@ -123,6 +123,23 @@ def test_a_plan_is_the_call() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cu_seqlens_k": [0, 22]}, "without cu_seqlens_q"),
+        ({"max_seqlen_q": 22}, "without cu_seqlens_q"),
+        ({"cu_seqlens_q": [0, 22], "layout": "BLHD"}, "take none of them"),
+        ({"cu_seqlens_q": [0, 22], "attn_mask": np.ones((22, 22), bool)}, "take none of them"),
+    ],
+)
+def test_what_a_plan_does_not_take(options: dict[str, Any], message: str) -> None:
+    operands = (Q,) * 3 if "cu_seqlens_q" in options else (Q[None],) * 3
+    with pytest.raises(InvalidProblem, match=message):
+        attnswitch.explain(*operands, **options)
+    with pytest.raises(InvalidProblem, match="a described problem stands alone"):
+        attnswitch.explain("b1.h4.s22.d8.fp64", **options)
+
+
 def test_the_calls_are_recorded() -> None:
     with attnswitch.record() as recording:
         attention_varlen(Q, K, V, CU_Q, CU_K)
@@ -152,10 +169,18 @@ def test_its_text() -> None:
         ({"cu_seqlens_q": np.array([0.0, 5.0])}, r"cu_seqlens_q has dtype float64: expected integers"),
         ({"cu_seqlens_q": torch.tensor(CU_Q)}, r"cu_seqlens_q is a torch array"),
         ({"cu_seqlens_k": CU_K[:-1]}, r"cu_seqlens_q tells 5 sequences apart and cu_seqlens_k 4"),
-        ({"max_seqlen_q": 6}, r"max_seqlen_q=6: a sequence of 7 rows is in cu_seqlens_q"),
-        ({"max_seqlen_q": -1}, r"max_seqlen_q=-1: expected the rows of the longest"),
-        ({"max_seqlen_k": "7"}, r"max_seqlen_k='7': expected the rows"),
-        ({"max_seqlen_q": True}, r"max_seqlen_q=True: expected the rows"),
+        ({"cu_seqlens_q": [0, 2**70]}, r"none beyond the 22 rows"),
+        ({"cu_seqlens_q": torch.tensor(CU_Q, device="meta")}, r"memory of their own"),
+        ({"cu_seqlens_k": None}, r"query has 22 rows and key 25: pass cu_seqlens_k"),
+        ({"max_seqlen_q": 6}, r"max_seqlen_q=6: a sequence of 7 rows is in cu_seqlens_q; expected 7 or more"),
+        ({"max_seqlen_q": -1}, r"max_seqlen_q=-1: expected an integer, the rows of the longest"),
+        ({"max_seqlen_k": "7"}, r"max_seqlen_k='7': expected an integer"),
+        ({"max_seqlen_q": True}, r"max_seqlen_q=True: expected an integer"),
+        ({"max_seqlen_q": torch.tensor(14.9)}, r"max_seqlen_q=tensor\(14\.9.*: expected an integer"),
+        ({"max_seqlen_q": np.array("a")}, r"max_seqlen_q=array\('a'.*: expected an integer"),
+        ({"attn_mask": np.ones(1)}, r"attention_varlen has no attn_mask: sequences are"),
+        ({"layout": "BLHD"}, r"attention_varlen has no layout"),
+        ({"backend": ["tiled"]}, r"backend=\['tiled'\]: expected the name"),
         ({"query": Q[None]}, r"query has shape \(1, 22, 4, 8\): expected three axes, \(T, H, D\)"),
         ({"key": K[:-1]}, r"the length of key and value must agree"),
         ({"value": V.tolist()}, r"value is a list"),
@@ -178,9 +203,11 @@ def test_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:
         ({"grad_out": G[:-1]}, r"grad_out has shape \(21, 4, 6\): expected \(22, 4, 6\), as \(T, H, D\)"),
         ({"grad_lse": G[..., 0]}, r"grad_lse has shape \(22, 4\): expected \(4, 22\)"),
         ({"dropout_p": 0.5}, r"dropout needs the seed"),
-        ({"return_lse": True}, r"has no return_lse"),
+        ({"grad_out": torch.ones(22, 4, 6, device="meta")}, r"memory of their own"),
+        ({"return_lse": True}, r"returns gradients only"),
         ({"layout": "BLHD"}, r"has no layout"),
-        ({"attn_mask": None}, r"unexpected keyword 'attn_mask'"),
+        ({"attn_mask": None}, r"has no attn_mask"),
+        ({"window_size": 3}, r"unexpected keyword 'window_size'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -264,3 +291,7 @@ def test_arrays_of_jax() -> None:
     out = attention_varlen(q, k, v, CU_Q, CU_K)
     assert type(out) is type(q)
     np.testing.assert_allclose(np.asarray(out), attention_varlen(Q, K, V, CU_Q, CU_K), atol=1e-5)
+    grads: Any = attention_varlen_backward(jnp.asarray(G, jnp.float32), q, k, v, CU_Q, CU_K)
+    right: Any = attention_varlen_backward(G, Q, K, V, CU_Q, CU_K)
+    for found, other in zip(grads[:3], right[:3], strict=True):
+        np.testing.assert_allclose(np.asarray(found), other, atol=1e-5)

@@ -87,6 +87,11 @@ def attention(
         options["deterministic"] = True
     if s_aux is not None:
         options["return_lse"] = True
+    if cu_seq_lens_q is None:
+        beside = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
+        for name, given in beside.items():
+            if given is not None:
+                raise Unsupported(f"transformers passes {name} to attention without cu_seq_lens_q")
     if cu_seq_lens_q is not None:
         if position_bias is not None or indices is not None:
             raise Unsupported(f"transformers passes cu_seq_lens_q with a position bias or indices: {_UNKNOWN}")

@@ -11,7 +11,7 @@ from attnswitch.errors import Unsupported
 
 __all__ = ["Lengths", "attend"]
 
-#: What a mask is marked by that was held to these offsets: its version, and theirs.
+#: What a mask is marked by: the offsets that it was held to, and what else it was held to.
 _HELD = "_attnswitch_sequences"
 
 
@@ -45,15 +45,17 @@ def attend(
             f"transformers passes cu_seq_lens_q to attention with a batch of {query.shape[0]}: sequences lie one after"
             " another in a single row"
         )
-    if mask is not None:
-        _check(mask, lengths, causal, sliding_window)
     if causal:
         options |= {"is_causal": True, "causal_alignment": "bottom_right"}
     if sliding_window is not None:
         options["window"] = (sliding_window - 1, sliding_window - 1)
+    if mask is not None and mask.shape[-2:] != (query.shape[2], key.shape[2]):
+        raise Unsupported(f"attention_mask has shape {tuple(mask.shape)}: cu_seq_lens_q goes with one over all rows")
     q, k, v = (operand[0].transpose(0, 1) for operand in (query, key, value))
     longest = {"max_seqlen_q": lengths.max_length_q, "max_seqlen_k": lengths.max_length_k}
     found = attention_varlen(q, k, v, lengths.cu_seq_lens_q, lengths.cu_seq_lens_k, **longest, **options)
+    if mask is not None:
+        _check(mask, lengths, causal, sliding_window)
     if not options.get("return_lse"):
         return found.transpose(0, 1)[None]
     out, lse = found
@@ -66,16 +68,19 @@ def _check(mask: torch.Tensor, lengths: Lengths, causal: bool, sliding_window: i
     transformers makes it of the position_ids, which begin anew with each sequence, or of one sequence, where a model
     does not tell it of them. Raises ``Unsupported``.
     """
-    starts_q, starts_k = lengths.cu_seq_lens_q, lengths.cu_seq_lens_k
-    held = (mask._version, starts_q._version, starts_k._version, starts_q.data_ptr(), starts_k.data_ptr())
-    if getattr(mask, _HELD, None) == held:
-        return
-    *_, queries, keys = mask.shape
-    i, j = torch.arange(queries, device=mask.device), torch.arange(keys, device=mask.device)
+    given = lengths.cu_seq_lens_q, lengths.cu_seq_lens_k
+    starts_q, starts_k = (torch.as_tensor(starts, device=mask.device) for starts in given)
+    lasting = isinstance(given[0], torch.Tensor) and isinstance(given[1], torch.Tensor)
+    lasting = lasting and not any(x.is_inference() for x in (mask, *given))  # else nothing tells that they are the same
+    held = (*(x._version for x in (mask, *given)), causal, sliding_window) if lasting else ()
+    for other_q, other_k, before in getattr(mask, _HELD, ()):
+        if lasting and other_q is given[0] and other_k is given[1] and before == held:
+            return
+    i, j = (torch.arange(n, device=mask.device) for n in mask.shape[-2:])
     of_query, of_key = (torch.bucketize(at, starts, right=True) for at, starts in ((i, starts_q), (j, starts_k)))
     # Positions from the end of each sequence, where its last query meets its last key.
     i, j = i - starts_q[of_query.clamp(max=len(starts_q) - 1)], j - starts_k[of_key.clamp(max=len(starts_k) - 1)]
-    sees = of_query[:, None] == of_key
+    sees = (of_query[:, None] == of_key) & (of_query < len(starts_q))[:, None]
     if causal:
         sees &= j <= i[:, None]
     if sliding_window is not None:
@@ -86,4 +91,5 @@ def _check(mask: torch.Tensor, lengths: Lengths, causal: bool, sliding_window: i
             "transformers passes cu_seq_lens_q to attention, and an attention_mask that hides keys within its"
             " sequences: leave one of them out"
         )
-    setattr(mask, _HELD, held)
+    if lasting:
+        setattr(mask, _HELD, (*getattr(mask, _HELD, ()), (*given, held)))

@@ -14,7 +14,6 @@ import numpy as np
 import attnswitch
 from attnswitch import arrays
 from attnswitch.call import finite
-from attnswitch.machine.device import Device
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch import sequences
@@ -198,8 +197,10 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
     """Through ``attention_backward``, for libraries without autograd."""
     options = _options(case, placed)
     operands = (placed.query, placed.key, placed.value)
+    attend: Callable[..., Any] = attnswitch.attention
+    differentiate: Callable[..., Any] = attnswitch.attention_backward
     if case.varlen:
-        return _explicit_varlen(case, placed, backend or _of_problem(case, placed))
+        attend, differentiate = attnswitch.attention_varlen, attnswitch.attention_varlen_backward
     chosen = backend
     if chosen is None:
         plan = attnswitch.plan(*operands, **options, return_lse=case.lse)
@@ -207,38 +208,15 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
         if case.grads:  # whose choice may be another: one backend is to answer for all results
             stepping = make_plan(plan.problem.replace(grads=case.grads), plan.device)
             backend = chosen = stepping.backend or chosen
-    out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
+    out = attend(*operands, **options, return_lse=case.lse, backend=backend)
     results: dict[str, Any] = {"out": out[0], "lse": out[1]} if case.lse else {"out": out}
     if case.grads:
-        grads = attnswitch.attention_backward(
-            placed.grad_out,
-            *operands,
-            **options,
-            grad_lse=placed.grad_lse if case.lse else None,
-            mask_grad="m" in case.grads,
-            backend=backend,
-        )
+        if "m" in case.grads:
+            options["mask_grad"] = True
+        grad_lse = placed.grad_lse if case.lse else None
+        grads = differentiate(placed.grad_out, *operands, **options, grad_lse=grad_lse, backend=backend)
         results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
     return Returned(results, chosen)
-
-
-def _explicit_varlen(case: Case, placed: Placed, backend: str | None) -> Returned:
-    options = _options(case, placed)
-    operands = (placed.query, placed.key, placed.value)
-    out = attnswitch.attention_varlen(*operands, **options, return_lse=case.lse, backend=backend)
-    results: dict[str, Any] = {"out": out[0], "lse": out[1]} if case.lse else {"out": out}
-    if case.grads:
-        grad_lse = placed.grad_lse if case.lse else None
-        grads = attnswitch.attention_varlen_backward(
-            placed.grad_out, *operands, **options, grad_lse=grad_lse, backend=backend
-        )
-        results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
-    return Returned(results, str(backend))
-
-
-def _of_problem(case: Case, placed: Placed) -> str | None:
-    """The backend that is chosen for what ``case`` asks, where no plan of arrays says it."""
-    return make_plan(case.problem(), Device.of(*arrays.facts(placed.query, "query").device)).backend
 
 
 def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
@@ -252,14 +230,12 @@ def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
         leaves[name].requires_grad_()
     options = _options(case, placed)
     operands = (leaves["query"], leaves["key"], leaves["value"])
-    if case.varlen:
-        backend = backend or _of_problem(case, placed)
-        chosen = str(backend)
-        out = attnswitch.attention_varlen(*operands, **options, return_lse=case.lse, backend=backend)
-    else:
+    attend: Callable[..., Any] = attnswitch.attention_varlen
+    if not case.varlen:
         options |= {"attn_mask": leaves["attn_mask"]}
-        chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
-        out = attnswitch.attention(*operands, **options, return_lse=case.lse, backend=backend)
+        attend = attnswitch.attention
+    chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
+    out = attend(*operands, **options, return_lse=case.lse, backend=backend)
     outputs = list(out) if case.lse else [out]
     results: dict[str, Any] = dict(zip(("out", "lse"), outputs, strict=False))
     if wanted:

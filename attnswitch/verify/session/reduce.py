@@ -17,9 +17,8 @@ __all__ = ["reduced"]
 _PLAIN = Case()
 #: Fields that are set back to their default, the most telling first.
 _FEATURES = (
-    *("mask", "dropout", "poison", "window", "query_lengths", "lengths", "softcap", "alignment", "causal", "lse"),
-    *("deterministic",),
-    *("layout", "scale", "data", "library", "data_seed"),
+    *("mask", "dropout", "poison", "window", "query_lengths", "lengths", "softcap", "alignment", "causal"),
+    *("lse", "deterministic", "layout", "scale", "data", "library", "data_seed"),
 )
 _SIZES = ("batch", "heads_kv", "group", "seq_q", "dim_v", "dim_qk", "seq_k")
 
@@ -102,8 +101,8 @@ def _consistent(case: Case) -> Case:
         lengths = (case.lengths * case.batch)[: case.batch]
         case = case.replace(lengths=tuple(min(length, case.seq_k) for length in lengths))
     if case.query_lengths is not None:
-        lengths = (case.query_lengths * case.batch)[: case.batch]
-        shorter = tuple(min(length, case.seq_q) for length in lengths)
+        of_each = (case.query_lengths * case.batch)[: case.batch]
+        shorter = tuple(min(length, case.seq_q) for length in of_each)
         case = case.replace(query_lengths=None if case.lengths is None or case.mask else shorter)
     if case.mask is None and "m" in case.grads:
         case = case.replace(grads=case.grads.replace("m", ""))
