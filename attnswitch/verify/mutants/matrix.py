@@ -183,9 +183,9 @@ def _column(check: str, every: list[str], far: list[str], seed: int) -> dict[str
     Only the mutants of ``far``, which show at great lengths, get the cases of the lattice as well.
     """
     left, found = list(every), dict[str, int]()
-    applies = named(check).applies
     cases = (case.replace(check=check) for case in _drawn(seed))
-    drawn = ((case, every) for case in islice(filter(applies, cases), COLUMN_CASES))
+    suiting = (case for case in cases if named(check).suits(case, "cpu"))
+    drawn = ((case, every) for case in islice(suiting, COLUMN_CASES))
     fixed = (*lattice.probes(Space(), False), *lattice.long(Space(), False), *lattice.extremes(Space()))
     seen = chain(drawn, ((case, far) for case in fixed if case.check == check))
     for number, (case, wanted) in enumerate(seen, 1):
