@@ -255,11 +255,12 @@ def compare(
 
 @compiled
 @pytest.mark.parametrize("axes", ["bhqk", "hqk", "bqk", "qk", "hk", "bk", "k"])
-@pytest.mark.parametrize("dims", ["64", "96", pytest.param("128", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", ["64", *(pytest.param(dim, marks=pytest.mark.slow) for dim in ("96", "128"))])
 def test_gradients_are_right(dims: str, axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(f"b2.h2.s150x200.d{dims}.bf16.mask=bf16:{axes}.grad", 1, monkeypatch)
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize(
     ("text", "parts"),
@@ -284,7 +285,7 @@ def test_what_goes_together_with_a_mask(text: str, parts: int, monkeypatch: pyte
 
 @compiled
 @pytest.mark.parametrize("axes", ["bqk", "k"])
-@pytest.mark.parametrize(("dims", "queries"), [("64", 200), ("128", 104)])
+@pytest.mark.parametrize(("dims", "queries"), [("64", 200), pytest.param("128", 104, marks=pytest.mark.slow)])
 def test_lengths_end_within_tiles(dims: str, queries: int, axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"b3.h2.s{queries}x304.d{dims}.bf16.lengths.causal-br.mask=bf16:{axes}.grad"
     compare(text, 2, monkeypatch, lengths=[130, 0, 304])

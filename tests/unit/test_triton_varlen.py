@@ -23,6 +23,7 @@ from attnswitch.call import finite
 from attnswitch.machine.device import Device
 
 pytest.importorskip("triton", "3.6")
+pytestmark = pytest.mark.slow
 
 arguments = importlib.import_module("attnswitch.backends.triton.arguments")
 backend = importlib.import_module("attnswitch.backends.triton.backend")
