@@ -87,11 +87,6 @@ def attention(
         options["deterministic"] = True
     if s_aux is not None:
         options["return_lse"] = True
-    if cu_seq_lens_q is None:
-        beside = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
-        for name, given in beside.items():
-            if given is not None:
-                raise Unsupported(f"transformers passes {name} to attention without cu_seq_lens_q")
     if cu_seq_lens_q is not None:
         if position_bias is not None or indices is not None:
             raise Unsupported(f"transformers passes cu_seq_lens_q with a position bias or indices: {_UNKNOWN}")
@@ -99,6 +94,10 @@ def attention(
         lengths = Lengths(cu_seq_lens_q, starts_k, max_length_q, max_length_k)
         options |= {"causal": _is_causal(module, is_causal), "sliding_window": sliding_window}
         found = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
+    elif not cu_seq_lens_k is max_length_q is max_length_k is None:
+        beside = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
+        name = next(name for name, given in beside.items() if given is not None)
+        raise Unsupported(f"transformers passes {name} to attention without cu_seq_lens_q")
     else:
         if attention_mask is None:  # else the mask holds the diagonal and the window as well
             options |= _positions(module, length_q, key.shape[2], is_causal, sliding_window)
