@@ -10,14 +10,13 @@ from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call import recording
 from attnswitch.call.attend import lies_alike, request
-from attnswitch.call.describe import check_beside, swap_heads, swapped
+from attnswitch.call.describe import result_beside
 from attnswitch.call.launch import Launch, Request
 from attnswitch.call.options import Options
 from attnswitch.call.run import caller_of, inputs_of, to_caller, to_native
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients, Inputs
 from attnswitch.planning.policy import Policy
-from attnswitch.problem import DTYPES
 
 __all__ = ["are_of", "gradients", "results"]
 
@@ -177,14 +176,7 @@ def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...])
         return None
     query = call.launch.facts[0]
     assert query is not None
-    array, facts = arrays.take(array, role)
-    check_beside(facts, role, query)
-    if facts.dtype not in DTYPES:
-        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
-    if call.turned and len(shape) == 4:
-        array, facts = swap_heads(array), swapped(facts)
-    if facts.shape != shape:
-        raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as (B, H, L, D) or (B, H, L)")
-    if facts.memory.negative:  # not part of the problem, so no backend was asked; torch could not take it
-        array = array.copy()
+    array = result_beside(
+        array, role, shape, "(B, H, L, D) or (B, H, L)", query, turned=call.turned and len(shape) == 4
+    )
     return arrays.passage(array, call.library, call.native)

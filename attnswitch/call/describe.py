@@ -14,7 +14,16 @@ from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 
-__all__ = ["INTEGERS", "check_beside", "describe", "fitting", "lengths_beside", "swap_heads", "swapped"]
+__all__ = [
+    "INTEGERS",
+    "check_beside",
+    "describe",
+    "fitting",
+    "lengths_beside",
+    "result_beside",
+    "swap_heads",
+    "swapped",
+]
 
 _HEADS_LAST = (0, 2, 1, 3)
 #: What lengths and offsets may be.
@@ -125,6 +134,25 @@ def check_beside(facts: Facts, role: str, query: Facts, first: str = "query") ->
             f"{role} is a {facts.library} array on {facts.device[0]}:{facts.device[1]}, {first} a {query.library} array"
             f" on {query.device[0]}:{query.device[1]}: pass both in one library, on one device"
         )
+
+
+def result_beside(
+    array: Array, role: str, shape: tuple[int, ...], axes: str, query: Facts, *, turned: bool = False
+) -> Array:
+    """A result or its gradient that the caller gives, of ``shape``, which ``axes`` names, once heads are ``turned``.
+
+    Raises ``InvalidProblem`` where it does not go with query.
+    """
+    array, facts = arrays.take(array, role)
+    check_beside(facts, role, query)
+    if facts.dtype not in DTYPES:
+        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
+    if turned:
+        array, facts = swap_heads(array), swapped(facts)
+    if facts.shape != shape:
+        raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as {axes}")
+    # Not part of the problem, so no backend was asked; torch could not take it.
+    return array.copy() if facts.memory.negative else array
 
 
 def swap_heads(array: Array) -> Array:

@@ -13,7 +13,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
 from attnswitch.call import finite, recording
 from attnswitch.call import options as read
-from attnswitch.call.describe import INTEGERS, check_beside, fitting
+from attnswitch.call.describe import INTEGERS, check_beside, fitting, result_beside
 from attnswitch.call.options import Options, text_of
 from attnswitch.call.run import drawn_seed, to_caller, to_native
 from attnswitch.errors import InvalidProblem
@@ -22,7 +22,7 @@ from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, effective
-from attnswitch.problem import DTYPES, GRAD_OPERANDS, Problem
+from attnswitch.problem import GRAD_OPERANDS, Problem
 from attnswitch.wisdom import view
 
 __all__ = ["attend", "gradients", "problem_of", "run_plan"]
@@ -349,13 +349,6 @@ def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...])
     """``array`` checked against the call, as the backend's (1, H, T, D) or (1, H, T); None stays None."""
     if array is None:
         return None
-    array, facts = arrays.take(array, role)
-    check_beside(facts, role, call.query)
-    if facts.dtype not in DTYPES:
-        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
-    if facts.shape != shape:
-        raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as (T, H, D) or (H, T)")
-    if facts.memory.negative:
-        array = array.copy()
+    array = result_beside(array, role, shape, "(T, H, D) or (H, T)", call.query)
     array = array.swapaxes(0, 1)[None] if len(shape) == 3 else array[None]
     return arrays.passage(array, call.library, call.native)
