@@ -26,7 +26,7 @@ def differentiable(
 
     The kernel takes arrays of ``library``.
     """
-    *operands, key_lengths, seed, offsets = inputs
+    *operands, key_lengths, seed, offsets = inputs[:7]
 
     def forward(*given: Any) -> tuple[Any, Any]:
         out, lse = kernel.forward(Inputs(*given)._replace(offsets=offsets).map(_passage("torch", library)))

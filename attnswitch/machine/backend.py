@@ -51,6 +51,11 @@ class Inputs(NamedTuple):
     Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
     key_lengths (B,). Of a problem with ``varlen`` B is 1 and L counts the rows of all sequences, which ``offsets`` tell
     apart. Kernels never write to any of them. ``seed`` is the caller's, or drawn for a backend with ``wants_seed``.
+
+    sinks (Hq,) and alibi_slopes (1 or B, Hq) are float32, or float64 where that is the problem's dtype. Of a problem
+    with ``page`` key and value are caches (P, Hkv, page, D or Dv), and row j of sequence b is row ``j % page`` of page
+    ``block_table[b, j // page]``: (B, Lk / page) integers of 32 or 64 bits, which past the length may be any. Queries
+    alone are told apart by ``offsets``, of which ``key`` then says nothing.
     """
 
     query: Array
@@ -60,12 +65,16 @@ class Inputs(NamedTuple):
     key_lengths: Array | None = None
     seed: int | None = None
     offsets: Offsets | None = None
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+    block_table: Array | None = None
 
     def map(self, change: Callable[[Array], Array]) -> Inputs:
         """The same inputs with ``change`` applied to every array."""
         query, key, value, mask, lengths = (None if array is None else change(array) for array in self[:5])
         offsets = None if self.offsets is None else Offsets(*map(change, self.offsets))
-        return Inputs(query, key, value, mask, lengths, self.seed, offsets)
+        beside = (None if array is None else change(array) for array in self[7:])
+        return Inputs(query, key, value, mask, lengths, self.seed, offsets, *beside)
 
 
 class Gradients(NamedTuple):
@@ -243,6 +252,10 @@ class Backend:
     #: Whether it is given sequences that lie one after another (``Problem.varlen``) at once; others get each alone, on
     #: the CPU (``attnswitch.machine.one_by_one``).
     varlen: ClassVar[bool] = False
+    #: Whether it takes problems with ``sinks``, with ``alibi``, and with a ``page``; others never see one.
+    sinks: ClassVar[bool] = False
+    alibi: ClassVar[bool] = False
+    paged: ClassVar[bool] = False
     #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     builds_per_shape: ClassVar[bool] = False
     #: The file of what it is known to get wrong, ``"package:file.toml"`` (``attnswitch.machine.divergences``).

@@ -14,7 +14,7 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.errors import Unsupported
-from attnswitch.machine import divergences
+from attnswitch.machine import divergences, forms
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
@@ -52,6 +52,7 @@ def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]
 
 
 def _own(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
+    yield from forms.refused(backend, problem)
     said: Iterable[str] = backend.reasons(problem, device)
     yield from (said,) if isinstance(said, str) else map(str, said)
     yield from divergences.refused(backend, problem, device)

@@ -13,6 +13,7 @@ first and are required; the others appear only when they differ from the default
     mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN, inf or what overflows
     lengths               key_lengths                       scale=0.125        scale
     varlen                attention_varlen: s128x256 are the most queries and keys of any of its sequences
+    page=16               attention_paged: rows of a page   sinks  alibi       sinks and alibi_slopes are given
     bottom-right          alignment of a window that is not causal
 """
 
@@ -54,6 +55,8 @@ def format_problem(p: Problem) -> str:
     if p.mask:
         parts.append(f"mask={_SHORT[p.mask.dtype]}" + (f":{p.mask.axes}" if p.mask.axes != "qk" else ""))
     parts += [name for name, said in (("lengths", p.key_lengths), ("varlen", p.varlen)) if said]
+    parts += [f"page={p.page}"] if p.page else []
+    parts += [name for name in ("sinks", "alibi") if getattr(p, name)]
     if p.scale is not None:
         parts.append(f"scale={float(p.scale)!r}")
     parts += [f"{name}={float(number)!r}" for name in ("softcap", "dropout") if (number := getattr(p, name))]
@@ -107,12 +110,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "bottom-right": {"alignment": "bottom_right"},
     "lengths": {"key_lengths": True},
     "grad": {"grads": "qkv"},
-    **{name: {name: True} for name in ("varlen", "seeded", "lse", "deterministic", "nonfinite")},
+    **{name: {name: True} for name in ("varlen", "sinks", "alibi", "seeded", "lse", "deterministic", "nonfinite")},
     **{short: {"dtype": long} for short, long in _LONG.items() if long != "bool"},
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "window": ("window", _window),
     "mask": ("mask", _mask),
+    "page": ("page", int),
     "scale": ("scale", float),
     "softcap": ("softcap", float),
     "dropout": ("dropout", float),

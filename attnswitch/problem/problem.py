@@ -98,6 +98,12 @@ class _Fields(NamedTuple):
     deterministic: bool = False
     #: Sequences of their own lengths, one after another: see ``Problem``.
     varlen: bool = False
+    #: One more key for every row, with a score of each head and value 0.
+    sinks: bool = False
+    #: A slope of each head times the distance from query to key is taken from the scores.
+    alibi: bool = False
+    #: Keys and values lie in pages of as many rows, which a table names; 0 where they lie one after another.
+    page: int = 0
     query: Memory = CONTIGUOUS
     key: Memory = CONTIGUOUS
     value: Memory = CONTIGUOUS
@@ -115,6 +121,10 @@ class Problem(_Fields):
 
     With ``varlen`` there are ``batch`` sequences of at most ``seq_q`` queries and ``seq_k`` keys, one after another
     without padding: query (T, heads_q, dim_qk), key and value alike (``attention_varlen``). Each is aligned by itself.
+
+    With ``page`` key and value are caches (pages, page, heads_kv, dim) of which each sequence has at most ``seq_k``
+    rows, a multiple of ``page``, and ``key_lengths`` of them hold something (``attention_paged``); ``varlen`` then says
+    it of the queries alone.
 
     It is a tuple, since every call with a length not met before makes one, in a fifth of a dataclass's time.
     """
@@ -160,7 +170,7 @@ class Problem(_Fields):
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
-            and not self.varlen
+            and not (self.varlen or self.sinks or self.alibi or self.page)
             and self.scale is None
             and self.alignment == "top_left"
             and type(self.softcap) is type(self.dropout) is float
@@ -225,10 +235,25 @@ class Problem(_Fields):
                 )
         if self.grads != "".join(operand for operand in GRAD_OPERANDS if operand in self.grads):
             raise InvalidProblem(f"grads={self.grads!r}: expected a subset of {GRAD_OPERANDS!r} in that order")
-        if self.varlen and (self.mask is not None or self.key_lengths):
-            raise InvalidProblem("varlen: sequences without padding take no attn_mask, and have lengths of their own")
+        self._check_forms()
         if "m" in self.grads and not self.adds_mask:
             raise InvalidProblem("a gradient of attn_mask was asked for, but there is no float attn_mask")
+
+    def _check_forms(self) -> None:
+        page = self.page
+        if isinstance(page, bool) or not isinstance(page, int) or page < 0:
+            raise InvalidProblem(f"page={page!r}: expected the rows of a page, or 0 where there are no pages")
+        if page:
+            if self.mask is not None or self.grads or self.dropout:
+                raise InvalidProblem(
+                    f"page={page}: a paged cache takes no attn_mask and no dropout, and has no gradient"
+                )
+            if not self.key_lengths or self.seq_k % page:
+                raise InvalidProblem(
+                    f"page={page}: a paged cache has key_lengths, and keys of whole pages, not {self.seq_k}"
+                )
+        elif self.varlen and (self.mask is not None or self.key_lengths):
+            raise InvalidProblem("varlen: sequences without padding take no attn_mask, and have lengths of their own")
 
     @property
     def softmax_scale(self) -> float:

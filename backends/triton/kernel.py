@@ -75,7 +75,7 @@ class TritonKernel(Kernel):
             if self._sees_nothing:
                 out, lse = launched.results(inputs.query)
                 return out.zero_(), lse.fill_(-torch.inf)
-            return launched(*inputs)
+            return launched(*inputs[:7])
 
     def prepared(self, inputs: Inputs) -> backend.Forward:
         """``forward`` of tensors that lie like these, if they are read where they lie."""

@@ -216,7 +216,7 @@ class QueryGradient:
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
-        query, key, value, mask, lengths, seed, offsets = inputs
+        query, key, value, mask, lengths, seed, offsets, *_ = inputs
         if self._grad is None:
             self._grad = alike(query, self._p.dim_qk)
         grad = query.new_empty_strided(*self._grad)
@@ -271,7 +271,7 @@ class KeyGradients:
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
         """Launch it."""
-        query, key, value, mask, lengths, seed, offsets = inputs
+        query, key, value, mask, lengths, seed, offsets, *_ = inputs
         if not self._grads:
             self._grads = alike(key, self._p.dim_qk), alike(value, self._p.dim_v)
         by_key, by_value = (key.new_empty_strided(*grad) for grad in self._grads)
@@ -332,7 +332,7 @@ class MaskGradient:
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
         """Launch it."""
-        query, key, value, mask, lengths, seed, _ = inputs
+        query, key, value, mask, lengths, seed, *_ = inputs
         assert mask is not None
         grad = mask.new_empty(self._shape)
         self._launch(query, key, value, *saved, mask, lengths, grad, seed=seed)

@@ -113,7 +113,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         return rows, at, steps
 
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        query, key, value, mask, lengths, seed, _ = inputs
+        query, key, value, mask, lengths, seed, *_ = inputs
         if current() != index or _lie(lengths) != lengths_lie:
             return general(inputs, out, lse, grad_out, grad_lse)
         out, at_out, by_out = readable(out)

@@ -1,0 +1,20 @@
+"""Forms of a call that a backend has to say it takes: one that knows nothing of them would compute without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnswitch.machine.backend import Backend
+from attnswitch.problem import Problem
+
+__all__ = ["refused"]
+
+
+def refused(backend: Backend, problem: Problem) -> Iterator[str]:
+    """Why ``backend`` does not take ``problem``, as far as its class says."""
+    if problem.sinks and not backend.sinks:
+        yield "sinks: it has no key beside the keys"
+    if problem.alibi and not backend.alibi:
+        yield "alibi_slopes: it adds nothing that depends on the distance"
+    if problem.page and not backend.paged:
+        yield f"page={problem.page}: it takes keys that lie one after another, not in pages"
