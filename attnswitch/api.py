@@ -10,7 +10,7 @@ from attnswitch.call import like_torch
 from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
-from attnswitch.call.entry import call, run_plan
+from attnswitch.call.entry import call, compiled_gradients, compiling, run_plan
 from attnswitch.call.launch import learn, measure
 from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import InvalidProblem
@@ -167,16 +167,20 @@ def attention_backward(
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
     """
+    if grad_out is None:
+        raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
     seed = options.pop("seed", None)
-    seed = None if seed is None else seed_of(seed)
-    asked = options | {"return_lse": options.get("return_lse", grad_lse is not None)}
-    said = read.of_keywords(asked, _BACKWARD, attention_backward)
     if "return_lse" in options:
         raise InvalidProblem("attention_backward returns gradients only: leave return_lse out")
-    if said.dropout_p and seed is None:
-        raise InvalidProblem("attention_backward with dropout needs the seed that attention was given")
-    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    given = read.in_order(options | {"return_lse": grad_lse is not None}, _BACKWARD, attention_backward)
     wanted = "qkvm" if mask_grad else "qkv"
+    if hasattr(query, "is_cuda") and compiling():
+        whole = query, key, value, attn_mask, key_lengths
+        return compiled_gradients((grad_out, grad_lse), (out, lse), wanted, whole, seed, backend, policy, *given)
+    said = read.of_call(*given)
+    seed = None if seed is None else seed_of(seed)
+    read.check_remembered("attention", said.dropout_p, seed)
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     upstream = {"out": out, "lse": lse, "grad_lse": grad_lse}
     try:
         return gradients(grad_out, operands, key_lengths, seed, said, backend, policy, **upstream, wanted=wanted)

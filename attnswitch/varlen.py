@@ -7,8 +7,6 @@ from typing import Any, Never
 
 from attnswitch.arrays import Array
 from attnswitch.call import options as read
-from attnswitch.call.entry import compiling
-from attnswitch.call.options import seed_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients
 from attnswitch.planning.policy import Policy
@@ -74,7 +72,7 @@ def attention_varlen(
 
     Returns:
         The output (Tq, Hq, Dv), or (output, lse). Rows past the last sequence have output 0 and lse -inf, and get
-        gradient 0. torch tensors that require gradients get them; torch.compile breaks its graph at the call.
+        gradient 0. torch tensors that require gradients get them.
 
     Raises what ``attention`` raises.
     """
@@ -83,12 +81,9 @@ def attention_varlen(
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, "BHLD", deterministic
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    attend: Any
-    if hasattr(query, "is_cuda") and compiling():
-        from attnswitch.call.beside_graphs import varlen as attend
-    else:
-        from attnswitch.call.varlen import attend
-    return attend((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest)
+    from attnswitch.call.entry_varlen import call  # which programs without such calls do not wait for
+
+    return call((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest)
 
 
 def attention_varlen_backward(
@@ -138,14 +133,12 @@ def attention_varlen_backward(
         if name in ("return_lse", *_OF_BATCHES):
             raise _unknown(name, attention_varlen_backward)
     asked = options | {"return_lse": grad_lse is not None}
-    said = read.of_keywords(asked, "attention_varlen_backward: there is", attention_varlen_backward)
-    if said.dropout_p and seed is None:
-        raise InvalidProblem("attention_varlen_backward with dropout needs the seed that attention_varlen was given")
+    given = read.in_order(asked, "attention_varlen_backward: there is", attention_varlen_backward)
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    call = (query, key, value), cu_seqlens, longest, None if seed is None else seed_of(seed), said, backend, policy
-    from attnswitch.call.varlen import gradients
+    from attnswitch.call.entry_varlen import gradients
 
-    return gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)
+    call = (query, key, value), cu_seqlens, longest, seed, backend, policy, *given
+    return gradients((grad_out, grad_lse), (out, lse), *call)
 
 
 def _unknown(name: str, function: Callable[..., Any]) -> InvalidProblem:

@@ -21,7 +21,7 @@ from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "forget", "lies_alike", "problem_of", "request"]
+__all__ = ["attend", "forget", "lies_alike", "modes_of", "problem_of", "request"]
 
 #: Requests that are remembered; beyond, all are forgotten.
 _MOST = 1024
@@ -112,8 +112,7 @@ def request(
     grads: str,
 ) -> Request:
     """The request that a call for gradients is, one for equal calls in equal contexts. Raises ``InvalidProblem``."""
-    modes = (_MODES.get(type(query)) or _modes_of(query))()
-    context = modes, _policy_of_context(), _look_of_context(), view.generation()
+    context = modes_of(query), _policy_of_context(), _look_of_context(), view.generation()
     said = options, not seeded, not masked, not lengths, backend, policy, None, grads, *context
     try:
         return _requests.get(said) or _requested(said)
@@ -188,6 +187,11 @@ def _poisoned(
 
 #: What of its library's modes a call depends on, by the type of query.
 _MODES: dict[type, Callable[[], Hashable]] = {}
+
+
+def modes_of(query: Array) -> Hashable:
+    """What of its library's modes a call with ``query`` depends on. Raises ``Intercepted`` where one looks at calls."""
+    return (_MODES.get(type(query)) or _modes_of(query))()
 
 
 def _modes_of(query: Array) -> Callable[[], Hashable]:

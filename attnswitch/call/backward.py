@@ -14,7 +14,6 @@ from attnswitch.call.describe import result_beside
 from attnswitch.call.launch import Launch, Request
 from attnswitch.call.options import Options
 from attnswitch.call.run import caller_of, inputs_of, to_caller, to_native
-from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients, Inputs
 from attnswitch.planning.policy import Policy
 
@@ -118,8 +117,6 @@ def gradients(
 
     Raises what ``attention_backward`` raises.
     """
-    if grad_out is None:
-        raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
     asked = _request(operands, key_lengths, seed, options, backend, policy, wanted)
     launch = _latest(asked, operands)
     prepared = None if launch is None else launch.differentiate

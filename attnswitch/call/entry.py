@@ -12,11 +12,12 @@ from attnswitch.call import options as read
 from attnswitch.call.attend import attend
 from attnswitch.call.options import Options, seed_of
 from attnswitch.errors import Unsupported
+from attnswitch.machine.backend import Gradients
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["call", "compiling", "run_plan"]
+__all__ = ["are_sharded", "call", "compiled_gradients", "compiling", "run_plan"]
 
 
 def call(
@@ -59,9 +60,9 @@ def run_plan(
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
     if plan.problem.varlen:
-        from attnswitch.call import varlen  # which programs without such calls do not wait for
+        from attnswitch.call import entry_varlen  # which programs without such calls do not wait for
 
-        return varlen.run_plan(plan, (query, key, value), cu_seqlens, seed)
+        return entry_varlen.run_plan(plan, (query, key, value), cu_seqlens, seed)
     traced = hasattr(query, "is_cuda") and compiling()
     if not traced:
         seed = None if seed is None else seed_of(seed)
@@ -97,6 +98,25 @@ def _compiled(*call: Any) -> Any:
     return _operated(*call)
 
 
+def compiled_gradients(
+    upstream: tuple[Any, Any],
+    saved: tuple[Any, Any],
+    wanted: str,
+    operands: tuple[Any, ...],
+    seed: Any,
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+) -> Gradients:
+    """What ``attention_backward`` returns in a graph, given pairs for output and lse; the rest is as in ``call``."""
+    from attnswitch.call import operators, transforms
+
+    read.check_remembered("attention", given[0], seed)
+    if transforms.active() or type(operands[0]).__name__ == "DTensor":
+        transforms.refuse_gradients()
+    return operators.attention_backward(upstream, saved, wanted, operands, seed, backend, policy, *given)
+
+
 def _operated(*call: Any) -> Any:
     from attnswitch.call import operators  # of torch, which is there by now
 
@@ -109,7 +129,7 @@ def _intercepted(*given: Any) -> Any:
     for role, tensor in zip(arrays.ROLES, given, strict=False):
         if tensor is not None:
             arrays.check_dense(tensor, role)
-    if _are_sharded(given[:5]):
+    if are_sharded(given[:5]):
         return _by_parts(*given)
     return transforms.attention(*given) if transforms.looks(*given[:4]) else _operated(*given)
 
@@ -122,7 +142,7 @@ def _by_parts(*given: Any) -> Any:
     return whole(call(*part))
 
 
-def _are_sharded(tensors: Any) -> bool:
+def are_sharded(tensors: Any) -> bool:
     """Whether one is a DTensor, of which a program without torch.distributed has none."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and any(isinstance(x, distributed.DTensor) for x in tensors)

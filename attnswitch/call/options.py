@@ -19,7 +19,19 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant, one_of
 from attnswitch.problem import Alignment, Problem, Window
 
-__all__ = ["LAYOUTS", "Options", "of_call", "of_keywords", "of_problem", "said_by", "seed_of", "text_of", "unknown"]
+__all__ = [
+    "LAYOUTS",
+    "Options",
+    "check_remembered",
+    "in_order",
+    "of_call",
+    "of_keywords",
+    "of_problem",
+    "said_by",
+    "seed_of",
+    "text_of",
+    "unknown",
+]
 
 LAYOUTS = ("BHLD", "BLHD")
 #: Types whose value is all there is to them.
@@ -62,10 +74,21 @@ def of_keywords(keywords: dict[str, Any], what: str, function: Callable[..., Any
 
     Raises ``InvalidProblem``, beginning with ``what``, for an unknown one.
     """
+    return of_call(*in_order(keywords, what, function))
+
+
+def in_order(keywords: dict[str, Any], what: str, function: Callable[..., Any]) -> list[Any]:
+    """The same, not looked at, in the order of ``Options``."""
     for name in keywords:
         if name not in _NAMES:
             raise unknown(name, what, function)
-    return of_call(*(keywords.get(name, getattr(_DEFAULT, name)) for name in _NAMES))
+    return [keywords.get(name, usual) for name, usual in _USUAL.items()]
+
+
+def check_remembered(function: str, dropout_p: float, seed: Any) -> None:
+    """Raises ``InvalidProblem`` where gradients of ``function`` are asked for with a dropout mask that is lost."""
+    if dropout_p and seed is None:
+        raise InvalidProblem(f"{function}_backward with dropout needs the seed that {function} was given")
 
 
 def unknown(name: str, what: str, function: Callable[..., Any]) -> InvalidProblem:
@@ -203,4 +226,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 _NAMES = tuple(field.name for field in fields(Options))
 _WINDOW = _NAMES.index("window")
 _DEFAULT = Options()
+_USUAL = {name: getattr(_DEFAULT, name) for name in _NAMES}
 assert tuple(_CHECKS) == _NAMES

@@ -17,14 +17,15 @@ from attnswitch import arrays
 from attnswitch.call import options as read
 from attnswitch.call.describe import describe, swap_heads
 from attnswitch.call.launch import straight
-from attnswitch.call.operators import signed, told
+from attnswitch.call.operators import told
+from attnswitch.call.operators.run import signed
 from attnswitch.call.run import drawn_seed
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["attention", "differentiates", "looks", "refuse"]
+__all__ = ["active", "attention", "differentiates", "looks", "refuse", "refuse_gradients", "refuse_varlen"]
 
 _COMPOSITE = "sdpa-math"
 _JVP = torch._C._functorch.TransformType.Jvp
@@ -102,20 +103,38 @@ _REFUSED = (
     "attention within torch.func.grad, or another that differentiates, within torch.compile: torch has no gradient of"
     " an operator there; leave torch.compile out, or let backward() differentiate what is compiled"
 )
+_REFUSED_GRADIENTS = (
+    "attention_backward within torch.func or of DTensors, within torch.compile: call attention, and let torch"
+    " differentiate it"
+)
+_REFUSED_VARLEN = (
+    "attention_varlen within torch.func or forward mode, or of DTensors or nested tensors: pass padded ones and"
+    " key_lengths to attnswitch.attention, or nested ones to attnswitch.scaled_dot_product_attention"
+)
+
+
+def _active() -> bool:
+    return bool(torch._C._functorch.peek_interpreter_stack())
 
 
 def _differentiates() -> bool:
     return any(level.key() in _DIFFERENTIATING for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def _refuse() -> None:
-    raise Unsupported(_REFUSED)
+def _refusal(reason: str) -> Callable[[], None]:
+    """What raises ``Unsupported``, where torch.compile breaks its graph; with ``fullgraph`` that gives the reason."""
+
+    def refuse() -> None:
+        raise Unsupported(reason)
+
+    return torch.compiler.disable(refuse, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
-#: Whether a transform that is active now gives derivatives; torch.compile asks when it traces, under the same.
+#: Whether a transform is active now, and whether it gives derivatives; torch.compile asks when it traces, under the
+#: same.
+active = torch.compiler.assume_constant_result(_active)  # type: ignore[no-untyped-call]
 differentiates = torch.compiler.assume_constant_result(_differentiates)  # type: ignore[no-untyped-call]
-#: Raises ``Unsupported``, once torch.compile has broken its graph here; with ``fullgraph`` that gives the reason.
-refuse = torch.compiler.disable(_refuse, reason=_REFUSED)  # type: ignore[no-untyped-call]
+refuse, refuse_gradients, refuse_varlen = map(_refusal, (_REFUSED, _REFUSED_GRADIENTS, _REFUSED_VARLEN))
 
 
 # -- reverse mode ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
 from attnswitch.call import finite, recording
 from attnswitch.call import options as read
+from attnswitch.call.attend import modes_of
 from attnswitch.call.describe import INTEGERS, check_beside, fitting, result_beside
 from attnswitch.call.options import Options, text_of
 from attnswitch.call.run import drawn_seed, to_caller, to_native
@@ -25,13 +26,19 @@ from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import GRAD_OPERANDS, Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "gradients", "problem_of", "run_plan"]
+__all__ = [
+    "attend",
+    "check_counts",
+    "check_left_out",
+    "check_offsets",
+    "fitting_rows",
+    "gradients",
+    "problem_of",
+    "results",
+    "run_plan",
+]
 
 _ROLES = ("query", "key", "value")
-_NO_MEMORY = (
-    "attention_varlen takes tensors with memory of their own: none on the meta device, within torch.func or forward"
-    " mode, or of a subclass that looks at what is done to it"
-)
 
 
 class _Call(NamedTuple):
@@ -60,21 +67,18 @@ def attend(
     operands: tuple[Array, Array, Array],
     cu_seqlens: tuple[Any, Any],
     longest: tuple[Any, Any],
-    seed: Any,
+    seed: int | None,
+    options: Options,
     backend: str | None,
     policy: Policy | str | None,
-    *given: Any,
 ) -> Any:
-    """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
-    options = read.of_call(*given)
-    seed = None if seed is None else read.seed_of(seed)
+    """What ``attention_varlen`` returns. Raises ``Intercepted`` where torch looks at the call before its tensors do."""
     return _run(_call(_ask(operands, cu_seqlens, longest, seed, options), backend, policy))
 
 
-def run_plan(plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: Any) -> Any:
+def run_plan(plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: int | None) -> Any:
     """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
     p = plan.problem
-    seed = None if seed is None else read.seed_of(seed)
     asked = _ask(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, read.of_problem(p))
     if asked.problem != p:
         raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
@@ -89,7 +93,13 @@ def problem_of(
     options: Options,
 ) -> tuple[Problem, Device]:
     """The problem that a call is, and its device."""
-    asked = _ask(operands, cu_seqlens, longest, seed, options)
+    try:
+        asked = _ask(operands, cu_seqlens, longest, seed, options)
+    except Intercepted:
+        raise InvalidProblem(
+            "sequences of tensors that only torch can read (of a mode, on the meta device, of a subclass): their"
+            " lengths are not known; describe the problem instead"
+        ) from None
     return asked.problem, asked.device
 
 
@@ -105,8 +115,7 @@ def _run(call: _Call) -> Any:
     return (out, call.back(lse, native)) if problem.lse else out
 
 
-def gradients(
-    grad_out: Array,
+def results(
     operands: tuple[Array, Array, Array],
     cu_seqlens: tuple[Any, Any],
     longest: tuple[Any, Any],
@@ -114,26 +123,40 @@ def gradients(
     options: Options,
     backend: str | None,
     policy: Policy | str | None,
-    *,
-    out: Array | None,
-    lse: Array | None,
-    grad_lse: Array | None,
+    wanted: str,
+) -> tuple[Array, Array]:
+    """Output and lse for ``gradients`` of the same call, by the backend that these are computed by."""
+    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads=wanted), backend, policy)
+    out, lse = call.kernel.results(to_native(call.inputs, call.library, call.native))
+    return call.back(out), call.back(lse)
+
+
+def gradients(
+    upstream: tuple[Array, Array | None],
+    saved: tuple[Array | None, Array | None],
+    operands: tuple[Array, Array, Array],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    wanted: str,
 ) -> Gradients:
-    """Gradients of query, key and value. Raises what ``attention_varlen_backward`` raises."""
-    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads="qkv"), backend, policy)
+    """Gradients of what ``wanted`` names, from those ``upstream`` of output and lse, and these two, or None.
+
+    Raises what ``attention_varlen_backward`` raises, and ``Intercepted`` as ``attend`` does.
+    """
+    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads=wanted), backend, policy)
     problem, kernel, inputs = call.problem, call.kernel, call.inputs
     _, heads, rows, _ = inputs.query.shape
     wide, narrow = (rows, heads, problem.dim_v), (heads, rows)
     inputs = to_native(inputs, call.library, call.native)
-    try:
-        upstream = _beside(call, grad_out, "grad_out", wide)
-        upstream_lse = _beside(call, grad_lse, "grad_lse", narrow)
-        saved = _beside(call, out, "out", wide), _beside(call, lse, "lse", narrow)
-    except Intercepted:
-        raise InvalidProblem(_NO_MEMORY) from None
-    if saved[0] is None or saved[1] is None:  # what torch differentiates runs the forward again with its backward
-        saved = (None, None) if call.backend.autograd else kernel.forward(inputs)
-    grads = kernel.backward(inputs, *saved, upstream, upstream_lse)
+    grad_out, grad_lse = _beside(call, upstream[0], "grad_out", wide), _beside(call, upstream[1], "grad_lse", narrow)
+    out, lse = _beside(call, saved[0], "out", wide), _beside(call, saved[1], "lse", narrow)
+    if out is None or lse is None:  # what torch differentiates runs the forward again with its backward
+        out, lse = (None, None) if call.backend.autograd else kernel.forward(inputs)
+    grads = kernel.backward(inputs, out, lse, grad_out, grad_lse)
     return Gradients(*map(call.back, grads))
 
 
@@ -160,13 +183,10 @@ def _ask(
     grads: str | None = None,
 ) -> _Asked:
     """``grads`` None means: what torch's autograd would ask for."""
-    try:
-        given, facts = arrays.take_all(operands)
-        q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
-        q, k, v, _ = fitting(q, k, v, None, options)
-        offsets, count, most = _sequences(cu_seqlens, longest, q, k)
-    except Intercepted:
-        raise InvalidProblem(_NO_MEMORY) from None
+    modes_of(operands[0])
+    given, facts = arrays.take_all(operands)
+    q, k, v = fitting_rows(facts, options)
+    offsets, count, most = _sequences(cu_seqlens, longest, q, k)
     if grads is None:
         grads = "".join([letter for letter, one in zip(GRAD_OPERANDS, facts, strict=False) if one.grad])
     problem = Problem(
@@ -233,6 +253,12 @@ def _built(
     return planner.build(problem, device, backend, policy)
 
 
+def fitting_rows(facts: Sequence[Facts], options: Options) -> tuple[Facts, Facts, Facts]:
+    """Query, key and value as (1, H, T, D). Raises ``InvalidProblem`` where they do not go together."""
+    q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
+    return fitting(q, k, v, None, options)[:3]
+
+
 def _batched(facts: Facts, role: str) -> Facts:
     """Facts of (T, H, D) as those of (1, H, T, D)."""
     if len(facts.shape) != 3:
@@ -251,11 +277,7 @@ def _sequences(
     Those of the keys are those of the queries where they are left out.
     """
     if cu_seqlens[1] is None:
-        if query.shape[2] != key.shape[2]:
-            raise InvalidProblem(
-                f"query has {query.shape[2]} rows and key {key.shape[2]}: pass cu_seqlens_k, which is left out where"
-                " keys begin as queries do"
-            )
+        check_left_out(query, key)
         cu_seqlens = cu_seqlens[0], cu_seqlens[0]
         longest = longest[0], longest[0] if longest[1] is None else longest[1]
     found, most = [], []
@@ -273,27 +295,50 @@ def _sequences(
         found.append(offsets)
         most.append(asked)
     counts = [array.shape[0] - 1 for array in found]
-    if counts[0] != counts[1]:
+    check_counts(*counts)
+    return Offsets(*found), counts[0], (most[0], most[1])
+
+
+def check_left_out(query: Facts, key: Facts) -> None:
+    """Raises ``InvalidProblem`` where cu_seqlens_k cannot be left out."""
+    if query.shape[2] != key.shape[2]:
         raise InvalidProblem(
-            f"cu_seqlens_q tells {counts[0]} sequences apart and cu_seqlens_k {counts[1]}: expected as many; a sequence"
+            f"query has {query.shape[2]} rows and key {key.shape[2]}: pass cu_seqlens_k, which is left out where keys"
+            " begin as queries do"
+        )
+
+
+def check_counts(queries: int, keys: int) -> None:
+    """Raises ``InvalidProblem`` where offsets of queries and of keys tell unlike numbers of sequences apart."""
+    if queries != keys:
+        raise InvalidProblem(
+            f"cu_seqlens_q tells {queries} sequences apart and cu_seqlens_k {keys}: expected as many; a sequence"
             " without queries, or without keys, begins where it ends"
         )
-    return Offsets(*found), counts[0], (most[0], most[1])
+
+
+def check_offsets(facts: Facts, role: str, query: Facts) -> bool:
+    """Whether offsets are to be taken like a list. Raises ``InvalidProblem`` where they are none, or not beside query.
+
+    Those on the CPU beside arrays elsewhere are.
+    """
+    if facts.dtype not in INTEGERS:
+        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected integers of 8 to 64 bits")
+    if len(facts.shape) != 1 or not facts.shape[0]:
+        raise InvalidProblem(f"{role} has shape {facts.shape}: expected (B + 1,), for B sequences")
+    if facts.device[0] == "cpu" and query.device[0] != "cpu":
+        return True
+    check_beside(facts, role, query)
+    return False
 
 
 def _offsets(given: Any, role: str, query: Facts) -> tuple[Array | None, list[int] | None]:
     """Offsets as an array beside query, if they are one, and as numbers, where these are read without waiting."""
     if arrays.library_of(given):
         array, facts = arrays.take(given, role)
-        if facts.dtype not in INTEGERS:
-            raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected integers of 8 to 64 bits")
-        if len(facts.shape) != 1 or not facts.shape[0]:
-            raise InvalidProblem(f"{role} has shape {facts.shape}: expected (B + 1,), for B sequences")
-        on_cpu = facts.device[0] == "cpu"
-        if on_cpu and query.device[0] != "cpu":  # like a list
+        if check_offsets(facts, role, query):
             return None, array.tolist()
-        check_beside(facts, role, query)
-        return _plain(array, facts), (array.tolist() if on_cpu else None)
+        return _plain(array, facts), (array.tolist() if facts.device[0] == "cpu" else None)
     if not isinstance(given, Sequence) or not given or not all(_is_count(n) for n in given):
         raise InvalidProblem(f"{role}={text_of(given)}: expected B + 1 integers, from 0 to the rows of all sequences")
     return None, [int(n) for n in given]

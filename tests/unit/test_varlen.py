@@ -170,7 +170,7 @@ def test_its_text() -> None:
         ({"cu_seqlens_q": torch.tensor(CU_Q)}, r"cu_seqlens_q is a torch array"),
         ({"cu_seqlens_k": CU_K[:-1]}, r"cu_seqlens_q tells 5 sequences apart and cu_seqlens_k 4"),
         ({"cu_seqlens_q": [0, 2**70]}, r"none beyond the 22 rows"),
-        ({"cu_seqlens_q": torch.tensor(CU_Q, device="meta")}, r"memory of their own"),
+        ({"cu_seqlens_q": torch.tensor(CU_Q, device="meta")}, r"only torch can read"),
         ({"cu_seqlens_k": None}, r"query has 22 rows and key 25: pass cu_seqlens_k"),
         ({"max_seqlen_q": 6}, r"max_seqlen_q=6: a sequence of 7 rows is in cu_seqlens_q; expected 7 or more"),
         ({"max_seqlen_q": -1}, r"max_seqlen_q=-1: expected an integer, the rows of the longest"),
@@ -203,7 +203,7 @@ def test_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:
         ({"grad_out": G[:-1]}, r"grad_out has shape \(21, 4, 6\): expected \(22, 4, 6\), as \(T, H, D\)"),
         ({"grad_lse": G[..., 0]}, r"grad_lse has shape \(22, 4\): expected \(4, 22\)"),
         ({"dropout_p": 0.5}, r"dropout needs the seed"),
-        ({"grad_out": torch.ones(22, 4, 6, device="meta")}, r"memory of their own"),
+        ({"grad_out": torch.ones(22, 4, 6, device="meta")}, r"only torch can read"),
         ({"return_lse": True}, r"returns gradients only"),
         ({"layout": "BLHD"}, r"has no layout"),
         ({"attn_mask": None}, r"has no attn_mask"),
@@ -252,24 +252,6 @@ def test_a_sequence_that_its_backend_does_not_take(monkeypatch: pytest.MonkeyPat
     q, k, v = map(torch.from_numpy, (Q, K, V))
     with pytest.raises(Unsupported, match=r"does not take sequence 0, .*it is odd"):
         attention_varlen(q, k, v, CU_Q, CU_K, backend="sdpa-math")
-
-
-def test_a_graph_breaks_and_says_why() -> None:
-    q, k, v = (torch.from_numpy(x) for x in (Q, K, V))
-    right = attention_varlen(q, k, v, CU_Q, CU_K)
-    compiled = torch.compile(lambda q: attention_varlen(q, k, v, CU_Q, CU_K) * 1.0, backend="eager")
-    torch.testing.assert_close(compiled(q), right)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"no operator of torch\.compile's yet"):
-        torch.compile(lambda q: attention_varlen(q, k, v, CU_Q, CU_K), backend="eager", fullgraph=True)(q)
-
-
-def test_tensors_of_modes_are_refused() -> None:
-    q, k, v = (torch.from_numpy(x) for x in (Q, K, V))
-    with pytest.raises(InvalidProblem, match="memory of their own"):
-        attention_varlen(q.to("meta"), k.to("meta"), v.to("meta"), CU_Q, CU_K)
-    with pytest.raises(InvalidProblem, match="memory of their own"):
-        torch.func.vmap(lambda q: attention_varlen(q, k, v, CU_Q, CU_K))(q[None])
 
 
 def test_a_second_derivative_is_right_or_refused() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["backward", "forward"]
+import torch
+
+__all__ = ["backward", "backward_varlen", "forward", "forward_varlen"]
 
 Shape = tuple[int, ...]
 
@@ -24,3 +26,32 @@ def backward(
 def _scores(query: Shape, key: Shape, layout: str) -> int:
     heads, length = (1, 2) if layout == "BHLD" else (2, 1)
     return query[0] * query[heads] * query[length] * key[length]
+
+
+# -- sequences one after another, of which the tensors are given, since shapes do not tell how long each is ------------
+
+
+def forward_varlen(query: Any, key: Any, value: Any, *where: Any, **_: Any) -> int:
+    """The same of each sequence."""
+    dims: int = query.shape[2] + value.shape[2]
+    return 2 * _pairs(query, key, *where) * dims
+
+
+def backward_varlen(_: Any, __: Any, query: Any, key: Any, value: Any, *where: Any, **___: Any) -> int:
+    """The same of each sequence."""
+    dims: int = 3 * query.shape[2] + 2 * value.shape[2]
+    return 2 * _pairs(query, key, *where[:4]) * dims
+
+
+def _pairs(query: Any, key: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, most_q: int | None, most_k: int | None) -> int:
+    """Scores of all heads; where offsets are without numbers, as in a graph in the making, the most there can be."""
+    queries: int = query.shape[0]
+    heads: int = query.shape[1]
+    keys: int = key.shape[0]
+    if cu_seqlens_k is None:
+        cu_seqlens_k, most_k = cu_seqlens_q, most_q if most_k is None else most_k
+    if all(type(offsets) is torch.Tensor and not offsets.is_meta for offsets in (cu_seqlens_q, cu_seqlens_k)):
+        lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        return heads * int(sum(q * k for q, k in zip(*lengths, strict=True)))
+    by_queries, by_keys = queries * (keys if most_k is None else most_k), keys * (queries if most_q is None else most_q)
+    return heads * min(by_queries, by_keys)

@@ -18,7 +18,7 @@ from attnswitch.call.operators.schema import read_said
 from attnswitch.call.run import drawn_seed
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["backward", "forward", "latest", "plain", "signed"]
+__all__ = ["as_without_graph", "backward", "forward", "latest", "plain", "signed", "unsigned"]
 
 
 def signed(seed: int | None) -> int | None:
@@ -39,7 +39,7 @@ def _sets() -> tuple[Any, Any]:
 _SETS = _sets()
 
 
-def _as_without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+def as_without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run`` as a program without autograd calls it, wherever torch's dispatcher is: so launches know it again."""
 
     @functools.wraps(run)
@@ -55,17 +55,17 @@ def _as_without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
     return runs
 
 
-@_as_without_graph
+@as_without_graph
 def plain(
     query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, *, seed: int | None = None, **said: Any
 ) -> Any:
     """Output."""
     backend, policy, options = read_said(said)
-    out, _ = attend(query, key, value, attn_mask, key_lengths, _unsigned(seed), options, backend, policy)
+    out, _ = attend(query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy)
     return laid(out, query, options.layout)
 
 
-@_as_without_graph
+@as_without_graph
 def forward(
     query: Any,
     key: Any,
@@ -84,17 +84,17 @@ def forward(
         seed = drawn_seed()
     if grads:
         operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        out, lse = results(operands, key_lengths, _unsigned(seed), options, backend, policy, grads)
+        out, lse = results(operands, key_lengths, unsigned(seed), options, backend, policy, grads)
     else:
         if not options.return_lse:  # an output of the operator, whether or not the call wants it
             options = replace(options, return_lse=True)
-        out, lse = attend(query, key, value, attn_mask, key_lengths, _unsigned(seed), options, backend, policy)
+        out, lse = attend(query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy)
         assert lse is not None
     state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
     return laid(out, query, options.layout), lse.contiguous(), state
 
 
-@_as_without_graph
+@as_without_graph
 def backward(
     grad_out: Any,
     grad_lse: Any,
@@ -112,7 +112,7 @@ def backward(
 ) -> list[Any]:
     """Gradients of what ``grads`` names, in that order."""
     backend, policy, options = read_said(said)
-    seed = _unsigned(int(state[0])) if options.dropout_p > 0.0 else None
+    seed = unsigned(int(state[0])) if options.dropout_p > 0.0 else None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     found = gradients(
         grad_out,
@@ -134,7 +134,7 @@ def backward(
     ]
 
 
-@_as_without_graph
+@as_without_graph
 def latest(
     query: Any,
     key: Any,
@@ -161,5 +161,6 @@ def latest(
     return launch
 
 
-def _unsigned(seed: int | None) -> int | None:
+def unsigned(seed: int | None) -> int | None:
+    """The seed that ``signed`` was given."""
     return None if seed is None else seed % 2**64

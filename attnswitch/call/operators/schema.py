@@ -8,7 +8,7 @@ from typing import Any
 from attnswitch.call import options as read
 from attnswitch.call.options import Options
 
-__all__ = ["BACKWARD", "FORWARD", "PLAIN", "USUAL", "read_said"]
+__all__ = ["ATTENTION", "USUAL", "VARLEN", "read_said"]
 
 _TYPES = {
     "float": "float",
@@ -21,20 +21,34 @@ _TYPES = {
 }
 #: What a call that says nothing says. It is each argument's default, since all that is given is parsed in every call.
 USUAL = {field.name: field.default for field in fields(Options)}
-_SAID = ", ".join(
-    [f"{_TYPES[str(field.type)]} {field.name}={field.default!r}" for field in fields(Options)]
-    + ["str? backend=None", "str? policy=None"]
-)
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths"
+_SAID = {field.name: f"{_TYPES[str(field.type)]} {field.name}={field.default!r}" for field in fields(Options)}
+_SAID |= {name: f"str? {name}=None" for name in ("backend", "policy")}
 
-#: The output of a call without gradients and lse, of which nothing is kept.
-PLAIN = f"attention({_OPERANDS}, *, {_SAID}, SymInt? seed=None) -> Tensor"
-#: Output, lse, and the seed of a dropout mask that is made again; ``grads`` names the operands with gradients.
-FORWARD = f"attention_forward({_OPERANDS}, *, {_SAID}, str grads='', SymInt? seed=None) -> (Tensor, Tensor, Tensor)"
-#: Gradients of what ``grads`` names, in that order.
-BACKWARD = (
-    f"attention_backward(Tensor grad_out, Tensor? grad_lse, {_OPERANDS}, Tensor out, Tensor lse, Tensor state, *,"
-    f" {_SAID}, str grads='') -> Tensor[]"
+
+def _forms(name: str, operands: str, *, without: str = "") -> tuple[str, str, str]:
+    """The schemas of three operators on ``operands``, told every option but ``without``.
+
+    The first returns the output of a call without gradients and lse, of which nothing is kept; the second output, lse,
+    and the seed of a dropout mask that is made again; the third gradients of what ``grads`` names, in that order.
+    """
+    said = ", ".join([each for option, each in _SAID.items() if option != without])
+    results = "Tensor out, Tensor lse, Tensor state"
+    return (
+        f"{name}({operands}, *, {said}, SymInt? seed=None) -> Tensor",
+        f"{name}_forward({operands}, *, {said}, str grads='', SymInt? seed=None) -> (Tensor, Tensor, Tensor)",
+        f"{name}_backward(Tensor grad_out, Tensor? grad_lse, {operands}, {results}, *, {said}, str grads='')"
+        " -> Tensor[]",
+    )
+
+
+#: Of ``attention``.
+ATTENTION = _forms("attention", "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths")
+#: Of ``attention_varlen``. The longest may be symbols in a graph; those left out are computed when it runs.
+VARLEN = _forms(
+    "attention_varlen",
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q,"
+    " SymInt? max_seqlen_k",
+    without="layout",
 )
 
 

@@ -1,0 +1,108 @@
+"""Calls of sequences one after another as they come in: by themselves, or by the operators, as ``entry`` has others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Intercepted
+from attnswitch.call import options as read
+from attnswitch.call import varlen
+from attnswitch.call.entry import are_sharded, compiling
+from attnswitch.call.options import seed_of
+from attnswitch.errors import Unsupported
+from attnswitch.machine.backend import Gradients
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy
+
+__all__ = ["call", "gradients", "run_plan"]
+
+_Operands = tuple[Array, Array, Array]
+_Pair = tuple[Any, Any]
+
+
+def call(
+    operands: _Operands,
+    cu_seqlens: _Pair,
+    longest: _Pair,
+    seed: Any,
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+) -> Any:
+    """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
+    if not _is_traced(operands):
+        options = read.of_call(*given)
+        seed = None if seed is None else seed_of(seed)
+        try:
+            return varlen.attend(operands, cu_seqlens, longest, seed, options, backend, policy)
+        except Intercepted:
+            pass
+    return _operated(operands, cu_seqlens, longest, seed, backend, policy, *given)
+
+
+def run_plan(plan: Plan, operands: _Operands, cu_seqlens: _Pair, seed: Any) -> Any:
+    """What calling ``plan`` does. In a graph a plan fixes the backend and the longest alone."""
+    if not _is_traced(operands):
+        seed = None if seed is None else seed_of(seed)
+        try:
+            return varlen.run_plan(plan, operands, cu_seqlens, seed)
+        except Intercepted:
+            pass
+    p = plan.problem
+    if plan.backend is None:
+        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
+    given = read.said_by(p, "BHLD")
+    return _operated(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, plan.backend, None, *given)
+
+
+def gradients(
+    upstream: _Pair,
+    saved: _Pair,
+    operands: _Operands,
+    cu_seqlens: _Pair,
+    longest: _Pair,
+    seed: Any,
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+) -> Gradients:
+    """What ``attention_varlen_backward`` returns, given pairs for output and lse; the rest is as in ``call``."""
+    read.check_remembered("attention_varlen", given[0], seed)
+    call = operands, cu_seqlens, longest
+    if not _is_traced(operands):
+        options = read.of_call(*given)
+        seed = None if seed is None else seed_of(seed)
+        try:
+            return varlen.gradients(upstream, saved, *call, seed, options, backend, policy, "qkv")
+        except Intercepted:
+            pass
+    from attnswitch.call import operators
+
+    _check(operands)
+    return operators.attention_varlen_backward(upstream, saved, *call, seed, backend, policy, *given)
+
+
+def _is_traced(operands: _Operands) -> bool:
+    return hasattr(operands[0], "is_cuda") and compiling()
+
+
+def _operated(operands: _Operands, *rest: Any) -> Any:
+    from attnswitch.call import operators  # of torch, which is there by now
+
+    _check(operands)
+    return operators.attention_varlen(operands, *rest)
+
+
+def _check(operands: _Operands) -> None:
+    """Raises ``Unsupported`` where the operators do not know what looks at tensors."""
+    from attnswitch.call import transforms
+
+    if compiling():
+        if transforms.active() or any(type(x).__name__ == "DTensor" or x.is_nested for x in operands):
+            transforms.refuse_varlen()
+        return
+    for role, tensor in zip(arrays.ROLES, operands, strict=False):
+        arrays.check_dense(tensor, role)
+    if are_sharded(operands) or transforms.looks(*operands):
+        transforms.refuse_varlen()

@@ -1,0 +1,183 @@
+"""Calls of the operators, written to be traced by torch.compile: nothing here depends on sizes or elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attnswitch.call.operators.run import signed
+from attnswitch.call.operators.schema import USUAL
+from attnswitch.machine.backend import Gradients
+from attnswitch.problem import GRAD_OPERANDS
+
+__all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "told"]
+
+_ops = torch.ops.attnswitch
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    seed: int | None,
+    backend: str | None,
+    policy: str | None,
+    *given: Any,
+) -> Any:
+    """Output, or output and lse; ``given`` are the options in the order of ``Options``."""
+    tensors, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given)
+    return _called(_ops.attention, _ops.attention_forward, tensors, said, seed)
+
+
+def attention_varlen(
+    operands: tuple[Any, Any, Any],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: int | None,
+    backend: str | None,
+    policy: str | None,
+    *given: Any,
+) -> Any:
+    """The same of sequences one after another."""
+    inputs, said = _told_varlen(operands, cu_seqlens, longest, backend, policy, given)
+    return _called(_ops.attention_varlen, _ops.attention_varlen_forward, inputs, said, seed)
+
+
+def _called(
+    plain: Callable[..., Any],
+    forward: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    said: dict[str, Any],
+    seed: int | None,
+) -> Any:
+    """What the call returns, by the operator that keeps no more than it needs."""
+    if seed is not None:
+        said["seed"] = signed(seed)
+    if not ("grads" in said or "return_lse" in said):
+        return plain(*inputs, **said)
+    out, lse, _ = forward(*inputs, **said)
+    return (out, lse) if "return_lse" in said else out
+
+
+def attention_backward(
+    upstream: tuple[Any, Any],
+    saved: tuple[Any, Any],
+    wanted: str,
+    operands: tuple[Any, ...],
+    seed: int | None,
+    backend: str | None,
+    policy: str | None,
+    *given: Any,
+) -> Gradients:
+    """Gradients of what ``wanted`` names; those of output and lse come first, and these two, or None."""
+    query, key, value, attn_mask, key_lengths = operands
+    inputs, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given)
+    said["grads"] = wanted
+    return _gradients(_ops.attention_forward, _ops.attention_backward, upstream, saved, inputs, said, seed)
+
+
+def attention_varlen_backward(
+    upstream: tuple[Any, Any],
+    saved: tuple[Any, Any],
+    operands: tuple[Any, Any, Any],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    seed: int | None,
+    backend: str | None,
+    policy: str | None,
+    *given: Any,
+) -> Gradients:
+    """The same of sequences one after another, of query, key and value."""
+    inputs, said = _told_varlen(operands, cu_seqlens, longest, backend, policy, given)
+    said["grads"] = "qkv"
+    forward, backward = _ops.attention_varlen_forward, _ops.attention_varlen_backward
+    return _gradients(forward, backward, upstream, saved, inputs, said, seed)
+
+
+def _gradients(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    upstream: tuple[Any, Any],
+    saved: tuple[Any, Any],
+    inputs: tuple[Any, ...],
+    said: dict[str, Any],
+    seed: int | None,
+) -> Gradients:
+    (grad_out, grad_lse), (out, lse) = upstream, saved
+    with torch.no_grad():
+        if out is None or lse is None:
+            out, lse, state = forward(*inputs, **said, seed=signed(seed))
+        elif seed is None:
+            state = grad_out.new_empty(0, dtype=torch.float32)
+        else:
+            state = torch.tensor([signed(seed)])
+        found = backward(grad_out, grad_lse, *inputs, out, lse, state, **said)
+    by_name = dict(zip(said["grads"], found, strict=True))
+    return Gradients(*[by_name.get(name) for name in GRAD_OPERANDS])
+
+
+# -- what they are told ------------------------------------------------------------------------------------------------
+
+
+def _requires_grad(tensor: Any) -> bool:
+    return bool(tensor.requires_grad)
+
+
+def told(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    backend: str | None,
+    policy: str | None,
+    given: Sequence[Any],
+    asked: Callable[[Any], bool] = _requires_grad,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the operators are told of a call: tensors, and all else that is not usual, but the seed.
+
+    ``asked`` says of a tensor whether its gradient may be asked for.
+    """
+    if key_lengths is not None and not isinstance(key_lengths, torch.Tensor):
+        key_lengths = torch.tensor(key_lengths, device=query.device)
+    said = _said((query, key, value, attn_mask), backend, policy, given, asked)
+    return (query, key, value, attn_mask, key_lengths), said
+
+
+def _told_varlen(
+    operands: tuple[Any, Any, Any],
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    backend: str | None,
+    policy: str | None,
+    given: Sequence[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same of sequences one after another. Offsets in a list become a tensor on the CPU, where they are read."""
+    beside = [x if x is None or isinstance(x, torch.Tensor) else torch.tensor(x) for x in cu_seqlens]
+    most = [x.item() if isinstance(x, torch.Tensor) else x for x in longest]
+    return (*operands, *beside, *most), _said(operands, backend, policy, given, _requires_grad)
+
+
+def _said(
+    operands: tuple[Any, ...],
+    backend: str | None,
+    policy: str | None,
+    given: Sequence[Any],
+    asked: Callable[[Any], bool],
+) -> dict[str, Any]:
+    grads = ""
+    if torch.is_grad_enabled():
+        pairs = zip(GRAD_OPERANDS, operands, strict=False)
+        grads = "".join([name for name, x in pairs if x is not None and asked(x)])
+    said = {name: x for (name, usual), x in zip(USUAL.items(), given, strict=True) if x != usual}
+    if backend is not None:
+        said["backend"] = backend
+    if policy is not None:
+        said["policy"] = str(policy)
+    if grads:
+        said["grads"] = grads
+    return said
