@@ -170,14 +170,17 @@ def attention_backward(
     if grad_out is None:
         raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
     seed = options.pop("seed", None)
+    asked = options | {"return_lse": options.get("return_lse", grad_lse is not None)}
+    given = read.in_order(asked, _BACKWARD, attention_backward)
+    traced = hasattr(query, "is_cuda") and compiling()
+    if not traced:
+        said = read.of_call(*given)
     if "return_lse" in options:
         raise InvalidProblem("attention_backward returns gradients only: leave return_lse out")
-    given = read.in_order(options | {"return_lse": grad_lse is not None}, _BACKWARD, attention_backward)
     wanted = "qkvm" if mask_grad else "qkv"
-    if hasattr(query, "is_cuda") and compiling():
+    if traced:
         whole = query, key, value, attn_mask, key_lengths
         return compiled_gradients((grad_out, grad_lse), (out, lse), wanted, whole, seed, backend, policy, *given)
-    said = read.of_call(*given)
     seed = None if seed is None else seed_of(seed)
     read.check_remembered("attention", said.dropout_p, seed)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)

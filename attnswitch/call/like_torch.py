@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
         if query.is_nested:
             from attnswitch.call import nested
 
-            return nested.by_sequence(scaled_dot_product_attention, query, key, value, attn_mask, *said, *way)
+            return nested.attention(scaled_dot_product_attention, query, key, value, attn_mask, *said, *way)
         if type(attn_mask).__name__ == "CausalBias":
             if is_causal:
                 raise InvalidProblem("is_causal=True beside a CausalBias, which is causal itself: pass one of the two")

@@ -63,7 +63,7 @@ def told(kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     options.pop("seed", None)
     longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     given = [options.get(name, usual) for name, usual in schema.USUAL.items()]
-    return calls._told_varlen(tuple(tensors()), offsets(), longest, None, None, given)
+    return calls.told_varlen(tuple(tensors()), offsets(), longest, None, None, given)
 
 
 @every_kind

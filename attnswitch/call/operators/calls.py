@@ -12,7 +12,7 @@ from attnswitch.call.operators.schema import USUAL
 from attnswitch.machine.backend import Gradients
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "told"]
+__all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "told", "told_varlen"]
 
 _ops = torch.ops.attnswitch
 
@@ -43,7 +43,7 @@ def attention_varlen(
     *given: Any,
 ) -> Any:
     """The same of sequences one after another."""
-    inputs, said = _told_varlen(operands, cu_seqlens, longest, backend, policy, given)
+    inputs, said = told_varlen(operands, cu_seqlens, longest, backend, policy, given)
     return _called(_ops.attention_varlen, _ops.attention_varlen_forward, inputs, said, seed)
 
 
@@ -92,7 +92,7 @@ def attention_varlen_backward(
     *given: Any,
 ) -> Gradients:
     """The same of sequences one after another, of query, key and value."""
-    inputs, said = _told_varlen(operands, cu_seqlens, longest, backend, policy, given)
+    inputs, said = told_varlen(operands, cu_seqlens, longest, backend, policy, given)
     said["grads"] = "qkv"
     forward, backward = _ops.attention_varlen_forward, _ops.attention_varlen_backward
     return _gradients(forward, backward, upstream, saved, inputs, said, seed)
@@ -148,7 +148,7 @@ def told(
     return (query, key, value, attn_mask, key_lengths), said
 
 
-def _told_varlen(
+def told_varlen(
     operands: tuple[Any, Any, Any],
     cu_seqlens: tuple[Any, Any],
     longest: tuple[Any, Any],
