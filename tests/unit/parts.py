@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from attnswitch.arrays import library_of, passage
+from attnswitch.arrays import passage
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Precision
 from attnswitch.machine.device import Device
@@ -21,10 +21,10 @@ from attnswitch.verify.launch.layouts import host
 from attnswitch.verify.truth import oracle
 from attnswitch.verify.truth.bounds import TINY, UNITS, bounds
 
-__all__ = ["GRADIENTS", "Whole", "placed"]
+__all__ = ["GRADIENTS", "ROLES", "Whole", "near", "placed"]
 
 GRADIENTS = ("query", "key", "value")
-_ROLES = (*GRADIENTS, "grad_out", "grad_lse")
+ROLES = (*GRADIENTS, "grad_out", "grad_lse")
 _KINDS: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -37,6 +37,14 @@ def placed(values: Any, dtype: str, library: str, device: str = "cpu") -> Any:
     """float64 ``values`` as an array of ``library``."""
     array = passage(np.ascontiguousarray(values).astype(_KINDS[dtype]), "numpy", library)
     return array.to(device) if library == "torch" else array
+
+
+def near(name: str, result: Any, wanted: Any, limit: Any) -> None:
+    """A result is within ``limit`` of what is wanted."""
+    found = host(result).astype(np.float64)
+    assert found.shape == wanted.shape, name
+    failure = alike("parts", name, found, wanted, limit, "more than rounding explains")
+    assert failure is None, str(failure)
 
 
 @dataclass(frozen=True)
@@ -65,21 +73,20 @@ class Whole:
         """Query, key, value, and the gradients of output and lse, as the case's library has them."""
         kinds = (*(self.case.dtype,) * 4, self.lse_type)
         return tuple(
-            placed(self.data[role], kind, self.case.library, device) for role, kind in zip(_ROLES, kinds, strict=True)
+            placed(self.data[role], kind, self.case.library, device) for role, kind in zip(ROLES, kinds, strict=True)
         )
 
     def precision(self, backend: str, device: str = "cpu") -> Precision:
         """What ``backend`` declares for a case like this."""
         return registry.loaded(backend).precision(self.case.problem(), Device.parse(device))
 
-    def check(self, results: dict[str, Any], precision: Precision, keys: Sequence[slice], rows: Sequence[slice]) -> None:
+    def check(
+        self, results: dict[str, Any], precision: Precision, keys: Sequence[slice], rows: Sequence[slice]
+    ) -> None:
         """Results against float64: merged from parts of ``keys``, gradients of keys summed over parts of ``rows``."""
         limits = self.limits(precision, keys, rows)
         for name, result in results.items():
-            found = host(result).astype(np.float64) if library_of(result) else result
-            wanted = self.answer.values[name]
-            assert found.shape == wanted.shape, name
-            assert (failure := alike("parts", name, found, wanted, limits[name], "off")) is None, str(failure)
+            near(name, result, self.answer.values[name], limits[name])
 
     def limits(self, precision: Precision, keys: Sequence[slice], rows: Sequence[slice]) -> dict[str, Any]:
         """Bounds of one call, and what dealing keys adds to them.
@@ -131,7 +138,13 @@ class Whole:
         data = self.data | {role: self.data[role][:, :, keys] for role in ("key", "value")}
         data.pop("attn_mask", None)
         case = self.case.replace(
-            seq_k=data["key"].shape[2], causal=False, window=None, alignment="top_left", lengths=None, mask=None, grads=""
+            seq_k=data["key"].shape[2],
+            causal=False,
+            window=None,
+            alignment="top_left",
+            lengths=None,
+            mask=None,
+            grads="",
         )
         return oracle.answer(case, data, visible=self.answer.visible[..., keys])
 
@@ -141,6 +154,4 @@ class Whole:
         if name == "query":
             return sum(scale * np.abs(a.ds[..., part] @ a.k[:, :, part]) for part in keys)
         left, right = (scale * a.ds, a.q) if name == "key" else (a.p, a.grad_out)
-        return sum(
-            np.abs(oracle.grouped(self.case, left[:, :, part].mT @ right[:, :, part])) for part in rows
-        )
+        return sum(np.abs(oracle.grouped(self.case, left[:, :, part].mT @ right[:, :, part])) for part in rows)

@@ -1,8 +1,7 @@
 """Ring attention: each rank holds its queries, and the keys of all ranks come by. Causal work is dealt evenly.
 
-A sequence is cut in twice as many chunks as there are ranks, and rank r holds chunks r and 2 n - 1 - r: what the one sees
-less of, the other sees more of (zigzag). Method: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers"
-(2023).
+A sequence is cut in twice as many chunks as there are ranks, and rank r holds chunks r and 2 n - 1 - r (zigzag): what
+one of them sees less of, the other sees more of. Method: Liu, Zaharia and Abbeel, "Ring Attention" (2023).
 """
 
 from __future__ import annotations

@@ -66,7 +66,12 @@ def dealt(whole: Whole, way: Way, hiding: ring.Hiding = ring.causal) -> dict[str
         arriving = [shards[(rank - step) % RANKS] for step in range(RANKS)]
         merged |= ring.attend({i: q[:, :, cuts[i]] for i in mine}, arriving, hiding, backend=way.forward)
         rows = {
-            i: (q[:, :, cuts[i]], *merged[i], grad_out[:, :, cuts[i]], grad_lse[:, :, cuts[i]] if way.grad_lse else None)
+            i: (
+                q[:, :, cuts[i]],
+                *merged[i],
+                grad_out[:, :, cuts[i]],
+                grad_lse[:, :, cuts[i]] if way.grad_lse else None,
+            )
             for i in mine
         }
         for arrived in arriving:
@@ -84,9 +89,7 @@ def check(whole: Whole, way: Way, results: dict[str, Any]) -> None:
     whole.check(results, whole.precision(way.backward, way.device), cuts, cuts)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name, way in WAYS.items() for dtype in way.dtypes]
-)
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, way in WAYS.items() for dtype in way.dtypes])
 def test_four_ranks_are_the_whole(name: str, dtype: str) -> None:
     whole, way = Whole.of(case_of(WAYS[name], dtype)), WAYS[name]
     check(whole, way, dealt(whole, way))
@@ -167,7 +170,8 @@ def process(rank: int, folder: Path) -> None:
         message = passed_on(message)
 
     rows = {i: (q[:, :, cuts[i]], *results[i], *(x[:, :, cuts[i]] for x in upstream)) for i in mine}
-    queries, travelling = {}, torch.zeros(message.shape, dtype=torch.float64)
+    queries: dict[int, Any] = {}
+    travelling = torch.zeros(message.shape, dtype=torch.float64)
     for owner in owners:
         dq, dk, dv = ring.backward(rows, apart(message, owner), backend=BACKEND)
         ring.add([queries], [dq])
@@ -182,6 +186,7 @@ def process(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
 def test_two_processes_are_the_whole(tmp_path: Path) -> None:
     """This file as a program: pytest's own name of it cannot be imported in another process."""
