@@ -144,14 +144,18 @@ def attention_backward(
     policy: Policy | str | None = None,
     **options: Any,
 ) -> Gradients:
-    """Gradients of ``attention`` for libraries without autograd.
+    """Gradients of ``attention`` for libraries without autograd, and of parts of the keys.
+
+    With ``out`` and ``lse`` of more keys than are given (``merge``), these are a part's gradients: those of its keys
+    and values, and what it adds to that of the query, which over all parts is the whole's. ``grad_out`` and
+    ``grad_lse`` are the whole's as well, the same for each part.
 
     Args:
         grad_out: upstream gradient of the output, (B, Hq, Lq, Dv).
         query: as given to ``attention``, like key, value, attn_mask, key_lengths and backend.
         key: see query.
         value: see query.
-        out: what ``attention(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        out: what ``attention(..., return_lse=True)`` or ``merge`` returned; computed again where one is left out.
         lse: see out.
         grad_lse: upstream gradient of lse, (B, Hq, Lq); None means zero.
         attn_mask: see query.

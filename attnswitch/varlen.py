@@ -119,7 +119,8 @@ def attention_varlen_backward(
         cu_seqlens_k: see query.
         max_seqlen_q: see query.
         max_seqlen_k: see query.
-        out: what ``attention_varlen(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        out: what ``attention_varlen(..., return_lse=True)`` or ``merge`` returned, the latter for a part's gradients as
+            in ``attention_backward``; computed again where out or lse is left out.
         lse: see out.
         grad_lse: upstream gradient of lse, (Hq, Tq); None means zero.
         backend: see query.

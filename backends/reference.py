@@ -100,8 +100,8 @@ class ReferenceKernel(Kernel):
         """Gradients from the formula.
 
         ``lse`` and ``out`` are computed again, without their rounding, and those given are used in the rows whose lse
-        is not the inputs' own to the rounding of float32: there they are of more keys. Far from 0 (-1e9 throughout a
-        row) that rounding hides other keys, and a row of a part may be taken for a whole.
+        is not the inputs' own to the rounding of its type: there they are of more keys. Far from 0 (-1e9 throughout a
+        row) that of float32 hides other keys, and a row of a part may be taken for a whole.
         """
         p = self.problem
         dq, dk, dv = (np.zeros(array.shape) for array in inputs[:3])
@@ -113,7 +113,8 @@ class ReferenceKernel(Kernel):
                 dp = np.where(visible, head.z * (do @ head.v.T), 0.0)
                 centre = np.sum(np.where(visible, head.p * dp, 0.0), axis=-1, keepdims=True)
                 if out is not None and lse is not None:
-                    head, part = _of_more(head, lse[b, h].astype(np.float64))
+                    eps = np.finfo(np.float64 if p.dtype == "float64" else np.float32).eps
+                    head, part = _of_more(head, lse[b, h].astype(np.float64), float(eps))
                     centre = np.where(part, np.sum(do * out[b, h].astype(np.float64), axis=-1, keepdims=True), centre)
                 if grad_lse is not None:
                     centre -= grad_lse[b, h].astype(np.float64)[:, None]
@@ -178,12 +179,12 @@ class ReferenceKernel(Kernel):
         return visible
 
 
-def _of_more(head: _Head, lse: Float) -> tuple[_Head, Bool]:
+def _of_more(head: _Head, lse: Float, eps: float) -> tuple[_Head, Bool]:
     """``head`` with the weights that ``lse`` gives in rows where it is of more keys; and which rows these are, (Lq, 1).
 
-    A row that sees none of the keys here has no weights, whatever its lse.
+    ``eps`` is that of the lse's type. A row that sees none of the keys here has no weights, whatever its lse.
     """
-    apart = np.abs(lse - head.lse) > 4 * np.finfo(np.float32).eps * np.maximum(1.0, np.abs(lse))
+    apart = np.abs(lse - head.lse) > 4 * eps * np.maximum(1.0, np.abs(lse))
     part = (apart & np.isfinite(lse) & np.isfinite(head.lse))[:, None]
     if not part.any():
         return head, part

@@ -209,7 +209,7 @@ class TiledKernel(Kernel):
         m, total, _, _ = self._online(inputs, q, rows, None)
         log_total = np.log(np.where(total == 0, 1, total))
         top = np.where(m == -np.inf, 0, m)
-        apart = np.abs(base - (top + log_total)) > 4 * np.finfo(np.float32).eps * np.abs(base)
+        apart = np.abs(base - (top + log_total)) > 4 * np.finfo(self._dtype).eps * np.abs(base)
         own = lost & ~apart  # and so it is of NaN, which then stays
         # Row by row: the bits of one must not depend on whether another, of another batch entry, needs it.
         return np.where(own, top, base), np.where(own, log_total, 0)
