@@ -213,6 +213,8 @@ def cases(draw: Any, space: Space = Space()) -> Case:
     paged, pages, few = _often(draw, 8), _pages(draw), draw(st.integers(1, 8))
     if paged and not (varlen or dense):
         found |= _paged(found, few if alike else found["seq_q"], queries, keys, **pages)
+        if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
+            found["check"] = "splits"
     return Case(**found)
 
 
