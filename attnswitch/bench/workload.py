@@ -166,8 +166,8 @@ def _paged(
     used = [-(-length // p.page) for length in lengths]
     places = torch.randperm(sum(used), device=device, generator=generator, dtype=torch.int32)
     table = torch.zeros(p.batch, p.seq_k // p.page, device=device, dtype=torch.int32)
-    for row, part in zip(table, places.split(used), strict=True):
-        row[: part.shape[0]] = part
+    for row, first, count in zip(table, itertools.accumulate(used, initial=0), used, strict=False):
+        row[:count] = places[first : first + count]
     query = normal(sum(queries), p.heads_q, p.dim_qk) if p.varlen else normal(p.batch, p.seq_q, p.heads_q, p.dim_qk)
     key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
     cache_lengths = torch.tensor(lengths, device=device, dtype=torch.int32)

@@ -203,6 +203,8 @@ def covers(seen: Problem, problem: Problem) -> bool:
         return False
     if seen.mask is not None and (problem.mask is None or seen.mask.is_bool != problem.mask.is_bool):
         return False
-    needed = ("window", "key_lengths", "varlen", "page", "splits", "softcap", "dropout", "seeded", "lse")
-    needed += ("deterministic", "nonfinite")
+    needed = (
+        *("window", "key_lengths", "varlen", "page", "splits", "softcap", "dropout"),
+        *("seeded", "lse", "deterministic", "nonfinite"),
+    )
     return all(bool(getattr(problem, fact)) for fact in needed if getattr(seen, fact))

@@ -10,6 +10,7 @@ import torch
 import attnswitch
 from attnswitch import InvalidProblem, Problem, Unsupported, attention, attention_paged
 from attnswitch.bench import deviation, workload
+from attnswitch.call import finite
 from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
@@ -41,9 +42,9 @@ class Cache:
     def arrays(self) -> tuple[Any, Any, Any, Any]:
         return self.key, self.value, self.table, self.lengths
 
-    def gathered(self, query: Any, starts: list[int] | None = None, **options: Any) -> tuple[Any, Any]:
+    def gathered(self, query: Any, starts: list[int] | None = None, **changes: Any) -> tuple[Any, Any]:
         """Output and lse of the formula, each sequence by a call of its own."""
-        options = {"is_causal": True, "causal_alignment": "bottom_right"} | options
+        options: Any = {"is_causal": True, "causal_alignment": "bottom_right", "layout": "BLHD"} | changes
         outs, lses = [], []
         for b, length in enumerate(self.lengths):
             where = [(self.table[b, j // self.page], j % self.page) for j in range(length)]
@@ -52,7 +53,7 @@ class Cache:
                 for cache in (self.key, self.value)
             )
             own = query[b] if starts is None else query[starts[b] : starts[b + 1]]
-            out, lse = attention(own[None], key, value, layout="BLHD", return_lse=True, backend="reference", **options)
+            out, lse = attention(own[None], key, value, return_lse=True, backend="reference", **options)
             outs.append(out[0])
             lses.append(lse[0])
         if starts is None:
@@ -82,7 +83,7 @@ def test_numpy_is_attention_of_gathered_keys(page: int, count: int, backend: str
 @pytest.mark.parametrize("longest", [None, 7, 9])
 def test_packed_queries(backend: str, longest: int | None) -> None:
     cache, query = Cache(16), rng.standard_normal((ROWS, 4, 8))
-    given = {"cu_seqlens_q": STARTS, "max_seqlen_q": longest, "return_lse": True, "backend": backend}
+    given: Any = {"cu_seqlens_q": STARTS, "max_seqlen_q": longest, "return_lse": True, "backend": backend}
     out, lse = attention_paged(query, *cache.arrays, **given)
     right, right_lse = cache.gathered(query, STARTS)
     np.testing.assert_allclose(out[:-1], right, atol=1e-12)
@@ -178,10 +179,15 @@ def test_only_the_tile_at_hand_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
     """And no row past a length, nor any twice for a single tile of queries."""
     read: list[tuple[int, int]] = []
     rows = Pages.rows
-    monkeypatch.setattr(Pages, "rows", lambda self, begin, end: read.append((begin, end)) or rows(self, begin, end))
+
+    def noted(self: Pages, begin: int, end: int) -> Any:
+        read.append((begin, end))
+        return rows(self, begin, end)
+
+    monkeypatch.setattr(Pages, "rows", noted)
     cache = Cache(16, [150])
     query = rng.standard_normal((1, 1, 4, 8))
-    with attnswitch.call.finite.checking("never"):
+    with finite.checking("never"):
         attention_paged(query, *cache.arrays, backend="tiled")
     assert sorted(read) == sorted([(0, 64), (64, 128), (128, 150)] * 2)
 
@@ -201,7 +207,7 @@ def test_nan_is_looked_for_among_keys_of_sequences_alone() -> None:
     """What nobody's rows hold is nobody's business; in a row that a query does not see it must not leak."""
     cache, query = Cache(16), torch.from_numpy(queries(4))
     key, value, table = map(torch.from_numpy, (cache.key, cache.key * 0.5, cache.table))
-    call = {"block_table": table, "cache_lengths": LENGTHS}
+    call: Any = {"block_table": table, "cache_lengths": LENGTHS}
     assert not attnswitch.explain(query, key, value, **call).problem.nonfinite
     key[table[0, 36 // 16], 36 % 16] = torch.nan
     plan = attnswitch.explain(query, key, value, **call)
@@ -324,7 +330,7 @@ def test_tensors_that_require_gradients_are_refused() -> None:
     with torch.no_grad():
         attention_paged(query, key, value, table, LENGTHS)
     with pytest.raises(InvalidProblem, match="memory of their own"):
-        attention_paged(*(x.detach().to("meta") for x in (query, key, value)), table, LENGTHS)
+        attention_paged(query.detach().to("meta"), key.to("meta"), value.to("meta"), table, LENGTHS)
 
 
 def test_nothing_to_attend() -> None:

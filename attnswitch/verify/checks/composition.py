@@ -208,9 +208,9 @@ def _divided(case: Case) -> bool:
     return _paged(case) and case.splits > 0 and case.batch > 1
 
 
-def _one_of_pages(subject: Subject) -> tuple[Case, dict[str, Any]]:
-    """One sequence, with a table of its own pages alone."""
-    case, b = subject.case, subject.case.data_seed % subject.case.batch
+def _one_of_pages(subject: Subject, b: int) -> tuple[Case, dict[str, Any]]:
+    """Sequence ``b``, with a table of its own pages alone."""
+    case = subject.case
     _, keys = _sizes(case, b)
     width = -(-keys // case.page) * case.page
     data = {role: subject.data[role][b : b + 1] for role in ("query", "grad_out", "grad_lse")}
@@ -220,10 +220,14 @@ def _one_of_pages(subject: Subject) -> tuple[Case, dict[str, Any]]:
 
 
 def _same_bits_alone(trial: Trial) -> Failure | None:
-    got = trial.run(trial.subject.derive("one of pages", lambda: _one_of_pages(trial.subject)))
-    b = trial.case.data_seed % trial.case.batch
-    message = "with num_splits a sequence has the same bits alone, and it differs"
-    return first_of(*(identical("splits", name, got[name], trial.results[name][b : b + 1], message) for name in got))
+    for b in range(trial.case.batch):
+        alone = trial.subject.derive(f"pages of {b}", partial(_one_of_pages, trial.subject, b))
+        message = f"with num_splits sequence {b} has the same bits alone, and it differs"
+        got, whole = trial.run(alone), trial.results
+        found = first_of(*(identical("splits", name, got[name], whole[name][b : b + 1], message) for name in got))
+        if found is not None:
+            return found
+    return None
 
 
 # -- shared heads written out ------------------------------------------------------------------------------------------

@@ -270,17 +270,24 @@ def _paged(
     packed: bool,
     splits: int,
 ) -> dict[str, Any]:
-    """The same of a cache in pages, with at most so many queries, and as few as the wider table asks for."""
-    lq, lk, count = found["seq_q"], found["seq_k"], range(found["batch"])
+    """The same of a cache in pages, with at most so many queries, and as few as the wider table asks for.
+
+    Where keys are divided there are some to divide, of two sequences at least, and an lse to show it where outputs are
+    rounded to few bits.
+    """
+    lq, lk, count = found["seq_q"], found["seq_k"] + 64 * splits, found["batch"]
+    batch = range(max(count, 2) if count and splits else count)
     width = (-(-lk // page) + wider) * page
-    lq = min(lq, most, max(1, lq * lk // max(width, 1)))
+    lq = min(lq, most, max(1, lq * found["seq_k"] // max(width, 1)))
     return {
+        "batch": len(batch),
         "seq_q": lq,
         "seq_k": width,
-        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in count) if packed else None,
-        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in count),
+        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in batch) if packed else None,
+        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in batch),
         "page": page,
         "splits": splits,
+        "lse": found["lse"] or splits > 0,
         "alignment": "bottom_right",
         "mask": None,
         "dropout": 0.0,

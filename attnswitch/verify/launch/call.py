@@ -258,8 +258,10 @@ def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
         leaves[name].requires_grad_()
     options = _options(case, placed)
     operands = (leaves["query"], leaves["key"], leaves["value"])
-    attend: Callable[..., Any] = attnswitch.attention_paged if case.page else attnswitch.attention_varlen
-    if not (case.varlen or case.page):
+    attend: Callable[..., Any] = attnswitch.attention_varlen
+    if case.page:
+        attend = attnswitch.attention_paged
+    elif not case.varlen:
         options |= {"attn_mask": leaves["attn_mask"]}
         attend = attnswitch.attention
     chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)
