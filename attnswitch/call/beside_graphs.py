@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from attnswitch.call.varlen import attend
+from attnswitch.call import headwise as of_batches
+from attnswitch.call import varlen as of_sequences
 
-__all__ = ["varlen"]
+__all__ = ["headwise", "varlen"]
 
 varlen = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    attend,
+    of_sequences.attend,
     reason="attention_varlen is no operator of torch.compile's yet; compile without fullgraph, or pass padded tensors"
     " and key_lengths to attnswitch.attention",
+)
+headwise = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    of_batches.attend,
+    reason="attention with alibi_slopes is no operator of torch.compile's yet; compile without fullgraph, or pass"
+    " -slope * distance as a float attn_mask",
 )

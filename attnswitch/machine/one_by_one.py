@@ -158,7 +158,11 @@ class OneByOne(Kernel):
         for number, (query, key, value) in enumerate(zip(*operands, strict=True)):
             if number == len(queries) - 1:  # what lies past the last one
                 break
-            yield self._kernel(queries[number], keys[number], number), Inputs(query, key, value, seed=inputs.seed)
+            slopes = inputs.alibi_slopes
+            if slopes is not None and slopes.shape[0] > 1:
+                slopes = slopes[number : number + 1]
+            part = Inputs(query, key, value, seed=inputs.seed, sinks=inputs.sinks, alibi_slopes=slopes)
+            yield self._kernel(queries[number], keys[number], number), part
 
     def _kernel(self, queries: int, keys: int, number: int) -> Kernel:
         which = queries, keys, number if self.problem.seeded else 0

@@ -66,6 +66,8 @@ class Plan:
         layout: str = "BHLD",
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
+        sinks: Any = None,
+        alibi_slopes: Any = None,
         **unknown: Never,
     ) -> Any:
         """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
@@ -79,7 +81,13 @@ class Plan:
         if unknown:
             name, own = (
                 next(iter(unknown)),
-                ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q", "cu_seqlens_k"),
+                (
+                    "attn_mask",
+                    "key_lengths",
+                    "seed",
+                    "layout",
+                    *("cu_seqlens_q", "cu_seqlens_k", "sinks", "alibi_slopes"),
+                ),
             )
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
@@ -94,8 +102,8 @@ class Plan:
         if (cu_seqlens_q is not None or cu_seqlens_k is not None) and not self.problem.varlen:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
-        cu_seqlens = cu_seqlens_q, cu_seqlens_k
-        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens)
+        cu_seqlens, heads = (cu_seqlens_q, cu_seqlens_k), (sinks, alibi_slopes)
+        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, heads)
 
     @property
     def why(self) -> str:
