@@ -26,7 +26,7 @@ Attend = Callable[[], torch.Tensor]
 #: The dispatcher's own choice, as a candidate.
 AUTO = "auto"
 #: What a plan does not know of a call beside its arrays.
-_OF_PLANS = ("attn_mask", "key_lengths", "seed", "cu_seqlens_q", "cu_seqlens_k")
+_OF_PLANS = ("attn_mask", "key_lengths", "seed", "cu_seqlens_q", "cu_seqlens_k", "sinks", "alibi_slopes")
 
 
 class Refused(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -17,13 +18,14 @@ def gradient(sinks: Array, out: Array, lse: Array, grad_out: Array | None, grad_
     A sink is a key whose value is 0: its dS is P * (dlse - rowsum(dO * O)), with P = exp(sink - lse).
     """
     xp: Any = sys.modules[arrays.library_of(lse)]
-    none = lse == -xp.inf  # rows without a sink or a key, or of no sequence
-    scores = _as(sinks, lse.dtype)[:, None] - xp.where(none, xp.zeros_like(lse), lse)
-    weights = xp.exp(xp.where(none, xp.full_like(lse, -xp.inf), scores))
-    slope = xp.zeros_like(lse) if grad_lse is None else _as(grad_lse, lse.dtype)
-    if grad_out is not None:
-        slope = slope - (_as(grad_out, lse.dtype) * out).sum(-1)
-    return _as((weights * slope).sum((0, 2)), sinks.dtype)
+    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else contextlib.nullcontext():
+        none = lse == -xp.inf  # rows without a sink or a key, and of no sequence, whose gradient may be anything
+        scores = _as(sinks, lse.dtype)[:, None] - lse
+        slope = xp.zeros_like(lse) if grad_lse is None else _as(grad_lse, lse.dtype)
+        if grad_out is not None:
+            slope = slope - (_as(grad_out, lse.dtype) * out).sum(-1)
+        terms = xp.where(none, xp.zeros_like(lse), xp.exp(scores) * slope)
+        return _as(terms.sum((0, 2)), sinks.dtype)
 
 
 def _as(array: Array, dtype: Any) -> Array:

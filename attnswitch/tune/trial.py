@@ -273,6 +273,7 @@ def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
     beside: dict[str, Any] = {"attn_mask": work.attn_mask, "key_lengths": work.key_lengths}
     if work.offsets is not None:
         beside = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), work.offsets, strict=True))
+    beside |= {"sinks": work.sinks, "alibi_slopes": work.alibi_slopes}
     result = plan(work.query, work.key, work.value, seed=workload.SEED if p.seeded else None, **beside)
     out = result[0] if p.lse else result
     if not p.grads:

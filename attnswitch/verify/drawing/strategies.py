@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attnswitch.machine.backend import Regime
 from attnswitch.verify.drawing import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
-from attnswitch.verify.drawing.data import DISTRIBUTIONS
+from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
@@ -208,8 +208,18 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found["poison"] = True
     varlen, alike, queries, keys = _often(draw, 8), draw(st.booleans()), _shares(draw), _shares(draw)
     dense = large is not None and large[0].aligned  # whose kernels read tiles of a batch by TMA
-    if varlen and not dense and found.get("dropout_seed", 0) is not None:
+    unseeded = found.get("dropout_seed", 0) is None  # V = I shows a mask of plain calls alone
+    if varlen and not dense and not unseeded:
         found |= _varlen(found, alike and large is None, queries, keys)
+    of_heads = {
+        "sinks": (_often(draw, 10), _choice(draw, SINK_KINDS)),
+        "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
+    }
+    bottom_right = draw(st.booleans())
+    if not unseeded:
+        found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
+    if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
+        found["alignment"] = "bottom_right"
     return Case(**found)
 
 

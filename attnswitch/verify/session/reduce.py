@@ -17,7 +17,19 @@ __all__ = ["reduced"]
 _PLAIN = Case()
 #: Fields that are set back to their default, the most telling first.
 _FEATURES = (
-    *("mask", "dropout", "poison", "window", "query_lengths", "lengths", "softcap", "alignment", "causal"),
+    *(
+        "mask",
+        "dropout",
+        "poison",
+        "window",
+        "query_lengths",
+        "lengths",
+        "softcap",
+        "sinks",
+        "alibi",
+        "alignment",
+        "causal",
+    ),
     *("lse", "deterministic", "layout", "scale", "data", "library", "data_seed"),
 )
 _SIZES = ("batch", "heads_kv", "group", "seq_q", "dim_v", "dim_qk", "seq_k")
@@ -106,7 +118,7 @@ def _consistent(case: Case) -> Case:
         case = case.replace(query_lengths=None if case.lengths is None or case.mask else shorter)
     if case.mask is None and "m" in case.grads:
         case = case.replace(grads=case.grads.replace("m", ""))
-    if not (case.causal or case.window):
+    if not (case.causal or case.window or case.alibi):
         case = case.replace(alignment="top_left")
     if not case.dropout:
         return case.replace(dropout_seed=None)
