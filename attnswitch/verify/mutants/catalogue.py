@@ -35,6 +35,7 @@ FAMILIES = (
     "mask",
     "lengths",
     "varlen",  # sequences without padding
+    "heads",  # sinks, and slopes of ALiBi
     "hidden",  # what lies at hidden positions reaches the result
     "gqa",
     "layout",  # strides and alignment
