@@ -10,9 +10,15 @@ import torch
 from formula import written_out
 
 import attnswitch
-from attnswitch import InvalidProblem, Unsupported, attention, attention_backward, attention_varlen
+from attnswitch import InvalidProblem, Unsupported
 
 B, HQ, HK, LQ, LK, D = 2, 4, 2, 5, 7, 8
+#: As they are called here, with operands in lists.
+attention: Any = attnswitch.attention
+attention_backward: Any = attnswitch.attention_backward
+attention_varlen: Any = attnswitch.attention_varlen
+formula: Any = written_out
+
 rng = np.random.default_rng(3)
 Q, K, V, G = (rng.standard_normal((B, h, n, D)) for h, n in ((HQ, LQ), (HK, LK), (HK, LK), (HQ, LQ)))
 SLOPES = np.array([0.5, 0.0, -0.25, 8.0])
@@ -39,7 +45,7 @@ def test_it_is_the_formula(options: dict[str, Any], slopes: Any, backend: str | 
     leaves, others = tensors(Q, K, V, grad=True), tensors(Q, K, V, grad=True)
     call: dict[str, Any] = {"alibi_slopes": torch.tensor(slopes), "return_lse": True, "backend": backend}
     out, lse = attention(*leaves, **call, **options)
-    right, right_lse = written_out(*others, None, torch.tensor(slopes), **options)
+    right, right_lse = formula(*others, None, torch.tensor(slopes), **options)
     torch.testing.assert_close((out, lse), (right, right_lse))
     grads = torch.autograd.grad(out, leaves, torch.from_numpy(G))
     expected = torch.autograd.grad(right, others, torch.from_numpy(G))

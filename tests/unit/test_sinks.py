@@ -10,10 +10,16 @@ import torch
 from formula import written_out
 
 import attnswitch
-from attnswitch import InvalidProblem, Unsupported, attention, attention_backward, attention_varlen
+from attnswitch import InvalidProblem, Unsupported
 from attnswitch.machine.backend import Gradients
 
 B, HQ, HK, LQ, LK, D, DV = 2, 4, 2, 5, 7, 8, 6
+#: As they are called here, with operands in lists.
+attention: Any = attnswitch.attention
+attention_backward: Any = attnswitch.attention_backward
+attention_varlen: Any = attnswitch.attention_varlen
+attention_varlen_backward: Any = attnswitch.attention_varlen_backward
+
 rng = np.random.default_rng(2)
 Q, K, V, G = (rng.standard_normal(s) for s in ((B, HQ, LQ, D), (B, HK, LK, D), (B, HK, LK, DV), (B, HQ, LQ, DV)))
 G_LSE = rng.standard_normal((B, HQ, LQ))
@@ -97,7 +103,7 @@ def test_the_gradient_has_the_dtype_of_the_sinks(dtype: Any) -> None:
     assert sinks.grad is not None
     assert sinks.grad.dtype == dtype
     same = attention_backward(G.astype("f"), *(x.astype("f") for x in (Q, K, V)), sinks=SINKS, sinks_grad=True)
-    np.testing.assert_allclose(sinks.grad.float(), same.sinks, rtol=0.05)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(sinks.grad.float(), same.sinks, rtol=0.05)
 
 
 def test_a_list_is_taken_and_gradients_unpack_into_four() -> None:
@@ -146,7 +152,7 @@ def test_sequences_without_padding(backend: str | None) -> None:
     torch.testing.assert_close(grads[3], of_last[3])
     torch.testing.assert_close(grads[1][3:], of_last[1][0])
     beside: dict[str, Any] = {"sinks": SINKS, "sinks_grad": True, "is_causal": True}
-    given: Any = attnswitch.attention_varlen_backward(rows[3], *rows[:3], starts_q, starts_k, **beside)
+    given: Any = attention_varlen_backward(rows[3], *rows[:3], starts_q, starts_k, **beside)
     np.testing.assert_allclose(given.sinks, grads[3], atol=1e-12)
 
 
@@ -154,7 +160,8 @@ def test_a_plan_is_the_call() -> None:
     plan = attnswitch.plan(Q, K, V, sinks=SINKS, is_causal=True)
     assert str(plan.problem) == "b2.h4/2.s5x7.d8/6.fp64.causal.sinks"
     np.testing.assert_array_equal(plan(Q, K, V, sinks=SINKS), attention(Q, K, V, sinks=SINKS, is_causal=True))
-    for wrong in ({}, {"sinks": SINKS, "alibi_slopes": SINKS}):
+    others: list[dict[str, Any]] = [{}, {"sinks": SINKS, "alibi_slopes": SINKS}]
+    for wrong in others:
         with pytest.raises(InvalidProblem, match="make a plan for it"):
             plan(Q, K, V, **wrong)
     leaves = tensors(Q, K, V, grad=True)

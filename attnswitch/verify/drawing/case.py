@@ -98,10 +98,9 @@ class Case:
         """Whether sequences lie one after another, without padding."""
         return self.query_lengths is not None
 
-    @property
-    def heads_dtype(self) -> str:
-        """The dtype of sinks and alibi_slopes: that of query, or what kernels take."""
-        return self.dtype if self.dtype == "float64" or self.data_seed % 2 else "float32"
+    def heads_dtype(self, kind: str) -> str:
+        """The dtype of sinks or alibi_slopes of a kind: that of query, or what kernels take."""
+        return self.dtype if self.dtype == "float64" or kind in ("normal", "geometric") else "float32"
 
     @property
     def unseeded(self) -> bool:

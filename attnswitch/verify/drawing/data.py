@@ -368,30 +368,29 @@ def _mask(xp: Any, case: Case) -> Array:
     return xp.where(keep[recipe.kind], smooth, -math.inf + 0.0 * u)
 
 
-#: What sinks may be: N(0, 1); so wide that some outweigh all keys; none, far above, ordinary and far below in turn.
-SINK_KINDS = ("normal", "wide", "extreme")
-#: What slopes may be: negative powers of two; of each batch entry its own; 0, negative, steep and ordinary in turn.
-ALIBI_KINDS = ("geometric", "batch", "extreme")
+#: Sinks: N(0, 1); so wide that some outweigh all keys; none, far above, ordinary and far below in turn.
+_SINKS = {"normal": (None,), "wide": (None,), "extreme": (-math.inf, 1e4, None, -1e4)}
+#: Slopes: negative powers of two; of each batch entry its own; 0, negative, steep and ordinary in turn.
+_SLOPES = {"geometric": (None,), "batch": (None,), "extreme": (0.0, -0.125, 8.0, None)}
+SINK_KINDS, ALIBI_KINDS = tuple(_SINKS), tuple(_SLOPES)
 
 
 def _sinks(xp: Any, case: Case) -> Array:
     sinks = normal(xp, case.data_seed, _STREAMS["sinks"], (case.heads_q,)) * (16.0 if case.sinks == "wide" else 1.0)
-    return _in_turn(xp, sinks, case, (-math.inf, 1e4, None, -1e4) if case.sinks == "extreme" else (None,))
+    return _in_turn(rounded(sinks, case.heads_dtype(case.sinks)), case.data_seed, _SINKS[case.sinks])
 
 
 def _slopes(xp: Any, case: Case) -> Array:
     slopes = xp.asarray([2.0 ** -(1 + 8 * h // case.heads_q) for h in range(case.heads_q)], dtype=xp.float64)[None]
     if case.alibi == "batch":
         slopes = 0.25 * normal(xp, case.data_seed, _STREAMS["alibi_slopes"], (case.batch, case.heads_q))
-    return _in_turn(xp, slopes, case, (0.0, -0.125, 8.0, None) if case.alibi == "extreme" else (None,))
+    return _in_turn(rounded(slopes, case.heads_dtype(case.alibi)), case.data_seed, _SLOPES[case.alibi])
 
 
-def _in_turn(xp: Any, values: Array, case: Case, numbers: tuple[float | None, ...]) -> Array:
-    """``values`` of each head, those of some replaced, in the precision of what they are passed in."""
-    values = rounded(values, case.heads_dtype)
-    for h in range(case.heads_q):
-        number = numbers[(h + case.data_seed) % len(numbers)]
+def _in_turn(values: Array, first: int, numbers: tuple[float | None, ...]) -> Array:
+    """``values`` of each head, some replaced by ``numbers``, which are exact in the type that these are passed in."""
+    for h in range(values.shape[-1]):
+        number = numbers[(h + first) % len(numbers)]
         if number is not None:
-            exact = math.isinf(number) or case.heads_dtype == "float64"
-            values[..., h] = number if exact else rounded(xp.asarray(number, dtype=xp.float64), case.heads_dtype)
+            values[..., h] = number
     return values

@@ -95,7 +95,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     for role, kind in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
         if kind:
             numbers = data[role][0] if data[role].shape[0] == 1 and role == "alibi_slopes" else data[role]
-            heads[role], storage[role] = place(numbers, case.heads_dtype, "contiguous", case.library, device)
+            heads[role], storage[role] = place(numbers, case.heads_dtype(kind), "contiguous", case.library, device)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
         cu_q, cu_k = (_integers(case, sequences.offsets(case, role), device) for role in ("query", "key"))
@@ -141,7 +141,7 @@ def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
         sizes = zip("bhqk"[4 - case.mask.rank :], case.scores[4 - case.mask.rank :], strict=True)
         shapes["grad attn_mask"] = (tuple(n if axis in case.mask.axes else 1 for axis, n in sizes), case.mask.dtype)
     if case.sinks and case.grads:
-        shapes["grad sinks"] = ((h,), case.heads_dtype)
+        shapes["grad sinks"] = ((h,), case.heads_dtype(case.sinks))
     return shapes
 
 

@@ -210,7 +210,7 @@ def _sinks(a: Answer, u: _Units, forward: _Forward) -> Float:
     e = forward.lse + 4 * u.lse * (np.where(forward.alive, np.abs(a.lse), 0.0) + _CALL)
     high = a.p_sink * np.exp(np.minimum(e, 700.0))
     error = (high - a.p_sink) * size + high * off + (rows * u.lse + TINY["float32"]) * size
-    return _stored(error.sum((0, 2)), np.abs(a.values["sinks"]), _units(a.case.heads_dtype, Precision()))
+    return _stored(error.sum((0, 2)), np.abs(a.values["sinks"]), _units(a.case.heads_dtype(a.case.sinks), Precision()))
 
 
 def _again(a: Answer, u: _Units, forward: _Forward) -> Float:
