@@ -21,6 +21,7 @@ __all__ = [
     "on_tensor_cores",
     "once",
     "packs",
+    "paged",
     "room",
     "rows",
     "shared",
@@ -101,6 +102,11 @@ def once(problem: Problem, tile: Tile) -> bool:
         return False
     one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
     return one_tile and kv_bytes(problem) <= _ONCE
+
+
+def paged(problem: Problem, tile: Tile) -> int:
+    """``PAGED`` of ``src/portable/pages.cuh``: whether a tile of keys is in one page, or in several or parts of them."""
+    return 0 if not problem.page else 1 if problem.page % tile.keys else 2
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:
