@@ -75,7 +75,7 @@ class Call:
         p = self.problem
         lq, lk = self.queries[b], self.lengths[b]
         plain = p.replace(
-            batch=1, seq_q=lq, seq_k=lk, dtype="float64", varlen=False, page=0, sinks=False, alibi=False,
+            batch=1, seq_q=lq, seq_k=lk, dtype="float64", varlen=False, page=0, splits=0, sinks=False, alibi=False,
             key_lengths=False, mask=None, lse=True, grads="qkv",
         )  # fmt: skip
         mask = np.zeros((1, p.heads_q, lq, lk)) if self.mask is None else self.mask[b, :, :lq, :lk][None]
@@ -278,3 +278,162 @@ def test_of_lengths(room: str, more: str, form: str) -> None:
     if more == ".bottom-right" and "alibi" not in form:
         pytest.skip("no alignment")
     compare(Call(f"{ROOMS[room]}{more}{form}.lse.lengths", lengths=[0, 31]))
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("form", ["sinks", "alibi.causal-br", "sinks.alibi.bottom-right.dropout=0.3.seeded"])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((37, 5, 0, 20, 33), (53, 9, 7, 0, 33)), ((1, 1, 1), (53, 0, 9))], ids=["many", "decoding"]
+)
+@pytest.mark.parametrize("longest", [53, 64], ids=["own", "generic"])
+def test_sequences_one_after_another(longest: int, queries: Any, keys: Any, form: str) -> None:
+    grad = ".grad" if max(queries) > 1 else ""
+    text = f"b{len(keys)}.h4/2.s{max(queries)}x{longest}.d24/40.fp32.varlen.{form}.lse{grad}"
+    compare(Call(text, keys, queries))
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("queries", "kind"), [(1, "merged"), (4, "merged"), (20, "parts"), (70, "whole")])
+@pytest.mark.parametrize("sinks", [(0.5, -3.0, 2.0, 40.0), (-np.inf, 1e4, -1e4, 0.0)], ids=["usual", "extreme"])
+@pytest.mark.parametrize("room", ["d32.fp32", "d32.bf16", "d16.fp64", "d32.fp32.mask=fp32:bqk"])
+def test_a_sink_is_counted_once_whatever_its_size(room: str, sinks: Any, queries: int, kind: str) -> None:
+    """However keys are split; a row that sees nothing has the sink's lse, and -inf is no sink at all."""
+    call = Call(f"b2.h4/2.s{queries}x53.{room}.sinks.lse.lengths", lengths=[53, 0], sinks=sinks)
+    p, cuda = call.problem, backend.CudaBackend()
+    kernel = cuda.compile(p, CPU, next(cuda.configs(p, CPU)))
+    how = {0: "whole", 1: "parts", 2: "merged"}[dict(kernel.variants()[0].flags)["SPLIT"]]
+    assert how == kind
+    out, lse = compare(call)
+    assert torch.all(out[1] == 0)
+    assert torch.equal(lse[1], torch.tensor(sinks, dtype=lse.dtype)[:, None].expand(4, queries))
+    without = p.replace(sinks=False)
+    bits, same = cuda.compile(without, CPU, next(cuda.configs(without, CPU))).forward(call.inputs())
+    for head in np.flatnonzero(np.isneginf(sinks)):
+        assert torch.equal(out[0, head], bits[0, head])
+        assert torch.equal(lse[0, head], same[0, head])
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("alibi", ["", ".alibi"])
+@pytest.mark.parametrize("sink", [-1e9, 3.0, 1e9])
+def test_a_row_that_a_mask_saturates_counts_its_sink(sink: float, alibi: str) -> None:
+    """There lse has no digits for the sum, and the backward renews it: with the sink, whose weight is that of a key."""
+    call = Call(f"b2.h4/2.s8x21.d16.fp32.mask=fp32:bqk.sinks{alibi}.lse.grad", sinks=[sink] * 4)
+    assert call.mask is not None
+    call.slopes[:] = 0.0
+    call.mask[:, :, 2:6] = np.float32(-1e9)
+    call.key[0][:] = call.key[1][:] = 0.0  # equal scores, to the last digit that is left
+    found = run(call)
+    p, inputs = call.problem, call.inputs()
+    weights = np.full((2, 4, 8), {-1e9: 1 / 22, 3.0: 0.0, 1e9: 0.0}[sink])
+    rows = slice(2, 6)
+    share = torch.from_numpy(weights)[..., rows, None].float()
+    grad = torch.from_numpy(np.stack(call.grad)).float()
+    mean = inputs.value.float().mean(2).repeat_interleave(2, 1)[:, :, None]
+    torch.testing.assert_close(found[0][:, :, rows], (21 * share * mean).expand(-1, -1, 4, -1), rtol=1e-5, atol=1e-6)
+    alone = Call(f"{str(p).replace('.grad', '.grad=v')}", sinks=[sink] * 4)
+    alone.mask, alone.slopes, alone.key = call.mask, call.slopes, call.key
+    alone.grad = [np.where(np.isin(np.arange(8), range(2, 6))[None, :, None], each, 0) for each in call.grad]
+    by_value = run(alone)[4]
+    expected = (share * grad[:, :, rows]).sum(2).unflatten(1, (2, 2)).sum(2)[:, :, None].expand(-1, -1, 21, -1)
+    torch.testing.assert_close(by_value, expected, rtol=1e-5, atol=1e-6)
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("page", [1, 3, 16, 24, 64])
+@pytest.mark.parametrize("more", [".causal-br", "", ".causal-br.window=20,0", ".softcap=2.0", ".sinks.alibi.causal-br"])
+@pytest.mark.parametrize(
+    "room", ["s1.d32.bf16", "s3.d24/40.fp32", "s40.d32.fp16", "s9.d20.fp64"], ids=["decode", "few", "many", "strided"]
+)
+def test_pages_are_keys_that_were_gathered(room: str, more: str, page: int) -> None:
+    """NaN lies in what no sequence has, and entries past a length lead nowhere."""
+    queries, _, kind = room.partition(".")
+    call = Call(
+        f"b4.h4/2.{queries}x{192 // page * page}.{kind}.lengths.page={page}.lse{more}", [100, 0, 17, 192 // page * page]
+    )
+    compare(call)
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("page", [3, 16])
+@pytest.mark.parametrize("more", ["causal-br", "sinks.alibi.causal-br"])
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (7, 0, 20, 3)], ids=["decoding", "mixed"])
+@pytest.mark.parametrize("splits", [0, 1, 4])
+def test_pages_of_packed_queries(splits: int, queries: Any, more: str, page: int) -> None:
+    """The offsets of keys are none, and are not read."""
+    fixed = f".splits={splits}" if splits else ""
+    text = f"b4.h4/2.s{max(queries)}x96.d32.bf16.lengths.page={page}.lse.varlen.{more}{fixed}"
+    compare(Call(text, [96, 50, 20, 0], queries))
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+def test_pages_that_others_have_change_no_bit() -> None:
+    """A page that two sequences share, garbage past the lengths, and where pages lie."""
+    call = Call("b2.h4/2.s2x64.d32.bf16.lengths.page=8.lse.causal-br", [50, 50])
+    call.key[1], call.value[1] = call.key[0].copy(), call.value[0].copy()
+    assert call.pages is not None
+    out, lse = run(call)
+    call.pages[8:12] = call.pages[:4]
+    shared = run(call, garbage=1e30)
+    assert torch.equal(out, shared[0])
+    assert torch.equal(lse, shared[1])
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("splits", [1, 2, 5, 30])
+@pytest.mark.parametrize("more", ["causal-br", "causal-br.window=30,0", "causal-br.sinks"])
+@pytest.mark.parametrize("varlen", ["", ".varlen"])
+def test_splits_that_are_asked_for_leave_a_sequence_its_bits(varlen: str, more: str, splits: int) -> None:
+    """Alone, with a table of its own length, and among others that are longer."""
+    form = f"d32.bf16.lengths.page=8.splits={splits}.lse.{more}{varlen}"
+    queries = [3, 2, 30] if varlen else [2, 2, 2]
+    call = Call(f"b3.h4/2.s{max(queries)}x160.{form}", [9, 77, 160], queries)
+    out, lse = compare(call)
+    alone = Call(f"b1.h4/2.s{queries[1]}x80.{form}", [77], queries[1:2])
+    alone.query, alone.key, alone.value, alone.sinks = call.query[1:2], call.key[1:2], call.value[1:2], call.sinks
+    found = run(alone)
+    for whole, part in zip((out, lse), found, strict=True):
+        np.testing.assert_array_equal(call.by_entry(whole, True)[1], alone.by_entry(part, True)[0])
+
+
+def test_splits_that_are_asked_for_depend_on_no_batch() -> None:
+    cuda = backend.CudaBackend()
+    for device, varlen in itertools.product(map(Device.named, ("h200", "a100", "rtx3090")), ("", ".varlen")):
+        chosen = set()
+        for batch, queries, keys in itertools.product((1, 300), (1, 40, 3000) if varlen else (1,), (16, 8192)):
+            p = Problem.parse(f"b{batch}.h32/8.s{queries}x{keys}.d128.bf16.lengths.page=16.splits=6.causal-br{varlen}")
+            (only,) = cuda.configs(p, device)
+            assert only.splits == 6
+            kernel = cuda.compile(p, device, only)
+            chosen.add((only, kernel._forward.constants.pack, kernel.variants()[0].teams))
+        assert len(chosen) == 1
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("parts", "most"), [(1, 24), (3, 24), (3, 2)], ids=["whole", "merged", "parts"])
+@pytest.mark.parametrize("keys", [8, 16], ids=str)
+def test_warps_apart_with_rows_in_several_tiles(
+    keys: int, parts: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiles.Tile(32, 32, 1, 1)
+    monkeypatch.setattr(splits, "_MOST_MERGED", most)
+    for form in (f"page={keys}.lengths", "lengths.grad"):
+        tile = tiles.Tile(16, 16, 3, 2, apart=True)
+        chosen = config.CudaConfig(tile, other, other, replace(other, stages=1), splits=parts)
+        compare(Call(f"b3.h4/2.s30x64.d32.fp32.{form}.sinks.alibi.causal-br.lse", [53, 9, 0]), chosen)

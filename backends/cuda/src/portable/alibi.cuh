@@ -11,9 +11,9 @@ DEVICE Real slope_of(const Arguments& a, i64 b, i64 head) {
 template <class Slope, class Place>
 DEVICE void slant(Real (&s)[ROWS][COLUMNS<BLOCK_N>], int start, Slope slope, Place place) {
     UNROLL for (int m = 0; m < ROWS; m++) {
-        const Real by = slope(m), at = Real(place(m) - start);
+        const Real by = slope(m), at = Real(place(m) - start - score_column(0));
         UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) {
-            const Real apart = at - Real(score_column(n));
+            const Real apart = at - Real(score_column(n) - score_column(0));  // less a constant
             s[m][n] -= by * larger(apart, -apart);
         }
     }

@@ -38,11 +38,14 @@ struct KeyTiles {
     int first, count;
 
     DEVICE KeyTiles(const Arguments& a, const PackedRows& rows, T* scratch) : reached(rows.reach()) {
-        if (SPLIT && PAGED) {  // evenly, and the same whatever the batch
-            const int first_tile = reached.first_tile();
-            const int each = quotient(reached.tiles() + a.splits - 1, a.by_splits);
-            reached.any.from = larger(reached.any.from, (first_tile + rows.split * each) * BLOCK_N);
-            reached.any.to = smaller(reached.any.to, (first_tile + (rows.split + 1) * each) * BLOCK_N);
+        if (SPLIT && PAGED) {  // what the sequence sees, evenly: the same whatever lies beside it
+            const Span first_sees = keys_of(a, rows.extent, 0);
+            const Span last_sees = keys_of(a, rows.extent, queries_in(a, rows.extent) - 1);
+            const Reach seen = ::reach(first_sees, last_sees);
+            const int each = quotient(seen.tiles() + a.splits - 1, a.by_splits);
+            const int from = seen.first_tile() + rows.split * each;
+            reached.any.from = larger(reached.any.from, from * BLOCK_N);
+            reached.any.to = smaller(reached.any.to, (from + each) * BLOCK_N);
         } else if (SPLIT) {
             reached.any.from = larger(reached.any.from, rows.split * a.chunk);
             reached.any.to = smaller(reached.any.to, (rows.split + 1) * a.chunk);
@@ -97,20 +100,23 @@ KERNEL forward(const Arguments a) {
     const auto load = [&](int t, int slot) {
         const int start = tiles.start(t);
         T* const key = shared.stage(slot);
-        const auto load_both = [&](auto of_keys, auto of_values) {
+        const auto load_keys = [&](auto of_keys) {
             load_rows<BLOCK_N, BLOCK_D>(key, of_keys, a.key.column, a.dim, KEY_BYTES, ONCE);
+        };
+        const auto load_values = [&](auto of_values) {
             load_rows<BLOCK_N, BLOCK_DV>(key + KEY, of_values, a.value.column, a.dim_v, VALUE_BYTES, ONCE);
         };
         if (PAGED == ANY_PAGES) {
-            load_both(PagedLines{table, keys, a.key, start, e.end - start},
-                      PagedLines{table, values, a.value, start, e.end - start});
+            load_keys(PagedLines{table, keys, a.key, start, e.end - start});
+            load_values(PagedLines{table, values, a.value, start, e.end - start});
         } else if (PAGED == WHOLE_PAGES) {
             const int first = table.row(start), end = first + e.end - start;
-            load_both(lines(keys + page * a.key.batch, a.key, first, end),
-                      lines(values + page * a.value.batch, a.value, first, end));
+            load_keys(lines(keys + page * a.key.batch, a.key, first, end));
+            load_values(lines(values + page * a.value.batch, a.value, first, end));
             if (t + 1 < tiles.count) page = table.page(tiles.start(t + 1));
         } else {
-            load_both(lines(keys, a.key, start, e.end), lines(values, a.value, start, e.end));
+            load_keys(lines(keys, a.key, start, e.end));
+            load_values(lines(values, a.value, start, e.end));
         }
     };
     Real slopes[ROWS];
