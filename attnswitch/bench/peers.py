@@ -29,6 +29,8 @@ def torch_default(work: Workload) -> Attend:
     to (B, Hq, Lq, Lk). Raises ``Refused`` for what a mask cannot say.
     """
     p = work.problem
+    if p.page:
+        raise Refused("scaled_dot_product_attention is not called here with a cache in pages")
     if p.varlen:
         return varlen_peers.torch_default(work)
     _only_output(work, "scaled_dot_product_attention")
@@ -59,6 +61,8 @@ def flex(work: Workload, compiler: Callable[..., Any] = torch.compile) -> Attend
     """
     p = work.problem
     _only_output(work, "the output of flex_attention")
+    if p.page:
+        raise Refused("FlexAttention is not called here with a cache in pages")
     if p.varlen:
         raise Refused("FlexAttention takes sequences one after another as one, with a block mask that is left out here")
     if p.dropout:
@@ -104,6 +108,8 @@ def flash4(work: Workload) -> Attend:
     argument for.
     """
     p = work.problem
+    if p.page:
+        raise Refused("FlashAttention-4 is not called here with a cache in pages")
     if p.varlen:
         return varlen_peers.flash4(work)
     _only_output(work, "the output of FlashAttention-4")

@@ -35,6 +35,7 @@ FAMILIES = (
     "mask",
     "lengths",
     "varlen",  # sequences without padding
+    "paged",  # keys in the pages of a cache
     "hidden",  # what lies at hidden positions reaches the result
     "gqa",
     "layout",  # strides and alignment
