@@ -214,7 +214,8 @@ def plan(
     """The plan for a call (``plan(query, key, value, is_causal=True)``) or a described problem (``plan(problem)``).
 
     Called with arrays of its problem, it is the attention: ``plan(query, key, value)(query, key, value)``. With
-    ``cu_seqlens_q`` among the keywords the call is ``attention_varlen``.
+    ``cu_seqlens_q`` among the keywords the call is ``attention_varlen``, and with ``block_table`` it is
+    ``attention_paged``, key and value being the caches.
 
     Args:
         query: the array, or a ``Problem`` or its text form, which then stands alone.
@@ -247,12 +248,27 @@ def explain(
     cu_seqlens_k: Array | Sequence[int] | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    block_table: Array | Sequence[Sequence[int]] | None = None,
+    cache_lengths: Array | Sequence[int] | None = None,
+    num_splits: int | None = None,
     **options: Any,
 ) -> Plan:
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
     policy = effective(policy)
+    cache = block_table, cache_lengths, num_splits
     if isinstance(query, (Problem, str)):
-        beside = key, value, attn_mask, key_lengths, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        beside = (
+            key,
+            value,
+            attn_mask,
+            key_lengths,
+            seed,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            *cache,
+        )
         if any(given is not None for given in beside) or options:
             raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
         problem = Problem.parse(query) if isinstance(query, str) else query
@@ -263,6 +279,13 @@ def explain(
         )
     if key is None or value is None:
         raise InvalidProblem("query stands without key and value; a problem without arrays is a Problem or its text")
+    if any(given is not None for given in cache):
+        from attnswitch.call import paged
+
+        others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "seed": seed, "cu_seqlens_k": cu_seqlens_k}
+        options |= {name: given for name, given in others.items() if given is not None}
+        where = paged.Beside(block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits)
+        return _made(*paged.problem_of((query, key, value), where, options, explain), backend, policy)
     said: Options = read.of_keywords(options, "the call has", explain)
     seed = None if seed is None else seed_of(seed)
     if cu_seqlens_q is not None:

@@ -37,6 +37,7 @@ class ReferenceBackend(Backend):
     name: ClassVar[str] = "reference"
     library: ClassVar[str] = "numpy"
     varlen: ClassVar[bool] = True
+    splits: ClassVar[bool] = True  # keys in pages are gathered, and each sequence is the formula, alone
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""

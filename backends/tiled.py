@@ -15,6 +15,7 @@ import numpy as np
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
 from attnswitch.machine.device import Device
 from attnswitch.machine.one_by_one import OneByOne
+from attnswitch.machine.pages import Pages
 from attnswitch.problem import Problem
 from attnswitch.problem.philox import keep_mask
 
@@ -46,6 +47,8 @@ class TiledBackend(Backend):
     name: ClassVar[str] = "tiled"
     library: ClassVar[str] = "numpy"
     varlen: ClassVar[bool] = True
+    paged: ClassVar[bool] = True
+    splits: ClassVar[bool] = True  # by tiles of one size from the first key on, each sequence alone
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
@@ -55,8 +58,13 @@ class TiledBackend(Backend):
             yield f"dropout_p={problem.dropout} without a seed: it has no generator of its own; pass seed"
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TiledConfig]:
-        """Square tiles first; taller ones save passes over the keys where there are many queries."""
+        """Square tiles first; taller ones save passes over the keys where there are many queries.
+
+        Tiles decide the bits, so they are of one size where the call fixes these (``splits``).
+        """
         yield TiledConfig()
+        if problem.splits:
+            return
         for block_q in (16, 32, 64, 128, 256):
             for block_k in (16, 32, 64, 128, 256):
                 if (block_q, block_k) != (64, 64):
@@ -68,6 +76,8 @@ class TiledBackend(Backend):
 
     def compile(self, problem: Problem, device: Device, config: TiledConfig) -> Kernel:
         """The kernel for ``problem``; one for each sequence of its own length."""
+        if problem.page:
+            return OneByOne(problem, lambda alone, number: TiledKernel(alone, config), paged=True)
         if problem.varlen:
             return OneByOne(problem, lambda alone, number: TiledKernel(alone, config, number))
         return TiledKernel(problem, config)
@@ -224,6 +234,8 @@ class TiledKernel(Kernel):
 
     def _keys(self, array: Any, columns: slice) -> Array:
         """Columns of key or value as (B, Hkv, 1, columns, D), in the accumulator's type."""
+        if isinstance(array, Pages):  # gathered tile by tile
+            array, columns = array.rows(columns.start, columns.stop), slice(None)
         return array[:, :, None, columns].astype(self._dtype, order="C")
 
     def _centre(self, inputs: Inputs) -> Array:

@@ -56,8 +56,13 @@ def run_plan(
     seed: Any,
     layout: str,
     cu_seqlens: tuple[Any, Any],
+    cache: tuple[Any, Any],
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
+    if plan.problem.page:
+        from attnswitch.call import paged
+
+        return paged.run_plan(plan, (query, key, value), paged.Beside(*cache, cu_seqlens[0]))
     if plan.problem.varlen:
         from attnswitch.call import varlen  # which programs without such calls do not wait for
 

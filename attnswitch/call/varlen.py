@@ -25,7 +25,7 @@ from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import GRAD_OPERANDS, Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "gradients", "problem_of", "run_plan"]
+__all__ = ["attend", "batched", "built", "gradients", "offsets_of", "plain", "problem_of", "run_plan"]
 
 _ROLES = ("query", "key", "value")
 _NO_MEMORY = (
@@ -162,7 +162,7 @@ def _ask(
     """``grads`` None means: what torch's autograd would ask for."""
     try:
         given, facts = arrays.take_all(operands)
-        q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
+        q, k, v = (batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
         q, k, v, _ = fitting(q, k, v, None, options)
         offsets, count, most = _sequences(cu_seqlens, longest, q, k)
     except Intercepted:
@@ -204,7 +204,7 @@ def _ask(
 def _call(asked: _Asked, backend: str | None, policy: Policy | str | None) -> _Call:
     if backend is not None and not isinstance(backend, str):
         raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
-    return _with(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation()))
+    return _with(asked, *built(asked.problem, asked.device, backend, effective(policy), view.generation()))
 
 
 def _with(asked: _Asked, backend: Backend, kernel: Kernel) -> _Call:
@@ -224,7 +224,7 @@ def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _built(
+def built(
     problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int
 ) -> tuple[Backend, Kernel]:
     """Who is chosen, and the kernel. Nothing is measured for such a problem, whatever the policy."""
@@ -233,7 +233,7 @@ def _built(
     return planner.build(problem, device, backend, policy)
 
 
-def _batched(facts: Facts, role: str) -> Facts:
+def batched(facts: Facts, role: str) -> Facts:
     """Facts of (T, H, D) as those of (1, H, T, D)."""
     if len(facts.shape) != 3:
         raise InvalidProblem(
@@ -260,18 +260,9 @@ def _sequences(
         longest = longest[0], longest[0] if longest[1] is None else longest[1]
     found, most = [], []
     for name, given, limit, facts in zip("qk", cu_seqlens, longest, (query, key), strict=True):
-        role, asked = f"cu_seqlens_{name}", _most(limit, f"max_seqlen_{name}")
-        offsets, edges = _offsets(given, role, query)
-        if edges is not None:
-            _check_edges(edges, role, facts.shape[2], asked, f"max_seqlen_{name}")
-            asked = _longest(edges) if asked is None else asked
-        if offsets is None:
-            library = query.library if query.library in ("numpy", "cupy") else "torch"
-            offsets = arrays.lengths_as_array(edges or (), library, query.device)
-        if asked is None:  # for which the host waits
-            asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
+        offsets, longest_one = offsets_of(given, limit, name, facts.shape[2], query)
         found.append(offsets)
-        most.append(asked)
+        most.append(longest_one)
     counts = [array.shape[0] - 1 for array in found]
     if counts[0] != counts[1]:
         raise InvalidProblem(
@@ -279,6 +270,21 @@ def _sequences(
             " without queries, or without keys, begins where it ends"
         )
     return Offsets(*found), counts[0], (most[0], most[1])
+
+
+def offsets_of(given: Any, limit: Any, name: str, rows: int, query: Facts) -> tuple[Array, int]:
+    """Offsets beside query of sequences in ``rows`` rows, of the queries or keys (``name``), and the most of any."""
+    role, asked = f"cu_seqlens_{name}", _most(limit, f"max_seqlen_{name}")
+    offsets, edges = _offsets(given, role, query)
+    if edges is not None:
+        _check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
+        asked = _longest(edges) if asked is None else asked
+    if offsets is None:
+        library = query.library if query.library in ("numpy", "cupy") else "torch"
+        offsets = arrays.lengths_as_array(edges or (), library, query.device)
+    if asked is None:  # for which the host waits
+        asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
+    return offsets, asked
 
 
 def _offsets(given: Any, role: str, query: Facts) -> tuple[Array | None, list[int] | None]:
@@ -293,7 +299,7 @@ def _offsets(given: Any, role: str, query: Facts) -> tuple[Array | None, list[in
         if on_cpu and query.device[0] != "cpu":  # like a list
             return None, array.tolist()
         check_beside(facts, role, query)
-        return _plain(array, facts), (array.tolist() if on_cpu else None)
+        return plain(array, facts), (array.tolist() if on_cpu else None)
     if not isinstance(given, Sequence) or not given or not all(_is_count(n) for n in given):
         raise InvalidProblem(f"{role}={text_of(given)}: expected B + 1 integers, from 0 to the rows of all sequences")
     return None, [int(n) for n in given]
@@ -303,10 +309,14 @@ def _is_count(number: Any) -> bool:
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
-def _plain(array: Array, facts: Facts) -> Array:
-    """Offsets side by side, of 32 or 64 bits with a sign."""
-    wide = facts.dtype in ("int32", "int64")
-    if wide and facts.strides[0] == (4 if facts.dtype == "int32" else 8):
+def plain(array: Array, facts: Facts) -> Array:
+    """Integers side by side, of 32 or 64 bits with a sign."""
+    size, wide = {"int32": 4, "int64": 8}.get(facts.dtype, 0), 1
+    for length, stride in zip(facts.shape[::-1], facts.strides[::-1], strict=True):
+        if length > 1 and stride != size * wide:
+            size = 0
+        wide *= length
+    if size:
         return array
     if arrays.library_of(array) == "torch":
         return array.long().contiguous()

@@ -252,10 +252,14 @@ class Backend:
     #: Whether it is given sequences that lie one after another (``Problem.varlen``) at once; others get each alone, on
     #: the CPU (``attnswitch.machine.one_by_one``).
     varlen: ClassVar[bool] = False
-    #: Whether it takes problems with ``sinks``, with ``alibi``, and with a ``page``; others never see one.
+    #: Whether it takes problems with ``sinks``, with ``alibi``, and with a ``page``; others never see one. Those that
+    #: take no pages get each sequence alone, on the CPU, its keys gathered.
     sinks: ClassVar[bool] = False
     alibi: ClassVar[bool] = False
     paged: ClassVar[bool] = False
+    #: Whether it divides the keys of a sequence as ``Problem.splits`` says: then the bits of a sequence are the same
+    #: alone and in any batch. Where keys are never divided they are that anyway.
+    splits: ClassVar[bool] = False
     #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     builds_per_shape: ClassVar[bool] = False
     #: The file of what it is known to get wrong, ``"package:file.toml"`` (``attnswitch.machine.divergences``).

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from attnswitch.verify.checks.check import Check
-from attnswitch.verify.checks.compare import alike
+from attnswitch.verify.checks.compare import alike, identical
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
-from attnswitch.verify.outcome import Failure
+from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import Subject, Trial, plainly_placed
 
 __all__ = ["CHECKS"]
@@ -158,27 +158,26 @@ def _against(
 
 
 def _batched(case: Case) -> bool:
-    alike = case.lengths is None or case.varlen
+    alike = case.lengths is None or case.varlen or case.page > 0
     return _plain(case) and case.batch > 1 and alike and (case.mask is None or "b" not in case.mask.axes)
 
 
 def _alone(subject: Subject) -> tuple[Case, dict[str, Any]]:
-    """One batch entry; a sequence among others is then a call without any."""
+    """One batch entry; a sequence among others is then a call without any, and keys in pages lie without them."""
     case, b = subject.case, subject.case.data_seed % subject.case.batch
     rows, keys = _sizes(case, b)
     data = {role: subject.data[role][b : b + 1, :, :rows] for role in ("query", "grad_out", "grad_lse")}
     data |= {role: subject.data[role][b : b + 1, :, :keys] for role in ("key", "value")}
     alone = case.replace(batch=1, grads="", seq_q=rows, seq_k=keys)
-    if case.varlen:
-        alone = alone.replace(lengths=None, query_lengths=None)
+    if case.varlen or case.page:
+        alone = alone.replace(lengths=None, query_lengths=None, page=0, splits=0)
     return alone, {**subject.data, **data}
 
 
 def _sizes(case: Case, b: int) -> tuple[int, int]:
     """Queries and keys of a batch entry."""
-    if case.query_lengths is None or case.lengths is None:
-        return case.seq_q, case.seq_k
-    return case.query_lengths[b], case.lengths[b]
+    queries = case.seq_q if case.query_lengths is None else case.query_lengths[b]
+    return queries, case.seq_k if case.lengths is None else case.lengths[b]
 
 
 def _batch_invariance(trial: Trial) -> Failure | None:
@@ -187,6 +186,44 @@ def _batch_invariance(trial: Trial) -> Failure | None:
     rows, _ = _sizes(trial.case, b)
     whole = {name: trial.results[name][b : b + 1, :, :rows] for name in got if name in trial.results}
     return _against(trial, alone, "batch", got, whole, "a batch entry differs from the same entry alone")
+
+
+# -- keys in pages -----------------------------------------------------------------------------------------------------
+
+
+def _paged(case: Case) -> bool:
+    return case.page > 0 and case.work > 0
+
+
+def _dealt_otherwise(trial: Trial) -> Failure | None:
+    case = trial.case
+    other = trial.subject.derive("dealt", lambda: (case.replace(data_seed=(case.data_seed + 1) % 2**64), trial.data))
+    got, message = trial.run(other), "it differs where the same keys lie in other pages"
+    if not trial.repeats:
+        return within(trial, "pages", got, trial.results, message)
+    return first_of(*(identical("pages", name, got[name], trial.results[name], message) for name in got))
+
+
+def _divided(case: Case) -> bool:
+    return _paged(case) and case.splits > 0 and case.batch > 1
+
+
+def _one_of_pages(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    """One sequence, with a table of its own pages alone."""
+    case, b = subject.case, subject.case.data_seed % subject.case.batch
+    _, keys = _sizes(case, b)
+    width = -(-keys // case.page) * case.page
+    data = {role: subject.data[role][b : b + 1] for role in ("query", "grad_out", "grad_lse")}
+    data |= {role: subject.data[role][b : b + 1, :, :width] for role in ("key", "value")}
+    queries = None if case.query_lengths is None else case.query_lengths[b : b + 1]
+    return case.replace(batch=1, seq_k=width, lengths=(keys,), query_lengths=queries), {**subject.data, **data}
+
+
+def _same_bits_alone(trial: Trial) -> Failure | None:
+    got = trial.run(trial.subject.derive("one of pages", lambda: _one_of_pages(trial.subject)))
+    b = trial.case.data_seed % trial.case.batch
+    message = "with num_splits a sequence has the same bits alone, and it differs"
+    return first_of(*(identical("splits", name, got[name], trial.results[name][b : b + 1], message) for name in got))
 
 
 # -- shared heads written out ------------------------------------------------------------------------------------------
@@ -251,6 +288,22 @@ CHECKS = (
         "It needs no reference, and compares two launches of different size.",
         _batched,
         _batch_invariance,
+        varlen=True,
+    ),
+    Check(
+        "pages",
+        "which pages hold the keys of a sequence changes nothing, to the bit",
+        "Bitwise, on the same keys: a page that is read in the place of another may hold numbers that are close.",
+        _paged,
+        _dealt_otherwise,
+        varlen=True,
+    ),
+    Check(
+        "splits",
+        "with num_splits a sequence has the same bits alone and in a batch",
+        "Bitwise: keys divided otherwise give a sum that every bound allows.",
+        _divided,
+        _same_bits_alone,
         varlen=True,
     ),
     Check(

@@ -73,7 +73,7 @@ def _variant(subject: Subject) -> tuple[Case, dict[str, Any]]:
         return case.replace(scale=case.softmax_scale * 0.5 + 0.0625), data
     if choice == 1:
         return case.replace(causal=not case.causal), data
-    if choice == 2 and case.mask is None and not case.varlen:
+    if choice == 2 and case.mask is None and not (case.varlen or case.page):
         mask = MaskRecipe("bool", "bhqk", 4, "random")
         other = case.replace(mask=mask)
         return other, {**data, **_fresh(other, "attn_mask")}

@@ -56,6 +56,10 @@ class Case:
     #: Keys of each batch entry. With ``query_lengths`` the call is ``attention_varlen``, of sequences of these lengths.
     lengths: tuple[int, ...] | None = None
     query_lengths: tuple[int, ...] | None = None
+    #: Rows of a page: the call is ``attention_paged``, with ``lengths`` in tables of ``seq_k`` rows, aligned to the
+    #: bottom right, with queries one after another if there are ``query_lengths``. ``splits`` is its num_splits.
+    page: int = 0
+    splits: int = 0
     mask: MaskRecipe | None = None
     scale: float | None = None
     softcap: float = 0.0
@@ -131,10 +135,10 @@ class Case:
             dim_v=self.dim_v,
             dtype=self.dtype,
             causal=self.causal,
-            alignment=self.alignment,
+            alignment="bottom_right" if self.page else self.alignment,
             window=self.window,
             mask=None if self.mask is None else Mask(self.mask.dtype, self.mask.axes),
-            key_lengths=self.lengths is not None and not self.varlen,
+            key_lengths=self.lengths is not None and (self.page > 0 or not self.varlen),
             scale=self.scale,
             softcap=self.softcap,
             dropout=self.dropout,
@@ -143,6 +147,8 @@ class Case:
             grads=self.grads,
             deterministic=self.deterministic,
             varlen=self.varlen,
+            page=self.page,
+            splits=self.splits,
         )
 
     @staticmethod
@@ -160,10 +166,12 @@ class Case:
             dim_v=p.dim_v,
             dtype=p.dtype,
             causal=p.causal,
-            alignment=p.alignment,
+            alignment="bottom_right" if p.page else p.alignment,
             window=p.window,
             lengths=keys if p.key_lengths or p.varlen else None,
             query_lengths=queries if p.varlen else None,
+            page=p.page,
+            splits=p.splits,
             mask=None if p.mask is None else MaskRecipe(p.mask.dtype, p.mask.axes),
             scale=p.scale,
             softcap=p.softcap,
@@ -178,7 +186,10 @@ class Case:
     def __str__(self) -> str:
         """Problem, data, and whatever differs from the plainest placing."""
         parts = [str(self.problem()), f"{self.library} arrays", f"{self.data} data (seed {self.data_seed})"]
-        if self.query_lengths is not None:
+        if self.page:
+            queries = "" if self.query_lengths is None else f" and {list(self.query_lengths)} queries"
+            parts.append(f"cache_lengths {list(self.lengths or ())}{queries}")
+        elif self.query_lengths is not None:
             parts.append(f"sequences of {list(self.query_lengths)} queries and {list(self.lengths or ())} keys")
         elif self.lengths is not None:
             parts.append(f"key_lengths {list(self.lengths)}")
@@ -216,6 +227,8 @@ class Case:
             case.problem()
             if case.varlen and not len(case.query_lengths or ()) == len(case.lengths or ()) == case.batch:
                 raise InvalidProblem("not a case: expected as many query_lengths and lengths as batch entries")
+            if case.page and case.alignment != "bottom_right":
+                raise InvalidProblem("not a case: queries of a cache in pages are aligned to the bottom right")
         except TypeError as error:
             raise InvalidProblem(f"not a case: {error}") from None
         return case

@@ -210,6 +210,9 @@ def cases(draw: Any, space: Space = Space()) -> Case:
     dense = large is not None and large[0].aligned  # whose kernels read tiles of a batch by TMA
     if varlen and not dense and found.get("dropout_seed", 0) is not None:
         found |= _varlen(found, alike and large is None, queries, keys)
+    paged, pages, few = _often(draw, 8), _pages(draw), draw(st.integers(1, 8))
+    if paged and not (varlen or dense):
+        found |= _paged(found, few if alike else found["seq_q"], queries, keys, **pages)
     return Case(**found)
 
 
@@ -241,6 +244,46 @@ def _varlen(found: dict[str, Any], alike: bool, queries: list[str], keys: list[s
         "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in range(found["batch"])),
         "mask": None,
         "grads": found["grads"].replace("m", ""),
+        "layout": "BHLD",
+    }
+
+
+def _pages(draw: Any) -> dict[str, Any]:
+    """Rows of a page, columns of the table that none needs, whether queries are packed, and num_splits."""
+    return {
+        "page": _choice(draw, (1, 2, 16, 64, 256)),
+        "wider": draw(st.integers(0, 2)),
+        "packed": draw(st.booleans()),
+        "splits": _choice(draw, (0, 0, 1, 3)),
+    }
+
+
+def _paged(
+    found: dict[str, Any],
+    most: int,
+    queries: list[str],
+    keys: list[str],
+    page: int,
+    wider: int,
+    packed: bool,
+    splits: int,
+) -> dict[str, Any]:
+    """The same of a cache in pages, with at most so many queries, and as few as the wider table asks for."""
+    lq, lk, count = found["seq_q"], found["seq_k"], range(found["batch"])
+    width = (-(-lk // page) + wider) * page
+    lq = min(lq, most, max(1, lq * lk // max(width, 1)))
+    return {
+        "seq_q": lq,
+        "seq_k": width,
+        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in count) if packed else None,
+        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in count),
+        "page": page,
+        "splits": splits,
+        "alignment": "bottom_right",
+        "mask": None,
+        "dropout": 0.0,
+        "dropout_seed": None,
+        "grads": "",
         "layout": "BHLD",
     }
 

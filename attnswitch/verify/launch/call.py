@@ -16,7 +16,7 @@ from attnswitch import arrays
 from attnswitch.call import finite
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch import sequences
+from attnswitch.verify.launch import pages, sequences
 from attnswitch.verify.launch.layouts import Storage, host, place
 
 __all__ = [
@@ -42,7 +42,8 @@ Around = Callable[[Callable[[], Any]], Any]
 class Placed:
     """The arrays of a case as the caller holds them, and the memory that each lies in.
 
-    Of sequences without padding these are (T, H, D), grad_lse is (H, T), and there are offsets in place of lengths.
+    Of sequences without padding these are (T, H, D), grad_lse is (H, T), and there are offsets in place of lengths. Of
+    a cache in pages key and value are (P, page, H, D), and the lengths are those of the cache.
     """
 
     query: Any
@@ -55,6 +56,7 @@ class Placed:
     storage: dict[str, Storage] = field(default_factory=dict)
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    block_table: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +70,25 @@ class Returned:
 def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     """The operands of ``case`` as arrays of its library."""
     storage: dict[str, Storage] = {}
+    table, caches = pages.dealt(case, data) if case.page else (None, {})
 
     def put(role: str, dtype: str, placing: str) -> Any:
         values = data[role]
-        if case.varlen:  # rows that repeat within a sequence do not from one to the next
+        if role in caches:
+            values, placing = caches[role], pages.placing(placing)
+        elif case.varlen:  # rows that repeat within a sequence do not from one to the next
             values, placing = sequences.joined(case, role, values), placing.replace("expanded-rows", "contiguous")
         placed, storage[role] = place(values, dtype, placing, case.library, device)
         return placed
 
     made = {role: put(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
     grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
+    if table is not None:
+        packed = ("query", "grad_out") if case.varlen else ()
+        made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
+        cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
+        beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
+        return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device))
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
         cu_q, cu_k = (_integers(case, sequences.offsets(case, role), device) for role in ("query", "key"))
@@ -94,9 +105,11 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
 
 
 def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
-    """Lengths or offsets as an array of one of the integer types that callers use, and that they fit."""
-    fits = ("int32", "int64", "int16", "uint8") if max(numbers, default=0) < 256 else ("int32", "int64")
-    made = np.array(numbers, dtype=fits[case.data_seed % len(fits)])
+    """Lengths, offsets or a table as an array of one of the integer types that callers use, and that they fit."""
+    made = np.array(numbers, dtype=np.int64)
+    small = made.min(initial=0) >= 0 and made.max(initial=0) < 256
+    fits = ("int32", "int64", "int16", "uint8") if small else ("int32", "int64")
+    made = made.astype(fits[case.data_seed % len(fits)])
     if case.library == "numpy":
         return made
     return arrays.passage(arrays.passage(made, "numpy", "torch").to(device), "torch", case.library)
@@ -170,13 +183,26 @@ def call(
     if case.varlen:
         whole = {name: sequences.padded(case, name, result) for name, result in returned.results.items()}
         return Returned(whole, returned.chosen)
-    if case.layout == "BLHD":
+    if case.layout == "BLHD" or case.page:
         turned = {n: r.swapaxes(1, 2) if n in _TENSORS else r for n, r in returned.results.items()}
         return Returned(turned, returned.chosen)
     return returned
 
 
 def _options(case: Case, placed: Placed) -> dict[str, Any]:
+    if case.page:
+        return {
+            "block_table": placed.block_table,
+            "cache_lengths": placed.key_lengths,
+            "cu_seqlens_q": placed.cu_seqlens_q,
+            "max_seqlen_q": case.seq_q if case.varlen else None,
+            "is_causal": case.causal,
+            "scale": case.scale,
+            "window": case.window,
+            "softcap": case.softcap,
+            "num_splits": case.splits or None,
+            "deterministic": case.deterministic,
+        }
     options = {
         "dropout_p": case.dropout,
         "is_causal": case.causal,
@@ -199,7 +225,9 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
     operands = (placed.query, placed.key, placed.value)
     attend: Callable[..., Any] = attnswitch.attention
     differentiate: Callable[..., Any] = attnswitch.attention_backward
-    if case.varlen:
+    if case.page:
+        attend = attnswitch.attention_paged
+    elif case.varlen:
         attend, differentiate = attnswitch.attention_varlen, attnswitch.attention_varlen_backward
     chosen = backend
     if chosen is None:
@@ -230,8 +258,8 @@ def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
         leaves[name].requires_grad_()
     options = _options(case, placed)
     operands = (leaves["query"], leaves["key"], leaves["value"])
-    attend: Callable[..., Any] = attnswitch.attention_varlen
-    if not case.varlen:
+    attend: Callable[..., Any] = attnswitch.attention_paged if case.page else attnswitch.attention_varlen
+    if not (case.varlen or case.page):
         options |= {"attn_mask": leaves["attn_mask"]}
         attend = attnswitch.attention
     chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)

@@ -168,7 +168,9 @@ def _answer(case: Case, data: dict[str, Any], keep: Any, place: _Place) -> Answe
     whole = len(i) == case.seq_q and count == case.group
     alone = mask is not None and mask.shape[:2] == (case.batch, case.heads_q)
     kind = case.mask if whole and alone else None
-    part = case.replace(batch=1, heads_kv=1, group=count, seq_q=len(i), lengths=None, query_lengths=None, mask=kind)
+    part = case.replace(
+        batch=1, heads_kv=1, group=count, seq_q=len(i), lengths=None, query_lengths=None, page=0, splits=0, mask=kind
+    )
     found = oracle.answer(part, few, keep, visible)
     for name in ("attn_mask",) if whole else ("key", "value", "attn_mask"):  # sums over rows that are not here
         if not (whole and alone):
