@@ -37,6 +37,7 @@ class TritonBackend(Backend):
     sinks: ClassVar[bool] = True
     alibi: ClassVar[bool] = True
     paged: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:

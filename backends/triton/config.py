@@ -23,6 +23,8 @@ _SHARED = 99 * 1024
 _FEW_SCORES = 2**23
 #: Rows of a tile that query heads may share.
 _PACKED = 128
+#: Queries that stand for those of any sequence, where they must not decide.
+_ANY_QUERIES = 128
 #: Tiles of 64 keys, one after the other, that take a program as long as the launch that merges splits.
 _MERGED = 8
 #: Most programs that the keys of one tile of queries are split among.
@@ -70,13 +72,18 @@ def block(dim: int) -> int:
 
 
 def packs(problem: Problem) -> bool:
-    """Whether the query heads that share a key head lie in one tile."""
+    """Whether the query heads that share a key head lie in one tile.
+
+    However many queries, where the bits of a sequence may not depend on how many others have.
+    """
+    if problem.splits and problem.varlen:
+        return problem.group > 1
     return packing.packs(problem, _PACKED)
 
 
 def rows(problem: Problem) -> int:
     """Rows of queries for each program head."""
-    return packing.rows(problem, _PACKED)
+    return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
 def small(problem: Problem, device: Device) -> bool:
@@ -88,11 +95,12 @@ def small(problem: Problem, device: Device) -> bool:
 def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
     """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device.
 
-    Where the call says how keys are divided, the heuristic's choice alone, which no batch has a say in: so do the bits
-    depend on nothing but the call and the sequence.
+    Where the call says how keys are divided, the heuristic's choice alone, in which nothing of a batch has a say: the
+    bits of a sequence are those that it has alone.
     """
     if problem.splits:
-        yield _heuristic(problem.replace(seq_k=problem.page), device)
+        queries = _ANY_QUERIES if problem.varlen else problem.seq_q
+        yield _heuristic(problem.replace(batch=1, seq_q=queries, seq_k=problem.page), device)
         return
     if arithmetic.generic(problem, emulated=device.kind == "cpu"):
         yield _generic(problem, device)

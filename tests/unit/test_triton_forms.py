@@ -302,11 +302,14 @@ def test_it_agrees_with_float64(name: str, raised: dict[str, str]) -> None:
 @interpreted
 def test_bits_of_a_sequence_are_those_that_it_has_alone() -> None:
     """Where the call says how keys are divided: whatever the batch, and however wide the table."""
-    several = Made(Case("b3.h4/2.s1x96.d8.fp32.page=16.splits=3.lengths.causal-br.lse", ((1, 70), (1, 96), (1, 5))))
-    alone = Made(Case("b1.h4/2.s1x80.d8.fp32.page=16.splits=3.lengths.causal-br.lse", ((1, 70),)))
-    alone.queries, alone.keys, alone.values = several.queries[:1], several.keys[:1], several.values[:1]
-    one, other = (compiled(made.p).forward(made.inputs()) for made in (several, alone))
-    assert all(torch.equal(a[:1], b) for a, b in zip(one, other, strict=True))
+    form = "d8.fp32.page=16.splits=3.lengths.causal-br.lse"
+    for varlen, queries in (("", (1, 1, 1)), (".varlen", (1, 40, 0))):
+        lengths = tuple(zip(queries, (70, 96, 5), strict=True))
+        several = Made(Case(f"b3.h4/2.s{max(queries)}x96.{form}{varlen}", lengths))
+        alone = Made(Case(f"b1.h4/2.s1x80.{form}{varlen}", lengths[:1]))
+        alone.queries, alone.keys, alone.values = several.queries[:1], several.keys[:1], several.values[:1]
+        one, other = (compiled(made.p).forward(made.inputs()) for made in (several, alone))
+        assert all(torch.equal(a[:1, :, :1], b[:, :, :1]) for a, b in zip(one, other, strict=True))
 
 
 @interpreted
@@ -367,20 +370,18 @@ def test_without_keys_rows_of_no_sequence_have_no_sink() -> None:
 
 @pytest.mark.parametrize("queries", [1, 300])
 def test_keys_are_divided_as_the_call_says(queries: int) -> None:
-    """And nothing but the call and the sequence has a say in how they are taken."""
+    """And nothing of other sequences has a say in how they are taken."""
+    form = "d128.bf16.page=16.splits=5.lengths.causal-br"
     for device in map(Device.named, ("a100", "h200", "b200")):
-        found = [
-            list(config.configs(Problem.parse(text), device))
-            for text in (
-                f"b1.h32/8.s{queries}x512.d128.bf16.page=16.splits=5.lengths.causal-br",
-                f"b64.h32/8.s{queries}x65536.d128.bf16.page=16.splits=5.lengths.causal-br",
-                f"b1.h2/1.s{queries}x16.d128.bf16.page=16.splits=5.lengths.causal-br",
-            )
-        ]
-        assert [len(configs) for configs in found] == [1, 1, 1]
-        assert len({configs[0].forward for configs in found[:2]}) == 1
-        assert {configs[0].splits for configs in found} == {5}
-        assert not any(configs[0].forward.generic for configs in found)
+        for texts in (
+            (f"b1.h32/8.s{queries}x16.{form}", f"b64.h32/8.s{queries}x65536.{form}"),
+            (f"b1.h32/8.s1x16.{form}.varlen", f"b64.h32/8.s{queries}x65536.{form}.varlen"),
+        ):
+            problems = [Problem.parse(text) for text in texts]
+            one, other = (list(config.configs(problem, device)) for problem in problems)
+            assert one == other
+            assert [(chosen.splits, chosen.forward.generic) for chosen in one] == [(5, False)]
+            assert config.packs(problems[0]) == config.packs(problems[1])
 
 
 @pytest.mark.parametrize("device", ["h200", "a100", "b200"])
