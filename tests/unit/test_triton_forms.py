@@ -168,11 +168,10 @@ class Made:
         self._table = case.table
 
     def _mask(self, draw: torch.Generator) -> Any:
-        if self.p.mask is None:
+        mask, shape = self.p.mask, self.p.mask_shape
+        if mask is None or shape is None:
             return None
-        if self.p.mask.is_bool:
-            return torch.rand(self.p.mask_shape, generator=draw) < 0.7
-        return torch.randn(self.p.mask_shape, generator=draw)
+        return torch.rand(shape, generator=draw) < 0.7 if mask.is_bool else torch.randn(shape, generator=draw)
 
     def inputs(self) -> Inputs:
         """Of sequences one after another, side by side or in pages; what belongs to none of them is NaN."""
@@ -192,7 +191,7 @@ class Made:
         elif p.varlen:
             key, value = _together(self.keys, 3), _together(self.values, 3)
         else:
-            key, value = (torch.stack([_longer(x, p.seq_k) for x in of]) for of in (self.keys, self.values))
+            key, value = (torch.stack([_longer(x, p.seq_k, math.nan) for x in of]) for of in (self.keys, self.values))
         return Inputs(query, key, value, self.mask, lengths, None, offsets, self.sinks, self.slopes, table)
 
     def _pages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -208,7 +207,11 @@ class Made:
                 table[b, j // p.page] = page
                 for cache, of in zip(caches, (self.keys, self.values), strict=True):
                     cache[page, j % p.page] = of[b][:, j]
-        return table, *(cache.transpose(1, 2) for cache in caches)
+        return table, caches[0].transpose(1, 2), caches[1].transpose(1, 2)
+
+    def _put(self, arrays: list[torch.Tensor]) -> torch.Tensor:
+        """Sequences (H, L, D) as results hold them."""
+        return _together(arrays, 0) if self.p.varlen else torch.stack(arrays)
 
     def wanted(self, upstream: tuple[Any, Any]) -> list[Any]:
         """Output, lse, and gradients of query, key, value and mask, as a kernel gives them."""
@@ -221,28 +224,27 @@ class Made:
         results = [
             attended(
                 p,
-                *(of[b] for of in leaves),
+                leaves[0][b],
+                leaves[1][b],
+                leaves[2][b],
                 None if whole is None else whole[b],
                 None if self.sinks is None else self.sinks.double(),
                 None if self.slopes is None else self.slopes.double().expand(p.batch, -1)[b],
             )
             for b in range(p.batch)
         ]
-        out, lse = ([result[n] for result in results] for n in (0, 1))
-        put = (lambda of, past: _together(of, past)) if p.varlen else (lambda of, _: torch.stack(of))
-        both = [put(out, 0), put([x[..., None] for x in lse], 0)[..., 0]]
+        out = self._put([result[0] for result in results])
+        lse = self._put([result[1][..., None] for result in results])[..., 0]
         if not p.grads:
-            return both
-        seen = torch.where(both[1] == -math.inf, 0.0, both[1])
-        asked = [*leaves[0], *leaves[1], *leaves[2], *([mask] if p.adds_mask else [])]
-        loss = (both[0] * upstream[0]).sum() + (0.0 if upstream[1] is None else (seen * upstream[1]).sum())
+            return [out, lse]
+        seen = torch.where(lse == -math.inf, 0.0, lse)
+        loss = (out * upstream[0]).sum() + (0.0 if upstream[1] is None else (seen * upstream[1]).sum())
+        asked = [*itertools.chain(*leaves), *([mask] if p.adds_mask else [])]
         grads = torch.autograd.grad(loss, asked, allow_unused=True, materialize_grads=True)
-        n = p.batch
-        by = [grads[:n], grads[n : 2 * n], grads[2 * n : 3 * n]]
-        if not p.varlen:
-            by = [by[0], *([_longer(x, p.seq_k) for x in of] for of in by[1:])]
-        of_operands = [put(list(of), 0) for of in by]
-        return [*both, *of_operands, grads[3 * n] if p.adds_mask else None]
+        n, keys = p.batch, 0 if p.varlen else p.seq_k
+        by_query = self._put(list(grads[:n]))
+        by_key, by_value = (self._put([_longer(x, keys) for x in grads[at * n : at * n + n]]) for at in (1, 2))
+        return [out, lse, by_query, by_key, by_value, grads[3 * n] if p.adds_mask else None]
 
 
 def _together(arrays: list[torch.Tensor], past: int) -> torch.Tensor:
@@ -251,9 +253,9 @@ def _together(arrays: list[torch.Tensor], past: int) -> torch.Tensor:
     return torch.cat([*arrays, torch.full((heads, past, dim), math.nan, dtype=arrays[0].dtype)], 1)[None]
 
 
-def _longer(array: torch.Tensor, rows: int) -> torch.Tensor:
-    """(H, L, D) with zeros up to ``rows``."""
-    return torch.nn.functional.pad(array, (0, 0, 0, rows - array.shape[1]))
+def _longer(array: torch.Tensor, rows: int, filled: float = 0.0) -> torch.Tensor:
+    """(H, L, D), ``filled`` up to ``rows``."""
+    return torch.nn.functional.pad(array, (0, 0, 0, max(rows - array.shape[1], 0)), value=filled)
 
 
 # -- beside the kernels ------------------------------------------------------------------------------------------------
@@ -327,9 +329,10 @@ def test_one_kernel_takes_slopes_of_each_sequence_and_of_all() -> None:
 def test_one_kernel_takes_a_cache_of_one_page_and_of_many() -> None:
     made = Made(Case("b1.h2.s1x16.d8.fp32.page=16.lengths.lse", ((1, 9),)))
     kernel, inputs = compiled(made.p), made.inputs()
-    at = int(inputs.block_table[0, 0])
-    alone = inputs._replace(key=inputs.key[at : at + 1], value=inputs.value[at : at + 1])
-    one, other = kernel.forward(alone._replace(block_table=inputs.block_table * 0)), kernel.forward(inputs)
+    table: Any = inputs.block_table
+    at = int(table[0, 0])
+    alone = inputs._replace(key=inputs.key[at : at + 1], value=inputs.value[at : at + 1], block_table=table * 0)
+    one, other = kernel.forward(alone), kernel.forward(inputs)
     assert at > 0
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
