@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .lists import visit
+from .panels import panel_at, product_of_panels
 from .philox import drop, keeps, origin, seeded
 from .tile import (
     EVERY_EDGE,
@@ -57,10 +58,16 @@ def _attend(
                 start = tl.load(tiles + t) * how.block_n
             if how.dropout:  # before the scores: the product of the tile before is still under way
                 k0, k1, k2, k3 = keeps(zero, b, h, i, start, random, how.block_n)
-            k = tile_of(
-                k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how
-            )
-            s = product(q, tl.trans(k))
+            if how.panelled:
+                s = product_of_panels(
+                    q, k_at, b, head, start, end, dim,
+                    how.block_m, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how,
+                )  # fmt: skip
+            else:
+                k = tile_of(
+                    k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how
+                )
+                s = product(q, tl.trans(k))
             if not how.fold:
                 s = s * factor
                 if how.softcap:
@@ -135,6 +142,13 @@ def forward(
     count = tl.cdiv(rows, BLOCK_M)
     heads = heads_q // pack
     pid = tl.program_id(0)
+    column = 0  # the first of this program's panel
+    width_v = dims.v
+    if how.panelled:
+        panels = tl.cdiv(dims.v, BLOCK_DV)
+        column = pid % panels * BLOCK_DV
+        width_v = dims.v - column
+        pid = pid // panels
     split = 0
     if how.split:  # few rows, whose keys are read once: no order is better than another
         split = pid % splits.count
@@ -168,7 +182,7 @@ def forward(
         LSE += begin_q
         if b == batch:
             leap = count * BLOCK_M
-            clear(OUT, by.o.h, by.o.l, head, pack, first, rows, leap, dims.v, BLOCK_M, BLOCK_DV, how.even_dv)
+            clear(OUT + column, by.o.h, by.o.l, head, pack, first, rows, leap, width_v, BLOCK_M, BLOCK_DV, how.even_dv)
             for start in range(first, rows, leap):
                 past = start + tl.arange(0, BLOCK_M)
                 at_row = (head + past % pack).to(tl.int64) * sizes.rows_q + past // pack
@@ -190,6 +204,9 @@ def forward(
     else:
         q_rows = Q + b64 * by.q.b + (h_wide * by.q.h + i_wide * by.q.l)[:, None]
         q = load_rows(q_rows, inside, by.q.d, dims.qk, BLOCK_D, how.even_d)
+    rows_of_q = q
+    if how.panelled:
+        rows_of_q = (q_rows, inside, by.q.d)
     named = (0, (0, 0), (0, 0))
     if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones; queries come without waiting
         if how.overlap:
@@ -217,6 +234,10 @@ def forward(
     if not how.tma:
         K += b64 * by.k.b + head_kv.to(tl.int64) * by.k.h
         V += b64 * by.v.b + head_kv.to(tl.int64) * by.v.h
+    k_at = (K, by.k.l, by.k.d)
+    v_at = (V, by.v.l, by.v.d)
+    if how.panelled:
+        v_at = panel_at(v_at, column)
     mask = (0, 0, 0, 0)
     if how.mask_kind != NO_MASK:
         MASK += b64 * by.m.b + head.to(tl.int64) * by.m.h
@@ -260,8 +281,8 @@ def forward(
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, begin, mixed_end, full, span, scores, dice, dims.qk, dims.v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, mask,
+                TILES, begin, mixed_end, full, span, scores, dice, dims.qk, width_v,
                 how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (
@@ -270,8 +291,8 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, t0, t1, full, sees, scores, dice, dims.qk, dims.v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, mask,
+                TILES, t0, t1, full, sees, scores, dice, dims.qk, width_v,
                 NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
                 EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
                 part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
@@ -300,8 +321,8 @@ def forward(
     if how.tma_rows:
         OUT.store([b, head, first, 0], tl.reshape(rounded(out, OUT.dtype), (1, 1, BLOCK_M, BLOCK_DV)))
     else:
-        out_rows = OUT + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
-        store_rows(out_rows, out, inside, 1, dims.v, BLOCK_DV, how.even_dv)
+        out_rows = OUT + column + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
+        store_rows(out_rows, out, inside, 1, width_v, BLOCK_DV, how.even_dv)
 
 
 @triton.jit
