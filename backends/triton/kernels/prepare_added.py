@@ -79,12 +79,13 @@ def prepare_added(
     i = first.to(tl.int64) + rows
     inside = i < seq_q
     o_rows = OUT + (b * by_out.b + h * by_out.h + i * by_out.l)[:, None]
-    o = (o_rows, inside, by_out.d)
     if not how.panelled:
         o = load_rows(o_rows, inside, by_out.d, dims.v, how.block_dv, how.even_dv)
     do_rows = DO + (b * by.o.b + h * by.o.h + i * by.o.l)[:, None]
     if how.panelled:
-        delta = dots_of_rows(o, (do_rows, inside, by.o.d), dims.v, BLOCK_M, how.block_dv, how.even_dv)
+        delta = dots_of_rows(
+            (o_rows, inside, by_out.d), (do_rows, inside, by.o.d), dims.v, BLOCK_M, how.block_dv, how.even_dv
+        )
     else:
         do = load_rows(do_rows, inside, by.o.d, dims.v, how.block_dv, how.even_dv)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
