@@ -314,6 +314,10 @@ class Backend:
         """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""
         raise NotImplementedError
 
+    def repeats(self, problem: Problem) -> float:
+        """How many times as long it is expected to take as what was measured of problems that are near."""
+        return 1.0
+
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """Bytes beside operands and results that a call holds at its peak."""
         return cost.extra_tiled(problem)

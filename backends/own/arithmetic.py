@@ -42,7 +42,7 @@ def generic(problem: Problem, *, emulated: bool = False) -> bool:
     kernels are ``emulated``, these take turns with others, so that both are checked.
     """
     p = problem
-    if emulated and p.seq_k % 2:
+    if (emulated and p.seq_k % 2) or max(p.dim_qk, p.dim_v) > _CLASSES[-1]:
         return False
     products = p.batch * p.heads_q * p.seq_q * p.seq_k * (p.dim_qk + p.dim_v)
     keys = _FEW_KEYS if p.seq_q * p.group <= _FEW else _TINY  # keys of few queries are split among blocks

@@ -10,7 +10,7 @@ from attnswitch.problem import Problem
 from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
-from .config import Tile, block
+from .config import MOST_COLUMNS, Tile, panelled, width
 from .kernels.parameters import (
     PagedSizes,
     Random,
@@ -59,10 +59,10 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     how = Variant(
         block_m=tile.queries,
         block_n=tile.keys,
-        block_d=block(p.dim_qk),
-        block_dv=block(p.dim_v),
-        even_d=block(p.dim_qk) == p.dim_qk,
-        even_dv=block(p.dim_v) == p.dim_v,
+        block_d=width(p, p.dim_qk),
+        block_dv=width(p, p.dim_v),
+        even_d=p.dim_qk % width(p, p.dim_qk) == 0,
+        even_dv=p.dim_v % width(p, p.dim_v) == 0,
         fold=arithmetic.folds(p),
         softcap=arithmetic.capped(p),
         mask_kind=0 if p.mask is None else 1 if p.mask.is_bool else 2,
@@ -70,6 +70,7 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
         has_lengths=p.key_lengths,
         has_left=left is not None,
         has_right=right is not None,
+        panelled=panelled(p),
         varlen=p.varlen,
         alibi=p.alibi,
         **more,
@@ -207,7 +208,7 @@ def strides(query: Any, key: Any, value: Any, other: Any, mask: Any) -> Strides:
 def wide(tile: Tile, *arrays: Steps, page: int = 0) -> bool:
     """Whether an offset within one tile, or one ``page``, of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys, page)
-    return any(rows * row + 256 * step >= 2**31 for _, _, row, step in arrays)
+    return any(rows * row + MOST_COLUMNS * step >= 2**31 for _, _, row, step in arrays)
 
 
 def _signed(word: int) -> int:

@@ -15,8 +15,24 @@ from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic, packing
 
-__all__ = ["Tile", "TritonConfig", "block", "configs", "packs", "rows", "shared", "small", "splits"]
+__all__ = [
+    "MOST_COLUMNS",
+    "Tile",
+    "TritonConfig",
+    "block",
+    "configs",
+    "packs",
+    "panelled",
+    "panels",
+    "rows",
+    "shared",
+    "small",
+    "splits",
+    "width",
+]
 
+#: Columns of a head: at most, of one that fits a tile, and of a panel of wider ones.
+MOST_COLUMNS, _WHOLE, _PANEL = 576, 256, 128
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
 #: Scores of a problem whose kernels take a GPU no longer than its host needs for one launch more, or two descriptors.
@@ -69,6 +85,21 @@ class TritonConfig(Config):
 def block(dim: int) -> int:
     """The head dimension as a kernel sees it: a power of two, and at least what a matrix instruction takes."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def panelled(problem: Problem) -> bool:
+    """Whether its heads are too wide for a tile, and taken in panels."""
+    return max(problem.dim_qk, problem.dim_v) > _WHOLE
+
+
+def panels(problem: Problem, dim: int) -> int:
+    """How many panels a program makes one of, in an output of heads of ``dim``."""
+    return -(-dim // _PANEL) if panelled(problem) else 1
+
+
+def width(problem: Problem, dim: int) -> int:
+    """Columns of a tile of heads of ``dim``, or of a panel of them."""
+    return _PANEL if panelled(problem) else block(dim)
 
 
 def packs(problem: Problem) -> bool:
@@ -145,11 +176,13 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
     if device.kind == "cpu":  # the interpreter: several tiles in lengths that it can do
         forward = Tile(32, 16, 4, 1)
         return TritonConfig(forward, Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), splits=splits(problem, device, forward))
-    wide = max(block(problem.dim_qk), block(problem.dim_v))
+    wide = max(width(problem, problem.dim_qk), width(problem, problem.dim_v))
     if problem.dtype == "float32":
         # IEEE products run on the ordinary units, out of registers: two stages of loads are a quarter faster than one.
         small = Tile(32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 8, 1)
         chosen = TritonConfig(Tile(32, 32, 2, 1) if wide <= 64 else small, small, small)
+    elif panelled(problem):  # eight warps, since four spill (compiled for sm_90, not measured)
+        chosen = TritonConfig(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2))
     elif wide <= 64:
         # TFLOP/s of the forward, full and causal: 441, 390 with 64 x 128 at S 4096 against 415, 389 with 128 x 64.
         short = problem.positional and problem.seq_k <= 2048
@@ -169,7 +202,9 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.
         stages = 2 if (device.capability or (0, 0)) < (10, 0) else 1  # where products keep more in shared memory
         chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, stages), Tile(128, 32, 8, 2))
-    if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
+    if (
+        problem.dropout and problem.dtype != "float32" and wide <= 128 and not panelled(problem)
+    ):  # Philox wants registers
         chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 402 us against 812 with 128 x 64
     few = rows(problem)
     if few <= 64:  # four tiles of keys in flight stream at the memory's speed
@@ -240,7 +275,7 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
     lengths and dropout, of dimensions that are not padded, this is within a quarter of what was compiled; on Hopper, in
     types of 16 bits, within 4 %.
     """
-    size, dims = DTYPES[problem.dtype], (block(problem.dim_qk), block(problem.dim_v))
+    size, dims = DTYPES[problem.dtype], (width(problem, problem.dim_qk), width(problem, problem.dim_v))
     stages = (tile.stages + 1) // 2 if problem.page else tile.stages
     if kernel == "forward":
         own, streamed, least = tile.queries * dims[0], tile.keys, max(dims)
@@ -256,9 +291,9 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
 
 def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
     kept, streamed = rows(tile)
-    width = (block(problem.dim_qk) + block(problem.dim_v)) * DTYPES[problem.dtype]
+    row = (width(problem, problem.dim_qk) + width(problem, problem.dim_v)) * DTYPES[problem.dtype]
     scores = tile.queries * tile.keys * DTYPES[problem.dtype]
-    needed = kept * width + max(1, tile.stages) * streamed * width + scores
+    needed = kept * row + max(1, tile.stages) * streamed * row + scores
     return needed <= (device.shared_memory or _SHARED)
 
 

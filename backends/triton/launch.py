@@ -34,11 +34,12 @@ from .arguments import (
     variant,
     wide,
 )
-from .config import TritonConfig, block
+from .config import TritonConfig, block, panelled, panels
 from .descriptors import describer, suits
-from .kernels import forward as forward_kernels
 from .kernels import mask_gradient as mask_kernels
+from .kernels.forward import forward
 from .kernels.key_gradients import key_gradients
+from .kernels.merge import merge
 from .kernels.parameters import Dims, Splits, Steps, Strides, Visits
 from .kernels.prepare import prepare
 from .kernels.query_gradient import query_gradient
@@ -70,10 +71,11 @@ class Forward:
         #: Shape and strides of the output, and of what has a number for each row of it, known from the first query.
         self._out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         programs = self._heads * arithmetic.tiles(config.rows(p) if self._packed else p.seq_q, tile.queries) * splits
-        self._launch = make(forward_kernels.forward, programs, self._passed)
+        programs *= panels(p, p.dim_v)
+        self._launch = make(forward, programs, self._passed)
         self._merge = None
         if splits > 1:
-            self._merge = make(forward_kernels.merge, entries(p) * p.heads_q * p.seq_q, self._merged)
+            self._merge = make(merge, entries(p) * p.heads_q * p.seq_q, self._merged)
 
     def __call__(
         self,
@@ -156,14 +158,14 @@ class Forward:
 
     def _merged(self, parts: Any, sums: Any, out: Any, *_: Any) -> Passed:
         p = self._p
-        at_once = min(64, max(16, 1 << (self._splits - 1).bit_length()))
+        at_once = 16 if panelled(p) else min(64, max(16, 1 << (self._splits - 1).bit_length()))
         flags = {
             "BLOCK_S": at_once,
             "BLOCK_DV": block(p.dim_v),
             "OVERLAP": self._overlap,
             "VARLEN": p.varlen,
             "WITH_SINKS": p.sinks,
-            "num_warps": at_once // 16,
+            "num_warps": 4 if panelled(p) else at_once // 16,
             **early(self._overlap),
         }
         return Passed((Steps(*out.stride()), sizes(p, out), Dims(p.dim_qk, p.dim_v), self._splits), flags)
@@ -174,7 +176,7 @@ class Prepare:
 
     def __init__(self, make: Make, p: Problem, chosen: TritonConfig) -> None:
         self._p, self._generic = p, chosen.query_gradient.generic
-        self._block = 8 if self._generic else 32
+        self._block = 8 if self._generic or panelled(p) else 32
         programs = arithmetic.tiles(p.batch * p.heads_q * arithmetic.padded(p), self._block)
         self._launch = make(prepare, programs, self._passed)
         self._upstream = Upstream()
@@ -219,7 +221,7 @@ class QueryGradient:
         self._lists = listing(make, p, device, self._tile)
         self._grad: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._heads = entries(p) * p.heads_q
-        programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
+        programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries) * panels(p, p.dim_qk)
         self._launch = make(query_gradient, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
@@ -274,7 +276,7 @@ class KeyGradients:
         self._lists = listing(make, p, device, self._tile, by_keys=True)
         self._grads: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
         self._heads = entries(p) * p.heads_kv
-        programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
+        programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys) * panels(p, max(p.dim_qk, p.dim_v))
         self._launch = make(key_gradients, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:

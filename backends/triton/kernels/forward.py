@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .lists import visit
 from .paged import places, share
+from .panels import panel_at, product_of_panels
 from .philox import drop, keeps, origin, seeded
 from .tile import (
     EVERY_EDGE,
@@ -64,11 +65,17 @@ def _attend(
             where = (0, 0)
             if how.paged:
                 where = places(paging, start, end, ENDS, how)
-            k = tile_of(
-                k_at, b, head, start, end, dim,
-                how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
-            )  # fmt: skip
-            s = product(q, tl.trans(k))
+            if how.panelled:
+                s = product_of_panels(
+                    q, k_at, b, head, start, end, dim,
+                    how.block_m, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
+                )  # fmt: skip
+            else:
+                k = tile_of(
+                    k_at, b, head, start, end, dim,
+                    how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
+                )  # fmt: skip
+                s = product(q, tl.trans(k))
             if not how.fold:
                 s = s * factor
                 if how.softcap:
@@ -145,6 +152,13 @@ def forward(
     count = tl.cdiv(rows, BLOCK_M)
     heads = heads_q // pack
     pid = tl.program_id(0)
+    column = 0  # the first of this program's panel
+    width_v = dims.v
+    if how.panelled:
+        panels = tl.cdiv(dims.v, BLOCK_DV)
+        column = pid % panels * BLOCK_DV
+        width_v = dims.v - column
+        pid = pid // panels
     split = 0
     if how.split:  # few rows, whose keys are read once: no order is better than another
         split = pid % splits.count
@@ -179,7 +193,7 @@ def forward(
         LSE += begin_q
         if b == batch:
             leap = count * BLOCK_M
-            clear(OUT, by.o.h, by.o.l, head, pack, first, rows, leap, dims.v, BLOCK_M, BLOCK_DV, how.even_dv)
+            clear(OUT + column, by.o.h, by.o.l, head, pack, first, rows, leap, width_v, BLOCK_M, BLOCK_DV, how.even_dv)
             for start in range(first, rows, leap):
                 past = start + tl.arange(0, BLOCK_M)
                 at_row = (head + past % pack).to(tl.int64) * sizes.rows_q + past // pack
@@ -201,6 +215,9 @@ def forward(
     else:
         q_rows = Q + b64 * by.q.b + (h_wide * by.q.h + i_wide * by.q.l)[:, None]
         q = load_rows(q_rows, inside, by.q.d, dims.qk, BLOCK_D, how.even_d)
+    rows_of_q = q
+    if how.panelled:
+        rows_of_q = (q_rows, inside, by.q.d)
     named = (0, (0, 0), (0, 0))
     if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones; queries come without waiting
         if how.overlap:
@@ -236,6 +253,10 @@ def forward(
     elif not how.tma:
         K += b64 * by.k.b + head_kv.to(tl.int64) * by.k.h
         V += b64 * by.v.b + head_kv.to(tl.int64) * by.v.h
+    k_at = (K, by.k.l, by.k.d, by.k.b)
+    v_at = (V, by.v.l, by.v.d, by.v.b)
+    if how.panelled:
+        v_at = panel_at(v_at, column, how)
     mask = (0, 0, 0, 0)
     if how.mask_kind != NO_MASK:
         MASK += b64 * by.m.b + head.to(tl.int64) * by.m.h
@@ -282,9 +303,9 @@ def forward(
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d, by.k.b),
-                (V, by.v.l, by.v.d, by.v.b), paging, mask, TILES, begin, mixed_end, full, span, slope, scores, dice,
-                dims.qk, dims.v, how.mask_kind, False, EVERY_EDGE, False, True, True, how,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, mask,
+                TILES, begin, mixed_end, full, span, slope, scores, dice, dims.qk, width_v,
+                how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (
             (part == 0 and (how.listed or not MASKED))
@@ -292,9 +313,8 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d, by.k.b),
-                (V, by.v.l, by.v.d, by.v.b), paging, mask, TILES, t0, t1, full, sees, slope, scores, dice,
-                dims.qk, dims.v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, mask,
+                TILES, t0, t1, full, sees, slope, scores, dice, dims.qk, width_v,
                 NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
                 EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
                 part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
@@ -326,78 +346,5 @@ def forward(
     if how.tma_rows:
         OUT.store([b, head, first, 0], tl.reshape(rounded(out, OUT.dtype), (1, 1, BLOCK_M, BLOCK_DV)))
     else:
-        out_rows = OUT + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
-        store_rows(out_rows, out, inside, 1, dims.v, BLOCK_DV, how.even_dv)
-
-
-@triton.jit
-def merge(
-    PARTS, SUMS, OUT, LSE, CU_Q, SINKS,
-    by, sizes, dims, splits,
-    BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr, VARLEN: tl.constexpr,
-    WITH_SINKS: tl.constexpr,
-):  # fmt: skip
-    """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums.
-
-    Rows are (batch, heads, Lq), or (heads, rows) of sequences one after another, of which those past the last are
-    cleared.
-
-    Takes BLOCK_S splits at a time. Nothing that is loaded waits for what was, since waiting is all that this costs.
-    """
-    heads, seq_q = sizes.heads_q, sizes.seq_q
-    rows = sizes.batch * heads * seq_q
-    row = tl.program_id(0)
-    if VARLEN:
-        entry = row // seq_q // heads
-        h = row // seq_q % heads
-        i = row % seq_q
-        begin, length = sequence(CU_Q, entry, sizes.batch, sizes.rows_q)
-        OUT += begin * by.l
-        LSE += begin
-        if entry == sizes.batch:
-            clear(OUT, by.h, by.l, h, 1, i, length, seq_q, dims.v, 1, BLOCK_DV, False)
-            for past in range(i, length, seq_q):
-                tl.store(LSE + h.to(tl.int64) * sizes.rows_q + past, float("-inf"))
-            return
-        if i >= length:
-            return
-        rows = heads.to(tl.int64) * sizes.rows_q
-        row = h.to(tl.int64) * sizes.rows_q + i
-        SUMS += begin
-        PARTS += begin * dims.v
-    SUMS += row
-    PARTS += row.to(tl.int64) * dims.v
-    dv = tl.arange(0, BLOCK_DV)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_DV,), tl.float32)
-    total = 0.0
-    top = float("-inf")
-    for first in range(0, splits, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        at = s.to(tl.int64) * rows
-        tops = tl.load(SUMS + at, mask=s < splits, other=float("-inf"))
-        totals = tl.load(SUMS + splits.to(tl.int64) * rows + at, mask=s < splits, other=0.0)
-        inside = (s < splits)[:, None] & (dv < dims.v)[None, :]
-        parts = tl.load(PARTS + at[:, None] * dims.v + dv[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2((tops - base) * LOG2E)
-        rescale = tl.exp2((top - base) * LOG2E)
-        total = total * rescale + tl.sum(weights * totals, 0)
-        acc = acc * rescale + tl.sum(parts * weights[:, None], 0)
-        top = new_top
-    b = 0
-    if not VARLEN:
-        b = (row // seq_q // heads).to(tl.int64)
-        h = row // seq_q % heads
-        i = row % seq_q
-    if WITH_SINKS:
-        top, total, rescale = with_sink(top, total, tl.load(SINKS + h))
-        acc = acc * rescale
-    total = tl.where(total == 0.0, 1.0, total)  # it saw nothing
-    h = h.to(tl.int64)
-    i = i.to(tl.int64)
-    out = tl.div_rn(acc, total + tl.zeros_like(acc))
-    tl.store(OUT + b * by.b + h * by.h + i * by.l + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dims.v)
-    tl.store(LSE + row, top + tl.log2(total) * LN2)
+        out_rows = OUT + column + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
+        store_rows(out_rows, out, inside, 1, width_v, BLOCK_DV, how.even_dv)
