@@ -29,6 +29,7 @@ from attnswitch.errors import (
 )
 from attnswitch.machine.backend import Gradients
 from attnswitch.machine.device import Device
+from attnswitch.paged import attention_paged
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, using
@@ -60,6 +61,7 @@ __all__ = [
     "VerificationError",
     "attention",
     "attention_backward",
+    "attention_paged",
     "attention_varlen",
     "attention_varlen_backward",
     "backends",

@@ -7,6 +7,7 @@ from typing import Any, Never
 
 from attnswitch.arrays import Array
 from attnswitch.call import options as read
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients
 from attnswitch.planning.policy import Policy
@@ -37,6 +38,8 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     seed: int | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **unknown: Never,
@@ -66,6 +69,8 @@ def attention_varlen(
         return_lse: see dropout_p; the lse is (Hq, Tq).
         deterministic: see dropout_p.
         seed: see dropout_p.
+        sinks: see dropout_p.
+        alibi_slopes: see dropout_p; (Hq,), or (B, Hq) for B sequences.
         backend: see dropout_p.
         policy: see dropout_p; "measure" and "learn" do as "estimate" does.
         **unknown: see dropout_p.
@@ -81,9 +86,10 @@ def attention_varlen(
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, "BHLD", deterministic
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    heads = PerHead(sinks, alibi_slopes)
     from attnswitch.call.entry_varlen import call  # which programs without such calls do not wait for
 
-    return call((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest)
+    return call((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest, heads=heads)
 
 
 def attention_varlen_backward(
@@ -99,6 +105,9 @@ def attention_varlen_backward(
     out: Array | None = None,
     lse: Array | None = None,
     grad_lse: Array | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
+    sinks_grad: bool = False,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **options: Any,
@@ -114,15 +123,20 @@ def attention_varlen_backward(
         cu_seqlens_k: see query.
         max_seqlen_q: see query.
         max_seqlen_k: see query.
-        out: what ``attention_varlen(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        out: what ``attention_varlen(..., return_lse=True)`` or ``merge`` returned, the latter for a part's gradients as
+            in ``attention_backward``; computed again where out or lse is left out.
         lse: see out.
         grad_lse: upstream gradient of lse, (Hq, Tq); None means zero.
+        sinks: see query.
+        alibi_slopes: see query.
+        sinks_grad: also return the gradient of sinks.
         backend: see query.
         policy: see query.
         **options: the other keywords of ``attention_varlen``; dropout needs a seed.
 
     Returns:
-        Gradients of query, key and value, like their operands; that of attn_mask is None.
+        Gradients of query, key and value, like their operands; that of attn_mask is None. With ``sinks_grad`` there is
+        an attribute ``sinks`` besides, (Hq,).
 
     Raises what ``attention`` raises.
     """
@@ -135,10 +149,13 @@ def attention_varlen_backward(
     asked = options | {"return_lse": grad_lse is not None}
     given = read.in_order(asked, "attention_varlen_backward: there is", attention_varlen_backward)
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    if sinks_grad and sinks is None:
+        raise InvalidProblem("a gradient of sinks was asked for, but there are none")
     from attnswitch.call.entry_varlen import gradients
 
+    heads = PerHead(sinks, alibi_slopes)
     call = (query, key, value), cu_seqlens, longest, seed, backend, policy, *given
-    return gradients((grad_out, grad_lse), (out, lse), *call)
+    return gradients((grad_out, grad_lse), (out, lse), *call, heads=heads, sinks_grad=sinks_grad)
 
 
 def _unknown(name: str, function: Callable[..., Any]) -> InvalidProblem:

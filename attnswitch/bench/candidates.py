@@ -25,8 +25,6 @@ __all__ = ["AUTO", "Attend", "Refused", "configs", "of_backend", "with_configs"]
 Attend = Callable[[], torch.Tensor]
 #: The dispatcher's own choice, as a candidate.
 AUTO = "auto"
-#: What a plan does not know of a call beside its arrays.
-_OF_PLANS = ("attn_mask", "key_lengths", "seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class Refused(Exception):
@@ -76,6 +74,5 @@ def of_backend(name: str, work: Workload) -> Attend:
     attend: Callable[[], Any] = functools.partial(work.function, *operands, backend=backend, **keywords)
     if config:
         plan = replace(plan, chosen=replace(plan.chosen, config=config))
-        beside = {name: keywords[name] for name in _OF_PLANS if name in keywords}
-        attend = functools.partial(plan, *operands, **beside)
+        attend = functools.partial(plan, *operands, **work.arrays())
     return (lambda: attend()[0]) if work.problem.lse else attend

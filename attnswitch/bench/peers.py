@@ -29,6 +29,9 @@ def torch_default(work: Workload) -> Attend:
     to (B, Hq, Lq, Lk). Raises ``Refused`` for what a mask cannot say.
     """
     p = work.problem
+    if p.page:
+        raise Refused("scaled_dot_product_attention is not called here with a cache in pages")
+    _plain_scores(work)
     if p.varlen:
         return varlen_peers.torch_default(work)
     _only_output(work, "scaled_dot_product_attention")
@@ -58,7 +61,10 @@ def flex(work: Workload, compiler: Callable[..., Any] = torch.compile) -> Attend
     Raises ``Refused`` for what neither can say.
     """
     p = work.problem
+    _plain_scores(work)
     _only_output(work, "the output of flex_attention")
+    if p.page:
+        raise Refused("FlexAttention is not called here with a cache in pages")
     if p.varlen:
         raise Refused("FlexAttention takes sequences one after another as one, with a block mask that is left out here")
     if p.dropout:
@@ -104,6 +110,9 @@ def flash4(work: Workload) -> Attend:
     argument for.
     """
     p = work.problem
+    if p.page:
+        raise Refused("FlashAttention-4 is not called here with a cache in pages")
+    _plain_scores(work)
     if p.varlen:
         return varlen_peers.flash4(work)
     _only_output(work, "the output of FlashAttention-4")
@@ -138,6 +147,12 @@ def flash4(work: Workload) -> Attend:
 
 #: Every peer by name.
 PEERS: dict[str, Callable[[Workload], Attend]] = {"torch": torch_default, "flex": flex, "fa4": flash4}
+
+
+def _plain_scores(work: Workload) -> None:
+    for name in ("sinks", "alibi"):
+        if getattr(work.problem, name):
+            raise Refused(f"{name}: left out of what peers are timed on")
 
 
 def _only_output(work: Workload, what: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import attnswitch
 from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
+from attnswitch.machine.pages import Pages
 from attnswitch.problem import Problem
 
 __all__ = ["SEED", "Workload", "asked", "make", "of", "padding"]
@@ -28,8 +29,10 @@ class Workload:
 
     query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask with four axes, key_lengths (B,),
     grad_out (B, Hq, Lq, Dv). With ``problem.varlen`` sequences lie one after another, (T, H, D), and ``offsets`` says
-    where those of queries and of keys begin. ``problem.grads`` names those that require gradients: none for the
-    forward.
+    where those of queries and of keys begin. With ``problem.page`` key and value are caches (P, page, Hkv, D or Dv), of
+    whose pages ``block_table`` names those of each sequence in no order, and query is (B, Lq, Hq, D), or (T, Hq, D).
+    sinks are (Hq,), and alibi_slopes those of the paper, (Hq,), in float32. ``problem.grads`` names those that require
+    gradients: none for the forward.
     """
 
     problem: Problem
@@ -41,17 +44,26 @@ class Workload:
     key_lengths: torch.Tensor | None
     grad_out: torch.Tensor | None
     offsets: tuple[torch.Tensor, torch.Tensor] | None = None
+    block_table: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     @property
     def function(self) -> Callable[..., Any]:
         """The public call that it is."""
         called: Callable[..., Any] = attnswitch.attention
+        if self.block_table is not None:
+            return attnswitch.attention_paged
         return called if self.offsets is None else attnswitch.attention_varlen
 
     def entry(self, tensor: torch.Tensor, b: int, role: str) -> torch.Tensor:
         """Batch entry ``b``, (H, L, D), of an operand or a result with the rows of query, key or value (``role``)."""
+        if self.block_table is not None and role != "query":
+            assert self.key_lengths is not None
+            rows = Pages(tensor.transpose(1, 2), self.block_table[b]).rows(0, int(self.key_lengths[b]))
+            return rows[0]  # type: ignore[no-any-return]
         if self.offsets is None:
-            return tensor[b]
+            return tensor[b] if self.block_table is None else tensor[b].transpose(0, 1)
         begin, end = self.offsets[role != "query"][b : b + 2].tolist()
         return tensor[begin:end].transpose(0, 1)
 
@@ -61,14 +73,28 @@ class Workload:
         operands = zip("qkvm", (self.query, self.key, self.value, self.attn_mask), strict=True)
         return tuple(tensor for letter, tensor in operands if letter in self.problem.grads and tensor is not None)
 
+    def arrays(self) -> dict[str, Any]:
+        """What a plan is called with beside query, key and value."""
+        if self.block_table is not None:
+            starts = None if self.offsets is None else self.offsets[0]
+            return {"block_table": self.block_table, "cache_lengths": self.key_lengths, "cu_seqlens_q": starts}
+        seed = {"seed": SEED if self.problem.seeded else None}
+        heads = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        beside = seed | {name: tensor for name, tensor in heads.items() if tensor is not None}
+        if self.offsets is not None:
+            return beside | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
+        return beside | {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths}
+
     def keywords(self) -> dict[str, Any]:
         """What ``function`` is given beside query, key and value."""
-        p = self.problem
-        if self.offsets is None:
-            beside = {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths}
-        else:
-            beside = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
-            beside |= {"max_seqlen_q": p.seq_q, "max_seqlen_k": p.seq_k}  # type: ignore[dict-item]
+        p, beside = self.problem, self.arrays()
+        if p.varlen:
+            beside["max_seqlen_q"] = p.seq_q
+        if p.page:
+            beside |= {"is_causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
+            return beside | {"return_lse": p.lse, "num_splits": p.splits or None, "deterministic": p.deterministic}
+        if p.varlen:
+            beside["max_seqlen_k"] = p.seq_k
         return beside | {
             "dropout_p": p.dropout,
             "is_causal": p.causal,
@@ -78,7 +104,6 @@ class Workload:
             "softcap": p.softcap,
             "return_lse": p.lse,
             "deterministic": p.deterministic,
-            "seed": SEED if p.seeded else None,
         }
 
 
@@ -105,6 +130,8 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
         return tensor.requires_grad_(letter != "" and letter in p.grads)
 
     queries, keys = (tuple(n * (p.batch - b) // p.batch for b in range(p.batch)) for n in (p.seq_q, p.seq_k))
+    if p.page:
+        return _paged(p, device, lengths or keys, queries, normal, generator)
     if p.varlen:
         keys = lengths or keys
         queries = keys if p.seq_q == p.seq_k else queries
@@ -113,7 +140,7 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
         value = normal(sum(keys), p.heads_kv, p.dim_v, letter="v")
         grad_out = normal(sum(queries), p.heads_q, p.dim_v) if p.grads else None
         offsets = _offsets(queries, device), _offsets(keys, device)
-        return Workload(p, device, query, key, value, None, None, grad_out, offsets)
+        return Workload(p, device, query, key, value, None, None, grad_out, offsets, *_heads(p, device))
     query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
     key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
     value = normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
@@ -129,7 +156,37 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
     if p.key_lengths:
         key_lengths = torch.tensor(lengths or keys, device=device, dtype=torch.int32)
     grad_out = normal(p.batch, p.heads_q, p.seq_q, p.dim_v) if p.grads else None
-    return Workload(p, device, query, key, value, mask, key_lengths, grad_out)
+    return Workload(p, device, query, key, value, mask, key_lengths, grad_out, None, *_heads(p, device))
+
+
+def _heads(p: Problem, device: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Sinks of N(0,1), and slopes, where the problem has them."""
+    dtype = torch.float64 if p.dtype == "float64" else torch.float32
+    generator = torch.Generator(device).manual_seed(SEED)
+    sinks = torch.randn(p.heads_q, device=device, dtype=dtype, generator=generator) if p.sinks else None
+    slopes = torch.arange(1, p.heads_q + 1, device=device, dtype=dtype).mul(-8 / p.heads_q).exp2() if p.alibi else None
+    return sinks, slopes
+
+
+def _paged(
+    p: Problem,
+    device: str,
+    lengths: tuple[int, ...],
+    queries: tuple[int, ...],
+    normal: Callable[..., torch.Tensor],
+    generator: torch.Generator,
+) -> Workload:
+    """The tensors of a cache in pages, as many as sequences of these ``lengths`` use."""
+    used = [-(-length // p.page) for length in lengths]
+    places = torch.randperm(sum(used), device=device, generator=generator, dtype=torch.int32)
+    table = torch.zeros(p.batch, p.seq_k // p.page, device=device, dtype=torch.int32)
+    for row, first, count in zip(table, itertools.accumulate(used, initial=0), used, strict=False):
+        row[:count] = places[first : first + count]
+    query = normal(sum(queries), p.heads_q, p.dim_qk) if p.varlen else normal(p.batch, p.seq_q, p.heads_q, p.dim_qk)
+    key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
+    cache_lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
+    offsets = (_offsets(queries, device),) * 2 if p.varlen else None
+    return Workload(p, device, query, key, value, None, cache_lengths, None, offsets, table)
 
 
 def _offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:

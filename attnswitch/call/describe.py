@@ -16,6 +16,7 @@ from attnswitch.problem import CONTIGUOUS, DTYPES, GRAD_OPERANDS, Mask, Problem
 
 __all__ = [
     "INTEGERS",
+    "check_alike",
     "check_beside",
     "describe",
     "fitting",
@@ -55,7 +56,7 @@ def describe(
     return Problem.of(
         *(batch, heads_q, heads_kv, seq_q, seq_k, dim_qk, dim_v, q.dtype),
         *(o.is_causal, o.causal_alignment, o.window, mask, lengths, o.scale, o.softcap),
-        *(o.dropout_p, seeded and o.dropout_p > 0.0, o.return_lse, grads, o.deterministic, False, False, False, 0),
+        *(o.dropout_p, seeded and o.dropout_p > 0.0, o.return_lse, grads, o.deterministic, False, False, False, 0, 0),
         *(q.memory, k.memory, v.memory, mask_memory, False),
     )
 
@@ -65,7 +66,7 @@ def fitting(q: Facts, k: Facts, v: Facts, m: Facts | None, options: Options) -> 
 
     Raises ``InvalidProblem`` where they do not go together.
     """
-    _check_alike(q, k, v)
+    check_alike(q, k, v)
     if options.layout == "BLHD":
         q, k, v = swapped(q), swapped(k), swapped(v)
     _check_shapes(q, k, v, options)
@@ -84,7 +85,7 @@ def _check_untraced() -> None:
         )
 
 
-def _check_alike(q: Facts, k: Facts, v: Facts) -> None:
+def check_alike(q: Facts, k: Facts, v: Facts) -> None:
     """Query, key and value share a library, a device and a dtype."""
     if q[:3] != k[:3] or q[:3] != v[:3]:
         places = tuple(f"{kind}:{index}" for kind, index in (q.device, k.device, v.device))
@@ -189,37 +190,35 @@ def _spanned(m: Facts, scores: tuple[int, int, int, int]) -> str:
 _mask_over = functools.cache(Mask)
 
 
-def lengths_beside(lengths: Any, query: Facts, seq_k: int) -> Array:
-    """``key_lengths`` as an integer array (B,) beside query; host values are checked against 0..Lk."""
+def lengths_beside(lengths: Any, query: Facts, seq_k: int, role: str = "key_lengths", most: str = "Lk") -> Array:
+    """``role`` as an integer array (B,) beside query; host values are checked against 0..Lk, which ``most`` names."""
     batch = query.shape[0]
     library = query.library if query.library in ("numpy", "cupy") else "torch"
     if query.device[0] == "cuda" and arrays.library_of(lengths):
-        host, facts = arrays.take(lengths, "key_lengths")
+        host, facts = arrays.take(lengths, role)
         if facts.device[0] == "cpu" and facts.dtype in INTEGERS:  # like a list
             lengths = host.tolist()
     if not arrays.library_of(lengths):
         if not isinstance(lengths, Sequence) or not all(
             isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in lengths
         ):
-            raise InvalidProblem(f"key_lengths={lengths!r}: expected {batch} integers, one for each batch entry")
-        _check_lengths([int(n) for n in lengths], seq_k)
+            raise InvalidProblem(f"{role}={lengths!r}: expected {batch} integers, one for each batch entry")
+        _check_lengths([int(n) for n in lengths], seq_k, role, most)
         lengths = arrays.lengths_as_array([int(n) for n in lengths], library, query.device)
-        facts = arrays.facts(lengths, "key_lengths")
+        facts = arrays.facts(lengths, role)
     else:
-        lengths, facts = arrays.take(lengths, "key_lengths")
-        check_beside(facts, "key_lengths", query)
+        lengths, facts = arrays.take(lengths, role)
+        check_beside(facts, role, query)
     if facts.shape != (batch,):
-        raise InvalidProblem(
-            f"key_lengths has shape {facts.shape}: expected ({batch},), one length for each batch entry"
-        )
+        raise InvalidProblem(f"{role} has shape {facts.shape}: expected ({batch},), one length for each batch entry")
     if batch and facts.dtype not in INTEGERS:
-        raise InvalidProblem(f"key_lengths has dtype {facts.dtype}: expected integers of 8 to 64 bits")
+        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected integers of 8 to 64 bits")
     if facts.device[0] == "cpu":  # elsewhere reading the values would cost a synchronisation
-        _check_lengths(lengths.tolist(), seq_k)
+        _check_lengths(lengths.tolist(), seq_k, role, most)
     return lengths.copy() if facts.memory.negative else lengths  # a handful of integers
 
 
-def _check_lengths(lengths: list[int], seq_k: int) -> None:
+def _check_lengths(lengths: list[int], seq_k: int, role: str, most: str) -> None:
     for length in lengths:
         if not 0 <= length <= seq_k:
-            raise InvalidProblem(f"key_lengths holds {length}: expected 0 to Lk = {seq_k}")
+            raise InvalidProblem(f"{role} holds {length}: expected 0 to {most} = {seq_k}")

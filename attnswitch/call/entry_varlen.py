@@ -7,9 +7,10 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
-from attnswitch.call import varlen
+from attnswitch.call import per_head, varlen
 from attnswitch.call.entry import are_sharded, compiling
 from attnswitch.call.options import seed_of
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Gradients
 from attnswitch.planning.plan import Plan
@@ -29,31 +30,32 @@ def call(
     backend: str | None,
     policy: Policy | str | None,
     *given: Any,
+    heads: PerHead = per_head.NONE,
 ) -> Any:
     """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
     if not _is_traced(operands):
         options = read.of_call(*given)
         seed = None if seed is None else seed_of(seed)
         try:
-            return varlen.attend(operands, cu_seqlens, longest, seed, options, backend, policy)
+            return varlen.attend(operands, cu_seqlens, longest, seed, options, backend, policy, heads)
         except Intercepted:
             pass
-    return _operated(operands, cu_seqlens, longest, seed, backend, policy, *given)
+    return _operated(operands, cu_seqlens, longest, seed, backend, policy, *given, heads=heads)
 
 
-def run_plan(plan: Plan, operands: _Operands, cu_seqlens: _Pair, seed: Any) -> Any:
+def run_plan(plan: Plan, operands: _Operands, cu_seqlens: _Pair, seed: Any, heads: PerHead) -> Any:
     """What calling ``plan`` does. In a graph a plan fixes the backend and the longest alone."""
     if not _is_traced(operands):
         seed = None if seed is None else seed_of(seed)
         try:
-            return varlen.run_plan(plan, operands, cu_seqlens, seed)
+            return varlen.run_plan(plan, operands, cu_seqlens, seed, heads)
         except Intercepted:
             pass
     p = plan.problem
     if plan.backend is None:
         raise Unsupported(f"the plan chose nothing\n{plan}", plan)
     given = read.said_by(p, "BHLD")
-    return _operated(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, plan.backend, None, *given)
+    return _operated(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, plan.backend, None, *given, heads=heads)
 
 
 def gradients(
@@ -66,17 +68,32 @@ def gradients(
     backend: str | None,
     policy: Policy | str | None,
     *given: Any,
+    heads: PerHead,
+    sinks_grad: bool,
 ) -> Gradients:
     """What ``attention_varlen_backward`` returns, given pairs for output and lse; the rest is as in ``call``."""
     read.check_remembered("attention_varlen", given[0], seed)
     call = operands, cu_seqlens, longest
-    if not _is_traced(operands):
+    traced = _is_traced(operands)
+    if traced and not heads.sinks is heads.alibi_slopes is None:
+        from attnswitch.call import beside_graphs
+
+        said: tuple[Any, ...] = upstream, saved, *call, seed, backend, policy, *given
+        found: Gradients = beside_graphs.backward(gradients, *said, heads=heads, sinks_grad=sinks_grad)
+        return found
+    if not traced:
         options = read.of_call(*given)
         seed = None if seed is None else seed_of(seed)
         try:
-            return varlen.gradients(upstream, saved, *call, seed, options, backend, policy, "qkv")
+            return varlen.gradients(
+                upstream, saved, *call, seed, options, backend, policy, "qkv", heads, sinks_grad=sinks_grad
+            )
         except Intercepted:
-            pass
+            if not heads.sinks is heads.alibi_slopes is None:
+                raise Unsupported(
+                    "attention_varlen_backward with sinks or alibi_slopes, of tensors that only torch can read (of a"
+                    " mode, on the meta device, of a subclass): pass tensors with memory of their own"
+                ) from None
     from attnswitch.call import operators
 
     _check(operands)
@@ -87,11 +104,31 @@ def _is_traced(operands: _Operands) -> bool:
     return hasattr(operands[0], "is_cuda") and compiling()
 
 
-def _operated(operands: _Operands, *rest: Any) -> Any:
+def _operated(operands: _Operands, *rest: Any, heads: PerHead) -> Any:
+    """By the operators, which take sequences without sinks: these are composed with what they give."""
     from attnswitch.call import operators  # of torch, which is there by now
 
     _check(operands)
+    if heads.alibi_slopes is not None:
+        return _with_slopes(operands, *rest, heads=heads)
+    if heads.sinks is not None:
+        from attnswitch.call import composed
+
+        return composed.attention_varlen(operands, *rest, sinks=heads.sinks)
     return operators.attention_varlen(operands, *rest)
+
+
+def _with_slopes(*call: Any, heads: PerHead) -> Any:
+    """Beside the graph in the making, if there is one. Raises ``Unsupported`` elsewhere."""
+    if compiling():
+        from attnswitch.call import beside_graphs
+
+        return beside_graphs.varlen(*call, heads=heads)
+    raise Unsupported(
+        "attention_varlen with alibi_slopes, of tensors that only torch can read (of a mode, on the meta device,"
+        " torch.export, or a subclass): pass padded ones and -slope * distance as a float attn_mask to"
+        " attnswitch.attention"
+    )
 
 
 def _check(operands: _Operands) -> None:

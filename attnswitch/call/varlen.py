@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import numbers
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call import finite, recording
+from attnswitch.call import finite, forms, per_head
 from attnswitch.call import options as read
 from attnswitch.call.attend import modes_of
 from attnswitch.call.describe import INTEGERS, check_beside, fitting, result_beside
+from attnswitch.call.forms import Asked, Call
 from attnswitch.call.options import Options, text_of
-from attnswitch.call.run import drawn_seed, to_caller, to_native
+from attnswitch.call.per_head import PerHead
+from attnswitch.call.run import to_native
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
+from attnswitch.machine.backend import Gradients, Inputs, Offsets
 from attnswitch.machine.device import Device
-from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
-from attnswitch.planning.policy import Policy, effective
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import GRAD_OPERANDS, Problem
-from attnswitch.wisdom import view
 
 __all__ = [
     "attend",
+    "batched",
     "check_counts",
     "check_left_out",
     "check_offsets",
     "fitting_rows",
     "gradients",
+    "of_rows",
+    "offsets_of",
+    "plain",
     "problem_of",
     "results",
     "run_plan",
 ]
 
 _ROLES = ("query", "key", "value")
-
-
-class _Call(NamedTuple):
-    """A call: its problem, who computes it, and its arrays as kernels take them, (1, H, T, D)."""
-
-    problem: Problem
-    backend: Backend
-    kernel: Kernel
-    inputs: Inputs
-    #: The library of the arrays, that of those that the kernel takes, and one of the caller's where DLPack tells alone.
-    library: str
-    native: str
-    caller: Array | None
-    #: Facts of the caller's query, (1, H, T, D).
-    query: Facts
-
-    def back(self, array: Array | None, native: str | None = None) -> Array | None:
-        """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
-        if array is None:
-            return None
-        array = array[0].swapaxes(0, 1) if len(array.shape) == 4 else array[0]
-        return to_caller(array, native or self.native, self.library, self.caller, False)
 
 
 def attend(
@@ -71,18 +51,19 @@ def attend(
     options: Options,
     backend: str | None,
     policy: Policy | str | None,
+    heads: PerHead = per_head.NONE,
 ) -> Any:
     """What ``attention_varlen`` returns. Raises ``Intercepted`` where torch looks at the call before its tensors do."""
-    return _run(_call(_ask(operands, cu_seqlens, longest, seed, options), backend, policy))
+    return forms.run(forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads), backend, policy))
 
 
-def run_plan(plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: int | None) -> Any:
+def run_plan(
+    plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: int | None, heads: PerHead
+) -> Any:
     """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
     p = plan.problem
-    asked = _ask(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, read.of_problem(p))
-    if asked.problem != p:
-        raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
-    return _run(_with(asked, *planner.compiled(planner.require(plan))))
+    asked = _ask(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, read.of_problem(p), heads)
+    return forms.run(forms.planned(asked, plan))
 
 
 def problem_of(
@@ -91,28 +72,17 @@ def problem_of(
     longest: tuple[Any, Any],
     seed: int | None,
     options: Options,
+    heads: PerHead,
 ) -> tuple[Problem, Device]:
     """The problem that a call is, and its device."""
     try:
-        asked = _ask(operands, cu_seqlens, longest, seed, options)
+        asked = _ask(operands, cu_seqlens, longest, seed, options, heads)
     except Intercepted:
         raise InvalidProblem(
             "sequences of tensors that only torch can read (of a mode, on the meta device, of a subclass): their"
             " lengths are not known; describe the problem instead"
         ) from None
     return asked.problem, asked.device
-
-
-def _run(call: _Call) -> Any:
-    problem, native = call.problem, call.native
-    if problem.grads and not call.backend.autograd:
-        differentiable = import_module("attnswitch.call.autograd").differentiable
-        out, lse = differentiable(problem, call.kernel, call.inputs, native)
-        native = "torch"
-    else:
-        out, lse = call.kernel.forward(to_native(call.inputs, call.library, native))
-    out = call.back(out, native)
-    return (out, call.back(lse, native)) if problem.lse else out
 
 
 def results(
@@ -126,8 +96,9 @@ def results(
     wanted: str,
 ) -> tuple[Array, Array]:
     """Output and lse for ``gradients`` of the same call, by the backend that these are computed by."""
-    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads=wanted), backend, policy)
-    out, lse = call.kernel.results(to_native(call.inputs, call.library, call.native))
+    asked = _ask(operands, cu_seqlens, longest, seed, options, per_head.NONE, grads=wanted)
+    call = forms.called(asked, backend, policy)
+    out, lse = call.kernel.results(to_native(call.inputs, asked.library, call.native))
     return call.back(out), call.back(lse)
 
 
@@ -142,36 +113,24 @@ def gradients(
     backend: str | None,
     policy: Policy | str | None,
     wanted: str,
+    heads: PerHead = per_head.NONE,
+    *,
+    sinks_grad: bool = False,
 ) -> Gradients:
-    """Gradients of what ``wanted`` names, from those ``upstream`` of output and lse, and these two, or None.
+    """Gradients of what ``wanted`` names, and of the sinks if ``sinks_grad``.
 
-    Raises what ``attention_varlen_backward`` raises, and ``Intercepted`` as ``attend`` does.
+    They are made from those ``upstream`` of output and lse, and these two, or None. Raises what
+    ``attention_varlen_backward`` raises, and ``Intercepted`` as ``attend`` does.
     """
-    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads=wanted), backend, policy)
-    problem, kernel, inputs = call.problem, call.kernel, call.inputs
-    _, heads, rows, _ = inputs.query.shape
-    wide, narrow = (rows, heads, problem.dim_v), (heads, rows)
-    inputs = to_native(inputs, call.library, call.native)
+    call = forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads, grads=wanted), backend, policy)
+    _, count, rows, _ = call.asked.inputs.query.shape
+    wide, narrow = (rows, count, call.asked.problem.dim_v), (count, rows)
     grad_out, grad_lse = _beside(call, upstream[0], "grad_out", wide), _beside(call, upstream[1], "grad_lse", narrow)
     out, lse = _beside(call, saved[0], "out", wide), _beside(call, saved[1], "lse", narrow)
-    if out is None or lse is None:  # what torch differentiates runs the forward again with its backward
-        out, lse = (None, None) if call.backend.autograd else kernel.forward(inputs)
-    grads = kernel.backward(inputs, out, lse, grad_out, grad_lse)
-    return Gradients(*map(call.back, grads))
+    return forms.gradients(call, grad_out, grad_lse, out, lse, of_sinks=sinks_grad)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
-
-
-class _Asked(NamedTuple):
-    """What a call asks: its problem, where, and its arrays as kernels take them."""
-
-    problem: Problem
-    device: Device
-    inputs: Inputs
-    library: str
-    caller: Array | None
-    query: Facts
 
 
 def _ask(
@@ -180,13 +139,15 @@ def _ask(
     longest: tuple[Any, Any],
     seed: int | None,
     options: Options,
+    heads: PerHead,
     grads: str | None = None,
-) -> _Asked:
+) -> Asked:
     """``grads`` None means: what torch's autograd would ask for."""
     modes_of(operands[0])
     given, facts = arrays.take_all(operands)
     q, k, v = fitting_rows(facts, options)
     offsets, count, most = _sequences(cu_seqlens, longest, q, k)
+    beside = per_head.read(heads, q, q.shape[1], count, autograd=grads is None)
     if grads is None:
         grads = "".join([letter for letter, one in zip(GRAD_OPERANDS, facts, strict=False) if one.grad])
     problem = Problem(
@@ -205,35 +166,29 @@ def _ask(
         softcap=options.softcap,
         dropout=options.dropout_p,
         seeded=seed is not None and options.dropout_p > 0.0,
-        lse=options.return_lse,
+        lse=options.return_lse or beside.grad,
         grads=grads,
         deterministic=options.deterministic,
         varlen=True,
+        sinks=beside.sinks is not None,
+        alibi=beside.alibi_slopes is not None,
         query=q.memory,
         key=k.memory,
         value=v.memory,
     )
     views = [array.swapaxes(0, 1)[None] for array in given]
     inputs = Inputs(views[0], views[1], views[2], seed=seed, offsets=offsets)
+    inputs = inputs._replace(sinks=beside.sinks, alibi_slopes=beside.alibi_slopes)
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
-    return _Asked(problem, Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q)
+    where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q, of_rows
+    return Asked(problem, *where, options.return_lse, beside.given, beside.grad)
 
 
-def _call(asked: _Asked, backend: str | None, policy: Policy | str | None) -> _Call:
-    if backend is not None and not isinstance(backend, str):
-        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
-    return _with(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation()))
-
-
-def _with(asked: _Asked, backend: Backend, kernel: Kernel) -> _Call:
-    """The call by ``kernel`` of ``backend``."""
-    problem, _, inputs, library, caller, query = asked
-    if problem.dropout and inputs.seed is None and backend.wants_seed:
-        inputs = inputs._replace(seed=drawn_seed())
-    recording.note(problem)
-    return _Call(problem, backend, kernel, inputs, library, backend.native(library), caller, query)
+def of_rows(array: Array) -> Array:
+    """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
+    return array[0].swapaxes(0, 1) if len(array.shape) == 4 else array[0]
 
 
 def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
@@ -243,23 +198,13 @@ def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
     return not (queries and keys) or finite.finite(problem, kind, (query, key, value))
 
 
-@functools.lru_cache(maxsize=1024)
-def _built(
-    problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int
-) -> tuple[Backend, Kernel]:
-    """Who is chosen, and the kernel. Nothing is measured for such a problem, whatever the policy."""
-    if policy in (Policy.MEASURE, Policy.LEARN):
-        policy = Policy.ESTIMATE
-    return planner.build(problem, device, backend, policy)
-
-
 def fitting_rows(facts: Sequence[Facts], options: Options) -> tuple[Facts, Facts, Facts]:
     """Query, key and value as (1, H, T, D). Raises ``InvalidProblem`` where they do not go together."""
-    q, k, v = (_batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
+    q, k, v = (batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
     return fitting(q, k, v, None, options)[:3]
 
 
-def _batched(facts: Facts, role: str) -> Facts:
+def batched(facts: Facts, role: str) -> Facts:
     """Facts of (T, H, D) as those of (1, H, T, D)."""
     if len(facts.shape) != 3:
         raise InvalidProblem(
@@ -282,18 +227,9 @@ def _sequences(
         longest = longest[0], longest[0] if longest[1] is None else longest[1]
     found, most = [], []
     for name, given, limit, facts in zip("qk", cu_seqlens, longest, (query, key), strict=True):
-        role, asked = f"cu_seqlens_{name}", _most(limit, f"max_seqlen_{name}")
-        offsets, edges = _offsets(given, role, query)
-        if edges is not None:
-            _check_edges(edges, role, facts.shape[2], asked, f"max_seqlen_{name}")
-            asked = _longest(edges) if asked is None else asked
-        if offsets is None:
-            library = query.library if query.library in ("numpy", "cupy") else "torch"
-            offsets = arrays.lengths_as_array(edges or (), library, query.device)
-        if asked is None:  # for which the host waits
-            asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
+        offsets, longest_one = offsets_of(given, limit, name, facts.shape[2], query)
         found.append(offsets)
-        most.append(asked)
+        most.append(longest_one)
     counts = [array.shape[0] - 1 for array in found]
     check_counts(*counts)
     return Offsets(*found), counts[0], (most[0], most[1])
@@ -332,13 +268,28 @@ def check_offsets(facts: Facts, role: str, query: Facts) -> bool:
     return False
 
 
+def offsets_of(given: Any, limit: Any, name: str, rows: int, query: Facts) -> tuple[Array, int]:
+    """Offsets beside query of sequences in ``rows`` rows, of the queries or keys (``name``), and the most of any."""
+    role, asked = f"cu_seqlens_{name}", _most(limit, f"max_seqlen_{name}")
+    offsets, edges = _offsets(given, role, query)
+    if edges is not None:
+        _check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
+        asked = _longest(edges) if asked is None else asked
+    if offsets is None:
+        library = query.library if query.library in ("numpy", "cupy") else "torch"
+        offsets = arrays.lengths_as_array(edges or (), library, query.device)
+    if asked is None:  # for which the host waits
+        asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
+    return offsets, asked
+
+
 def _offsets(given: Any, role: str, query: Facts) -> tuple[Array | None, list[int] | None]:
     """Offsets as an array beside query, if they are one, and as numbers, where these are read without waiting."""
     if arrays.library_of(given):
         array, facts = arrays.take(given, role)
         if check_offsets(facts, role, query):
             return None, array.tolist()
-        return _plain(array, facts), (array.tolist() if facts.device[0] == "cpu" else None)
+        return plain(array, facts), (array.tolist() if facts.device[0] == "cpu" else None)
     if not isinstance(given, Sequence) or not given or not all(_is_count(n) for n in given):
         raise InvalidProblem(f"{role}={text_of(given)}: expected B + 1 integers, from 0 to the rows of all sequences")
     return None, [int(n) for n in given]
@@ -348,10 +299,14 @@ def _is_count(number: Any) -> bool:
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
-def _plain(array: Array, facts: Facts) -> Array:
-    """Offsets side by side, of 32 or 64 bits with a sign."""
-    wide = facts.dtype in ("int32", "int64")
-    if wide and facts.strides[0] == (4 if facts.dtype == "int32" else 8):
+def plain(array: Array, facts: Facts) -> Array:
+    """Integers side by side, of 32 or 64 bits with a sign."""
+    size, wide = {"int32": 4, "int64": 8}.get(facts.dtype, 0), 1
+    for length, stride in zip(facts.shape[::-1], facts.strides[::-1], strict=True):
+        if length > 1 and stride != size * wide:
+            size = 0
+        wide *= length
+    if size:
         return array
     if arrays.library_of(array) == "torch":
         return array.long().contiguous()
@@ -390,10 +345,10 @@ def _check_edges(edges: list[int], role: str, rows: int, most: int | None, name:
 # -- what is given to the backward -------------------------------------------------------------------------------------
 
 
-def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
+def _beside(call: Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
     """``array`` checked against the call, as the backend's (1, H, T, D) or (1, H, T); None stays None."""
     if array is None:
         return None
-    array = result_beside(array, role, shape, "(T, H, D) or (H, T)", call.query)
+    array = result_beside(array, role, shape, "(T, H, D) or (H, T)", call.asked.query)
     array = array.swapaxes(0, 1)[None] if len(shape) == 3 else array[None]
-    return arrays.passage(array, call.library, call.native)
+    return call.there(array)

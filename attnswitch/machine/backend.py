@@ -19,6 +19,7 @@ __all__ = [
     "Config",
     "Forward",
     "Gradients",
+    "GradientsWithSinks",
     "Inputs",
     "Kernel",
     "Offsets",
@@ -84,6 +85,19 @@ class Gradients(NamedTuple):
     key: Array | None
     value: Array | None
     attn_mask: Array | None
+
+
+class GradientsWithSinks(Gradients):
+    """The same, and in ``sinks`` the gradient of the sinks (Hq,); it unpacks into the same four."""
+
+    sinks: Array
+
+    @classmethod
+    def of(cls, grads: Gradients, sinks: Array) -> GradientsWithSinks:
+        """``grads`` beside that of the sinks."""
+        found = cls(*grads)
+        found.sinks = sinks
+        return found
 
 
 class Shows(enum.Enum):
@@ -252,10 +266,14 @@ class Backend:
     #: Whether it is given sequences that lie one after another (``Problem.varlen``) at once; others get each alone, on
     #: the CPU (``attnswitch.machine.one_by_one``).
     varlen: ClassVar[bool] = False
-    #: Whether it takes problems with ``sinks``, with ``alibi``, and with a ``page``; others never see one.
+    #: Whether it takes problems with ``sinks``, with ``alibi``, and with a ``page``; others never see one. Those that
+    #: take no pages get each sequence alone, on the CPU, its keys gathered.
     sinks: ClassVar[bool] = False
     alibi: ClassVar[bool] = False
     paged: ClassVar[bool] = False
+    #: Whether it divides the keys of a sequence as ``Problem.splits`` says: then the bits of a sequence are the same
+    #: alone and in any batch. Where keys are never divided they are that anyway.
+    splits: ClassVar[bool] = False
     #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     builds_per_shape: ClassVar[bool] = False
     #: The file of what it is known to get wrong, ``"package:file.toml"`` (``attnswitch.machine.divergences``).
@@ -295,6 +313,10 @@ class Backend:
     def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
         """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""
         raise NotImplementedError
+
+    def repeats(self, problem: Problem) -> float:
+        """How many times as long it is expected to take as what was measured of problems that are near."""
+        return 1.0
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """Bytes beside operands and results that a call holds at its peak."""

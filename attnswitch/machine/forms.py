@@ -16,5 +16,5 @@ def refused(backend: Backend, problem: Problem) -> Iterator[str]:
         yield "sinks: it has no key beside the keys"
     if problem.alibi and not backend.alibi:
         yield "alibi_slopes: it adds nothing that depends on the distance"
-    if problem.page and not backend.paged:
-        yield f"page={problem.page}: it takes keys that lie one after another, not in pages"
+    if problem.splits and not backend.splits:
+        yield f"num_splits={problem.splits}: how it divides the keys of a sequence may depend on the batch"

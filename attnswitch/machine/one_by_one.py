@@ -1,6 +1,7 @@
-"""Sequences that lie one after another, each by a kernel of its own: for backends that do not take them at once.
+"""Sequences of unlike lengths, each by a kernel of its own: for backends that do not take them at once.
 
-It reads the offsets, so they have to be where the host reads them without waiting: on the CPU.
+They lie one after another, or have their keys in pages, which are gathered for one sequence at a time. Offsets and
+lengths are read, so they have to be where the host reads them without waiting: on the CPU.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from attnswitch.errors import Unsupported
 from attnswitch.machine import divergences, forms
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
-from attnswitch.problem import Problem
+from attnswitch.machine.pages import Pages
+from attnswitch.problem import Problem, cost
 
-__all__ = ["OneByOne", "asked", "compiled", "reasons"]
+__all__ = ["OneByOne", "asked", "compiled", "extra_bytes", "reasons"]
 
 #: From the problem that one sequence is, and its number, to a kernel for it.
 Make = Callable[[Problem, int], Kernel]
 #: Kernels that are remembered; beyond, all are forgotten.
 _MOST = 1024
-#: The axis of an operand (1, H, T, D), or an lse (1, H, T), along which sequences follow one another.
-_ROWS = 2
+#: The axis of an operand (1, H, T, D), or an lse (1, H, T), along which sequences follow one another; and that of
+#: (B, H, L, D), of queries whose keys lie in pages.
+_ROWS, _BATCH = 2, 0
 
 
 def asked(backend: Backend, problem: Problem) -> Problem:
@@ -44,11 +47,19 @@ def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]
         return
     yield from _against(problem, device)
     told = set()
-    for alone in _kinds(problem):
-        for reason in _own(backend, alone, device):
-            if reason not in told:
-                told.add(reason)
-                yield reason
+    for reason in itertools.chain(
+        forms.refused(backend, problem), *(_own(backend, alone, device) for alone in _kinds(problem))
+    ):
+        if reason not in told:
+            told.add(reason)
+            yield reason
+
+
+def extra_bytes(backend: Backend, problem: Problem, device: Device) -> int:
+    """Bytes beside operands and results that ``backend`` holds at its peak, gathered keys and values included."""
+    alone = asked(backend, problem)
+    gathered = cost.kv_bytes(alone) if problem.page and alone is not problem else 0
+    return backend.extra_bytes(alone, device) + gathered
 
 
 def _own(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
@@ -74,11 +85,13 @@ def _kinds(problem: Problem) -> tuple[Problem, ...]:
 
 def _one_by_one(backend: Backend, problem: Problem) -> bool:
     """Whether ``backend`` takes the sequences of ``problem`` each alone."""
-    return problem.varlen and not backend.varlen
+    return (problem.varlen and not backend.varlen) or (problem.page > 0 and not backend.paged)
 
 
 def _against(problem: Problem, device: Device) -> Iterator[str]:
-    if device.kind != "cpu":
+    if device.kind != "cpu" and problem.page:
+        yield f"page={problem.page} on {device.kind}: it takes keys that lie one after another, not in pages"
+    elif device.kind != "cpu":
         yield f"varlen on {device.kind}: it takes sequences one by one, and the host does not know where they begin"
     if problem.seeded:
         yield "varlen with a seed: the dropout mask is a function of the sequence's number, which it is not told"
@@ -99,14 +112,19 @@ def compiled(backend: Backend, problem: Problem, device: Device, config: Config)
 
 
 def _alone(problem: Problem, queries: int, keys: int) -> Problem:
-    return problem.replace(batch=1, seq_q=queries, seq_k=keys, varlen=False)
+    lengths = problem.key_lengths and not problem.page
+    return problem.replace(batch=1, seq_q=queries, seq_k=keys, varlen=False, key_lengths=lengths, page=0, splits=0)
 
 
 class OneByOne(Kernel):
-    """A kernel for each sequence. What lies past the last one gets 0, and an lse of -inf."""
+    """A kernel for each sequence. What lies past the last one gets 0, and an lse of -inf.
 
-    def __init__(self, problem: Problem, make: Make) -> None:
-        self.problem, self._make = problem, make
+    Keys in pages are gathered before, unless kernels do so themselves (``paged``): then key and value are ``Pages``.
+    """
+
+    def __init__(self, problem: Problem, make: Make, *, paged: bool = False) -> None:
+        self.problem, self._make, self._paged = problem, make, paged
+        self._axis = _ROWS if problem.varlen else _BATCH
         self._kernels: dict[tuple[int, int, int], Kernel] = {}
 
     def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
@@ -142,23 +160,44 @@ class OneByOne(Kernel):
             outs.append(out)
             lses.append(lse)
         query, p = inputs.query, self.problem
-        out = _joined(outs, query, p.dim_v)
+        out = _joined(outs, query, p.dim_v, axis=self._axis)
         if not outs and arrays.library_of(query) == "torch":  # still a function of the operands
             out = out + sum(operand[..., :0].sum() for operand in inputs[:3])
         if any(lse is None for lse in lses):
             return out, None
-        return out, _joined(lses, query, dtype="float64" if p.dtype == "float64" else "float32")
+        return out, _joined(lses, query, dtype="float64" if p.dtype == "float64" else "float32", axis=self._axis)
 
     def _sequences(self, inputs: Inputs) -> Iterator[tuple[Kernel, Inputs]]:
         """Each sequence: its kernel, and its part of the operands."""
-        offsets = inputs.offsets
-        assert offsets is not None
-        queries, keys = _sizes(offsets.query, inputs.query), _sizes(offsets.key, inputs.key)
-        operands = (_split(inputs.query, queries), _split(inputs.key, keys), _split(inputs.value, keys))
-        for number, (query, key, value) in enumerate(zip(*operands, strict=True)):
-            if number == len(queries) - 1:  # what lies past the last one
-                break
-            yield self._kernel(queries[number], keys[number], number), Inputs(query, key, value, seed=inputs.seed)
+        sizes = [1] * self.problem.batch
+        if self.problem.varlen:
+            assert inputs.offsets is not None
+            sizes = _sizes(inputs.offsets.query, inputs.query)
+        keys = self._in_pages(inputs) if self.problem.page else self._in_rows(inputs)
+        # What lies past the last sequence has no keys.
+        for number, (query, (length, part)) in enumerate(
+            zip(_split(inputs.query, sizes, self._axis), keys, strict=False)
+        ):
+            yield self._kernel(query.shape[_ROWS], length, number), part._replace(query=query)
+
+    def _in_rows(self, inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
+        """How many keys each sequence has, and them."""
+        assert inputs.offsets is not None
+        sizes = _sizes(inputs.offsets.key, inputs.key)
+        operands = zip(sizes[:-1], _split(inputs.key, sizes), _split(inputs.value, sizes), strict=False)
+        for number, (size, key, value) in enumerate(operands):
+            heads = {"sinks": inputs.sinks, "alibi_slopes": _slopes(inputs, number)}
+            yield size, Inputs(None, key, value, seed=inputs.seed, **heads)
+
+    def _in_pages(self, inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
+        """The same of those in pages."""
+        assert inputs.key_lengths is not None
+        assert inputs.block_table is not None
+        tables = zip(inputs.key_lengths.tolist(), inputs.block_table, strict=True)
+        for number, (length, table) in enumerate(tables):
+            parts = (Pages(cache, table) for cache in (inputs.key, inputs.value))
+            key, value = parts if self._paged else (part.rows(0, length) for part in parts)
+            yield length, Inputs(None, key, value, sinks=inputs.sinks, alibi_slopes=_slopes(inputs, number))
 
     def _kernel(self, queries: int, keys: int, number: int) -> Kernel:
         which = queries, keys, number if self.problem.seeded else 0
@@ -169,35 +208,42 @@ class OneByOne(Kernel):
         return self._kernels[which]
 
 
+def _slopes(inputs: Inputs, number: int) -> Array | None:
+    """Those of one sequence."""
+    slopes = inputs.alibi_slopes
+    return slopes if slopes is None or slopes.shape[0] == 1 else slopes[number : number + 1]
+
+
 def _sizes(offsets: Array, operand: Array) -> list[int]:
     """Rows of each sequence, and of what lies past the last one."""
     edges = [*offsets.tolist(), operand.shape[_ROWS]]
     return [end - begin for begin, end in itertools.pairwise(edges)]
 
 
-def _split(array: Array | None, sizes: Sequence[int]) -> Sequence[Array | None]:
+def _split(array: Array | None, sizes: Sequence[int], axis: int = _ROWS) -> Sequence[Any]:
     if array is None:
         return [None] * len(sizes)
     if arrays.library_of(array) == "torch":  # whose autograd then adds up one gradient, not one a sequence
-        return array.split(sizes, _ROWS)  # type: ignore[no-any-return]
+        return array.split(sizes, axis)  # type: ignore[no-any-return]
     parts, begin = [], 0
     for size in sizes:
-        parts.append(array[:, :, begin : begin + size])
+        parts.append(array[(slice(None),) * axis + (slice(begin, begin + size),)])
         begin += size
     return parts
 
 
-def _joined(parts: Sequence[Any], operand: Array, width: int | None = None, dtype: str = "") -> Array:
-    """``parts`` and what lies past them, as many rows as ``operand`` has.
+def _joined(
+    parts: Sequence[Any], operand: Array, width: int | None = None, dtype: str = "", axis: int = _ROWS
+) -> Array:
+    """``parts`` along ``axis`` and what lies past them, as much as ``operand`` has.
 
     They have ``width`` columns, or its own; with a ``dtype`` they are parts of an lse.
     """
     library = arrays.library_of(operand)
     xp: Any = sys.modules[library]
-    _, heads, rows, own = operand.shape
-    past = rows - sum(part.shape[_ROWS] for part in parts)
-    shape = (1, heads, past) if dtype else (1, heads, past, width or own)
+    shape = [*operand.shape[:3]] if dtype else [*operand.shape[:3], width or operand.shape[3]]
+    shape[axis] -= sum(part.shape[axis] for part in parts)
     kind = getattr(xp, dtype) if dtype else operand.dtype
     filled = -math.inf if dtype else 0.0
     rest = operand.new_full(shape, filled, dtype=kind) if library == "torch" else xp.full(shape, filled, kind)
-    return (xp.cat if library == "torch" else xp.concatenate)([*parts, rest], _ROWS)
+    return (xp.cat if library == "torch" else xp.concatenate)([*parts, rest], axis)

@@ -115,7 +115,7 @@ class Field:
         """Bytes that it holds beside operands and results, where they are many beside these; else 0."""
         if isinstance(row.backend, Missing):
             return 0
-        extra = row.backend.extra_bytes(one_by_one.asked(row.backend, self.problem), self.device)
+        extra = one_by_one.extra_bytes(row.backend, self.problem, self.device)
         if extra <= max(_LIGHT, self.device.memory // _SHARE):
             return 0
         return extra if extra > _TIMES * cost.least_bytes(self.problem) else 0

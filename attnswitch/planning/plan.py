@@ -22,6 +22,8 @@ from attnswitch.wisdom.record import Time
 
 __all__ = ["Plan"]
 
+_OF_CACHES = ("block_table", "cache_lengths")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -66,36 +68,50 @@ class Plan:
         layout: str = "BHLD",
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
+        block_table: Any = None,
+        cache_lengths: Any = None,
+        sinks: Any = None,
+        alibi_slopes: Any = None,
         **unknown: Never,
     ) -> Any:
         """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
 
-        Of a problem with ``varlen`` it is ``attention_varlen``: cu_seqlens_q says where sequences begin.
+        Of a problem with ``varlen`` it is ``attention_varlen``: cu_seqlens_q says where sequences begin. Of one with
+        ``page`` it is ``attention_paged``, key and value being the caches.
 
         Raises:
             InvalidProblem: the arrays are of another problem, or something else was said.
             Unsupported: the plan chose nothing.
         """
         if unknown:
-            name, own = (
-                next(iter(unknown)),
-                ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q", "cu_seqlens_k"),
-            )
+            name = next(iter(unknown))
+            own = ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q", "cu_seqlens_k", *_OF_CACHES)
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
                 f" attnswitch.plan takes{meant(name, own)}"
             )
-        beside = [name for name, x in (("attn_mask", attn_mask), ("key_lengths", key_lengths)) if x is not None]
-        if self.problem.varlen and (cu_seqlens_q is None or beside or layout != "BHLD"):
+        cache = block_table, cache_lengths
+        beside = attn_mask is not None or key_lengths is not None or layout != "BHLD"
+        varlen, packed = self.problem.varlen, cu_seqlens_q is not None
+        if self.problem.page:
+            beside = beside or seed is not None or cu_seqlens_k is not None
+            if beside or packed != varlen or any(given is None for given in cache):
+                raise InvalidProblem(
+                    f"the plan is for a cache in pages: its call takes {' and '.join(_OF_CACHES)},"
+                    f" {'cu_seqlens_q, ' if varlen else ''}and nothing else beside query and the caches"
+                )
+        elif any(given is not None for given in cache):
+            raise InvalidProblem(f"the plan is not for a cache in pages, of which {' and '.join(_OF_CACHES)} tell")
+        elif varlen and (not packed or beside):
             raise InvalidProblem(
                 "the plan is for sequences one after another: its call takes cu_seqlens_q and maybe cu_seqlens_k, and"
                 " no attn_mask, key_lengths nor layout"
             )
-        if (cu_seqlens_q is not None or cu_seqlens_k is not None) and not self.problem.varlen:
+        elif (packed or cu_seqlens_k is not None) and not varlen:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
-        cu_seqlens = cu_seqlens_q, cu_seqlens_k
-        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens)
+        cu_seqlens, heads = (cu_seqlens_q, cu_seqlens_k), (sinks, alibi_slopes)
+        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, cache, heads)
 
     @property
     def why(self) -> str:

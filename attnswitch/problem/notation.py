@@ -13,8 +13,9 @@ first and are required; the others appear only when they differ from the default
     mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN, inf or what overflows
     lengths               key_lengths                       scale=0.125        scale
     varlen                attention_varlen: s128x256 are the most queries and keys of any of its sequences
-    page=16               attention_paged: rows of a page   sinks  alibi       sinks and alibi_slopes are given
-    bottom-right          alignment of a window that is not causal
+    page=16               attention_paged: rows of a page   splits=4           its num_splits
+    sinks  alibi          sinks and alibi_slopes are given
+    bottom-right          alignment of a window or of alibi that is not causal
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def format_problem(p: Problem) -> str:
     if p.mask:
         parts.append(f"mask={_SHORT[p.mask.dtype]}" + (f":{p.mask.axes}" if p.mask.axes != "qk" else ""))
     parts += [name for name, said in (("lengths", p.key_lengths), ("varlen", p.varlen)) if said]
-    parts += [f"page={p.page}"] if p.page else []
+    parts += [f"{name}={number}" for name in ("page", "splits") if (number := getattr(p, name))]
     parts += [name for name in ("sinks", "alibi") if getattr(p, name)]
     if p.scale is not None:
         parts.append(f"scale={float(p.scale)!r}")
@@ -117,6 +118,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "window": ("window", _window),
     "mask": ("mask", _mask),
     "page": ("page", int),
+    "splits": ("splits", int),
     "scale": ("scale", float),
     "softcap": ("softcap", float),
     "dropout": ("dropout", float),

@@ -104,6 +104,8 @@ class _Fields(NamedTuple):
     alibi: bool = False
     #: Keys and values lie in pages of as many rows, which a table names; 0 where they lie one after another.
     page: int = 0
+    #: Into how many parts the keys of a sequence are divided, whatever the batch; 0 where that may depend on it.
+    splits: int = 0
     query: Memory = CONTIGUOUS
     key: Memory = CONTIGUOUS
     value: Memory = CONTIGUOUS
@@ -170,7 +172,7 @@ class Problem(_Fields):
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
-            and not (self.varlen or self.sinks or self.alibi or self.page)
+            and not (self.varlen or self.sinks or self.alibi or self.page or self.splits)
             and self.scale is None
             and self.alignment == "top_left"
             and type(self.softcap) is type(self.dropout) is float
@@ -190,7 +192,7 @@ class Problem(_Fields):
             reach = self.seq_q + self.seq_k
             left, right = (None if side is None or side >= reach else side for side in window)
             window = None if left is right is None else (left, right)
-        alignment = self.alignment if self.causal or window is not None else "top_left"
+        alignment = self.alignment if self.causal or window is not None or self.alibi else "top_left"
         if mask is not None:
             mask = Mask(mask.dtype, self._long(mask.axes))
         return self._replace(window=window, mask=mask, alignment=alignment)
@@ -254,6 +256,10 @@ class Problem(_Fields):
                 )
         elif self.varlen and (self.mask is not None or self.key_lengths):
             raise InvalidProblem("varlen: sequences without padding take no attn_mask, and have lengths of their own")
+        if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 0:
+            raise InvalidProblem(f"splits={self.splits!r}: expected a number of parts, or 0 to leave it open")
+        if self.splits and not page:
+            raise InvalidProblem(f"splits={self.splits}: only the keys of a paged cache are divided as the call says")
 
     @property
     def softmax_scale(self) -> float:
@@ -304,8 +310,8 @@ class Problem(_Fields):
     @property
     def sees_all(self) -> bool:
         """Whether causal has no effect: one query, aligned with the last key."""
-        decode = self.seq_q == 1 and self.bottom_right and not self.key_lengths and not self.varlen
-        return self.causal and self.window is None and decode
+        decode = self.seq_q == 1 and self.bottom_right and not self.varlen
+        return self.causal and self.window is None and decode and (self.page > 0 or not self.key_lengths)
 
     @property
     def needs_mask(self) -> bool:

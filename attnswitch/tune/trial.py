@@ -270,10 +270,7 @@ def _least(call: Callable[[], Any], device: str, rest: float) -> float:
 def _whole(plan: Plan, work: Workload) -> tuple[torch.Tensor, ...]:
     """One call as an application makes it, with the backward if the problem has gradients."""
     p = work.problem
-    beside: dict[str, Any] = {"attn_mask": work.attn_mask, "key_lengths": work.key_lengths}
-    if work.offsets is not None:
-        beside = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), work.offsets, strict=True))
-    result = plan(work.query, work.key, work.value, seed=workload.SEED if p.seeded else None, **beside)
+    result = plan(work.query, work.key, work.value, **work.arrays())
     out = result[0] if p.lse else result
     if not p.grads:
         return (out,)

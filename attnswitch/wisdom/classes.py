@@ -36,6 +36,12 @@ HOPELESS = 4.0
 #: How many times as long as the fastest a backend may take on another class and still count as equally fast.
 TIE = 1.02
 
+#: What a fault needs of a problem, if the case that it was seen on has it.
+_NEEDED = (
+    *("window", "key_lengths", "varlen", "page", "splits", "sinks", "alibi"),
+    *("softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite"),
+)
+
 #: A class of problems as a key: two problems are of one class where these are equal.
 SpeedClass = tuple[object, ...]
 
@@ -47,16 +53,15 @@ def speed_class(problem: Problem) -> SpeedClass:
     Which of two kernels is faster depends on whether the device is full, on the share of tiles that a mask leaves, and
     on what fits a cache; all of these move with the logarithm of a size. Lengths 0 and 1 are classes of their own: a
     single query takes another kernel. Lengths divisible by 128 form their own class; single-query calls ignore this.
-    (On an H200 cuDNN takes a tenth longer where they are not.) Head counts, head dimensions, dtype, and whether each
-    option is used choose the kernel, so they stay. The values of scale, softcap and dropout, and how the operands lie
-    in memory, do not count.
+    (On an H200 cuDNN takes a tenth longer where they are not.) Head counts, head dimensions, dtype, the rows of a page,
+    num_splits, and whether each option is used choose the kernel, so they stay. The values of scale, softcap and
+    dropout, and how the operands lie in memory, do not count.
     """
     p, mask, window, alignment = problem, problem.mask, problem.window, problem.alignment
-    seq_q = _length(p.seq_q)
-    seq_k = _rounded(p.seq_k) if p.seq_q == 1 else _length(p.seq_k)
+    seq_q, seq_k = _length(p.seq_q), _keys(p)
     if window is not None:  # a window that holds all the rounded keys is none
         window = _rounded_window(window, seq_q + seq_k)
-        if window is None and not p.causal:
+        if window is None and not (p.causal or p.alibi):
             alignment = "top_left"
     return (
         _rounded(p.batch),
@@ -79,6 +84,10 @@ def speed_class(problem: Problem) -> SpeedClass:
         p.grads,
         p.deterministic,
         p.varlen,
+        p.page,
+        p.splits,
+        p.sinks,
+        p.alibi,
     )
 
 
@@ -88,7 +97,7 @@ def representative(problem: Problem) -> Problem:
     return problem.replace(
         batch=_rounded(problem.batch),
         seq_q=_length(problem.seq_q),
-        seq_k=_rounded(problem.seq_k) if problem.seq_q == 1 else _length(problem.seq_k),
+        seq_k=_keys(problem),
         window=None if window is None else tuple(None if side is None else _rounded(side) for side in window),
         scale=None,
         softcap=1.0 if problem.softcap else 0.0,
@@ -115,6 +124,14 @@ def _length(size: int) -> int:
     return near - 1 if size % TILE and near >= TILE else near
 
 
+def _keys(problem: Problem) -> int:
+    """The number of keys rounded; of keys in pages, that of pages: sequences end anywhere in them."""
+    p = problem
+    if p.page:
+        return p.page * _rounded(p.seq_k // p.page)
+    return _rounded(p.seq_k) if p.seq_q == 1 else _length(p.seq_k)
+
+
 def _rounded_window(window: Window, reach: int) -> Window | None:
     """``window`` rounded. A side of ``reach`` keys or more, which is all of them, is unlimited."""
     left, right = (None if side is None or (near := _rounded(side)) >= reach else near for side in window)
@@ -139,13 +156,13 @@ def traits(problem: Problem) -> Traits:
     """The traits of ``problem``. A single query is bound by reading keys and values: these bytes are its size."""
     p, decode = problem, problem.seq_q == 1
     mask = None if p.mask is None else p.mask.is_bool
-    features = mask, p.irregular, p.varlen, bool(p.grads), bool(p.dropout), bool(p.softcap)
+    features = mask, p.irregular, p.varlen, p.page > 0, p.alibi, bool(p.grads), bool(p.dropout), bool(p.softcap)
     return Traits(
         kind=(DTYPES[p.dtype], *features, decode, p.is_empty),
         heads=(p.group,) if decode else (p.batch * p.heads_q, p.group),
         sizes=(kv_bytes(p),) if decode else (p.seq_q, p.seq_k, p.dim_qk, p.dim_v),
         hidden=(p.causal, p.window is not None, p.key_lengths),
-        ragged=p.seq_q > 1 and p.seq_k % TILE != 0,
+        ragged=p.seq_q > 1 and not p.page and p.seq_k % TILE != 0,
     )
 
 
@@ -194,5 +211,4 @@ def covers(seen: Problem, problem: Problem) -> bool:
         return False
     if seen.mask is not None and (problem.mask is None or seen.mask.is_bool != problem.mask.is_bool):
         return False
-    needed = ("window", "key_lengths", "varlen", "softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite")
-    return all(bool(getattr(problem, fact)) for fact in needed if getattr(seen, fact))
+    return all(bool(getattr(problem, fact)) for fact in _NEEDED if getattr(seen, fact))

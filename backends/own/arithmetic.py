@@ -42,7 +42,7 @@ def generic(problem: Problem, *, emulated: bool = False) -> bool:
     kernels are ``emulated``, these take turns with others, so that both are checked.
     """
     p = problem
-    if emulated and p.seq_k % 2:
+    if (emulated and p.seq_k % 2) or max(p.dim_qk, p.dim_v) > _CLASSES[-1]:
         return False
     products = p.batch * p.heads_q * p.seq_q * p.seq_k * (p.dim_qk + p.dim_v)
     keys = _FEW_KEYS if p.seq_q * p.group <= _FEW else _TINY  # keys of few queries are split among blocks
@@ -68,7 +68,8 @@ def capped(problem: Problem) -> bool:
 
 def folds(problem: Problem) -> bool:
     """Whether a score is q . k times a positive factor, which then becomes a part of the exponential."""
-    return not problem.adds_mask and not capped(problem) and problem.softmax_scale > 0.0
+    adds = problem.adds_mask or problem.alibi
+    return not adds and not capped(problem) and problem.softmax_scale > 0.0
 
 
 def factors(problem: Problem) -> tuple[float, float]:

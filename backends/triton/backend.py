@@ -16,6 +16,7 @@ from attnswitch.problem import Problem
 from ..own import regimes, requirements
 from . import config as configs
 from .config import TritonConfig
+from .operands import uneven
 
 __all__ = ["TritonBackend"]
 
@@ -33,6 +34,10 @@ class TritonBackend(Backend):
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
     varlen: ClassVar[bool] = True
+    sinks: ClassVar[bool] = True
+    alibi: ClassVar[bool] = True
+    paged: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:
@@ -40,7 +45,7 @@ class TritonBackend(Backend):
         return _unavailable(_interpreted())
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
-        """GPUs from compute capability 8.0 on; not float64, nor head dimensions past 256."""
+        """GPUs from compute capability 8.0 on; not float64, nor head dimensions past 576."""
         return _reasons(problem, device)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[TritonConfig]:
@@ -54,6 +59,10 @@ class TritonBackend(Backend):
     def precision(self, problem: Problem, device: Device) -> Precision:
         """float32 sums; weights rounded to a 16-bit type before their products; IEEE products of float32."""
         return Precision(weights="storage", statistics="lse")
+
+    def repeats(self, problem: Problem) -> float:
+        """Of heads in panels, scores are made for each; that the whole takes so many times as long is a guess."""
+        return float(configs.panels(problem, max(problem.dim_qk, problem.dim_v)))
 
     def compile(self, problem: Problem, device: Device, config: TritonConfig) -> Kernel:
         """The kernels for ``problem``; Triton compiles each at its first launch."""
@@ -89,13 +98,18 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     if problem.dtype == "float64":
         yield "dtype float64: the kernels exist for float16, bfloat16 and float32"
     for name in ("dim_qk", "dim_v"):
-        if (dim := getattr(problem, name)) > 256:
-            yield f"{name}={dim}: a head dimension of at most 256 fits a tile"
+        if (dim := getattr(problem, name)) > configs.MOST_COLUMNS:
+            yield f"{name}={dim}: head dimensions are tried up to {configs.MOST_COLUMNS}"
     for role in ("query", "key", "value", "attn_mask"):
         if getattr(problem, role).negative:
             yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
         elif reason := requirements.aligned(problem, role):
             yield reason
+    if problem.page and (roles := set(uneven(problem)) - {"query"}):
+        yield (
+            f"page={problem.page}: rows of {' and '.join(sorted(roles))} do not lie in steps of 16 bytes, and a copy of"
+            " the whole cache would be needed"
+        )
     for reason in (requirements.countable(problem), requirements.sealed(problem)):
         if reason:
             yield reason

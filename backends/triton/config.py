@@ -15,14 +15,32 @@ from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic, packing
 
-__all__ = ["Tile", "TritonConfig", "block", "configs", "packs", "rows", "shared", "small", "splits"]
+__all__ = [
+    "MOST_COLUMNS",
+    "Tile",
+    "TritonConfig",
+    "block",
+    "configs",
+    "packs",
+    "panelled",
+    "panels",
+    "rows",
+    "shared",
+    "small",
+    "splits",
+    "width",
+]
 
+#: Columns of a head: at most, of one that fits a tile, and of a panel of wider ones.
+MOST_COLUMNS, _WHOLE, _PANEL = 576, 256, 128
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
 #: Scores of a problem whose kernels take a GPU no longer than its host needs for one launch more, or two descriptors.
 _FEW_SCORES = 2**23
 #: Rows of a tile that query heads may share.
 _PACKED = 128
+#: Queries that stand for those of any sequence, where they must not decide.
+_ANY_QUERIES = 128
 #: Tiles of 64 keys, one after the other, that take a program as long as the launch that merges splits.
 _MERGED = 8
 #: Most programs that the keys of one tile of queries are split among.
@@ -69,14 +87,34 @@ def block(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def panelled(problem: Problem) -> bool:
+    """Whether its heads are too wide for a tile, and taken in panels."""
+    return max(problem.dim_qk, problem.dim_v) > _WHOLE
+
+
+def panels(problem: Problem, dim: int) -> int:
+    """How many panels a program makes one of, in an output of heads of ``dim``."""
+    return -(-dim // _PANEL) if panelled(problem) else 1
+
+
+def width(problem: Problem, dim: int) -> int:
+    """Columns of a tile of heads of ``dim``, or of a panel of them."""
+    return _PANEL if panelled(problem) else block(dim)
+
+
 def packs(problem: Problem) -> bool:
-    """Whether the query heads that share a key head lie in one tile."""
+    """Whether the query heads that share a key head lie in one tile.
+
+    However many queries, where the bits of a sequence may not depend on how many others have.
+    """
+    if problem.splits and problem.varlen:
+        return problem.group > 1
     return packing.packs(problem, _PACKED)
 
 
 def rows(problem: Problem) -> int:
     """Rows of queries for each program head."""
-    return packing.rows(problem, _PACKED)
+    return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
 def small(problem: Problem, device: Device) -> bool:
@@ -86,7 +124,15 @@ def small(problem: Problem, device: Device) -> bool:
 
 
 def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
-    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device."""
+    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device.
+
+    Where the call says how keys are divided, the heuristic's choice alone, in which nothing of a batch has a say: the
+    bits of a sequence are those that it has alone.
+    """
+    if problem.splits:
+        queries = _ANY_QUERIES if problem.varlen else problem.seq_q
+        yield _heuristic(problem.replace(batch=1, seq_q=queries, seq_k=problem.page), device)
+        return
     if arithmetic.generic(problem, emulated=device.kind == "cpu"):
         yield _generic(problem, device)
     best = _heuristic(problem, device)
@@ -98,8 +144,9 @@ def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
             fewest = splits(problem, device, tile)
             more = 1 < fewest <= min(MOST_SPLITS, -(-problem.seq_k // tile.keys)) // 2
             for count in (fewest, 2 * fewest) if more else (fewest,):
-                if (tile, count) != (best.forward, best.splits):
-                    yield replace(best, forward=tile, splits=count)
+                other = replace(best, forward=_of_pages(tile, problem), splits=count)
+                if other != best:
+                    yield other
     if problem.grads:
         for tile in _tiles((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
             if tile != best.key_gradients and _fits(tile, problem, device, _key_gradient_rows):
@@ -129,11 +176,13 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
     if device.kind == "cpu":  # the interpreter: several tiles in lengths that it can do
         forward = Tile(32, 16, 4, 1)
         return TritonConfig(forward, Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), splits=splits(problem, device, forward))
-    wide = max(block(problem.dim_qk), block(problem.dim_v))
+    wide = max(width(problem, problem.dim_qk), width(problem, problem.dim_v))
     if problem.dtype == "float32":
         # IEEE products run on the ordinary units, out of registers: two stages of loads are a quarter faster than one.
         small = Tile(32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 8, 1)
         chosen = TritonConfig(Tile(32, 32, 2, 1) if wide <= 64 else small, small, small)
+    elif panelled(problem):  # eight warps, since four spill (compiled for sm_90, not measured)
+        chosen = TritonConfig(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2))
     elif wide <= 64:
         # TFLOP/s of the forward, full and causal: 441, 390 with 64 x 128 at S 4096 against 415, 389 with 128 x 64.
         short = problem.positional and problem.seq_k <= 2048
@@ -153,7 +202,9 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         # Products need 64 rows on Hopper's matrix units: 0.94 ms for dK and dV with 64 x 64 against 2.7 with 32 x 64.
         stages = 2 if (device.capability or (0, 0)) < (10, 0) else 1  # where products keep more in shared memory
         chosen = TritonConfig(Tile(128, 64, 8, 2), Tile(64, 64, 8, stages), Tile(128, 32, 8, 2))
-    if problem.dropout and problem.dtype != "float32" and wide <= 128:  # Philox wants registers
+    if (
+        problem.dropout and problem.dtype != "float32" and wide <= 128 and not panelled(problem)
+    ):  # Philox wants registers
         chosen = replace(chosen, forward=Tile(64, 64, 4, 3))  # 402 us against 812 with 128 x 64
     few = rows(problem)
     if few <= 64:  # four tiles of keys in flight stream at the memory's speed
@@ -167,14 +218,26 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         _shrunk(chosen.key_gradients, problem, device, _key_gradient_rows),
         _shrunk(chosen.query_gradient, problem, device, _query_gradient_rows),
     )
-    return replace(chosen, splits=splits(problem, device, chosen.forward))
+    chosen = replace(chosen, splits=splits(problem, device, chosen.forward))
+    return replace(chosen, forward=_of_pages(chosen.forward, problem))
+
+
+def _of_pages(tile: Tile, problem: Problem) -> Tile:
+    """``tile`` with stages for as many keys on their way where they lie in pages.
+
+    Triton (3.6 and 3.9) divides the stages between loads of which one, of the table, gives the address of the other.
+    """
+    return replace(tile, stages=2 * tile.stages - 1) if problem.page else tile
 
 
 def splits(problem: Problem, device: Device, tile: Tile) -> int:
     """Among how many programs the keys of one tile of queries are split, so that every SM has work.
 
     One program an SM streams keys at 92 % of the memory's speed, two at 89 %. A split holds two tiles, or one of 128.
+    Or as many as the call says.
     """
+    if problem.splits:
+        return problem.splits
     heads = problem.heads_q // (problem.group if packs(problem) else 1)
     programs = problem.batch * heads * -(-rows(problem) // tile.queries)
     if not programs or device.kind == "cpu":
@@ -212,7 +275,8 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
     lengths and dropout, of dimensions that are not padded, this is within a quarter of what was compiled; on Hopper, in
     types of 16 bits, within 4 %.
     """
-    size, dims = DTYPES[problem.dtype], (block(problem.dim_qk), block(problem.dim_v))
+    size, dims = DTYPES[problem.dtype], (width(problem, problem.dim_qk), width(problem, problem.dim_v))
+    stages = (tile.stages + 1) // 2 if problem.page else tile.stages
     if kernel == "forward":
         own, streamed, least = tile.queries * dims[0], tile.keys, max(dims)
     else:
@@ -220,16 +284,16 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
         own, least = kept * sum(dims), sum(dims)
     grouped = (device.capability or (0, 0)) >= (9, 0) and problem.dtype != "float32"
     if grouped and (kernel != "forward" or tile.queries >= 64):  # products read what was loaded where it lies
-        return (own + tile.stages * streamed * sum(dims)) * size
-    buffers = streamed * (sum(dims) * (tile.stages - 1) if tile.stages > 1 else least)
+        return (own + stages * streamed * sum(dims)) * size
+    buffers = streamed * (sum(dims) * (stages - 1) if stages > 1 else least)
     return (own + buffers + tile.queries * tile.keys) * size
 
 
 def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
     kept, streamed = rows(tile)
-    width = (block(problem.dim_qk) + block(problem.dim_v)) * DTYPES[problem.dtype]
+    row = (width(problem, problem.dim_qk) + width(problem, problem.dim_v)) * DTYPES[problem.dtype]
     scores = tile.queries * tile.keys * DTYPES[problem.dtype]
-    needed = kept * width + max(1, tile.stages) * streamed * width + scores
+    needed = kept * row + max(1, tile.stages) * streamed * row + scores
     return needed <= (device.shared_memory or _SHARED)
 
 

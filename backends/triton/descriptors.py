@@ -8,7 +8,7 @@ from typing import Any
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from .config import block, small
+from .config import block, panelled, small
 
 __all__ = ["describer", "suits"]
 
@@ -19,8 +19,9 @@ def suits(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool
     A descriptor takes the host longer than a small problem takes the GPU. It wants rows of unit stride, every other
     stride in steps of 16 bytes, and to be ``dealt`` (see ``describer``) a length in steps of 4; axes of stride 0 are
     left to pointers. So are sequences one after another: a descriptor ends where the array does, and they end before.
+    And so are pages, of which a tile may be made of many, and wide heads, of which a tile is a panel.
     """
-    if p.varlen or (device.capability or (0, 0)) < (9, 0) or small(p, device):
+    if p.varlen or p.page or panelled(p) or (device.capability or (0, 0)) < (9, 0) or small(p, device):
         return False
     return all(_describable(array) and (not dealt or array.shape[2] % 4 == 0) for array in arrays)
 

@@ -21,6 +21,7 @@ from .arguments import (
     entries,
     options,
     padded,
+    paged_sizes,
     random,
     reach,
     rows,
@@ -33,11 +34,12 @@ from .arguments import (
     variant,
     wide,
 )
-from .config import TritonConfig, block
+from .config import TritonConfig, block, panelled, panels
 from .descriptors import describer, suits
-from .kernels import forward as forward_kernels
 from .kernels import mask_gradient as mask_kernels
+from .kernels.forward import forward
 from .kernels.key_gradients import key_gradients
+from .kernels.merge import merge
 from .kernels.parameters import Dims, Splits, Steps, Strides, Visits
 from .kernels.prepare import prepare
 from .kernels.query_gradient import query_gradient
@@ -69,10 +71,11 @@ class Forward:
         #: Shape and strides of the output, and of what has a number for each row of it, known from the first query.
         self._out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         programs = self._heads * arithmetic.tiles(config.rows(p) if self._packed else p.seq_q, tile.queries) * splits
-        self._launch = make(forward_kernels.forward, programs, self._passed)
+        programs *= panels(p, p.dim_v)
+        self._launch = make(forward, programs, self._passed)
         self._merge = None
         if splits > 1:
-            self._merge = make(forward_kernels.merge, entries(p) * p.heads_q * p.seq_q, self._merged)
+            self._merge = make(merge, entries(p) * p.heads_q * p.seq_q, self._merged)
 
     def __call__(
         self,
@@ -83,6 +86,9 @@ class Forward:
         lengths: Any = None,
         seed: int | None = None,
         offsets: Offsets | None = None,
+        sinks: Any = None,
+        slopes: Any = None,
+        table: Any = None,
     ) -> tuple[Any, Any]:
         """Launch it."""
         cu_q, cu_k = offsets or _NO_OFFSETS
@@ -91,9 +97,10 @@ class Forward:
         if self._merge is not None:
             parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
         tiles, counts = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        self._launch(query, key, value, parts, sums, mask, lengths, cu_q, cu_k, tiles, counts, seed=seed)
+        beside = mask, lengths, cu_q, cu_k, tiles, counts, sinks, slopes, table
+        self._launch(query, key, value, parts, sums, *beside, seed=seed)
         if self._merge is not None:
-            self._merge(parts, sums, out, lse, cu_q)
+            self._merge(parts, sums, out, lse, cu_q, sinks)
         return out, lse
 
     def results(self, query: Any) -> tuple[Any, Any]:
@@ -107,7 +114,7 @@ class Forward:
         return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, out, _, mask, *_ = arrays
+        query, key, value, out, _, mask, *_, slopes, table = arrays
         p, tile, splits = self._p, self._tile, self._splits
         rows = steps(out) if p.varlen and splits == 1 else Steps(*out.stride()[-4:])
         by = Strides(steps(query), steps(key), steps(value), rows, steps(mask))
@@ -126,20 +133,22 @@ class Forward:
             tma=tma,
             aligned=not tma and unseen(p, by.k, by.v),
             tma_rows=tma_rows,
-            wide=wide(tile, by.k, by.v, by.m),
+            wide=wide(tile, by.k, by.v, by.m, page=p.page),
             listed=self._lists is not None,
             overlap=self._overlap,
+            sinks=p.sinks and splits == 1,
+            paged=p.page > 0,
         )
         return Passed(
             values=(
                 by,
                 _visits(self._lists),
-                sizes(p, query, key),
+                paged_sizes(p, query, table) if p.page else sizes(p, query, key),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
                 Splits(splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys),
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
@@ -149,13 +158,14 @@ class Forward:
 
     def _merged(self, parts: Any, sums: Any, out: Any, *_: Any) -> Passed:
         p = self._p
-        at_once = min(64, max(16, 1 << (self._splits - 1).bit_length()))
+        at_once = 16 if panelled(p) else min(64, max(16, 1 << (self._splits - 1).bit_length()))
         flags = {
             "BLOCK_S": at_once,
             "BLOCK_DV": block(p.dim_v),
             "OVERLAP": self._overlap,
             "VARLEN": p.varlen,
-            "num_warps": at_once // 16,
+            "WITH_SINKS": p.sinks,
+            "num_warps": 4 if panelled(p) else at_once // 16,
             **early(self._overlap),
         }
         return Passed((Steps(*out.stride()), sizes(p, out), Dims(p.dim_qk, p.dim_v), self._splits), flags)
@@ -166,7 +176,7 @@ class Prepare:
 
     def __init__(self, make: Make, p: Problem, chosen: TritonConfig) -> None:
         self._p, self._generic = p, chosen.query_gradient.generic
-        self._block = 8 if self._generic else 32
+        self._block = 8 if self._generic or panelled(p) else 32
         programs = arithmetic.tiles(p.batch * p.heads_q * arithmetic.padded(p), self._block)
         self._launch = make(prepare, programs, self._passed)
         self._upstream = Upstream()
@@ -211,7 +221,7 @@ class QueryGradient:
         self._lists = listing(make, p, device, self._tile)
         self._grad: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._heads = entries(p) * p.heads_q
-        programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries)
+        programs = self._heads * arithmetic.tiles(p.seq_q, self._tile.queries) * panels(p, p.dim_qk)
         self._launch = make(query_gradient, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> Any:
@@ -221,12 +231,12 @@ class QueryGradient:
             self._grad = alike(query, self._p.dim_qk)
         grad = query.new_empty_strided(*self._grad)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists
+        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists, inputs.alibi_slopes
         self._launch(query, key, value, *saved, *beside, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_, grad = arrays
+        query, key, value, grad_out, _, _, mask, *_, slopes, grad = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         dealt = p.dropout > 0.0
@@ -249,7 +259,7 @@ class QueryGradient:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p), self._heads),
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile)},
@@ -266,7 +276,7 @@ class KeyGradients:
         self._lists = listing(make, p, device, self._tile, by_keys=True)
         self._grads: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
         self._heads = entries(p) * p.heads_kv
-        programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys)
+        programs = self._heads * arithmetic.tiles(p.seq_k, self._tile.keys) * panels(p, max(p.dim_qk, p.dim_v))
         self._launch = make(key_gradients, programs, self._passed)
 
     def __call__(self, inputs: Inputs, saved: Saved) -> tuple[Any, Any]:
@@ -276,12 +286,12 @@ class KeyGradients:
             self._grads = alike(key, self._p.dim_qk), alike(value, self._p.dim_v)
         by_key, by_value = (key.new_empty_strided(*grad) for grad in self._grads)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists
+        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists, inputs.alibi_slopes
         self._launch(query, key, value, *saved, *beside, by_key, by_value, seed=seed)
         return by_key if "k" in self._p.grads else None, by_value if "v" in self._p.grads else None
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_, by_key, by_value = arrays
+        query, key, value, grad_out, _, _, mask, *_, slopes, by_key, by_value = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         tma = suits(p, self._device, query, grad_out)
@@ -305,7 +315,7 @@ class KeyGradients:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, queries=True), self._heads),
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile)},
@@ -335,11 +345,11 @@ class MaskGradient:
         query, key, value, mask, lengths, seed, *_ = inputs
         assert mask is not None
         grad = mask.new_empty(self._shape)
-        self._launch(query, key, value, *saved, mask, lengths, grad, seed=seed)
+        self._launch(query, key, value, *saved, mask, lengths, inputs.alibi_slopes, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_ = arrays
+        query, key, value, grad_out, _, _, mask, _, slopes, _ = arrays
         p, tile, (b, h, q, k) = self._p, self._tile, self._shape
         over = {"OVER_B": b == 1, "OVER_H": h == 1, "OVER_Q": q == 1, "OVER_K": k == 1}
         return Passed(
@@ -349,7 +359,7 @@ class MaskGradient:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 h,
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={**over, "how": variant(p, tile), **options(tile)},

@@ -18,7 +18,10 @@ RIGHT = ("tiled", "reference", "sdpa-math")
 ON_CPU = [check.name for check in CHECKS if not check.gpu]
 ON_GPU = [check.name for check in CHECKS if check.gpu]
 #: Checks that say something about fewer than one drawn case in twenty, and why.
-SELDOM = {"fresh-dropout": "dropout without a seed is drawn only where V can be the identity, which shows the mask"}
+SELDOM = {
+    "fresh-dropout": "dropout without a seed is drawn only where V can be the identity, which shows the mask",
+    "splits": "num_splits is an option of one form of the call alone; where it is drawn nothing else is checked",
+}
 
 PLAIN = Case(heads_kv=2, group=2, seq_q=20, seq_k=40, dim_qk=16, dim_v=12, grads="qkv")
 TINY = Case(dim_qk=1, dim_v=1)
@@ -40,6 +43,10 @@ CASES = {
     "seeded": PLAIN.replace(dropout=0.5, dropout_seed=11, batch=2, deterministic=True),
     "own-dropout": PLAIN.replace(dropout=0.5, dim_v=40),
     "poison": PLAIN.replace(causal=True, poison=True, grads=""),
+    "paged": PLAIN.replace(
+        batch=2, seq_k=48, page=16, lengths=(40, 7), alignment="bottom_right", causal=True, grads=""
+    ),
+    "divided": PLAIN.replace(batch=2, seq_k=96, page=1, splits=3, lengths=(9, 95), alignment="bottom_right", grads=""),
     "wide": PLAIN.replace(seq_q=130, seq_k=130, dim_qk=80, dim_v=80),
 }
 
@@ -57,6 +64,7 @@ def mutant(name: str, case: Case) -> Shown:
 
 
 ROWS = MaskRecipe("float32", "qk", 2, "random")
+PAGED = TINY.replace(batch=2, seq_k=4, page=2, lengths=(2, 4), alignment="bottom_right")
 CAUGHT = {
     "form": mutant("output-left-in-accumulator-type", TINY.replace(dtype="float16")),
     "inputs": mutant("query-scaled-in-place", TINY.replace(dim_qk=2)),
@@ -77,6 +85,10 @@ CAUGHT = {
     "prefix": mutant("last-visible-key-of-a-query-tile-cut", TINY.replace(seq_q=2, causal=True)),
     "decode": mutant("softcap-missing-when-decoding", TINY.replace(seq_q=2, seq_k=3, softcap=5.0)),
     "batch": mutant("maximum-shared-across-batch", TINY.replace(batch=2, data="negative")),
+    "pages": mutant("page-table-of-the-first-sequence-for-all", PAGED),
+    "splits": mutant(
+        "page-keys-divided-by-the-batch", PAGED.replace(seq_k=100, dim_qk=8, dim_v=12, lengths=(1, 99), splits=2)
+    ),
     "grouped-heads": mutant("key-heads-matched-modulo", TINY.replace(heads_kv=2, group=2)),
     "repeat": mutant("order-of-gradient-sums-varies", Case(seq_q=200, seq_k=3, grads="qkv")),
     "layouts": mutant("row-stride-rounded-to-16-bytes", Case(seq_k=9, placing=Placing(value="padded-rows"))),
@@ -121,7 +133,7 @@ def test_it_holds_for_what_is_right(name: str) -> None:
                 held[outcome.backend] += outcome.checks == (name,)
     if name == "fresh-dropout":  # only torch's own generator draws without a seed
         assert held == {"tiled": 0, "reference": 0, "sdpa-math": 2}
-    elif name in ("leak", "split"):  # the composite's 0 * NaN is a known divergence, and it has no lse
+    elif name in ("leak", "split", "splits"):  # the composite's 0 * NaN is a known divergence, and it has no lse
         assert min(held["tiled"], held["reference"]) >= 2
     else:
         assert min(held.values()) >= 2, held

@@ -314,6 +314,85 @@ def test_gradients_in_a_graph_need_what_others_need() -> None:
             torch.compile(attention_backward, backend="eager")(out[None], *(x[None] for x in operands), **said)
 
 
+# -- sinks and slopes, which the operators do not take -----------------------------------------------------------------
+
+SINKS, SLOPES = [0.5, float("-inf"), -1.0, 30.0], [0.5, 0.0, -0.25, 2.0]
+every_form = pytest.mark.parametrize("offsets_of", [offsets, lambda: (CU_Q, CU_K)], ids=["tensors", "lists"])
+
+
+@every_form
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_sinks_in_a_whole_graph(return_lse: bool, offsets_of: Callable[[], Any]) -> None:
+    leaves, where = [*tensors(), torch.tensor(SINKS, requires_grad=True)], offsets_of()
+
+    def function(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return attention_varlen(q, k, v, *where, sinks=sinks, return_lse=return_lse, is_causal=True)
+
+    expected = function(*leaves)
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss(x), leaves) for x in (found, expected)))
+
+
+def test_sinks_of_tensors_without_elements() -> None:
+    operands = [x.to("meta") for x in tensors()]
+    for where in (CU_Q, CU_K), [x.to("meta") for x in offsets()]:
+        out, lse = attention_varlen(*operands, *where, sinks=SINKS, return_lse=True)
+        assert (out.shape, lse.shape) == ((15, 4, 8), (4, 15))
+    with pytest.raises(InvalidProblem, match=r"sinks has shape \(3,\)"):
+        attention_varlen(*operands, CU_Q, CU_K, sinks=SINKS[:3])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attention_varlen(*tensors(), *offsets(), sinks=torch.tensor(SINKS)).shape == (15, 4, 8)
+
+
+@pytest.mark.parametrize("beside", [{}, {"sinks": SINKS}], ids=["alone", "sinks"])
+def test_slopes_break_a_graph(beside: dict[str, Any]) -> None:
+    operands, where, slopes = tensors(), offsets(), torch.tensor(SLOPES)
+
+    def function(*operands: torch.Tensor) -> Any:
+        return attention_varlen(*operands, *where, alibi_slopes=slopes, **beside) * 2.0
+
+    expected = function(*operands)
+    found = torch.compile(function, backend="aot_eager")(*operands)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss(x), operands) for x in (found, expected)))
+    with pytest.raises(Exception, match="attention_varlen with alibi_slopes is no operator"):
+        torch.compile(function, fullgraph=True, backend="eager")(*operands)
+    with pytest.raises(Unsupported, match=r"pass padded ones and -slope"):
+        function(*(x.to("meta") for x in operands))
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_a_plan_with_either_in_a_graph(name: str) -> None:
+    operands, (cu_q, cu_k) = tensors(grad=False), offsets()
+    said: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, name: torch.tensor(SLOPES)}
+    plan = attnswitch.plan(*operands, **said, backend="tiled")
+    compiled = torch.compile(lambda *x: plan(*x, **said), fullgraph=name == "sinks", backend="eager")
+    torch.testing.assert_close(compiled(*operands), plan(*operands, **said))
+
+
+@pytest.mark.parametrize(
+    "beside", [{"sinks": SINKS, "sinks_grad": True}, {"alibi_slopes": SLOPES}], ids=["sinks", "slopes"]
+)
+def test_gradients_with_either_break_a_graph(beside: dict[str, Any]) -> None:
+    operands, where = tensors(grad=False), offsets()
+    out = torch.randn(15, 4, 8)
+    batched = [x.transpose(0, 1)[None] for x in (out, *operands)]
+    for function, given in (attention_varlen_backward, (out, *operands, *where)), (attention_backward, batched):
+        for said in beside, beside | {"dropout_p": 0.5, "seed": 3}:
+
+            def differentiate(*given: Any, function: Any = function, said: Any = said) -> Any:
+                found = function(*given, **said)
+                return (*found[:3], getattr(found, "sinks", None))
+
+            torch.testing.assert_close(torch.compile(differentiate, backend="eager")(*given), differentiate(*given))
+        torch.compiler.reset()  # which remembers that nothing is left to compile
+        with pytest.raises(Exception, match="gradients of a call with sinks or alibi_slopes are no operator"):
+            torch.compile(differentiate, fullgraph=True, backend="eager")(*given)
+        with pytest.raises((InvalidProblem, Unsupported), match="only torch can read"):
+            differentiate(*(x.to("meta") if x.is_floating_point() else x for x in given))
+
+
 # -- what looks at tensors and is refused ------------------------------------------------------------------------------
 
 

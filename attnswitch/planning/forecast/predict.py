@@ -6,7 +6,9 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnswitch.machine import registry
 from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import SpeedClass, representative, speed_class
@@ -61,13 +63,18 @@ def forecast(problem: Problem, device: Device) -> Forecast:
 
 
 def _of_class(table: Table, problem: Problem, device: Device) -> Forecast:
-    ms, here = table.times(problem, device), 0
+    ms, here = {name: _repeats(name, problem) * time for name, time in table.times(problem, device).items()}, 0
     if view.current().times:
         from attnswitch.planning.forecast.correction import correction  # imports NumPy
 
         known = correction(table, device, view.generation())
         ms, here = known.apply(ms, table.point(problem, device)), known.problems
     return Forecast(ms, len(table.points), table.devices, table.date, here)
+
+
+def _repeats(name: str, problem: Problem) -> float:
+    backend = registry.load(name)
+    return 1.0 if isinstance(backend, Missing) else backend.repeats(problem)
 
 
 @functools.cache

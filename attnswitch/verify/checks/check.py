@@ -32,9 +32,10 @@ class Check:
     alone: bool = False
     #: Needs arrays on an NVIDIA GPU.
     gpu: bool = False
-    #: Holds of sequences that lie one after another as well.
+    #: Holds of sequences that lie one after another as well, and of caches in pages.
     varlen: bool = False
 
     def suits(self, case: Case, device: str) -> bool:
         """Whether there is anything to look at in ``case`` on ``device``."""
-        return self.applies(case) and (device != "cpu" or not self.gpu) and (self.varlen or not case.varlen)
+        plain = not (case.varlen or case.page)
+        return self.applies(case) and (device != "cpu" or not self.gpu) and (self.varlen or plain)

@@ -56,12 +56,20 @@ class Case:
     #: Keys of each batch entry. With ``query_lengths`` the call is ``attention_varlen``, of sequences of these lengths.
     lengths: tuple[int, ...] | None = None
     query_lengths: tuple[int, ...] | None = None
+    #: Rows of a page: the call is ``attention_paged``, with ``lengths`` in tables of ``seq_k`` rows, aligned to the
+    #: bottom right, with queries one after another if there are ``query_lengths``. ``splits`` is its num_splits.
+    page: int = 0
+    splits: int = 0
     mask: MaskRecipe | None = None
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
     dropout_seed: int | None = None
+    #: What sinks and alibi_slopes hold, "" where there are none; the kinds are in ``attnswitch.verify.drawing.data``.
+    sinks: str = ""
+    alibi: str = ""
     lse: bool = False
+    #: Of query, key, value and mask; where there are any, the sinks have one besides.
     grads: str = ""
     library: str = "torch"
     layout: str = "BHLD"
@@ -89,6 +97,10 @@ class Case:
     def varlen(self) -> bool:
         """Whether sequences lie one after another, without padding."""
         return self.query_lengths is not None
+
+    def heads_dtype(self, kind: str) -> str:
+        """The dtype of sinks or alibi_slopes of a kind: that of query, or what kernels take."""
+        return self.dtype if self.dtype == "float64" or kind in ("normal", "geometric") else "float32"
 
     @property
     def unseeded(self) -> bool:
@@ -131,10 +143,10 @@ class Case:
             dim_v=self.dim_v,
             dtype=self.dtype,
             causal=self.causal,
-            alignment=self.alignment,
+            alignment="bottom_right" if self.page else self.alignment,
             window=self.window,
             mask=None if self.mask is None else Mask(self.mask.dtype, self.mask.axes),
-            key_lengths=self.lengths is not None and not self.varlen,
+            key_lengths=self.lengths is not None and (self.page > 0 or not self.varlen),
             scale=self.scale,
             softcap=self.softcap,
             dropout=self.dropout,
@@ -143,6 +155,10 @@ class Case:
             grads=self.grads,
             deterministic=self.deterministic,
             varlen=self.varlen,
+            page=self.page,
+            splits=self.splits,
+            sinks=bool(self.sinks),
+            alibi=bool(self.alibi),
         )
 
     @staticmethod
@@ -160,15 +176,19 @@ class Case:
             dim_v=p.dim_v,
             dtype=p.dtype,
             causal=p.causal,
-            alignment=p.alignment,
+            alignment="bottom_right" if p.page else p.alignment,
             window=p.window,
             lengths=keys if p.key_lengths or p.varlen else None,
             query_lengths=queries if p.varlen else None,
+            page=p.page,
+            splits=p.splits,
             mask=None if p.mask is None else MaskRecipe(p.mask.dtype, p.mask.axes),
             scale=p.scale,
             softcap=p.softcap,
             dropout=p.dropout,
             dropout_seed=1 if p.seeded else None,
+            sinks="normal" if p.sinks else "",
+            alibi="geometric" if p.alibi else "",
             lse=p.lse,
             grads=p.grads,
             data_seed=1,
@@ -178,12 +198,16 @@ class Case:
     def __str__(self) -> str:
         """Problem, data, and whatever differs from the plainest placing."""
         parts = [str(self.problem()), f"{self.library} arrays", f"{self.data} data (seed {self.data_seed})"]
-        if self.query_lengths is not None:
+        if self.page:
+            queries = "" if self.query_lengths is None else f" and {list(self.query_lengths)} queries"
+            parts.append(f"cache_lengths {list(self.lengths or ())}{queries}")
+        elif self.query_lengths is not None:
             parts.append(f"sequences of {list(self.query_lengths)} queries and {list(self.lengths or ())} keys")
         elif self.lengths is not None:
             parts.append(f"key_lengths {list(self.lengths)}")
         if self.mask is not None:
             parts.append(f"mask {self.mask.kind}, rank {self.mask.rank}")
+        parts += [f"{kind} {name}" for name, kind in (("sinks", self.sinks), ("alibi", self.alibi)) if kind]
         if self.poison:
             parts.append("poisoned")
         if self.check != "reference":
@@ -216,6 +240,8 @@ class Case:
             case.problem()
             if case.varlen and not len(case.query_lengths or ()) == len(case.lengths or ()) == case.batch:
                 raise InvalidProblem("not a case: expected as many query_lengths and lengths as batch entries")
+            if case.page and case.alignment != "bottom_right":
+                raise InvalidProblem("not a case: queries of a cache in pages are aligned to the bottom right")
         except TypeError as error:
             raise InvalidProblem(f"not a case: {error}") from None
         return case

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attnswitch.machine.backend import Regime
 from attnswitch.verify.drawing import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
-from attnswitch.verify.drawing.data import DISTRIBUTIONS
+from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
@@ -208,8 +208,23 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found["poison"] = True
     varlen, alike, queries, keys = _often(draw, 8), draw(st.booleans()), _shares(draw), _shares(draw)
     dense = large is not None and large[0].aligned  # whose kernels read tiles of a batch by TMA
-    if varlen and not dense and found.get("dropout_seed", 0) is not None:
+    unseeded = found.get("dropout_seed", 0) is None  # V = I shows a mask of plain calls alone
+    if varlen and not dense and not unseeded:
         found |= _varlen(found, alike and large is None, queries, keys)
+    paged, pages, few = _often(draw, 8), _pages(draw), draw(st.integers(1, 8))
+    if paged and not (varlen or dense):
+        found |= _paged(found, few if alike else found["seq_q"], queries, keys, **pages)
+        if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
+            found["check"] = "splits"
+    of_heads = {
+        "sinks": (_often(draw, 10), _choice(draw, SINK_KINDS)),
+        "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
+    }
+    bottom_right = draw(st.booleans())
+    if not (unseeded or "page" in found):
+        found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
+    if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
+        found["alignment"] = "bottom_right"
     return Case(**found)
 
 
@@ -241,6 +256,53 @@ def _varlen(found: dict[str, Any], alike: bool, queries: list[str], keys: list[s
         "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in range(found["batch"])),
         "mask": None,
         "grads": found["grads"].replace("m", ""),
+        "layout": "BHLD",
+    }
+
+
+def _pages(draw: Any) -> dict[str, Any]:
+    """Rows of a page, columns of the table that none needs, whether queries are packed, and num_splits."""
+    return {
+        "page": _choice(draw, (1, 2, 16, 64, 256)),
+        "wider": draw(st.integers(0, 2)),
+        "packed": draw(st.booleans()),
+        "splits": _choice(draw, (0, 0, 1, 3)),
+    }
+
+
+def _paged(
+    found: dict[str, Any],
+    most: int,
+    queries: list[str],
+    keys: list[str],
+    page: int,
+    wider: int,
+    packed: bool,
+    splits: int,
+) -> dict[str, Any]:
+    """The same of a cache in pages, with at most so many queries, and as few as the wider table asks for.
+
+    Where keys are divided there are some to divide, of two sequences at least, and an lse to show it where outputs are
+    rounded to few bits.
+    """
+    lq, lk, count = found["seq_q"], found["seq_k"] + 64 * splits, found["batch"]
+    batch = range(max(count, 2) if count and splits else count)
+    width = (-(-lk // page) + wider) * page
+    lq = min(lq, most, max(1, lq * found["seq_k"] // max(width, 1)))
+    return {
+        "batch": len(batch),
+        "seq_q": lq,
+        "seq_k": width,
+        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in batch) if packed else None,
+        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in batch),
+        "page": page,
+        "splits": splits,
+        "lse": found["lse"] or splits > 0,
+        "alignment": "bottom_right",
+        "mask": None,
+        "dropout": 0.0,
+        "dropout_seed": None,
+        "grads": "",
         "layout": "BHLD",
     }
 

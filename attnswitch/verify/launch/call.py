@@ -16,7 +16,7 @@ from attnswitch import arrays
 from attnswitch.call import finite
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch import sequences
+from attnswitch.verify.launch import pages, sequences
 from attnswitch.verify.launch.layouts import Storage, host, place
 
 __all__ = [
@@ -42,7 +42,8 @@ Around = Callable[[Callable[[], Any]], Any]
 class Placed:
     """The arrays of a case as the caller holds them, and the memory that each lies in.
 
-    Of sequences without padding these are (T, H, D), grad_lse is (H, T), and there are offsets in place of lengths.
+    Of sequences without padding these are (T, H, D), grad_lse is (H, T), and there are offsets in place of lengths. Of
+    a cache in pages key and value are (P, page, H, D), and the lengths are those of the cache.
     """
 
     query: Any
@@ -55,6 +56,9 @@ class Placed:
     storage: dict[str, Storage] = field(default_factory=dict)
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    block_table: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +72,35 @@ class Returned:
 def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     """The operands of ``case`` as arrays of its library."""
     storage: dict[str, Storage] = {}
+    table, caches = pages.dealt(case, data) if case.page else (None, {})
 
     def put(role: str, dtype: str, placing: str) -> Any:
         values = data[role]
-        if case.varlen:  # rows that repeat within a sequence do not from one to the next
+        if role in caches:
+            values, placing = caches[role], pages.placing(placing)
+        elif case.varlen:  # rows that repeat within a sequence do not from one to the next
             values, placing = sequences.joined(case, role, values), placing.replace("expanded-rows", "contiguous")
         placed, storage[role] = place(values, dtype, placing, case.library, device)
         return placed
 
     made = {role: put(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
     grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
+    if table is not None:
+        packed = ("query", "grad_out") if case.varlen else ()
+        made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
+        cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
+        beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
+        return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device))
+    heads = {}
+    for role, kind in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
+        if kind:
+            numbers = data[role][0] if data[role].shape[0] == 1 and role == "alibi_slopes" else data[role]
+            heads[role], storage[role] = place(numbers, case.heads_dtype(kind), "contiguous", case.library, device)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
         cu_q, cu_k = (_integers(case, sequences.offsets(case, role), device) for role in ("query", "key"))
         operands = made["query"], made["key"], made["value"]
-        return Placed(*operands, None, None, made["grad_out"], grad_lse[0], storage, cu_q, cu_k)
+        return Placed(*operands, None, None, made["grad_out"], grad_lse[0], storage, cu_q, cu_k, **heads)
     if case.layout == "BLHD":
         made = {role: array.swapaxes(1, 2) for role, array in made.items()}
     mask = None
@@ -90,13 +108,16 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         mask = put("attn_mask", case.mask.dtype, case.placing.attn_mask)
         mask = mask[(0,) * (4 - case.mask.rank)] if case.mask.rank < 4 else mask
     lengths = None if case.lengths is None else _integers(case, case.lengths, device)
-    return Placed(made["query"], made["key"], made["value"], mask, lengths, made["grad_out"], grad_lse, storage)
+    operands = made["query"], made["key"], made["value"]
+    return Placed(*operands, mask, lengths, made["grad_out"], grad_lse, storage, **heads)
 
 
 def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
-    """Lengths or offsets as an array of one of the integer types that callers use, and that they fit."""
-    fits = ("int32", "int64", "int16", "uint8") if max(numbers, default=0) < 256 else ("int32", "int64")
-    made = np.array(numbers, dtype=fits[case.data_seed % len(fits)])
+    """Lengths, offsets or a table as an array of one of the integer types that callers use, and that they fit."""
+    made = np.array(numbers, dtype=np.int64)
+    small = made.min(initial=0) >= 0 and made.max(initial=0) < 256
+    fits = ("int32", "int64", "int16", "uint8") if small else ("int32", "int64")
+    made = made.astype(fits[case.data_seed % len(fits)])
     if case.library == "numpy":
         return made
     return arrays.passage(arrays.passage(made, "numpy", "torch").to(device), "torch", case.library)
@@ -119,6 +140,8 @@ def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
     if "m" in case.grads and case.mask is not None:
         sizes = zip("bhqk"[4 - case.mask.rank :], case.scores[4 - case.mask.rank :], strict=True)
         shapes["grad attn_mask"] = (tuple(n if axis in case.mask.axes else 1 for axis, n in sizes), case.mask.dtype)
+    if case.sinks and case.grads:
+        shapes["grad sinks"] = ((h,), case.heads_dtype(case.sinks))
     return shapes
 
 
@@ -127,7 +150,8 @@ def allocated(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
     found = expected(case)
     if case.varlen:
         found = {
-            name: ((shape[1], sequences.rows(case, name), *shape[3:]), dtype) for name, (shape, dtype) in found.items()
+            name: (((shape[1], sequences.rows(case, name), *shape[3:]) if len(shape) > 1 else shape), dtype)
+            for name, (shape, dtype) in found.items()
         }
     return found
 
@@ -168,15 +192,31 @@ def call(
     if synchronize and case.library != "numpy" and (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if case.varlen:
-        whole = {name: sequences.padded(case, name, result) for name, result in returned.results.items()}
+        whole = {
+            name: result if name == "grad sinks" else sequences.padded(case, name, result)
+            for name, result in returned.results.items()
+        }
         return Returned(whole, returned.chosen)
-    if case.layout == "BLHD":
+    if case.layout == "BLHD" or case.page:
         turned = {n: r.swapaxes(1, 2) if n in _TENSORS else r for n, r in returned.results.items()}
         return Returned(turned, returned.chosen)
     return returned
 
 
 def _options(case: Case, placed: Placed) -> dict[str, Any]:
+    if case.page:
+        return {
+            "block_table": placed.block_table,
+            "cache_lengths": placed.key_lengths,
+            "cu_seqlens_q": placed.cu_seqlens_q,
+            "max_seqlen_q": case.seq_q if case.varlen else None,
+            "is_causal": case.causal,
+            "scale": case.scale,
+            "window": case.window,
+            "softcap": case.softcap,
+            "num_splits": case.splits or None,
+            "deterministic": case.deterministic,
+        }
     options = {
         "dropout_p": case.dropout,
         "is_causal": case.causal,
@@ -186,6 +226,8 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
         "softcap": case.softcap,
         "seed": case.dropout_seed,
         "deterministic": case.deterministic,
+        "sinks": placed.sinks,
+        "alibi_slopes": placed.alibi_slopes,
     }
     if case.varlen:
         longest = {"max_seqlen_q": case.seq_q, "max_seqlen_k": case.seq_k}
@@ -199,7 +241,9 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
     operands = (placed.query, placed.key, placed.value)
     attend: Callable[..., Any] = attnswitch.attention
     differentiate: Callable[..., Any] = attnswitch.attention_backward
-    if case.varlen:
+    if case.page:
+        attend = attnswitch.attention_paged
+    elif case.varlen:
         attend, differentiate = attnswitch.attention_varlen, attnswitch.attention_varlen_backward
     chosen = backend
     if chosen is None:
@@ -214,8 +258,11 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
         if "m" in case.grads:
             options["mask_grad"] = True
         grad_lse = placed.grad_lse if case.lse else None
-        grads = differentiate(placed.grad_out, *operands, **options, grad_lse=grad_lse, backend=backend)
+        beside = {"grad_lse": grad_lse, "sinks_grad": bool(case.sinks), "backend": backend}
+        grads = differentiate(placed.grad_out, *operands, **options, **beside)
         results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
+        if case.sinks:
+            results["grad sinks"] = grads.sinks
     return Returned(results, chosen)
 
 
@@ -225,13 +272,17 @@ def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
         torch.manual_seed(case.data_seed)
     named = {"query": placed.query, "key": placed.key, "value": placed.value, "attn_mask": placed.attn_mask}
     wanted = [name for letter, name in zip("qkvm", named, strict=True) if letter in case.grads]
+    named["sinks"] = placed.sinks
+    wanted += ["sinks"] if case.sinks and case.grads else []
     leaves: dict[str, Any] = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}
     for name in wanted:
         leaves[name].requires_grad_()
-    options = _options(case, placed)
+    options = _options(case, placed) | {"sinks": leaves["sinks"]}
     operands = (leaves["query"], leaves["key"], leaves["value"])
     attend: Callable[..., Any] = attnswitch.attention_varlen
-    if not case.varlen:
+    if case.page:
+        attend = attnswitch.attention_paged
+    elif not case.varlen:
         options |= {"attn_mask": leaves["attn_mask"]}
         attend = attnswitch.attention
     chosen = backend or str(attnswitch.plan(*operands, **options, return_lse=case.lse).backend)

@@ -17,7 +17,21 @@ __all__ = ["reduced"]
 _PLAIN = Case()
 #: Fields that are set back to their default, the most telling first.
 _FEATURES = (
-    *("mask", "dropout", "poison", "window", "query_lengths", "lengths", "softcap", "alignment", "causal"),
+    *(
+        "mask",
+        "dropout",
+        "poison",
+        "window",
+        "splits",
+        "page",
+        "query_lengths",
+        "lengths",
+        "softcap",
+        "sinks",
+        "alibi",
+        "alignment",
+        "causal",
+    ),
     *("lse", "deterministic", "layout", "scale", "data", "library", "data_seed"),
 )
 _SIZES = ("batch", "heads_kv", "group", "seq_q", "dim_v", "dim_qk", "seq_k")
@@ -55,6 +69,7 @@ def _bold(case: Case) -> Iterator[Case]:
     for name in _FEATURES:
         if getattr(case, name) != getattr(_PLAIN, name):
             feature = {name: getattr(case, name), "dropout_seed": case.dropout_seed if name == "dropout" else None}
+            feature |= {"lengths": case.lengths} if name == "page" else {}
             yield _consistent(plain.replace(batch=case.batch, **feature))
     yield _consistent(
         case.replace(**{name: getattr(_PLAIN, name) for name in (*_FEATURES, "placing") if name != "library"})
@@ -97,6 +112,12 @@ _STEPS: tuple[Callable[[Case], Iterator[Case]], ...] = (
 
 def _consistent(case: Case) -> Case:
     """What belongs together, kept together."""
+    if case.page:
+        plain = {"mask": None, "grads": "", "dropout": 0.0, "alignment": "bottom_right"}
+        width = max(-(-case.seq_k // case.page), 1) * case.page
+        case = case.replace(seq_k=width, **plain) if case.lengths else case.replace(page=0)
+    if not case.page:
+        case = case.replace(splits=0)
     if case.lengths is not None:
         lengths = (case.lengths * case.batch)[: case.batch]
         case = case.replace(lengths=tuple(min(length, case.seq_k) for length in lengths))
@@ -106,7 +127,7 @@ def _consistent(case: Case) -> Case:
         case = case.replace(query_lengths=None if case.lengths is None or case.mask else shorter)
     if case.mask is None and "m" in case.grads:
         case = case.replace(grads=case.grads.replace("m", ""))
-    if not (case.causal or case.window):
+    if not (case.causal or case.window or case.page or case.alibi):
         case = case.replace(alignment="top_left")
     if not case.dropout:
         return case.replace(dropout_seed=None)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from .lists import visit
+from .paged import places, share
+from .panels import panel_at, product_of_panels
 from .philox import drop, keeps, origin, seeded
 from .tile import (
     EVERY_EDGE,
@@ -25,16 +27,19 @@ from .tile import (
     load_rows,
     product,
     rounded,
+    sloped,
     store_rows,
     tanh,
     tile_of,
+    with_sink,
 )
 from .varlen import clear, sequence
 
 
 @triton.jit
 def _attend(
-    state, q, zero, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random, dim, dim_v,
+    state, q, zero, i, h, b, head, k_at, v_at, paging, mask, tiles, t0, t1, full, span, slope, scores, random,
+    dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
     BOUND: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -57,16 +62,28 @@ def _attend(
                 start = tl.load(tiles + t) * how.block_n
             if how.dropout:  # before the scores: the product of the tile before is still under way
                 k0, k1, k2, k3 = keeps(zero, b, h, i, start, random, how.block_n)
-            k = tile_of(
-                k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how
-            )
-            s = product(q, tl.trans(k))
+            where = (0, 0)
+            if how.paged:
+                where = places(paging, start, end, ENDS, how)
+            if how.panelled:
+                s = product_of_panels(
+                    q, k_at, b, head, start, end, dim,
+                    how.block_m, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
+                )  # fmt: skip
+            else:
+                k = tile_of(
+                    k_at, b, head, start, end, dim,
+                    how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
+                )  # fmt: skip
+                s = product(q, tl.trans(k))
             if not how.fold:
                 s = s * factor
                 if how.softcap:
                     s = tanh(s) * scores.cap
                 if how.generic:
                     s = tl.where(scores.cap > 0.0, tanh(s) * scores.cap, s)
+                if how.alibi:
+                    s = sloped(s, i, columns(how.block_n, how.dropout)[None, :], start, span[1], slope)
             if EDGE != NO_EDGE:
                 hides = True
                 if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
@@ -98,7 +115,7 @@ def _attend(
                 p = drop(p, k0, k1, k2, k3, how.block_m, how.block_n)
             v = tile_of(
                 v_at, b, head, start, end, dim_v,
-                how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how,
+                how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how, where,
             )  # fmt: skip
             acc = product(rounded(p, v.dtype), v, acc)
             top = new_top
@@ -107,7 +124,7 @@ def _attend(
 
 @triton.jit
 def forward(
-    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS,
+    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SINKS, SLOPES, TABLE,
     by, visits, sizes, dims, reach, section, splits, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -135,6 +152,13 @@ def forward(
     count = tl.cdiv(rows, BLOCK_M)
     heads = heads_q // pack
     pid = tl.program_id(0)
+    column = 0  # the first of this program's panel
+    width_v = dims.v
+    if how.panelled:
+        panels = tl.cdiv(dims.v, BLOCK_DV)
+        column = pid % panels * BLOCK_DV
+        width_v = dims.v - column
+        pid = pid // panels
     split = 0
     if how.split:  # few rows, whose keys are read once: no order is better than another
         split = pid % splits.count
@@ -159,16 +183,17 @@ def forward(
     first = tile * BLOCK_M
     if how.varlen:
         begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
-        begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+        if not how.paged:
+            begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+            K += begin_k * by.k.l
+            V += begin_k * by.v.l
         rows = seq_q * pack
         Q += begin_q * by.q.l
-        K += begin_k * by.k.l
-        V += begin_k * by.v.l
         OUT += begin_q * by.o.l
         LSE += begin_q
         if b == batch:
             leap = count * BLOCK_M
-            clear(OUT, by.o.h, by.o.l, head, pack, first, rows, leap, dims.v, BLOCK_M, BLOCK_DV, how.even_dv)
+            clear(OUT + column, by.o.h, by.o.l, head, pack, first, rows, leap, width_v, BLOCK_M, BLOCK_DV, how.even_dv)
             for start in range(first, rows, leap):
                 past = start + tl.arange(0, BLOCK_M)
                 at_row = (head + past % pack).to(tl.int64) * sizes.rows_q + past // pack
@@ -190,6 +215,9 @@ def forward(
     else:
         q_rows = Q + b64 * by.q.b + (h_wide * by.q.h + i_wide * by.q.l)[:, None]
         q = load_rows(q_rows, inside, by.q.d, dims.qk, BLOCK_D, how.even_d)
+    rows_of_q = q
+    if how.panelled:
+        rows_of_q = (q_rows, inside, by.q.d)
     named = (0, (0, 0), (0, 0))
     if how.listed:  # tiles that need the mask by name, and a run of wholly visible ones; queries come without waiting
         if how.overlap:
@@ -202,8 +230,11 @@ def forward(
     last = tl.minimum(first + BLOCK_M, rows) - 1
     lo, full_lo, full_hi, hi = key_range(first // pack, last // pack, span, how)
     if how.split:
-        lo = tl.maximum(lo, split * splits.chunk)
-        hi = tl.minimum(hi, (split + 1) * splits.chunk)
+        if how.paged:
+            lo, hi = share(lo, hi, split, splits.count, BLOCK_N)
+        else:
+            lo = tl.maximum(lo, split * splits.chunk)
+            hi = tl.minimum(hi, (split + 1) * splits.chunk)
         full_lo = tl.minimum(tl.maximum(full_lo, lo), tl.cdiv(tl.maximum(hi, lo), BLOCK_N) * BLOCK_N)
         full_hi = tl.maximum(tl.minimum(full_hi, tl.maximum(hi, 0) // BLOCK_N * BLOCK_N), full_lo)
 
@@ -214,9 +245,18 @@ def forward(
     if how.dropout:
         nothing = tl.zeros((BLOCK_N, BLOCK_D), q.dtype)
         zero = origin(product(q, tl.trans(nothing)), BLOCK_M, BLOCK_N)
-    if not how.tma:
+    paging = (0, 0)
+    if how.paged:
+        K += head_kv.to(tl.int64) * by.k.h
+        V += head_kv.to(tl.int64) * by.v.h
+        paging = (TABLE + b64 * sizes.table, sizes.page)
+    elif not how.tma:
         K += b64 * by.k.b + head_kv.to(tl.int64) * by.k.h
         V += b64 * by.v.b + head_kv.to(tl.int64) * by.v.h
+    k_at = (K, by.k.l, by.k.d, by.k.b)
+    v_at = (V, by.v.l, by.v.d, by.v.b)
+    if how.panelled:
+        v_at = panel_at(v_at, column, how)
     mask = (0, 0, 0, 0)
     if how.mask_kind != NO_MASK:
         MASK += b64 * by.m.b + head.to(tl.int64) * by.m.h
@@ -227,6 +267,9 @@ def forward(
             MASK += first.to(tl.int64) * by.m.l
             mask_rows = (there - first) * by.m.l
         mask = (MASK, mask_rows[:, None], by.m.d, seq_k)
+    slope = 0.0
+    if how.alibi:
+        slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)[:, None]
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
     full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
@@ -251,7 +294,7 @@ def forward(
             t0, t1 = begin, mixed_end
         if part == 0 and STRETCH:
             t0, t1 = stretch[0] // BLOCK_N, tl.cdiv(stretch[1], BLOCK_N)
-            sees = (stretch[1], 0, stretch[0], 0)
+            sees = (stretch[1], offset, stretch[0], 0)
         if part == 1 and MASKED:
             t1 = mixed_end if how.even_k else mixed_end - 1
         if part == 2:
@@ -260,8 +303,8 @@ def forward(
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, begin, mixed_end, full, span, scores, dice, dims.qk, dims.v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, mask,
+                TILES, begin, mixed_end, full, span, slope, scores, dice, dims.qk, width_v,
                 how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (
@@ -270,8 +313,8 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, t0, t1, full, sees, scores, dice, dims.qk, dims.v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, mask,
+                TILES, t0, t1, full, sees, slope, scores, dice, dims.qk, width_v,
                 NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
                 EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
                 part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
@@ -293,6 +336,9 @@ def forward(
         tl.store(LSE + row, total, mask=inside)
         out = acc * random.keep_scale
     else:
+        if how.sinks:
+            top, total, rescale = with_sink(top, total, tl.load(SINKS + h))
+            acc = acc * rescale[:, None]
         empty = total == 0.0  # it saw nothing
         tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2, mask=inside)
         # An exact quotient: the mean of a power of two of equal weights is exact too.
@@ -300,74 +346,5 @@ def forward(
     if how.tma_rows:
         OUT.store([b, head, first, 0], tl.reshape(rounded(out, OUT.dtype), (1, 1, BLOCK_M, BLOCK_DV)))
     else:
-        out_rows = OUT + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
-        store_rows(out_rows, out, inside, 1, dims.v, BLOCK_DV, how.even_dv)
-
-
-@triton.jit
-def merge(
-    PARTS, SUMS, OUT, LSE, CU_Q,
-    by, sizes, dims, splits,
-    BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
-    """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums.
-
-    Rows are (batch, heads, Lq), or (heads, rows) of sequences one after another, of which those past the last are
-    cleared.
-
-    Takes BLOCK_S splits at a time. Nothing that is loaded waits for what was, since waiting is all that this costs.
-    """
-    heads, seq_q = sizes.heads_q, sizes.seq_q
-    rows = sizes.batch * heads * seq_q
-    row = tl.program_id(0)
-    if VARLEN:
-        entry = row // seq_q // heads
-        h = row // seq_q % heads
-        i = row % seq_q
-        begin, length = sequence(CU_Q, entry, sizes.batch, sizes.rows_q)
-        OUT += begin * by.l
-        LSE += begin
-        if entry == sizes.batch:
-            clear(OUT, by.h, by.l, h, 1, i, length, seq_q, dims.v, 1, BLOCK_DV, False)
-            for past in range(i, length, seq_q):
-                tl.store(LSE + h.to(tl.int64) * sizes.rows_q + past, float("-inf"))
-            return
-        if i >= length:
-            return
-        rows = heads.to(tl.int64) * sizes.rows_q
-        row = h.to(tl.int64) * sizes.rows_q + i
-        SUMS += begin
-        PARTS += begin * dims.v
-    SUMS += row
-    PARTS += row.to(tl.int64) * dims.v
-    dv = tl.arange(0, BLOCK_DV)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_DV,), tl.float32)
-    total = 0.0
-    top = float("-inf")
-    for first in range(0, splits, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        at = s.to(tl.int64) * rows
-        tops = tl.load(SUMS + at, mask=s < splits, other=float("-inf"))
-        totals = tl.load(SUMS + splits.to(tl.int64) * rows + at, mask=s < splits, other=0.0)
-        inside = (s < splits)[:, None] & (dv < dims.v)[None, :]
-        parts = tl.load(PARTS + at[:, None] * dims.v + dv[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2((tops - base) * LOG2E)
-        rescale = tl.exp2((top - base) * LOG2E)
-        total = total * rescale + tl.sum(weights * totals, 0)
-        acc = acc * rescale + tl.sum(parts * weights[:, None], 0)
-        top = new_top
-    total = tl.where(total == 0.0, 1.0, total)  # it saw nothing
-    b = 0
-    if not VARLEN:
-        b = (row // seq_q // heads).to(tl.int64)
-        h = row // seq_q % heads
-        i = row % seq_q
-    h = h.to(tl.int64)
-    i = i.to(tl.int64)
-    out = tl.div_rn(acc, total + tl.zeros_like(acc))
-    tl.store(OUT + b * by.b + h * by.h + i * by.l + dv, rounded(out, OUT.dtype.element_ty), mask=dv < dims.v)
-    tl.store(LSE + row, top + tl.log2(total) * LN2)
+        out_rows = OUT + column + at64 * by.o.b + (h_wide * by.o.h + i_wide * by.o.l)[:, None]
+        store_rows(out_rows, out, inside, 1, width_v, BLOCK_DV, how.even_dv)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .lists import visit
+from .panels import panel_at, product_of_panels
 from .philox import kept, seeded
 from .score_gradient import score_gradient
 from .tile import (
@@ -25,34 +26,53 @@ from .varlen import clear, padded_begin, sequence
 
 @triton.jit
 def _over_queries(
-    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, rest_at, mask, tiles, t0, t1, seq_q, span, scores,
-    random, keep_scale, dim, dim_v,
+    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, rest_at, mask, tiles, t0, t1, seq_q, span, slope, scores,
+    random, keep_scale, dim, dim_v, column,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """Add what the query tiles ``t0`` to ``t1`` of one head give to dK and dV. Tiles are (keys, queries).
 
-    ``mask`` has the step from query to query in place of offsets.
+    ``mask`` has the step from query to query in place of offsets. Of wide heads ``k`` and ``v`` are rows, and
+    ``column`` is the first of the panels of dK and dV.
     """
     dk, dv = state
+    EVEN_D: tl.constexpr = how.even_d and not how.panelled
+    EVEN_DV: tl.constexpr = how.even_dv and not how.panelled
     array, smq, smk, seq_k = mask
     for t in tl.range(t0, t1):
         start = t * how.block_m
         if LISTED:
             start = tl.load(tiles + t) * how.block_m
         i = start + tl.arange(0, how.block_m)
+        q_own = q_at
+        do_own = do_at
+        if how.panelled:
+            q_own = panel_at(q_at, column, how)
+            do_own = panel_at(do_at, column, how)
         q = tile_of(
-            q_at, b, h, start, seq_q, dim, how.block_m, how.block_d, how.even_d, not how.even_q, False, False, how
+            q_own, b, h, start, seq_q, dim - column, how.block_m, how.block_d, EVEN_D, not how.even_q, False, False, how
         )
         do = tile_of(
-            do_at, b, h, start, seq_q, dim_v, how.block_m, how.block_dv, how.even_dv, not how.even_q, False, False, how
-        )
+            do_own, b, h, start, seq_q, dim_v - column,
+            how.block_m, how.block_dv, EVEN_DV, not how.even_q, False, False, how,
+        )  # fmt: skip
         base = tl.load(base_at + i)
         delta = tl.load(delta_at + i)
         rest = 0.0
         if how.mask_kind == FLOAT_MASK:
             rest = tl.load(rest_at + i)[None, :]
-        s = product(k, tl.trans(q))
-        dp = product(v, tl.trans(do))
+        if how.panelled:
+            s = product_of_panels(
+                k, q_at, b, h, start, seq_q, dim,
+                how.block_n, how.block_m, how.block_d, how.even_d, not how.even_q, False, False, how,
+            )  # fmt: skip
+            dp = product_of_panels(
+                v, do_at, b, h, start, seq_q, dim_v,
+                how.block_n, how.block_m, how.block_dv, how.even_dv, not how.even_q, False, False, how,
+            )  # fmt: skip
+        else:
+            s = product(k, tl.trans(q))
+            dp = product(v, tl.trans(do))
         keep = True
         if how.dropout:
             rows = tl.reshape(i, (how.block_m, 1))
@@ -67,7 +87,7 @@ def _over_queries(
             rows = rows.to(tl.int64)
         p, _, dqk = score_gradient(
             s, dp, base[None, :], delta[None, :], rest, i[None, :], n, first, True, span,
-            (here, rows * smq, smk, seq_k), scores, keep, keep_scale, MASK_KIND, EDGE, False,
+            (here, rows * smq, smk, seq_k), slope, scores, keep, keep_scale, MASK_KIND, EDGE, False,
             how.has_lengths or not how.even_k, not how.even_k, how,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
@@ -77,7 +97,7 @@ def _over_queries(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, DK, DV,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SLOPES, DK, DV,
     by, by_key, by_value, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -91,10 +111,18 @@ def key_gradients(
     BLOCK_N: tl.constexpr = how.block_n
     BLOCK_D: tl.constexpr = how.block_d
     BLOCK_DV: tl.constexpr = how.block_dv
+    # Where one of the heads has fewer panels, a program may have none of it.
+    EVEN_D: tl.constexpr = how.even_d and not how.panelled
+    EVEN_DV: tl.constexpr = how.even_dv and not how.panelled
     dice = seeded(random)
     count = tl.cdiv(seq_k, BLOCK_N)
     heads = heads_q // group
     pid = tl.program_id(0)
+    column = 0  # the first of this program's panels of DK and DV
+    if how.panelled:
+        panels = tl.cdiv(tl.maximum(dims.qk, dims.v), BLOCK_D)
+        column = pid % panels * BLOCK_D
+        pid = pid // panels
     whole = section * count
     at = pid // whole * section
     here = tl.minimum(section, entries * heads - at)
@@ -117,9 +145,9 @@ def key_gradients(
         if b == batch:
             leap = count * BLOCK_N
             by_h, by_l = by_key.h.to(tl.int64) * dims.qk, by_key.l.to(tl.int64) * dims.qk
-            clear(DK, by_h, by_l, head, 1, first, seq_k, leap, dims.qk, BLOCK_N, BLOCK_D, how.even_d)
+            clear(DK + column, by_h, by_l, head, 1, first, seq_k, leap, dims.qk - column, BLOCK_N, BLOCK_D, EVEN_D)
             by_h, by_l = by_value.h.to(tl.int64) * dims.v, by_value.l.to(tl.int64) * dims.v
-            clear(DV, by_h, by_l, head, 1, first, seq_k, leap, dims.v, BLOCK_N, BLOCK_DV, how.even_dv)
+            clear(DV + column, by_h, by_l, head, 1, first, seq_k, leap, dims.v - column, BLOCK_N, BLOCK_DV, EVEN_DV)
             return
         if first >= seq_k:
             return
@@ -128,12 +156,14 @@ def key_gradients(
     end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
     span = (end, offset, reach.left, reach.right)
     exists = j < end
-    k = load_rows(
-        K + (b64 * by.k.b + head64 * by.k.h + j64 * by.k.l)[:, None], exists, by.k.d, dims.qk, BLOCK_D, how.even_d
-    )
-    v = load_rows(
-        V + (b64 * by.v.b + head64 * by.v.h + j64 * by.v.l)[:, None], exists, by.v.d, dims.v, BLOCK_DV, how.even_dv
-    )
+    k_rows = K + (b64 * by.k.b + head64 * by.k.h + j64 * by.k.l)[:, None]
+    k = (k_rows, exists, by.k.d)
+    if not how.panelled:
+        k = load_rows(k_rows, exists, by.k.d, dims.qk, BLOCK_D, how.even_d)
+    v_rows = V + (b64 * by.v.b + head64 * by.v.h + j64 * by.v.l)[:, None]
+    v = (v_rows, exists, by.v.d)
+    if not how.panelled:
+        v = load_rows(v_rows, exists, by.v.d, dims.v, BLOCK_DV, how.even_dv)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     last = tl.minimum(first + BLOCK_N, seq_k) - 1
@@ -162,6 +192,9 @@ def key_gradients(
         mask = (0, 0, 0, 0)
         if MASKED:
             mask = (MASK + (b64 * by.m.b + h64 * by.m.h), by.m.l, by.m.d, seq_k)
+        slope = 0.0
+        if how.alibi:
+            slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
         tiles = TILES
         if how.listed:
             where = b64 * visits.b + h * visits.h + tile * visits.t
@@ -184,7 +217,7 @@ def key_gradients(
                 dk, dv = _over_queries(
                     (dk, dv), k, v, first, b, h, (q_head, by.q.l, by.q.d), (do_head, by.o.l, by.o.d), BASE + rows_at,
                     DELTA + rows_at, BASE + batch.to(tl.int64) * heads_q * padded + rows_at, mask, tiles, t0, t1, seq_q,
-                    span, scores, dice, random.keep_scale, dims.qk, dims.v,
+                    span, slope, scores, dice, random.keep_scale, dims.qk, dims.v, column,
                     NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                     EVERY_EDGE if part != 1 else NO_EDGE, how,
                 )  # fmt: skip
@@ -198,5 +231,5 @@ def key_gradients(
     else:
         keys = b64 * heads * seq_k + head64 * by_key.h + j64 * by_key.l
         values = b64 * heads * seq_k + head64 * by_value.h + j64 * by_value.l
-    store_rows(DK + (keys * dims.qk)[:, None], dk, inside, 1, dims.qk, BLOCK_D, how.even_d)
-    store_rows(DV + (values * dims.v)[:, None], dv, inside, 1, dims.v, BLOCK_DV, how.even_dv)
+    store_rows(DK + column + (keys * dims.qk)[:, None], dk, inside, 1, dims.qk - column, BLOCK_D, EVEN_D)
+    store_rows(DV + column + (values * dims.v)[:, None], dv, inside, 1, dims.v - column, BLOCK_DV, EVEN_DV)

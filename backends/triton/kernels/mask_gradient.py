@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .panels import product_of_rows
 from .philox import kept, seeded
 from .score_gradient import score_gradient
 from .tile import EVERY_EDGE, columns, extent, load_rows, product, rounded
@@ -10,7 +11,7 @@ from .tile import EVERY_EDGE, columns, extent, load_rows, product, rounded
 
 @triton.jit
 def mask_gradient(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, DMASK,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, SLOPES, DMASK,
     by, sizes, dims, reach, mask_heads, scores, random,
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
     how: tl.constexpr,
@@ -56,26 +57,18 @@ def mask_gradient(
                 i = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)
                 i64 = i.to(tl.int64)
                 inside = i < seq_q
-                q = load_rows(
-                    Q + (b64 * by.q.b + h64 * by.q.h + i64 * by.q.l)[:, None],
-                    inside,
-                    by.q.d,
-                    dims.qk,
-                    how.block_d,
-                    how.even_d,
-                )
-                do = load_rows(
-                    DO + (b64 * by.o.b + h64 * by.o.h + i64 * by.o.l)[:, None],
-                    inside,
-                    by.o.d,
-                    dims.v,
-                    how.block_dv,
-                    how.even_dv,
-                )
+                q_rows = Q + (b64 * by.q.b + h64 * by.q.h + i64 * by.q.l)[:, None]
+                do_rows = DO + (b64 * by.o.b + h64 * by.o.h + i64 * by.o.l)[:, None]
+                if not how.panelled:
+                    q = load_rows(q_rows, inside, by.q.d, dims.qk, how.block_d, how.even_d)
+                    do = load_rows(do_rows, inside, by.o.d, dims.v, how.block_dv, how.even_dv)
                 rows = (b64 * heads_q + h64) * padded + i64
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
                 rest = tl.load(BASE + batch.to(tl.int64) * heads_q * padded + rows)[:, None]
+                slope = 0.0
+                if how.alibi:
+                    slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
                 mask_head = MASK + b64 * by.m.b + h64 * by.m.h
                 mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * by.m.l
                 for tile_k in range(first_k, last_k):
@@ -83,24 +76,22 @@ def mask_gradient(
                     j = tile_k * BLOCK_N + n
                     j64 = j.to(tl.int64)
                     there = j < end
-                    k = load_rows(
-                        K + (b64 * by.k.b + head64 * by.k.h + j64 * by.k.l)[:, None],
-                        there,
-                        by.k.d,
-                        dims.qk,
-                        how.block_d,
-                        how.even_d,
-                    )
-                    v = load_rows(
-                        V + (b64 * by.v.b + head64 * by.v.h + j64 * by.v.l)[:, None],
-                        there,
-                        by.v.d,
-                        dims.v,
-                        how.block_dv,
-                        how.even_dv,
-                    )
-                    s = product(q, tl.trans(k))
-                    dp = product(do, tl.trans(v))
+                    k_rows = K + (b64 * by.k.b + head64 * by.k.h + j64 * by.k.l)[:, None]
+                    v_rows = V + (b64 * by.v.b + head64 * by.v.h + j64 * by.v.l)[:, None]
+                    if how.panelled:
+                        s = product_of_rows(
+                            (q_rows, inside, by.q.d), (k_rows, there, by.k.d), dims.qk,
+                            BLOCK_M, BLOCK_N, how.block_d, how.even_d,
+                        )  # fmt: skip
+                        dp = product_of_rows(
+                            (do_rows, inside, by.o.d), (v_rows, there, by.v.d), dims.v,
+                            BLOCK_M, BLOCK_N, how.block_dv, how.even_dv,
+                        )  # fmt: skip
+                    else:
+                        k = load_rows(k_rows, there, by.k.d, dims.qk, how.block_d, how.even_d)
+                        v = load_rows(v_rows, there, by.v.d, dims.v, how.block_dv, how.even_dv)
+                        s = product(q, tl.trans(k))
+                        dp = product(do, tl.trans(v))
                     keep = True
                     if how.dropout:
                         hs = (h + tl.zeros_like(i))[:, None]
@@ -108,8 +99,8 @@ def mask_gradient(
                     n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
                         s, dp, base, delta, rest, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), True,
-                        (end, offset, reach.left, reach.right), (mask_head, mask_rows, by.m.d, seq_k), scores, keep,
-                        random.keep_scale, how.mask_kind, EVERY_EDGE, False, True, True, how,
+                        (end, offset, reach.left, reach.right), (mask_head, mask_rows, by.m.d, seq_k), slope, scores,
+                        keep, random.keep_scale, how.mask_kind, EVERY_EDGE, False, True, True, how,
                     )  # fmt: skip
                     acc += ds
     out = DMASK

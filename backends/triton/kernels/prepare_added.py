@@ -9,7 +9,8 @@ keys again if one of its rows is such a row.
 import triton
 import triton.language as tl
 
-from .tile import FLOAT_MASK, LN2, LOG2E, extent, hide, key_range, load_rows, product, tanh
+from .panels import dots_of_rows, product_of_rows
+from .tile import FLOAT_MASK, LN2, LOG2E, extent, hide, key_range, load_rows, product, sloped, tanh, with_sink
 
 #: From here on the rounding of lse is one of weights by 2^-11, which 16-bit results hardly show.
 _FAR = tl.constexpr(8192.0)
@@ -18,11 +19,13 @@ _ROUNDING = tl.constexpr(4.8e-7)
 
 
 @triton.jit
-def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scores, how: tl.constexpr):
+def _normaliser(Q, K, MASK, first, i, inside, span, slope, by, seq_q, seq_k, dims, scores, how: tl.constexpr):
     """The largest score of each row, and the sum relative to it. ``Q``, ``K`` and ``MASK`` are of one head."""
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
-    q = load_rows(Q + (i * by.q.l)[:, None], inside, by.q.d, dims.qk, how.block_d, how.even_d)
+    q_rows = Q + (i * by.q.l)[:, None]
+    if not how.panelled:
+        q = load_rows(q_rows, inside, by.q.d, dims.qk, how.block_d, how.even_d)
     lo, _, _, hi = key_range(first, tl.minimum(first + BLOCK_M, seq_q) - 1, span, how)
     n = tl.arange(0, BLOCK_N)
     mask_rows = tl.minimum(i, seq_q - 1)[:, None] * by.m.l
@@ -31,12 +34,21 @@ def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scor
     for t in tl.range(lo // BLOCK_N, tl.cdiv(hi, BLOCK_N)):
         start = t * BLOCK_N
         j = (start + n).to(tl.int64)
-        k = load_rows(K + (j * by.k.l)[:, None], j < span[0], by.k.d, dims.qk, how.block_d, how.even_d)
-        s = product(q, tl.trans(k)) * scores.factor
+        k_rows = K + (j * by.k.l)[:, None]
+        if how.panelled:
+            s = product_of_rows(
+                (q_rows, inside, by.q.d), (k_rows, j < span[0], by.k.d), dims.qk,
+                BLOCK_M, BLOCK_N, how.block_d, how.even_d,
+            )  # fmt: skip
+        else:
+            s = product(q, tl.trans(load_rows(k_rows, j < span[0], by.k.d, dims.qk, how.block_d, how.even_d)))
+        s = s * scores.factor
         if how.softcap:
             s = tanh(s) * scores.cap
         if how.generic:
             s = tl.where(scores.cap > 0.0, tanh(s) * scores.cap, s)
+        if how.alibi:
+            s = sloped(s, i[:, None], n[None, :], start, span[1], slope)
         s, _seen = hide(
             s, i[:, None], n[None, :].to(tl.int64), start, span, (MASK, mask_rows, by.m.d, seq_k),
             FLOAT_MASK, True, True, how,
@@ -50,7 +62,7 @@ def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scor
 
 @triton.jit
 def prepare_added(
-    Q, K, OUT, DO, MASK, LENGTHS, LSE, DLSE, DELTA, BASE,
+    Q, K, OUT, DO, MASK, LENGTHS, LSE, DLSE, SINKS, SLOPES, DELTA, BASE,
     by, by_out, sizes, dims, reach, scores,
     WITH_DLSE: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -68,14 +80,17 @@ def prepare_added(
     rows = tl.arange(0, BLOCK_M)
     i = first.to(tl.int64) + rows
     inside = i < seq_q
-    o = load_rows(
-        OUT + (b * by_out.b + h * by_out.h + i * by_out.l)[:, None],
-        inside, by_out.d, dims.v, how.block_dv, how.even_dv,
-    )  # fmt: skip
-    do = load_rows(
-        DO + (b * by.o.b + h * by.o.h + i * by.o.l)[:, None], inside, by.o.d, dims.v, how.block_dv, how.even_dv
-    )
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    o_rows = OUT + (b * by_out.b + h * by_out.h + i * by_out.l)[:, None]
+    if not how.panelled:
+        o = load_rows(o_rows, inside, by_out.d, dims.v, how.block_dv, how.even_dv)
+    do_rows = DO + (b * by.o.b + h * by.o.h + i * by.o.l)[:, None]
+    if how.panelled:
+        delta = dots_of_rows(
+            (o_rows, inside, by_out.d), (do_rows, inside, by.o.d), dims.v, BLOCK_M, how.block_dv, how.even_dv
+        )
+    else:
+        do = load_rows(do_rows, inside, by.o.d, dims.v, how.block_dv, how.even_dv)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     saved = line * seq_q + i
     if WITH_DLSE:
         delta -= tl.load(DLSE + saved, mask=inside, other=0.0)
@@ -86,10 +101,15 @@ def prepare_added(
     far = (size >= _FAR) & (size < float("inf"))
     if tl.max(far.to(tl.int32), 0) > 0:
         end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
+        slope = 0.0
+        if how.alibi:
+            slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
         top, total = _normaliser(
             Q + b * by.q.b + h * by.q.h, K + b * by.k.b + h // group * by.k.h, MASK + b * by.m.b + h * by.m.h,
-            first, i, inside, (end, offset, reach.left, reach.right), by, seq_q, seq_k, dims, scores, how,
+            first, i, inside, (end, offset, reach.left, reach.right), slope, by, seq_q, seq_k, dims, scores, how,
         )  # fmt: skip
+        if how.sinks:
+            top, total, _rescale = with_sink(top, total, tl.load(SINKS + h))
         own = tl.log2(total)
         of_more = lse - top > own * LN2 + size * _ROUNDING  # of other keys too: it is taken as it is
         base = tl.where(far, tl.where(of_more, lse, top), base)

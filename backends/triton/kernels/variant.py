@@ -47,5 +47,13 @@ class Variant(NamedTuple):
     overlap: bool = False
     #: One loop over all tiles, each with every edge, and what is told of a problem by numbers is asked at run time.
     generic: bool = False
+    #: Heads are wider than a tile: ``block_d`` and ``block_dv`` are columns of a panel (``panels.py``).
+    panelled: bool = False
     #: Batch entries are sequences one after another (``varlen.py``).
     varlen: bool = False
+    #: One more key for every row, which the forward counts where keys are not split.
+    sinks: bool = False
+    #: A slope times the distance from query to key is taken from the scores.
+    alibi: bool = False
+    #: Keys lie in pages (``paged.py``).
+    paged: bool = False

@@ -1,0 +1,67 @@
+"""Sinks where torch looks at a call before its tensors do: from what the operators give of the call without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnswitch.call import entry, operators
+from attnswitch.call.options import text_of
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["attention", "attention_varlen"]
+
+
+def attention(*call: Any, sinks: Any) -> Any:
+    """What ``attention`` returns of ``call``, as ``entry.call`` takes it, with ``sinks``."""
+    query, (return_lse, layout, deterministic) = call[0], call[-3:]
+    heads_last = layout == "BLHD"
+    sinks = _beside(sinks, query, query.shape[2 if heads_last else 1])
+    out, lse = _with(sinks, *entry.call(*call[:-3], True, layout, deterministic), heads_last=heads_last)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(*call: Any, sinks: Any) -> Any:
+    """What ``attention_varlen`` returns of ``call``, as ``operators.attention_varlen`` takes it, with ``sinks``."""
+    query, cu_seqlens, (return_lse, *rest) = call[0][0], call[1], call[-3:]
+    sinks = _beside(sinks, query, query.shape[1])
+    without, lse = operators.attention_varlen(*call[:-3], True, *rest)
+    out, whole = _with(sinks, without, lse, heads_last=True)
+    if not return_lse:
+        return out
+    # Rows past the last sequence see no sink either.
+    return out, torch.where(torch.arange(query.shape[0], device=query.device) < cu_seqlens[0][-1], whole, lse)
+
+
+def _with(sinks: Any, out: Any, lse: Any, *, heads_last: bool) -> tuple[Any, Any]:
+    """Output and lse with ``sinks``, (Hq,), from those without; the output may have heads after L.
+
+    A sink is one more key, of value 0: it takes 1 - sigmoid(lse - sink) of every row. It is written to be traced.
+    """
+    sinks = sinks.to(lse.dtype)[:, None]
+    # A sink of -inf is none; as the least number it makes neither inf - inf nor a gradient of NaN.
+    least = sinks.clamp(min=torch.finfo(lse.dtype).min)
+    share = torch.sigmoid(lse - least)
+    out = (out * (share.transpose(-1, -2) if heads_last else share)[..., None]).to(out.dtype)
+    return out, torch.where((lse == -torch.inf) & (sinks == -torch.inf), lse, torch.logaddexp(lse, least))
+
+
+def _beside(sinks: Any, query: Any, heads: int) -> Any:
+    """``sinks`` as a tensor (Hq,) beside query. Raises ``InvalidProblem``."""
+    if not isinstance(sinks, torch.Tensor):
+        try:
+            sinks = torch.tensor(sinks, device=query.device, dtype=torch.float64)
+        except (RuntimeError, TypeError, ValueError):
+            raise InvalidProblem(f"sinks={text_of(sinks)}: expected a tensor, or a list of numbers") from None
+    if not sinks.is_floating_point():
+        raise InvalidProblem(f"sinks has dtype {sinks.dtype}: expected a float type")
+    if sinks.shape != (heads,):
+        raise InvalidProblem(
+            f"sinks has shape {tuple(sinks.shape)}: expected ({heads},), one score for each query head"
+        )
+    if hasattr(query, "device_mesh") and not hasattr(sinks, "device_mesh"):  # of DTensors: every process has all sinks
+        from torch.distributed.tensor import DTensor, Replicate
+
+        sinks = DTensor.from_local(sinks, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
+    return sinks

@@ -1,0 +1,276 @@
+"""A cache in pages: what a call of ``attention_paged`` asks, who is chosen, and its launch."""
+
+from __future__ import annotations
+
+import importlib
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts, Intercepted
+from attnswitch.call import finite, forms, per_head
+from attnswitch.call import options as read
+from attnswitch.call.describe import INTEGERS, check_alike, check_beside, lengths_beside, swapped
+from attnswitch.call.forms import Asked
+from attnswitch.call.options import Options, text_of
+from attnswitch.call.per_head import NONE, PerHead
+from attnswitch.call.varlen import batched, of_rows, offsets_of, plain
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Inputs, Offsets
+from attnswitch.machine.device import Device
+from attnswitch.machine.pages import Pages
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Problem
+
+__all__ = ["Beside", "attend", "problem_of", "run_plan", "unsaid"]
+
+#: Keywords of ``attention`` and ``attention_varlen`` that say something that a cache in pages does not have.
+_ELSEWHERE = {
+    **dict.fromkeys(("attn_mask", "dropout_p", "seed"), "a cache in pages takes no mask and no dropout"),
+    **dict.fromkeys(("key_lengths", "cu_seqlens_k", "max_seqlen_k"), "cache_lengths says how long sequences are"),
+    "causal_alignment": "queries are the newest tokens, and the last one stands at the last key",
+    "enable_gqa": "unequal head counts need no flag",
+    "layout": "arrays are (B, L, H, D), and of packed queries (T, H, D)",
+}
+
+
+_NO_GRADIENT = (
+    "a tensor of attention_paged requires a gradient, which a cache has none of: call it under torch.no_grad(), or pass"
+    " detached tensors"
+)
+
+
+class Beside(NamedTuple):
+    """What such a call says beside its operands and options."""
+
+    block_table: Any
+    cache_lengths: Any
+    cu_seqlens_q: Any = None
+    max_seqlen_q: Any = None
+    num_splits: Any = None
+    heads: PerHead = NONE
+
+
+def attend(
+    operands: tuple[Array, Array, Array],
+    beside: tuple[Any, ...],
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+) -> Any:
+    """What ``attention_paged`` returns; ``given`` are the options in the order of ``Options``."""
+    return forms.run(forms.called(_ask(operands, Beside(*beside), read.of_call(*given)), backend, policy))
+
+
+def run_plan(plan: Plan, operands: tuple[Array, Array, Array], beside: Beside) -> Any:
+    """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
+    p = plan.problem
+    beside = beside._replace(max_seqlen_q=p.seq_q if p.varlen else None, num_splits=p.splits or None)
+    return forms.run(forms.planned(_ask(operands, beside, read.of_problem(p)), plan))
+
+
+def problem_of(
+    operands: tuple[Array, Array, Array], beside: Beside, keywords: dict[str, Any], function: Callable[..., Any]
+) -> tuple[Problem, Device]:
+    """The problem that a call with such ``keywords`` of ``function`` is, and its device."""
+    for name in keywords:
+        if name in _ELSEWHERE:
+            raise unsaid(name, function)
+    asked = _ask(operands, beside, read.of_keywords({"is_causal": True} | keywords, "the call has", function))
+    return asked.problem, asked.device
+
+
+def unsaid(name: str, function: Callable[..., Any]) -> InvalidProblem:
+    """The error about a keyword that a call of a cache in pages does not have."""
+    if name in _ELSEWHERE:
+        return InvalidProblem(f"attention_paged has no {name}: {_ELSEWHERE[name]}")
+    return read.unknown(name, f"{function.__name__}: there is", function)
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options) -> Asked:
+    try:
+        given, facts = arrays.take_all(operands)
+        q, k, v = _fitting(facts, options, packed=beside.cu_seqlens_q is not None)
+        inputs, batch, seq_q, seq_k = _inputs(given, q, k, beside)
+        heads = per_head.read(beside.heads, q, q.shape[1], batch, autograd=True)
+    except Intercepted:
+        raise InvalidProblem(
+            "attention_paged takes tensors with memory of their own: none on the meta device, within torch.func or"
+            " forward mode, or of a subclass that looks at what is done to it"
+        ) from None
+    if heads.grad:
+        raise InvalidProblem(_NO_GRADIENT)
+    inputs = inputs._replace(sinks=heads.sinks, alibi_slopes=heads.alibi_slopes)
+    problem = Problem(
+        batch=batch,
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        seq_q=seq_q,
+        seq_k=seq_k,
+        dim_qk=q.shape[3],
+        dim_v=v.shape[3],
+        dtype=q.dtype,
+        causal=options.is_causal,
+        alignment="bottom_right",
+        window=options.window,
+        key_lengths=True,
+        scale=options.scale,
+        softcap=options.softcap,
+        lse=options.return_lse,
+        deterministic=options.deterministic,
+        varlen=inputs.offsets is not None,
+        sinks=heads.sinks is not None,
+        alibi=heads.alibi_slopes is not None,
+        page=k.shape[2],
+        splits=_splits(beside.num_splits),
+        query=q.memory,
+        key=k.memory,
+        value=v.memory,
+    )
+    if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
+        problem = problem.replace(nonfinite=True)
+    caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
+    where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q
+    return Asked(problem, *where, of_rows if problem.varlen else _laid, options.return_lse)
+
+
+def _laid(array: Array) -> Array:
+    """A result (B, H, L, D) as the caller's (B, L, H, D), or an lse as it is."""
+    return array.swapaxes(1, 2) if len(array.shape) == 4 else array
+
+
+def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple[Facts, Facts, Facts]:
+    """Facts of query (B, Hq, Lq, D), or (1, Hq, T, D), and of the caches (P, Hkv, page, D or Dv).
+
+    Raises ``InvalidProblem`` where they do not go together.
+    """
+    q, k, v = facts
+    check_alike(q, k, v)
+    if q.grad or k.grad or v.grad:
+        raise InvalidProblem(_NO_GRADIENT)
+    shapes = f"query {q.shape}, key_cache {k.shape}, value_cache {v.shape}"
+    rows = "(T, Hq, D) with cu_seqlens_q" if packed else "(B, Lq, Hq, D), or (T, Hq, D) with cu_seqlens_q"
+    expected = f"; expected query {rows}, key_cache (P, page, Hkv, D), value_cache (P, page, Hkv, Dv)"
+    if len(q.shape) != (3 if packed else 4) or not len(k.shape) == len(v.shape) == 4:
+        raise InvalidProblem(shapes + ": another number of axes" + expected)
+    if k.shape[:3] != v.shape[:3]:
+        raise InvalidProblem(shapes + ": the pages, their rows and the heads of both caches must agree" + expected)
+    if q.shape[-1] != k.shape[-1]:
+        raise InvalidProblem(shapes + ": the head dimension of query and key_cache must agree" + expected)
+    if not k.shape[1]:
+        raise InvalidProblem(shapes + ": a page has one row at least" + expected)
+    return batched(q, "query") if packed else swapped(q), swapped(k), swapped(v)
+
+
+def _inputs(given: Sequence[Array], query: Facts, cache: Facts, beside: Beside) -> tuple[Inputs, int, int, int]:
+    """Arrays as kernels take them, and how many sequences there are, of how many queries and keys at most."""
+    count, page = cache.shape[0], cache.shape[2]
+    table, named = _table(beside.block_table, query)
+    batch, width = table.shape
+    offsets, seq_q = None, query.shape[2]
+    if beside.cu_seqlens_q is not None:
+        edges, seq_q = offsets_of(beside.cu_seqlens_q, beside.max_seqlen_q, "q", query.shape[2], query)
+        offsets = Offsets(edges, edges)
+        if edges.shape[0] - 1 != batch:
+            raise InvalidProblem(
+                f"cu_seqlens_q tells {edges.shape[0] - 1} sequences apart, and block_table has {batch} rows: expected"
+                " as many"
+            )
+    elif beside.max_seqlen_q is not None:
+        raise InvalidProblem("max_seqlen_q without cu_seqlens_q, which says where sequences begin")
+    elif query.shape[0] != batch:
+        raise InvalidProblem(
+            f"query has {query.shape[0]} batch entries, and block_table {batch} rows: expected one for each"
+        )
+    entries = query._replace(shape=(batch, *query.shape[1:]))
+    lengths = lengths_beside(beside.cache_lengths, entries, width * page, "cache_lengths", f"{width} pages of {page}")
+    if named is not None and (known := _on_host(beside.cache_lengths)) is not None:
+        _check_pages(named, known, count, page)
+    queries = given[0].swapaxes(1, 2) if offsets is None else given[0].swapaxes(0, 1)[None]
+    key, value = (array.swapaxes(1, 2) for array in given[1:])
+    inputs = Inputs(queries, key, value, key_lengths=lengths, offsets=offsets, block_table=table)
+    return inputs, batch, seq_q, width * page
+
+
+def _table(given: Any, query: Facts) -> tuple[Array, Any]:
+    """The block table beside query, (B, M), and as NumPy's where it is read without waiting."""
+    numpy: Any = importlib.import_module("numpy")
+    library = query.library if query.library in ("numpy", "cupy") else "torch"
+    what = "expected integers (B, M), the pages of each sequence"
+    if arrays.library_of(given):
+        array, facts = arrays.take(given, "block_table")
+        if facts.dtype not in INTEGERS:
+            raise InvalidProblem(f"block_table has dtype {facts.dtype}: {what}")
+        if len(facts.shape) != 2:
+            raise InvalidProblem(f"block_table has shape {facts.shape}: {what}")
+        if facts.device[0] != "cpu" or query.device[0] == "cpu":
+            check_beside(facts, "block_table", query)
+            array = plain(array, facts)
+            on_cpu = facts.device[0] == "cpu"
+            return array, arrays.passage(array, arrays.library_of(array), "numpy") if on_cpu else None
+        host = arrays.passage(array, arrays.library_of(array), "numpy")
+    else:
+        try:
+            host = numpy.asarray(given)
+        except ValueError:  # rows of unlike lengths
+            host = numpy.asarray(None)
+        if host.shape == (0,):
+            host = host.reshape(0, 0)
+        if len(host.shape) != 2 or (host.size and host.dtype.kind not in "iu"):
+            raise InvalidProblem(f"block_table={text_of(given)}: {what}")
+    host = host.astype("int64")
+    return arrays.lengths_as_array(host, library, query.device), host
+
+
+def _on_host(lengths: Any) -> list[int] | None:
+    """Lengths that were found to make sense, where they are read without waiting."""
+    if not arrays.library_of(lengths):
+        return [int(length) for length in lengths]
+    array, facts = arrays.take(lengths, "cache_lengths")
+    return array.tolist() if facts.device[0] == "cpu" else None
+
+
+def _check_pages(table: Any, lengths: list[int], count: int, page: int) -> None:
+    """Each entry that a sequence uses names a page that there is; the others are not looked at."""
+    for b, length in enumerate(lengths):
+        used = table[b, : -(-length // page)]
+        wrong = (used < 0) | (used >= count)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise InvalidProblem(
+                f"block_table[{b}, {at}] is {used[at]}: expected one of the {count} pages, as sequence {b} has {length}"
+                f" keys in pages of {page}"
+            )
+
+
+def _splits(given: Any) -> int:
+    if given is None:
+        return 0
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1:
+        raise InvalidProblem(
+            f"num_splits={text_of(given)}: expected into how many parts to divide the keys, or None to leave it open"
+        )
+    return int(given)
+
+
+def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
+    """Whether no sequence holds what a kernel could lose or let leak.
+
+    Of the caches its own rows alone are looked at, a sequence at a time: what lies elsewhere is nobody's.
+    """
+    query, lengths, table = inputs.query, inputs.key_lengths, inputs.block_table
+    assert lengths is not None
+    assert table is not None
+    edges = None if inputs.offsets is None else inputs.offsets.query.tolist()
+    for b, length in enumerate(lengths.tolist()):
+        own = query[b : b + 1] if edges is None else query[:, :, edges[b] : edges[b + 1]]
+        if length and own.shape[2]:
+            key, value = (Pages(cache, table[b]).rows(0, length) for cache in (inputs.key, inputs.value))
+            if not finite.finite(problem, kind, (own, key, value)):
+                return False
+    return True

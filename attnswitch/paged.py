@@ -1,0 +1,91 @@
+"""Attention over a cache in pages: the public call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+from attnswitch.arrays import Array
+from attnswitch.call.entry import compiling
+from attnswitch.call.per_head import PerHead
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Window
+
+__all__ = ["attention_paged"]
+
+
+def attention_paged(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_table: Array | Sequence[Sequence[int]],
+    cache_lengths: Array | Sequence[int],
+    *,
+    cu_seqlens_q: Array | Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+    policy: Policy | str | None = None,
+    **unknown: Never,
+) -> Any:
+    """Attention of the newest tokens of B sequences, whose keys and values lie in the pages of a cache.
+
+    Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Its queries are its newest tokens,
+    whose keys are in the cache already: the last query stands at key ``cache_lengths[b] - 1``. One query is a decoding
+    step, a few are speculative decoding, many a chunk of the prompt. A sequence may have fewer keys than queries; then
+    its first queries see none.
+
+    Args:
+        query: (B, Lq, Hq, D), or (T, Hq, D) with cu_seqlens_q; the same dtypes and strides as for ``attention``.
+        key_cache: (P, page, Hkv, D), P pages of any number of rows.
+        value_cache: (P, page, Hkv, Dv); may be a view of key_cache, as where it is the first columns of the keys.
+        block_table: (B, M) integers from 0 to P - 1. Two sequences may share a page. Entries past the length are not
+            read, whatever they hold, nor are rows past the length in the last page.
+        cache_lengths: (B,) integers from 0 to M * page. The table and the lengths are arrays beside query, or lists or
+            arrays on the CPU, where they are checked. On a GPU they are not looked at: with other numbers there memory
+            of others is read, and nobody tells.
+        cu_seqlens_q: (B + 1,) integers: queries lie one after another as in ``attention_varlen``, those of sequence b
+            being rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
+        max_seqlen_q: the most queries of any sequence, or more. Left out, it is computed, for which the host waits
+            where cu_seqlens_q is on a GPU.
+        scale: as for ``attention``, like is_causal and all that follows but num_splits.
+        is_causal: see scale; False lets every query see all keys of its sequence, within the window.
+        window: see scale; (left, right) keys around the query's own.
+        softcap: see scale.
+        return_lse: see scale; the lse is (B, Hq, Lq), or (Hq, T).
+        num_splits: into how many parts the keys of each sequence are divided, whatever the batch. With it a backend
+            gives a sequence the same bits alone and in any batch; name the backend too, as the choice of one may depend
+            on the batch. A backend that cannot refuses.
+        sinks: see scale; without a gradient.
+        alibi_slopes: see scale.
+        deterministic: see scale.
+        backend: see scale.
+        policy: see scale; "measure" and "learn" do as "estimate" does.
+        **unknown: see scale.
+
+    Returns:
+        The output (B, Lq, Hq, Dv), or (T, Hq, Dv), or (output, lse). Rows past the last sequence have output 0 and lse
+        -inf. There are no gradients. torch.compile breaks its graph at the call.
+
+    Raises what ``attention`` raises, and ``InvalidProblem`` for tensors that require gradients.
+    """
+    if unknown:
+        from attnswitch.call.paged import unsaid
+
+        raise unsaid(next(iter(unknown)), attention_paged)
+    beside = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits, PerHead(sinks, alibi_slopes)
+    said = 0.0, is_causal, scale, None, "bottom_right", window, softcap, return_lse, "BHLD", deterministic
+    attend: Any
+    if hasattr(query, "is_cuda") and compiling():
+        from attnswitch.call.beside_graphs import paged as attend
+    else:
+        from attnswitch.call.paged import attend
+    return attend((query, key_cache, value_cache), beside, backend, policy, *said)

@@ -1,0 +1,58 @@
+"""The keys and values of a case in the pages of a cache, as ``attention_paged`` takes them.
+
+Pages are dealt at random, and some are nobody's. Equal ones are one page, which sequences share where their operands
+repeat. NaN lies in pages of nobody and in rows past a length, and the table has numbers there that must not be used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from attnswitch.arrays import Array
+from attnswitch.verify.drawing.case import Case
+
+__all__ = ["dealt", "placing"]
+
+#: What stands in the table past the pages of a sequence: some of it names a page.
+_UNUSED = (-1, 2**30, 0)
+#: Pages of nobody, at most.
+_NOBODYS = 3
+
+
+def dealt(case: Case, data: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
+    """The table (B, M), and the caches of "key" and "value", (P, H, page, D), with the values of ``data``."""
+    lengths, page, width = case.lengths or (), case.page, case.seq_k // case.page
+    numbers, contents = dict[bytes, int](), list[tuple[Array, Array]]()
+    named = np.full((case.batch, width), -1)
+    for b, length in enumerate(lengths):
+        for at in range(-(-length // page)):
+            rows = slice(at * page, min(at * page + page, length))
+            key, value = (_filled(data[role][b, :, rows], page) for role in ("key", "value"))
+            number = numbers.setdefault(key.tobytes() + value.tobytes(), len(contents))
+            if number == len(contents):
+                contents.append((key, value))
+            named[b, at] = number
+    count = len(contents) + 1 + case.data_seed % _NOBODYS
+    places = np.random.default_rng(case.data_seed).permutation(count)
+    unused = np.resize(np.roll(_UNUSED, case.data_seed), named.shape)
+    table = np.where(named < 0, unused, places[named])
+    caches = {}
+    for which, role in enumerate(("key", "value")):
+        _, heads, _, columns = data[role].shape
+        caches[role] = np.full((count, heads, page, columns), math.nan)
+        for number, content in enumerate(contents):
+            caches[role][places[number]] = content[which]
+    return table, caches
+
+
+def placing(kind: str) -> str:
+    """How a cache lies where its operand was to lie as ``kind``: its pages do not repeat, nor do their rows."""
+    return "contiguous" if kind in ("expanded-batch", "expanded-rows") else kind
+
+
+def _filled(rows: Array, page: int) -> Array:
+    """``rows`` (H, n, D) and NaN up to a whole page."""
+    return np.pad(rows, ((0, 0), (0, page - rows.shape[1]), (0, 0)), constant_values=math.nan)
