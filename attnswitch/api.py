@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Never, overload
 
@@ -13,6 +14,7 @@ from attnswitch.call.backward import gradients
 from attnswitch.call.entry import call, run_plan
 from attnswitch.call.launch import learn, measure
 from attnswitch.call.options import Options, seed_of
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Gradients
@@ -48,6 +50,8 @@ def attention(
     layout: str = "BHLD",
     deterministic: bool = False,
     seed: int | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **unknown: Never,
@@ -73,14 +77,19 @@ def attention(
         layout: "BHLD", or "BLHD" for arrays (B, L, H, D), the output included.
         deterministic: only backends whose results, gradients included, are bitwise repeatable.
         seed: makes the dropout mask a function of (seed, batch, head, i, j), the same on every backend.
+        sinks: (Hq,) of any float dtype: one more key for every row, whose score is sinks[h] as it is, and whose value
+            is 0. lse counts it; a row that sees nothing else has output 0 and lse sinks[h]. -inf means none.
+        alibi_slopes: (Hq,) or (B, Hq) of any float dtype: slope * abs(i + offset - j) is taken from the scores after
+            softcap. No gradient.
         backend: use this one or raise; default is the planner's choice (see ``explain``).
         policy: what that choice may rest on: "estimate", "measure", "learn" or "wisdom-only" (see ``Policy``).
-            Default is that of ``using``, then of ATTNSWITCH_POLICY, then "estimate".
+            Default is that of ``using``, then of ATTNSWITCH_POLICY, then "estimate". With sinks or alibi_slopes,
+            "measure" and "learn" do as "estimate" does.
         **unknown: refused, with the name that may have been meant.
 
     Returns:
         The output (B, Hq, Lq, Dv), or (output, lse), in the library, device and dtype of query. A row that sees no key
-        has output 0 and lse -inf. torch tensors that require gradients get them, a float attn_mask included.
+        has output 0 and lse -inf. torch tensors that require gradients get them, a float attn_mask and sinks included.
 
     Raises:
         InvalidProblem: the arguments make no sense together, or there is no such argument.
@@ -91,6 +100,11 @@ def attention(
         raise read.unknown(next(iter(unknown)), "attention: there is", attention)
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, layout, deterministic
+    if not sinks is alibi_slopes is None:
+        from attnswitch.call import headwise  # which programs without such calls do not wait for
+
+        heads, said = PerHead(sinks, alibi_slopes), (*numbers, *rest)
+        return headwise.attend(query, key, value, attn_mask, key_lengths, seed, backend, policy, *said, heads=heads)
     return call(query, key, value, attn_mask, key_lengths, seed, backend, policy, *numbers, *rest)
 
 
@@ -140,29 +154,40 @@ def attention_backward(
     attn_mask: Array | None = None,
     mask_grad: bool = False,
     key_lengths: Array | Sequence[int] | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
+    sinks_grad: bool = False,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **options: Any,
 ) -> Gradients:
-    """Gradients of ``attention`` for libraries without autograd.
+    """Gradients of ``attention`` for libraries without autograd, and of parts of the keys.
+
+    With ``out`` and ``lse`` of more keys than are given (``merge``), these are a part's gradients: those of its keys
+    and values, and what it adds to that of the query, which over all parts is the whole's. ``grad_out`` and
+    ``grad_lse`` are the whole's as well, the same for each part.
 
     Args:
         grad_out: upstream gradient of the output, (B, Hq, Lq, Dv).
         query: as given to ``attention``, like key, value, attn_mask, key_lengths and backend.
         key: see query.
         value: see query.
-        out: what ``attention(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        out: what ``attention(..., return_lse=True)`` or ``merge`` returned; computed again where one is left out.
         lse: see out.
         grad_lse: upstream gradient of lse, (B, Hq, Lq); None means zero.
         attn_mask: see query.
         mask_grad: also return the gradient of a float attn_mask, in its shape.
         key_lengths: see query.
+        sinks: see query.
+        alibi_slopes: see query.
+        sinks_grad: also return the gradient of sinks.
         backend: see query.
         policy: see query.
         **options: the other keywords of ``attention``; dropout needs a seed, since the mask must be the same again.
 
     Returns:
-        Gradients of query, key, value and attn_mask (None unless ``mask_grad``), like their operands.
+        Gradients of query, key, value and attn_mask (None unless ``mask_grad``), like their operands. With
+        ``sinks_grad`` it has an attribute ``sinks`` besides, (Hq,); it unpacks into the same four.
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attention``.
@@ -178,13 +203,21 @@ def attention_backward(
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     wanted = "qkvm" if mask_grad else "qkv"
     upstream = {"out": out, "lse": lse, "grad_lse": grad_lse}
+    way: Any = gradients
+    if sinks_grad and sinks is None:
+        raise InvalidProblem("a gradient of sinks was asked for, but there are none")
+    if not sinks is alibi_slopes is None:
+        from attnswitch.call import headwise
+
+        way = functools.partial(headwise.gradients, heads=PerHead(sinks, alibi_slopes), sinks_grad=sinks_grad)
     try:
-        return gradients(grad_out, operands, key_lengths, seed, said, backend, policy, **upstream, wanted=wanted)
+        found: Gradients = way(grad_out, operands, key_lengths, seed, said, backend, policy, **upstream, wanted=wanted)
     except Intercepted:
         raise InvalidProblem(
             "attention_backward of tensors that only torch can read (of a mode, torch.func, or a subclass): call"
             " attention, and let torch differentiate it"
         ) from None
+    return found
 
 
 @overload
@@ -251,24 +284,16 @@ def explain(
     block_table: Array | Sequence[Sequence[int]] | None = None,
     cache_lengths: Array | Sequence[int] | None = None,
     num_splits: int | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
     **options: Any,
 ) -> Plan:
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
     policy = effective(policy)
     cache = block_table, cache_lengths, num_splits
     if isinstance(query, (Problem, str)):
-        beside = (
-            key,
-            value,
-            attn_mask,
-            key_lengths,
-            seed,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            *cache,
-        )
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        beside = key, value, attn_mask, key_lengths, seed, *sequences, *cache, sinks, alibi_slopes
         if any(given is not None for given in beside) or options:
             raise InvalidProblem("a described problem stands alone: put options such as causal into the problem")
         problem = Problem.parse(query) if isinstance(query, str) else query
@@ -284,10 +309,12 @@ def explain(
 
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "seed": seed, "cu_seqlens_k": cu_seqlens_k}
         options |= {name: given for name, given in others.items() if given is not None}
-        where = paged.Beside(block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits)
+        heads = PerHead(sinks, alibi_slopes)
+        where = paged.Beside(block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits, heads)
         return _made(*paged.problem_of((query, key, value), where, options, explain), backend, policy)
     said: Options = read.of_keywords(options, "the call has", explain)
     seed = None if seed is None else seed_of(seed)
+    heads = PerHead(sinks, alibi_slopes)
     if cu_seqlens_q is not None:
         if attn_mask is not None or key_lengths is not None or "layout" in options:
             raise InvalidProblem(
@@ -296,11 +323,16 @@ def explain(
         from attnswitch.call import varlen
 
         cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return _made(*varlen.problem_of((query, key, value), cu_seqlens, longest, seed, said), backend, policy)
+        return _made(*varlen.problem_of((query, key, value), cu_seqlens, longest, seed, said, heads), backend, policy)
     if any(given is not None for given in (cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
         raise InvalidProblem("cu_seqlens_k or max_seqlen without cu_seqlens_q, which says where sequences begin")
-    problem, place = problem_of(query, key, value, attn_mask, key_lengths, said, seed)
-    return _made(problem, place, backend, policy)
+    if not sinks is alibi_slopes is None:
+        from attnswitch.call import headwise
+
+        asked = headwise.problem_of(query, key, value, attn_mask, key_lengths, said, seed, heads)
+    else:
+        asked = problem_of(query, key, value, attn_mask, key_lengths, said, seed)
+    return _made(*asked, backend, policy)
 
 
 def _device(device: Device | str | None) -> Device:

@@ -387,10 +387,10 @@ _PASSAGES = {
 }
 
 
-def lengths_as_array(lengths: Sequence[int], library: str, device: tuple[str, int]) -> Array:
-    """A plain sequence of key lengths as an int64 array of ``library`` on ``device``."""
+def lengths_as_array(lengths: Any, library: str, device: tuple[str, int], dtype: str = "int64") -> Array:
+    """A plain sequence of key lengths, or of other numbers, as an array of ``library`` on ``device``."""
     numpy: Any = importlib.import_module("numpy")
-    host = numpy.asarray(lengths, dtype=numpy.int64)
+    host = numpy.asarray(lengths, dtype=dtype)
     if library == "cupy":
         return importlib.import_module("cupy").asarray(host)
     if library == "torch":

@@ -7,6 +7,7 @@ from typing import Any, Never
 
 from attnswitch.arrays import Array
 from attnswitch.call.entry import compiling
+from attnswitch.call.per_head import PerHead
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Window
 
@@ -28,6 +29,8 @@ def attention_paged(
     softcap: float = 0.0,
     return_lse: bool = False,
     num_splits: int | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
     deterministic: bool = False,
     backend: str | None = None,
     policy: Policy | str | None = None,
@@ -61,6 +64,8 @@ def attention_paged(
         num_splits: into how many parts the keys of each sequence are divided, whatever the batch. With it a backend
             gives a sequence the same bits alone and in any batch; name the backend too, as the choice of one may depend
             on the batch. A backend that cannot refuses.
+        sinks: see scale; without a gradient.
+        alibi_slopes: see scale.
         deterministic: see scale.
         backend: see scale.
         policy: see scale; "measure" and "learn" do as "estimate" does.
@@ -76,7 +81,7 @@ def attention_paged(
         from attnswitch.call.paged import unsaid
 
         raise unsaid(next(iter(unknown)), attention_paged)
-    beside = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits
+    beside = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits, PerHead(sinks, alibi_slopes)
     said = 0.0, is_causal, scale, None, "bottom_right", window, softcap, return_lse, "BHLD", deterministic
     attend: Any
     if hasattr(query, "is_cuda") and compiling():

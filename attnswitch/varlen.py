@@ -9,6 +9,7 @@ from attnswitch.arrays import Array
 from attnswitch.call import options as read
 from attnswitch.call.entry import compiling
 from attnswitch.call.options import seed_of
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients
 from attnswitch.planning.policy import Policy
@@ -39,6 +40,8 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     seed: int | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **unknown: Never,
@@ -68,6 +71,8 @@ def attention_varlen(
         return_lse: see dropout_p; the lse is (Hq, Tq).
         deterministic: see dropout_p.
         seed: see dropout_p.
+        sinks: see dropout_p.
+        alibi_slopes: see dropout_p; (Hq,), or (B, Hq) for B sequences.
         backend: see dropout_p.
         policy: see dropout_p; "measure" and "learn" do as "estimate" does.
         **unknown: see dropout_p.
@@ -88,7 +93,8 @@ def attention_varlen(
         from attnswitch.call.beside_graphs import varlen as attend
     else:
         from attnswitch.call.varlen import attend
-    return attend((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest)
+    heads = PerHead(sinks, alibi_slopes)
+    return attend((query, key, value), cu_seqlens, longest, seed, backend, policy, *numbers, *rest, heads=heads)
 
 
 def attention_varlen_backward(
@@ -104,6 +110,9 @@ def attention_varlen_backward(
     out: Array | None = None,
     lse: Array | None = None,
     grad_lse: Array | None = None,
+    sinks: Array | Sequence[float] | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
+    sinks_grad: bool = False,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **options: Any,
@@ -119,15 +128,20 @@ def attention_varlen_backward(
         cu_seqlens_k: see query.
         max_seqlen_q: see query.
         max_seqlen_k: see query.
-        out: what ``attention_varlen(..., return_lse=True)`` returned; computed again where out or lse is left out.
+        out: what ``attention_varlen(..., return_lse=True)`` or ``merge`` returned, the latter for a part's gradients as
+            in ``attention_backward``; computed again where out or lse is left out.
         lse: see out.
         grad_lse: upstream gradient of lse, (Hq, Tq); None means zero.
+        sinks: see query.
+        alibi_slopes: see query.
+        sinks_grad: also return the gradient of sinks.
         backend: see query.
         policy: see query.
         **options: the other keywords of ``attention_varlen``; dropout needs a seed.
 
     Returns:
-        Gradients of query, key and value, like their operands; that of attn_mask is None.
+        Gradients of query, key and value, like their operands; that of attn_mask is None. With ``sinks_grad`` there is
+        an attribute ``sinks`` besides, (Hq,).
 
     Raises what ``attention`` raises.
     """
@@ -142,10 +156,13 @@ def attention_varlen_backward(
     if said.dropout_p and seed is None:
         raise InvalidProblem("attention_varlen_backward with dropout needs the seed that attention_varlen was given")
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    if sinks_grad and sinks is None:
+        raise InvalidProblem("a gradient of sinks was asked for, but there are none")
     call = (query, key, value), cu_seqlens, longest, None if seed is None else seed_of(seed), said, backend, policy
     from attnswitch.call.varlen import gradients
 
-    return gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse)
+    heads = PerHead(sinks, alibi_slopes)
+    return gradients(grad_out, *call, out=out, lse=lse, grad_lse=grad_lse, heads=heads, sinks_grad=sinks_grad)
 
 
 def _unknown(name: str, function: Callable[..., Any]) -> InvalidProblem:

@@ -1,7 +1,7 @@
 """``reference``: the contract as NumPy in float64, one head at a time, written to be read beside the formula.
 
-S = scale * Q K^T;  S = c tanh(S / c) if a softcap c is given;  S = S + float mask
-P = softmax(S) over the visible keys;  O = (P * Z) V,  Z = keep / (1 - p) for dropout
+S = scale * Q K^T;  S = c tanh(S / c) if a softcap c is given;  S = S - slope * distance;  S = S + float mask
+P = softmax(S) over the visible keys, and a sink whose value is 0;  O = (P * Z) V,  Z = keep / (1 - p) for dropout
 dV = (P * Z)^T dO;  dP = Z * (dO V^T);  dS = P * (dP - rowsum(P * dP) + dlse)
    where lse counts keys that are not here: P = exp(S - lse), and rowsum(dO * O) in place of rowsum(P * dP)
 d mask = dS;  dS = dS * (1 - tanh^2);  dQ = scale * dS K;  dK = scale * dS^T Q
@@ -38,6 +38,8 @@ class ReferenceBackend(Backend):
     library: ClassVar[str] = "numpy"
     varlen: ClassVar[bool] = True
     splits: ClassVar[bool] = True  # keys in pages are gathered, and each sequence is the formula, alone
+    sinks: ClassVar[bool] = True
+    alibi: ClassVar[bool] = True
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
@@ -101,8 +103,8 @@ class ReferenceKernel(Kernel):
         """Gradients from the formula.
 
         ``lse`` and ``out`` are computed again, without their rounding, and those given are used in the rows whose lse
-        is not the inputs' own to the rounding of float32: there they are of more keys. Far from 0 (-1e9 throughout a
-        row) that rounding hides other keys, and a row of a part may be taken for a whole.
+        is not the inputs' own to the rounding of its type: there they are of more keys. Far from 0 (-1e9 throughout a
+        row) that of float32 hides other keys, and a row of a part may be taken for a whole.
         """
         p = self.problem
         dq, dk, dv = (np.zeros(array.shape) for array in inputs[:3])
@@ -114,7 +116,8 @@ class ReferenceKernel(Kernel):
                 dp = np.where(visible, head.z * (do @ head.v.T), 0.0)
                 centre = np.sum(np.where(visible, head.p * dp, 0.0), axis=-1, keepdims=True)
                 if out is not None and lse is not None:
-                    head, part = _of_more(head, lse[b, h].astype(np.float64))
+                    eps = np.finfo(np.float64 if p.dtype == "float64" else np.float32).eps
+                    head, part = _of_more(head, lse[b, h].astype(np.float64), float(eps))
                     centre = np.where(part, np.sum(do * out[b, h].astype(np.float64), axis=-1, keepdims=True), centre)
                 if grad_lse is not None:
                     centre -= grad_lse[b, h].astype(np.float64)[:, None]
@@ -142,6 +145,9 @@ class ReferenceKernel(Kernel):
         tanh = np.tanh(s / p.softcap) if p.softcap else np.zeros_like(s)
         if p.softcap:
             s = p.softcap * tanh
+        if inputs.alibi_slopes is not None:
+            slope = float(inputs.alibi_slopes[b % len(inputs.alibi_slopes), h])
+            s = s - slope * np.abs(self._centre(length) - np.arange(p.seq_k))
         visible = self._visible(length)
         if inputs.attn_mask is not None:
             mask = _broadcast(inputs.attn_mask, b, h, s.shape)
@@ -151,10 +157,11 @@ class ReferenceKernel(Kernel):
                 visible = visible & (mask != -np.inf)
                 s = s + mask.astype(np.float64)
         s = np.where(visible, s, -np.inf)
-        alive = visible.any(axis=-1, keepdims=True)
-        top = np.where(alive, np.max(s, axis=-1, keepdims=True, initial=-np.inf), 0.0)
+        sink = -np.inf if inputs.sinks is None else float(inputs.sinks[h])
+        alive = visible.any(axis=-1, keepdims=True) | (sink > -np.inf)
+        top = np.where(alive, np.max(s, axis=-1, keepdims=True, initial=sink), 0.0)
         weights = np.where(visible, np.exp(s - top), 0.0)
-        total = np.sum(weights, axis=-1, keepdims=True)
+        total = np.sum(weights, axis=-1, keepdims=True) + np.exp(sink - top)
         z = np.ones_like(s)
         if p.dropout:
             keep = keep_mask(inputs.seed or 0, p.dropout, self.first + b, h, np.arange(p.seq_q), 0, p.seq_k)
@@ -163,11 +170,15 @@ class ReferenceKernel(Kernel):
         weights = np.where(visible, weights / np.where(alive, total, 1.0), 0.0)  # 0 / NaN must not reach what is hidden
         return _Head(q, k, v, tanh, visible, weights, z, lse)
 
+    def _centre(self, length: int) -> Any:
+        """The key that each query stands at, (Lq, 1)."""
+        p = self.problem
+        return np.arange(p.seq_q)[:, None] + (length - p.seq_q if p.bottom_right else 0)
+
     def _visible(self, length: int) -> Bool:
         """Which keys (columns) each query (row) sees: causal, window and length together."""
         p = self.problem
-        i, j = np.arange(p.seq_q)[:, None], np.arange(p.seq_k)[None, :]
-        centre = i + (length - p.seq_q if p.bottom_right else 0)
+        j, centre = np.arange(p.seq_k)[None, :], self._centre(length)
         visible = np.broadcast_to(j < length, (p.seq_q, p.seq_k))
         if p.causal:
             visible = visible & (j <= centre)
@@ -179,12 +190,12 @@ class ReferenceKernel(Kernel):
         return visible
 
 
-def _of_more(head: _Head, lse: Float) -> tuple[_Head, Bool]:
+def _of_more(head: _Head, lse: Float, eps: float) -> tuple[_Head, Bool]:
     """``head`` with the weights that ``lse`` gives in rows where it is of more keys; and which rows these are, (Lq, 1).
 
-    A row that sees none of the keys here has no weights, whatever its lse.
+    ``eps`` is that of the lse's type. A row that sees none of the keys here has no weights, whatever its lse.
     """
-    apart = np.abs(lse - head.lse) > 4 * np.finfo(np.float32).eps * np.maximum(1.0, np.abs(lse))
+    apart = np.abs(lse - head.lse) > 4 * eps * np.maximum(1.0, np.abs(lse))
     part = (apart & np.isfinite(lse) & np.isfinite(head.lse))[:, None]
     if not part.any():
         return head, part

@@ -49,6 +49,8 @@ class TiledBackend(Backend):
     varlen: ClassVar[bool] = True
     paged: ClassVar[bool] = True
     splits: ClassVar[bool] = True  # by tiles of one size from the first key on, each sequence alone
+    sinks: ClassVar[bool] = True
+    alibi: ClassVar[bool] = True
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Everything on the CPU, but dropout without a seed."""
@@ -132,14 +134,16 @@ class TiledKernel(Kernel):
     def _online(self, inputs: Inputs, q: Array, rows: slice, value: Any) -> tuple[Array, Array, Array, Bool]:
         """Online softmax of one query tile over its key tiles.
 
-        Returns the maximum, the denominator, the numerator of the output, and which rows see any key. Without
-        ``value`` the numerator stays 0: the statistics alone.
+        Returns the maximum, the denominator, the numerator of the output, and which rows see any key. A sink is the
+        first key of each. Without ``value`` the numerator stays 0: the statistics alone.
         """
         p = self.problem
         m = np.full(q.shape[:-1], -np.inf, q.dtype)
-        total = np.zeros_like(m)
+        if inputs.sinks is not None:
+            m[:] = inputs.sinks.reshape(p.heads_kv, p.group, 1)
+        alive = m != -np.inf
+        total = alive.astype(q.dtype)
         acc = np.zeros((*q.shape[:-1], p.dim_v), q.dtype)
-        alive = np.zeros(m.shape, np.bool_)
         for columns in self._key_tiles(inputs, rows):
             tile = self._scores(inputs, q, rows, columns)
             alive |= True if tile.visible is None else tile.visible.any(axis=-1)
@@ -219,7 +223,7 @@ class TiledKernel(Kernel):
         m, total, _, _ = self._online(inputs, q, rows, None)
         log_total = np.log(np.where(total == 0, 1, total))
         top = np.where(m == -np.inf, 0, m)
-        apart = np.abs(base - (top + log_total)) > 4 * np.finfo(np.float32).eps * np.abs(base)
+        apart = np.abs(base - (top + log_total)) > 4 * np.finfo(self._dtype).eps * np.abs(base)
         own = lost & ~apart  # and so it is of NaN, which then stays
         # Row by row: the bits of one must not depend on whether another, of another batch entry, needs it.
         return np.where(own, top, base), np.where(own, log_total, 0)
@@ -271,13 +275,16 @@ class TiledKernel(Kernel):
         return _tiles(start, last, self.config.block_k)
 
     def _scores(self, inputs: Inputs, q: Array, rows: slice, columns: slice) -> _Tile:
-        """Scores after scale, softcap, float mask and hiding."""
+        """Scores after scale, softcap, alibi, float mask and hiding."""
         p = self.problem
         s = (q @ self._keys(inputs.key, columns).swapaxes(-1, -2)) * self._dtype(p.softmax_scale)
         tanh = None
         if 0 < p.softcap < _NO_CAP:
             tanh = np.tanh(s / self._dtype(p.softcap))
             s = self._dtype(p.softcap) * tanh
+        if inputs.alibi_slopes is not None:
+            slopes = inputs.alibi_slopes.reshape(-1, p.heads_kv, p.group, 1, 1)
+            s = s - slopes * self._distance(inputs, rows, columns)
         visible = self._visible(inputs, rows, columns)
         if inputs.attn_mask is not None:
             mask = self._mask_tile(inputs.attn_mask, rows, columns)
@@ -292,6 +299,11 @@ class TiledKernel(Kernel):
             return _Tile(s, None, tanh)
         visible = np.broadcast_to(visible, s.shape)
         return _Tile(np.where(visible, s, -np.inf), visible, tanh)
+
+    def _distance(self, inputs: Inputs, rows: slice, columns: slice) -> Array:
+        """How far each key is from where each query stands, (1 or B, 1, 1, rows, columns)."""
+        i = np.arange(rows.start, rows.stop)[:, None] + self._centre(inputs)[:, None, None, None, None]
+        return np.abs(i - np.arange(columns.start, columns.stop)).astype(self._dtype)
 
     def _visible(self, inputs: Inputs, rows: slice, columns: slice) -> Bool | None:
         """Causal, window and lengths on one tile, broadcastable to it; None where the tile is wholly visible."""

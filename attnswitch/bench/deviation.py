@@ -147,7 +147,7 @@ def _rows(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of some of ``queries`` rows as the formula says it: scores, softcap, float mask, hiding, softmax."""
+    """Attention of some of ``queries`` rows by the formula: scores, softcap, alibi, float mask, hiding, softmax."""
     p = work.problem
     scores = query @ key.T * p.softmax_scale
     if p.softcap:
@@ -155,9 +155,11 @@ def _rows(
     length = key.shape[0] if work.key_lengths is None else int(work.key_lengths[b])
     j = torch.arange(key.shape[0], device=scores.device)
     visible = (j < length).expand(rows.stop - rows.start, -1)
+    i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+    i = i + (length - queries if p.bottom_right else 0)
+    if work.alibi_slopes is not None:
+        scores = scores - work.alibi_slopes[heads, None, None].to(scores.dtype) * (i - j).abs()
     if p.positional:
-        i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-        i = i + (length - queries if p.bottom_right else 0)
         left, right = p.window or (None, None)
         if p.causal:
             visible = visible & (j <= i)
@@ -174,5 +176,9 @@ def _rows(
         else:
             scores = scores + mask.to(scores.dtype)
     dead = ~visible.any(dim=-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~visible & ~dead, -math.inf), dim=-1)
+    scores = scores.masked_fill(~visible & ~dead, -math.inf)
+    if work.sinks is not None:  # one more key, of value 0
+        sinks = work.sinks[heads, None, None].to(scores.dtype).expand(*scores.shape[:2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
     return weights.masked_fill(dead | ~visible, 0.0) @ value

@@ -31,6 +31,7 @@ def torch_default(work: Workload) -> Attend:
     p = work.problem
     if p.page:
         raise Refused("scaled_dot_product_attention is not called here with a cache in pages")
+    _plain_scores(work)
     if p.varlen:
         return varlen_peers.torch_default(work)
     _only_output(work, "scaled_dot_product_attention")
@@ -60,6 +61,7 @@ def flex(work: Workload, compiler: Callable[..., Any] = torch.compile) -> Attend
     Raises ``Refused`` for what neither can say.
     """
     p = work.problem
+    _plain_scores(work)
     _only_output(work, "the output of flex_attention")
     if p.page:
         raise Refused("FlexAttention is not called here with a cache in pages")
@@ -110,6 +112,7 @@ def flash4(work: Workload) -> Attend:
     p = work.problem
     if p.page:
         raise Refused("FlashAttention-4 is not called here with a cache in pages")
+    _plain_scores(work)
     if p.varlen:
         return varlen_peers.flash4(work)
     _only_output(work, "the output of FlashAttention-4")
@@ -144,6 +147,12 @@ def flash4(work: Workload) -> Attend:
 
 #: Every peer by name.
 PEERS: dict[str, Callable[[Workload], Attend]] = {"torch": torch_default, "flex": flex, "fa4": flash4}
+
+
+def _plain_scores(work: Workload) -> None:
+    for name in ("sinks", "alibi"):
+        if getattr(work.problem, name):
+            raise Refused(f"{name}: left out of what peers are timed on")
 
 
 def _only_output(work: Workload, what: str) -> None:

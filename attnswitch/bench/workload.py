@@ -31,7 +31,8 @@ class Workload:
     grad_out (B, Hq, Lq, Dv). With ``problem.varlen`` sequences lie one after another, (T, H, D), and ``offsets`` says
     where those of queries and of keys begin. With ``problem.page`` key and value are caches (P, page, Hkv, D or Dv), of
     whose pages ``block_table`` names those of each sequence in no order, and query is (B, Lq, Hq, D), or (T, Hq, D).
-    ``problem.grads`` names those that require gradients: none for the forward.
+    sinks are (Hq,), and alibi_slopes those of the paper, (Hq,), in float32. ``problem.grads`` names those that require
+    gradients: none for the forward.
     """
 
     problem: Problem
@@ -44,6 +45,8 @@ class Workload:
     grad_out: torch.Tensor | None
     offsets: tuple[torch.Tensor, torch.Tensor] | None = None
     block_table: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -76,9 +79,11 @@ class Workload:
             starts = None if self.offsets is None else self.offsets[0]
             return {"block_table": self.block_table, "cache_lengths": self.key_lengths, "cu_seqlens_q": starts}
         seed = {"seed": SEED if self.problem.seeded else None}
+        heads = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        beside = seed | {name: tensor for name, tensor in heads.items() if tensor is not None}
         if self.offsets is not None:
-            return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True)) | seed
-        return {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths} | seed
+            return beside | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
+        return beside | {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths}
 
     def keywords(self) -> dict[str, Any]:
         """What ``function`` is given beside query, key and value."""
@@ -135,7 +140,7 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
         value = normal(sum(keys), p.heads_kv, p.dim_v, letter="v")
         grad_out = normal(sum(queries), p.heads_q, p.dim_v) if p.grads else None
         offsets = _offsets(queries, device), _offsets(keys, device)
-        return Workload(p, device, query, key, value, None, None, grad_out, offsets)
+        return Workload(p, device, query, key, value, None, None, grad_out, offsets, *_heads(p, device))
     query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
     key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
     value = normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
@@ -151,7 +156,16 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
     if p.key_lengths:
         key_lengths = torch.tensor(lengths or keys, device=device, dtype=torch.int32)
     grad_out = normal(p.batch, p.heads_q, p.seq_q, p.dim_v) if p.grads else None
-    return Workload(p, device, query, key, value, mask, key_lengths, grad_out)
+    return Workload(p, device, query, key, value, mask, key_lengths, grad_out, None, *_heads(p, device))
+
+
+def _heads(p: Problem, device: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Sinks of N(0,1), and slopes, where the problem has them."""
+    dtype = torch.float64 if p.dtype == "float64" else torch.float32
+    generator = torch.Generator(device).manual_seed(SEED)
+    sinks = torch.randn(p.heads_q, device=device, dtype=dtype, generator=generator) if p.sinks else None
+    slopes = torch.arange(1, p.heads_q + 1, device=device, dtype=dtype).mul(-8 / p.heads_q).exp2() if p.alibi else None
+    return sinks, slopes
 
 
 def _paged(

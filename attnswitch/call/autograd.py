@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from attnswitch import arrays
+from attnswitch.call import sinks as of_sinks
 from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel, Offsets
 from attnswitch.problem import Problem
 
-__all__ = ["differentiable", "prepared"]
+__all__ = ["differentiable", "prepared", "with_sinks"]
 
 #: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -26,10 +27,12 @@ def differentiable(
 
     The kernel takes arrays of ``library``.
     """
-    *operands, key_lengths, seed, offsets = inputs[:7]
+    *operands, key_lengths, seed, offsets, sinks, slopes, _ = inputs
+    beside = (None, None) if offsets is None else offsets
+    beside = () if offsets is sinks is slopes is None else (*beside, sinks, slopes)
 
     def forward(*given: Any) -> tuple[Any, Any]:
-        out, lse = kernel.forward(Inputs(*given)._replace(offsets=offsets).map(_passage("torch", library)))
+        out, lse = kernel.forward(_with(Inputs(*given), beside).map(_passage("torch", library)))
         back = _passage(library, "torch")
         return back(out), None if lse is None else back(lse)
 
@@ -40,13 +43,28 @@ def differentiable(
         return Gradients(*(None if grad is None else back(grad) for grad in grads))
 
     same = library == "torch"
-    work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed, offsets)
+    work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed, beside)
     result = _Attention.apply(*operands, work)
     return result if problem.lse else (result, None)
 
 
 def _passage(source: str, target: str) -> Callable[[Any], Any]:
     return lambda array: arrays.passage(array, source, target)
+
+
+def _with(inputs: Inputs, beside: tuple[Any, ...]) -> Inputs:
+    """``inputs`` with what else a kernel was given: offsets of queries and keys, sinks and alibi_slopes."""
+    if not beside:
+        return inputs
+    *offsets, sinks, slopes = beside
+    where = None if offsets[0] is None else Offsets(*offsets)
+    return inputs._replace(offsets=where, sinks=sinks, alibi_slopes=slopes)
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, which count ``sinks`` already, as functions of these too."""
+    both: tuple[torch.Tensor, torch.Tensor] = _Sunk.apply(out, lse, sinks)
+    return both
 
 
 def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
@@ -96,7 +114,8 @@ class _Work:
     backward: Backward
     key_lengths: Any = None
     seed: int | None = None
-    offsets: Offsets | None = None
+    #: As ``_with`` takes it.
+    beside: tuple[Any, ...] = ()
 
     def of(self, key_lengths: Any, seed: int | None) -> _Work:
         """The same of a call with these."""
@@ -117,27 +136,48 @@ class _Attention(torch.autograd.Function):
             out, lse = work.forward(query, key, value, attn_mask, work.key_lengths, work.seed)
         ctx.steps = [_steps(operand) for operand in (query, key, value, attn_mask)] if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
-        beside = work.key_lengths, *(work.offsets or (None, None))
-        ctx.save_for_backward(query, key, value, attn_mask, *beside, out, lse)
+        ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse, *work.beside)
         ctx.set_materialize_grads(False)
         return (out, lse) if work.problem.lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
-        query, key, value, attn_mask, lengths, *offsets, out, lse = ctx.saved_tensors
+        query, key, value, attn_mask, lengths, out, lse, *beside = ctx.saved_tensors
         if ctx.steps is not None:  # kernels rest on how operands lay
             query, key, value, attn_mask = map(_lying, (query, key, value, attn_mask), ctx.steps)
         graph = torch.is_grad_enabled()  # create_graph=True
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        where = None if work.offsets is None else Offsets(*offsets)
-        inputs = Inputs(query, key, value, attn_mask, lengths, work.seed, where)
+        inputs = _with(Inputs(query, key, value, attn_mask, lengths, work.seed), tuple(beside))
         back = work.backward(inputs, out, lse, grad_out, grad_lse)
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))
         return *back, None
+
+
+class _Sunk(torch.autograd.Function):
+    """Output and lse as they are. Their gradients go on as they come, and one to the sinks, which follows from them."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+        ctx.save_for_backward(out, lse, sinks)
+        ctx.set_materialize_grads(False)
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, Any, Any]:
+        out, lse, sinks = ctx.saved_tensors
+        graph = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad():
+            by_sinks = of_sinks.gradient(sinks, out, lse, grad_out, grad_lse)
+        if graph:  # what the others come to depends on the sinks, too
+            operands = out, lse, sinks, grad_out, grad_lse
+            grad_out, grad_lse, by_sinks = (
+                None if x is None else _OnceOnly.apply(x, *operands) for x in (grad_out, grad_lse, by_sinks)
+            )
+        return grad_out, grad_lse, by_sinks
 
 
 def _steps(tensor: Any) -> Any:

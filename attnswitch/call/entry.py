@@ -11,6 +11,7 @@ from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
 from attnswitch.call.attend import attend
 from attnswitch.call.options import Options, seed_of
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import Unsupported
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
@@ -57,16 +58,22 @@ def run_plan(
     layout: str,
     cu_seqlens: tuple[Any, Any],
     cache: tuple[Any, Any],
+    heads: tuple[Any, Any],
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
     if plan.problem.page:
         from attnswitch.call import paged
 
-        return paged.run_plan(plan, (query, key, value), paged.Beside(*cache, cu_seqlens[0]))
+        beside = paged.Beside(*cache, cu_seqlens[0], heads=PerHead(*heads))
+        return paged.run_plan(plan, (query, key, value), beside)
     if plan.problem.varlen:
         from attnswitch.call import varlen  # which programs without such calls do not wait for
 
-        return varlen.run_plan(plan, (query, key, value), cu_seqlens, seed)
+        return varlen.run_plan(plan, (query, key, value), cu_seqlens, seed, PerHead(*heads))
+    if not heads[0] is heads[1] is None:
+        from attnswitch.call import headwise
+
+        return headwise.run_plan(plan, query, key, value, attn_mask, key_lengths, seed, layout, PerHead(*heads))
     traced = hasattr(query, "is_cuda") and compiling()
     if not traced:
         seed = None if seed is None else seed_of(seed)

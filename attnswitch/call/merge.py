@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -20,12 +21,18 @@ __all__ = ["merge"]
 def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD") -> tuple[Array, Array]:
     """Output and lse of all keys, from those of parts that share no key.
 
-    ``lse = log(sum(exp(lse_i)))`` and ``out = sum(exp(lse_i - lse) * out_i)``, in the type of the lses.
+    ``lse = log(sum(exp(lse_i)))`` and ``out = sum(exp(lse_i - lse) * out_i)``, in the type of the lses. What is merged
+    may be merged again: where parts of the keys come one after another (ring attention), one result is held at a time.
+
+    Each part is a call of its own, whose ``is_causal`` and ``window`` count from its own corner. Of a causal sequence
+    in chunks, the keys of the queries' own chunk are causal; those of earlier chunks need nothing, nor does a prefix
+    that sequences share. Whatever else hides needs an ``attn_mask``. ``attention_backward`` says how gradients are made
+    of parts without autograd.
 
     Args:
-        outs: (B, Hq, Lq, Dv) each, of one library, device and dtype.
-        lses: (B, Hq, Lq) each, as ``attention(..., return_lse=True)`` gives them.
-        layout: "BLHD" where the outs are (B, Lq, Hq, Dv); the lses are (B, Hq, Lq) either way.
+        outs: (B, Hq, Lq, Dv) each, of one library, device and dtype; or (T, Hq, Dv), as ``attention_varlen`` has them.
+        lses: (B, Hq, Lq) each, as ``attention(..., return_lse=True)`` gives them; or (Hq, T).
+        layout: "BLHD" where outs of four axes are (B, Lq, Hq, Dv); the lses are (B, Hq, Lq) either way.
 
     Returns:
         (out, lse), like the first of each; differentiable for torch. A row that no part sees has output 0, lse -inf.
@@ -33,6 +40,9 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     Raises:
         InvalidProblem: there are no parts, or they do not go together.
     """
+    shape = tuple(getattr(outs, "shape", ()))
+    if len(shape) == 4:  # of which each entry would pass for sequences without padding
+        raise InvalidProblem(f"merge: outs is one array of shape {shape}: expected a list of those of the parts")
     try:
         outs, lses = list(outs), list(lses)
     except TypeError as error:
@@ -45,8 +55,19 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     if library == "dlpack":
         outs, lses = ([arrays.passage(array, "dlpack", "torch") for array in group] for group in (outs, lses))
     xp: Any = import_module("torch" if library == "dlpack" else library)
-    if layout == "BLHD":
-        outs = [out.swapaxes(1, 2) for out in outs]
+    heads_last = layout == "BLHD" or len(outs[0].shape) == 3
+    if heads_last:
+        outs = [out.swapaxes(-3, -2) for out in outs]
+    with xp.errstate(all="ignore") if library == "numpy" else nullcontext():
+        out, lse = _merged(xp, outs, lses)
+    out = out.swapaxes(-3, -2) if heads_last else out
+    if library == "dlpack":
+        return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
+    return out, lse
+
+
+def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
+    """Of outs (..., Lq, Dv) and lses (..., Lq), by the functions of ``xp``."""
     parts = xp.stack(lses)
     top = parts.max(0)
     top = (top.values.detach() if xp.__name__ == "torch" else top)[None]
@@ -57,11 +78,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     lse = xp.where(seen, xp.log(total) + top[0], xp.full_like(total, -xp.inf))
     shares = (weights / total)[..., None]
     out = sum(share * _as(part, share.dtype) for share, part in zip(shares, outs, strict=True))
-    out = _as(out, outs[0].dtype)
-    out = out.swapaxes(1, 2) if layout == "BLHD" else out
-    if library == "dlpack":
-        return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
-    return out, lse
+    return _as(out, outs[0].dtype), lse
 
 
 def _as(array: Array, dtype: Any) -> Array:
@@ -86,18 +103,22 @@ def _checked(outs: Sequence[Array], lses: Sequence[Array], layout: str) -> tuple
         [_facts(array, role) for array in parts] for role, parts in (("outs", outs), ("lses", lses))
     )
     first, rows = out_facts[0], lse_facts[0]
-    if len(first.shape) != 4:
-        raise InvalidProblem(f"merge: outs have shape {first.shape}: expected four axes each, {', '.join(layout)}")
+    if len(first.shape) not in (3, 4):
+        raise InvalidProblem(
+            f"merge: outs have shape {first.shape}: expected four axes each, {', '.join(layout)}, or T, H, D"
+        )
     for facts, role in (*((f, "outs") for f in out_facts), *((f, "lses") for f in lse_facts)):
         check_beside(facts, f"merge: one of {role}", first, "the first of outs")
-    wanted = (*first.shape[:1], *(first.shape[1:3] if layout == "BHLD" else first.shape[2:0:-1]))
+    *batch, one, other, _ = first.shape
+    wanted = (*batch, one, other) if layout == "BHLD" and batch else (*batch, other, one)
     for facts, role, shape, beside in (
         *((f, "out", first.shape, first) for f in out_facts),
         *((f, "lse", wanted, rows) for f in lse_facts),
     ):
         if facts.shape != shape:
+            axes = layout if batch else "THD"
             raise InvalidProblem(
-                f"merge: one {role} has shape {facts.shape}; expected {shape} beside outs {first.shape} ({layout})"
+                f"merge: one {role} has shape {facts.shape}; expected {shape} beside outs {first.shape} ({axes})"
             )
         if facts.dtype != beside.dtype:
             raise InvalidProblem(f"merge: the {role}s have dtypes {beside.dtype} and {facts.dtype}: cast them to one")

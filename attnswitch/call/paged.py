@@ -9,21 +9,20 @@ from typing import Any, NamedTuple
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call import finite, recording
+from attnswitch.call import finite, forms, per_head
 from attnswitch.call import options as read
 from attnswitch.call.describe import INTEGERS, check_alike, check_beside, lengths_beside, swapped
+from attnswitch.call.forms import Asked
 from attnswitch.call.options import Options, text_of
-from attnswitch.call.run import to_caller, to_native
-from attnswitch.call.varlen import batched, built, offsets_of, plain
+from attnswitch.call.per_head import NONE, PerHead
+from attnswitch.call.varlen import batched, of_rows, offsets_of, plain
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Backend, Inputs, Kernel, Offsets
+from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
-from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
-from attnswitch.planning.policy import Policy, effective
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
-from attnswitch.wisdom import view
 
 __all__ = ["Beside", "attend", "problem_of", "run_plan", "unsaid"]
 
@@ -37,6 +36,12 @@ _ELSEWHERE = {
 }
 
 
+_NO_GRADIENT = (
+    "a tensor of attention_paged requires a gradient, which a cache has none of: call it under torch.no_grad(), or pass"
+    " detached tensors"
+)
+
+
 class Beside(NamedTuple):
     """What such a call says beside its operands and options."""
 
@@ -45,16 +50,7 @@ class Beside(NamedTuple):
     cu_seqlens_q: Any = None
     max_seqlen_q: Any = None
     num_splits: Any = None
-
-
-class _Asked(NamedTuple):
-    """What a call asks: its problem, where, and its arrays as kernels take them."""
-
-    problem: Problem
-    device: Device
-    inputs: Inputs
-    library: str
-    caller: Array | None
+    heads: PerHead = NONE
 
 
 def attend(
@@ -65,20 +61,14 @@ def attend(
     *given: Any,
 ) -> Any:
     """What ``attention_paged`` returns; ``given`` are the options in the order of ``Options``."""
-    asked = _ask(operands, Beside(*beside), read.of_call(*given))
-    if backend is not None and not isinstance(backend, str):
-        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
-    return _run(asked, *built(asked.problem, asked.device, backend, effective(policy), view.generation()))
+    return forms.run(forms.called(_ask(operands, Beside(*beside), read.of_call(*given)), backend, policy))
 
 
 def run_plan(plan: Plan, operands: tuple[Array, Array, Array], beside: Beside) -> Any:
     """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
     p = plan.problem
     beside = beside._replace(max_seqlen_q=p.seq_q if p.varlen else None, num_splits=p.splits or None)
-    asked = _ask(operands, beside, read.of_problem(p))
-    if asked.problem != p:
-        raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
-    return _run(asked, *planner.compiled(planner.require(plan)))
+    return forms.run(forms.planned(_ask(operands, beside, read.of_problem(p)), plan))
 
 
 def problem_of(
@@ -99,31 +89,23 @@ def unsaid(name: str, function: Callable[..., Any]) -> InvalidProblem:
     return read.unknown(name, f"{function.__name__}: there is", function)
 
 
-def _run(asked: _Asked, backend: Backend, kernel: Kernel) -> Any:
-    problem, native = asked.problem, backend.native(asked.library)
-    recording.note(problem)
-    out, lse = kernel.forward(to_native(asked.inputs, asked.library, native))
-    if problem.varlen:
-        out, lse = out[0].swapaxes(0, 1), None if lse is None else lse[0]
-    else:
-        out = out.swapaxes(1, 2)
-    out, lse = (to_caller(array, native, asked.library, asked.caller, False) for array in (out, lse))
-    return (out, lse) if problem.lse else out
-
-
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options) -> _Asked:
+def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options) -> Asked:
     try:
         given, facts = arrays.take_all(operands)
         q, k, v = _fitting(facts, options, packed=beside.cu_seqlens_q is not None)
         inputs, batch, seq_q, seq_k = _inputs(given, q, k, beside)
+        heads = per_head.read(beside.heads, q, q.shape[1], batch, autograd=True)
     except Intercepted:
         raise InvalidProblem(
             "attention_paged takes tensors with memory of their own: none on the meta device, within torch.func or"
             " forward mode, or of a subclass that looks at what is done to it"
         ) from None
+    if heads.grad:
+        raise InvalidProblem(_NO_GRADIENT)
+    inputs = inputs._replace(sinks=heads.sinks, alibi_slopes=heads.alibi_slopes)
     problem = Problem(
         batch=batch,
         heads_q=q.shape[1],
@@ -142,6 +124,8 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         lse=options.return_lse,
         deterministic=options.deterministic,
         varlen=inputs.offsets is not None,
+        sinks=heads.sinks is not None,
+        alibi=heads.alibi_slopes is not None,
         page=k.shape[2],
         splits=_splits(beside.num_splits),
         query=q.memory,
@@ -151,7 +135,13 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
-    return _Asked(problem, Device.of(*q.device), inputs, arrays.library_of(given[0]), caller)
+    where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q
+    return Asked(problem, *where, of_rows if problem.varlen else _laid, options.return_lse)
+
+
+def _laid(array: Array) -> Array:
+    """A result (B, H, L, D) as the caller's (B, L, H, D), or an lse as it is."""
+    return array.swapaxes(1, 2) if len(array.shape) == 4 else array
 
 
 def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple[Facts, Facts, Facts]:
@@ -162,10 +152,7 @@ def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple
     q, k, v = facts
     check_alike(q, k, v)
     if q.grad or k.grad or v.grad:
-        raise InvalidProblem(
-            "a tensor of attention_paged requires a gradient, which a cache has none of: call it under torch.no_grad(),"
-            " or pass detached tensors"
-        )
+        raise InvalidProblem(_NO_GRADIENT)
     shapes = f"query {q.shape}, key_cache {k.shape}, value_cache {v.shape}"
     rows = "(T, Hq, D) with cu_seqlens_q" if packed else "(B, Lq, Hq, D), or (T, Hq, D) with cu_seqlens_q"
     expected = f"; expected query {rows}, key_cache (P, page, Hkv, D), value_cache (P, page, Hkv, Dv)"

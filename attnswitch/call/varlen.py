@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import numbers
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call import finite, recording
+from attnswitch.call import finite, forms, per_head
 from attnswitch.call import options as read
 from attnswitch.call.describe import INTEGERS, check_beside, fitting, result_beside
+from attnswitch.call.forms import Asked, Call
 from attnswitch.call.options import Options, text_of
-from attnswitch.call.run import drawn_seed, to_caller, to_native
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
+from attnswitch.machine.backend import Gradients, Inputs, Offsets
 from attnswitch.machine.device import Device
-from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
-from attnswitch.planning.policy import Policy, effective
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import GRAD_OPERANDS, Problem
-from attnswitch.wisdom import view
 
-__all__ = ["attend", "batched", "built", "gradients", "offsets_of", "plain", "problem_of", "run_plan"]
+__all__ = ["attend", "batched", "gradients", "of_rows", "offsets_of", "plain", "problem_of", "run_plan"]
 
 _ROLES = ("query", "key", "value")
 _NO_MEMORY = (
     "attention_varlen takes tensors with memory of their own: none on the meta device, within torch.func or forward"
     " mode, or of a subclass that looks at what is done to it"
 )
-
-
-class _Call(NamedTuple):
-    """A call: its problem, who computes it, and its arrays as kernels take them, (1, H, T, D)."""
-
-    problem: Problem
-    backend: Backend
-    kernel: Kernel
-    inputs: Inputs
-    #: The library of the arrays, that of those that the kernel takes, and one of the caller's where DLPack tells alone.
-    library: str
-    native: str
-    caller: Array | None
-    #: Facts of the caller's query, (1, H, T, D).
-    query: Facts
-
-    def back(self, array: Array | None, native: str | None = None) -> Array | None:
-        """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
-        if array is None:
-            return None
-        array = array[0].swapaxes(0, 1) if len(array.shape) == 4 else array[0]
-        return to_caller(array, native or self.native, self.library, self.caller, False)
 
 
 def attend(
@@ -64,21 +39,22 @@ def attend(
     backend: str | None,
     policy: Policy | str | None,
     *given: Any,
+    heads: PerHead = per_head.NONE,
 ) -> Any:
     """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
     options = read.of_call(*given)
     seed = None if seed is None else read.seed_of(seed)
-    return _run(_call(_ask(operands, cu_seqlens, longest, seed, options), backend, policy))
+    return forms.run(forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads), backend, policy))
 
 
-def run_plan(plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: Any) -> Any:
+def run_plan(
+    plan: Plan, operands: tuple[Array, Array, Array], cu_seqlens: tuple[Any, Any], seed: Any, heads: PerHead
+) -> Any:
     """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
     p = plan.problem
     seed = None if seed is None else read.seed_of(seed)
-    asked = _ask(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, read.of_problem(p))
-    if asked.problem != p:
-        raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
-    return _run(_with(asked, *planner.compiled(planner.require(plan))))
+    asked = _ask(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, read.of_problem(p), heads)
+    return forms.run(forms.planned(asked, plan))
 
 
 def problem_of(
@@ -87,22 +63,11 @@ def problem_of(
     longest: tuple[Any, Any],
     seed: int | None,
     options: Options,
+    heads: PerHead,
 ) -> tuple[Problem, Device]:
     """The problem that a call is, and its device."""
-    asked = _ask(operands, cu_seqlens, longest, seed, options)
+    asked = _ask(operands, cu_seqlens, longest, seed, options, heads)
     return asked.problem, asked.device
-
-
-def _run(call: _Call) -> Any:
-    problem, native = call.problem, call.native
-    if problem.grads and not call.backend.autograd:
-        differentiable = import_module("attnswitch.call.autograd").differentiable
-        out, lse = differentiable(problem, call.kernel, call.inputs, native)
-        native = "torch"
-    else:
-        out, lse = call.kernel.forward(to_native(call.inputs, call.library, native))
-    out = call.back(out, native)
-    return (out, call.back(lse, native)) if problem.lse else out
 
 
 def gradients(
@@ -118,37 +83,22 @@ def gradients(
     out: Array | None,
     lse: Array | None,
     grad_lse: Array | None,
+    heads: PerHead,
+    sinks_grad: bool,
 ) -> Gradients:
     """Gradients of query, key and value. Raises what ``attention_varlen_backward`` raises."""
-    call = _call(_ask(operands, cu_seqlens, longest, seed, options, grads="qkv"), backend, policy)
-    problem, kernel, inputs = call.problem, call.kernel, call.inputs
-    _, heads, rows, _ = inputs.query.shape
-    wide, narrow = (rows, heads, problem.dim_v), (heads, rows)
-    inputs = to_native(inputs, call.library, call.native)
+    call = forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads, grads="qkv"), backend, policy)
+    _, count, rows, _ = call.asked.inputs.query.shape
+    wide, narrow = (rows, count, call.asked.problem.dim_v), (count, rows)
     try:
-        upstream = _beside(call, grad_out, "grad_out", wide)
-        upstream_lse = _beside(call, grad_lse, "grad_lse", narrow)
+        upstream = _beside(call, grad_out, "grad_out", wide), _beside(call, grad_lse, "grad_lse", narrow)
         saved = _beside(call, out, "out", wide), _beside(call, lse, "lse", narrow)
     except Intercepted:
         raise InvalidProblem(_NO_MEMORY) from None
-    if saved[0] is None or saved[1] is None:  # what torch differentiates runs the forward again with its backward
-        saved = (None, None) if call.backend.autograd else kernel.forward(inputs)
-    grads = kernel.backward(inputs, *saved, upstream, upstream_lse)
-    return Gradients(*map(call.back, grads))
+    return forms.gradients(call, *upstream, *saved, of_sinks=sinks_grad)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
-
-
-class _Asked(NamedTuple):
-    """What a call asks: its problem, where, and its arrays as kernels take them."""
-
-    problem: Problem
-    device: Device
-    inputs: Inputs
-    library: str
-    caller: Array | None
-    query: Facts
 
 
 def _ask(
@@ -157,14 +107,16 @@ def _ask(
     longest: tuple[Any, Any],
     seed: int | None,
     options: Options,
+    heads: PerHead,
     grads: str | None = None,
-) -> _Asked:
+) -> Asked:
     """``grads`` None means: what torch's autograd would ask for."""
     try:
         given, facts = arrays.take_all(operands)
         q, k, v = (batched(one, role) for one, role in zip(facts, _ROLES, strict=True))
         q, k, v, _ = fitting(q, k, v, None, options)
         offsets, count, most = _sequences(cu_seqlens, longest, q, k)
+        beside = per_head.read(heads, q, q.shape[1], count, autograd=grads is None)
     except Intercepted:
         raise InvalidProblem(_NO_MEMORY) from None
     if grads is None:
@@ -185,35 +137,29 @@ def _ask(
         softcap=options.softcap,
         dropout=options.dropout_p,
         seeded=seed is not None and options.dropout_p > 0.0,
-        lse=options.return_lse,
+        lse=options.return_lse or beside.grad,
         grads=grads,
         deterministic=options.deterministic,
         varlen=True,
+        sinks=beside.sinks is not None,
+        alibi=beside.alibi_slopes is not None,
         query=q.memory,
         key=k.memory,
         value=v.memory,
     )
     views = [array.swapaxes(0, 1)[None] for array in given]
     inputs = Inputs(views[0], views[1], views[2], seed=seed, offsets=offsets)
+    inputs = inputs._replace(sinks=beside.sinks, alibi_slopes=beside.alibi_slopes)
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
-    return _Asked(problem, Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q)
+    where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q, of_rows
+    return Asked(problem, *where, options.return_lse, beside.given, beside.grad)
 
 
-def _call(asked: _Asked, backend: str | None, policy: Policy | str | None) -> _Call:
-    if backend is not None and not isinstance(backend, str):
-        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
-    return _with(asked, *built(asked.problem, asked.device, backend, effective(policy), view.generation()))
-
-
-def _with(asked: _Asked, backend: Backend, kernel: Kernel) -> _Call:
-    """The call by ``kernel`` of ``backend``."""
-    problem, _, inputs, library, caller, query = asked
-    if problem.dropout and inputs.seed is None and backend.wants_seed:
-        inputs = inputs._replace(seed=drawn_seed())
-    recording.note(problem)
-    return _Call(problem, backend, kernel, inputs, library, backend.native(library), caller, query)
+def of_rows(array: Array) -> Array:
+    """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
+    return array[0].swapaxes(0, 1) if len(array.shape) == 4 else array[0]
 
 
 def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
@@ -221,16 +167,6 @@ def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
     queries, keys = (int(offsets[-1]) for offsets in inputs.offsets or ())
     query, key, value = inputs.query[:, :, :queries], inputs.key[:, :, :keys], inputs.value[:, :, :keys]
     return not (queries and keys) or finite.finite(problem, kind, (query, key, value))
-
-
-@functools.lru_cache(maxsize=1024)
-def built(
-    problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int
-) -> tuple[Backend, Kernel]:
-    """Who is chosen, and the kernel. Nothing is measured for such a problem, whatever the policy."""
-    if policy in (Policy.MEASURE, Policy.LEARN):
-        policy = Policy.ESTIMATE
-    return planner.build(problem, device, backend, policy)
 
 
 def batched(facts: Facts, role: str) -> Facts:
@@ -355,10 +291,10 @@ def _check_edges(edges: list[int], role: str, rows: int, most: int | None, name:
 # -- what is given to the backward -------------------------------------------------------------------------------------
 
 
-def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
+def _beside(call: Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
     """``array`` checked against the call, as the backend's (1, H, T, D) or (1, H, T); None stays None."""
     if array is None:
         return None
-    array = result_beside(array, role, shape, "(T, H, D) or (H, T)", call.query)
+    array = result_beside(array, role, shape, "(T, H, D) or (H, T)", call.asked.query)
     array = array.swapaxes(0, 1)[None] if len(shape) == 3 else array[None]
-    return arrays.passage(array, call.library, call.native)
+    return call.there(array)

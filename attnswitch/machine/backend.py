@@ -19,6 +19,7 @@ __all__ = [
     "Config",
     "Forward",
     "Gradients",
+    "GradientsWithSinks",
     "Inputs",
     "Kernel",
     "Offsets",
@@ -84,6 +85,19 @@ class Gradients(NamedTuple):
     key: Array | None
     value: Array | None
     attn_mask: Array | None
+
+
+class GradientsWithSinks(Gradients):
+    """The same, and in ``sinks`` the gradient of the sinks (Hq,); it unpacks into the same four."""
+
+    sinks: Array
+
+    @classmethod
+    def of(cls, grads: Gradients, sinks: Array) -> GradientsWithSinks:
+        """``grads`` beside that of the sinks."""
+        found = cls(*grads)
+        found.sinks = sinks
+        return found
 
 
 class Shows(enum.Enum):

@@ -184,17 +184,20 @@ class OneByOne(Kernel):
         """How many keys each sequence has, and them."""
         assert inputs.offsets is not None
         sizes = _sizes(inputs.offsets.key, inputs.key)
-        for size, key, value in zip(sizes[:-1], _split(inputs.key, sizes), _split(inputs.value, sizes), strict=False):
-            yield size, Inputs(None, key, value, seed=inputs.seed)
+        operands = zip(sizes[:-1], _split(inputs.key, sizes), _split(inputs.value, sizes), strict=False)
+        for number, (size, key, value) in enumerate(operands):
+            heads = {"sinks": inputs.sinks, "alibi_slopes": _slopes(inputs, number)}
+            yield size, Inputs(None, key, value, seed=inputs.seed, **heads)
 
     def _in_pages(self, inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
         """The same of those in pages."""
         assert inputs.key_lengths is not None
         assert inputs.block_table is not None
-        for length, table in zip(inputs.key_lengths.tolist(), inputs.block_table, strict=True):
+        tables = zip(inputs.key_lengths.tolist(), inputs.block_table, strict=True)
+        for number, (length, table) in enumerate(tables):
             parts = (Pages(cache, table) for cache in (inputs.key, inputs.value))
             key, value = parts if self._paged else (part.rows(0, length) for part in parts)
-            yield length, Inputs(None, key, value)
+            yield length, Inputs(None, key, value, sinks=inputs.sinks, alibi_slopes=_slopes(inputs, number))
 
     def _kernel(self, queries: int, keys: int, number: int) -> Kernel:
         which = queries, keys, number if self.problem.seeded else 0
@@ -203,6 +206,12 @@ class OneByOne(Kernel):
                 self._kernels.clear()
             self._kernels[which] = self._make(_alone(self.problem, queries, keys), number)
         return self._kernels[which]
+
+
+def _slopes(inputs: Inputs, number: int) -> Array | None:
+    """Those of one sequence."""
+    slopes = inputs.alibi_slopes
+    return slopes if slopes is None or slopes.shape[0] == 1 else slopes[number : number + 1]
 
 
 def _sizes(offsets: Array, operand: Array) -> list[int]:

@@ -70,6 +70,8 @@ class Plan:
         cu_seqlens_k: Any = None,
         block_table: Any = None,
         cache_lengths: Any = None,
+        sinks: Any = None,
+        alibi_slopes: Any = None,
         **unknown: Never,
     ) -> Any:
         """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
@@ -108,8 +110,8 @@ class Plan:
         elif (packed or cu_seqlens_k is not None) and not varlen:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
-        cu_seqlens = cu_seqlens_q, cu_seqlens_k
-        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, cache)
+        cu_seqlens, heads = (cu_seqlens_q, cu_seqlens_k), (sinks, alibi_slopes)
+        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, cache, heads)
 
     @property
     def why(self) -> str:

@@ -192,7 +192,7 @@ class Problem(_Fields):
             reach = self.seq_q + self.seq_k
             left, right = (None if side is None or side >= reach else side for side in window)
             window = None if left is right is None else (left, right)
-        alignment = self.alignment if self.causal or window is not None else "top_left"
+        alignment = self.alignment if self.causal or window is not None or self.alibi else "top_left"
         if mask is not None:
             mask = Mask(mask.dtype, self._long(mask.axes))
         return self._replace(window=window, mask=mask, alignment=alignment)

@@ -36,6 +36,12 @@ HOPELESS = 4.0
 #: How many times as long as the fastest a backend may take on another class and still count as equally fast.
 TIE = 1.02
 
+#: What a fault needs of a problem, if the case that it was seen on has it.
+_NEEDED = (
+    *("window", "key_lengths", "varlen", "page", "splits", "sinks", "alibi"),
+    *("softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite"),
+)
+
 #: A class of problems as a key: two problems are of one class where these are equal.
 SpeedClass = tuple[object, ...]
 
@@ -55,7 +61,7 @@ def speed_class(problem: Problem) -> SpeedClass:
     seq_q, seq_k = _length(p.seq_q), _keys(p)
     if window is not None:  # a window that holds all the rounded keys is none
         window = _rounded_window(window, seq_q + seq_k)
-        if window is None and not p.causal:
+        if window is None and not (p.causal or p.alibi):
             alignment = "top_left"
     return (
         _rounded(p.batch),
@@ -80,6 +86,8 @@ def speed_class(problem: Problem) -> SpeedClass:
         p.varlen,
         p.page,
         p.splits,
+        p.sinks,
+        p.alibi,
     )
 
 
@@ -148,7 +156,7 @@ def traits(problem: Problem) -> Traits:
     """The traits of ``problem``. A single query is bound by reading keys and values: these bytes are its size."""
     p, decode = problem, problem.seq_q == 1
     mask = None if p.mask is None else p.mask.is_bool
-    features = mask, p.irregular, p.varlen, p.page > 0, bool(p.grads), bool(p.dropout), bool(p.softcap)
+    features = mask, p.irregular, p.varlen, p.page > 0, p.alibi, bool(p.grads), bool(p.dropout), bool(p.softcap)
     return Traits(
         kind=(DTYPES[p.dtype], *features, decode, p.is_empty),
         heads=(p.group,) if decode else (p.batch * p.heads_q, p.group),
@@ -203,8 +211,4 @@ def covers(seen: Problem, problem: Problem) -> bool:
         return False
     if seen.mask is not None and (problem.mask is None or seen.mask.is_bool != problem.mask.is_bool):
         return False
-    needed = (
-        *("window", "key_lengths", "varlen", "page", "splits", "softcap", "dropout"),
-        *("seeded", "lse", "deterministic", "nonfinite"),
-    )
-    return all(bool(getattr(problem, fact)) for fact in needed if getattr(seen, fact))
+    return all(bool(getattr(problem, fact)) for fact in _NEEDED if getattr(seen, fact))

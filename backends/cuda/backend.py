@@ -45,6 +45,10 @@ class CudaBackend(Backend):
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
     varlen: ClassVar[bool] = True
+    sinks: ClassVar[bool] = True
+    alibi: ClassVar[bool] = True
+    paged: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {emulator.VARIABLE: "1"}
 
     def unavailable(self) -> str | None:

@@ -19,7 +19,7 @@ from .hopper import choice as hopper_choice
 from .hopper.tiles import HopperGradients, HopperTile
 from .portable import choice as portable_choice
 from .portable.splits import schedule
-from .portable.tiles import FEW, Tile, fits, on_tensor_cores, rows, shrunk
+from .portable.tiles import FEW, Tile, fits, mixed, on_tensor_cores, rows, shrunk
 
 __all__ = ["CudaConfig", "configs"]
 
@@ -57,9 +57,13 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
 
     Generic kernels where they serve; Hopper's where they take the problem; the portable family's first; then every
     other combination that fits the device. What no GPU has run comes behind the choice, and is for tuning alone.
+    Where the problem says how keys are split there is one, which depends on neither batch nor lengths, as bits do.
     """
     if device.kind == "cpu":
         yield _emulated(problem, device)
+        return
+    if problem.splits:
+        yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
     backward = _backward(problem, device)
     found = _ordinary(problem, device, backward)
@@ -126,13 +130,14 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
 
     Hopper's kernels take turns with the portable ones, so that both are checked.
     """
-    generic = arithmetic.generic(problem, emulated=True)
+    generic = arithmetic.generic(problem, emulated=True) and not problem.splits
     kind = partial(Tile, generic=generic)
     forward: Tile | HopperTile = kind(32, 16, 2, 2)
-    if rows(problem) <= FEW and not generic:
+    if rows(problem) <= FEW and not generic and not mixed(problem):
         forward = Tile(FEW, 16, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
+    splits = problem.splits or splits
     if problem.seq_q % 2 and not against_hopper(problem, device):
         ranked = hopper_choice.ranked(problem, device)
         forward, splits = ranked[problem.seq_k % len(ranked)], 1
@@ -204,7 +209,8 @@ def _of_class(problem: Problem, on_chip: int, forward: Tile | HopperTile, splits
 def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     """The tiles that the portable forward may have at first."""
     wide = max(problem.dim_qk, problem.dim_v)
-    if (few := rows(problem)) <= FEW:
+    few = _FEWER if mixed(problem) else rows(problem)
+    if few <= FEW:
         return _streaming(problem, on_chip)
     if few <= _FEWER:
         # Blocks of few warps, several to an SM, with tiles of keys in flight.

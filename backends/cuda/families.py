@@ -108,6 +108,12 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _features(p: Problem) -> Iterator[str]:
     if p.varlen:
         yield "varlen: its tiles are of batch entries, not of sequences that lie one after another"
+    if p.sinks:
+        yield "sinks: it has no key beside the keys"
+    if p.alibi:
+        yield "alibi_slopes: it adds nothing that depends on the distance"
+    if p.page:
+        yield f"page={p.page}: it reads keys that lie one after another, not in pages"
     if p.dtype not in _HALF:
         yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and p.adds_mask:

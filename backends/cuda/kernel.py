@@ -81,7 +81,8 @@ class CudaKernel(Kernel):
     def prepared(self, inputs: Inputs) -> Forward:
         """``forward`` for tensors that lie like these, on a GPU."""
         general = super().prepared(inputs)
-        if memory.on_cpu(inputs.query) or not self._forward.blocks or self.problem.varlen:
+        p = self.problem
+        if memory.on_cpu(inputs.query) or not self._forward.blocks or p.varlen or p.sinks or p.alibi or p.page:
             return general
         self._build()
         return prepared.forward(self.problem, self._forward, inputs, general)
@@ -98,7 +99,7 @@ class CudaKernel(Kernel):
     def prepared_backward(self, inputs: Inputs) -> Backward:
         """``backward`` for tensors that lie like these, on a GPU. What it launches is laid out at the first call."""
         p = self.problem
-        if memory.on_cpu(inputs.query) or p.is_empty or not p.seq_k or p.varlen:
+        if memory.on_cpu(inputs.query) or p.is_empty or not p.seq_k or p.varlen or p.sinks or p.alibi:
             return self.backward
         ready: Backward | None = None
 

@@ -68,7 +68,8 @@ def capped(problem: Problem) -> bool:
 
 def folds(problem: Problem) -> bool:
     """Whether a score is q . k times a positive factor, which then becomes a part of the exponential."""
-    return not problem.adds_mask and not capped(problem) and problem.softmax_scale > 0.0
+    adds = problem.adds_mask or problem.alibi
+    return not adds and not capped(problem) and problem.softmax_scale > 0.0
 
 
 def factors(problem: Problem) -> tuple[float, float]:

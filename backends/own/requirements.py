@@ -21,7 +21,8 @@ def aligned(problem: Problem, role: str) -> str | None:
 def countable(problem: Problem) -> str | None:
     """The rows of all heads together are no more than a grid has blocks."""
     p = problem
-    for what, rows in (("queries", p.batch * p.heads_q * p.seq_q), ("keys", p.batch * p.heads_kv * p.seq_k)):
+    keys = 0 if p.page else p.batch * p.heads_kv * p.seq_k  # a table may be far longer than what it names
+    for what, rows in (("queries", p.batch * p.heads_q * p.seq_q), ("keys", keys)):
         if rows > _MOST_ROWS:
             return f"{rows} {what} of all heads together: a grid has at most {_MOST_ROWS} blocks; split the batch"
     return None

@@ -118,4 +118,4 @@ def _base(s: Any, lse: Any, rest: Any) -> Any:
 
 def _as_far(own: Any, other: Any, lse: Any) -> Any:
     """Whether two statistics are one but for the rounding of ``lse``."""
-    return ((own - other).abs() <= 4 * torch.finfo(torch.float32).eps * lse.abs()) & lse.isfinite()
+    return ((own - other).abs() <= 4 * torch.finfo(lse.dtype).eps * lse.abs()) & lse.isfinite()

@@ -41,21 +41,29 @@ class PrepareAdded:
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Saved:
         """Launch it."""
         query, key, _, mask, lengths, *_ = inputs
+        sinks, slopes = inputs.sinks, inputs.alibi_slopes
         grad_out = self._upstream(grad_out)
         base = lse.new_empty_strided(*self._bases, dtype=torch.float32)
         delta = lse.new_empty_strided(*self._deltas, dtype=torch.float32)
-        self._launch(query, key, out, grad_out, mask, lengths, lse, grad_lse, delta, base)
+        self._launch(query, key, out, grad_out, mask, lengths, lse, grad_lse, sinks, slopes, delta, base)
         return Saved(grad_out, base, delta)
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, out, grad_out, mask, _, _, grad_lse, *_ = arrays
+        query, key, out, grad_out, mask, _, _, grad_lse, _, slopes, *_ = arrays
         p, tile = self._p, self._tile
         by = strides(query, key, key, grad_out, mask)
         return Passed(
-            values=(by, steps(out), sizes(p), Dims(p.dim_qk, p.dim_v), reach(p), scores(p, generic=tile.generic)),
+            values=(
+                by,
+                steps(out),
+                sizes(p),
+                Dims(p.dim_qk, p.dim_v),
+                reach(p),
+                scores(p, slopes, generic=tile.generic),
+            ),
             flags={
                 "WITH_DLSE": grad_lse is not None,
-                "how": variant(p, tile)._replace(dropout=False),  # which comes after the sum
+                "how": variant(p, tile, sinks=p.sinks)._replace(dropout=False),  # which comes after the sum
                 "num_warps": tile.warps,
                 "num_stages": tile.stages,
             },

@@ -59,16 +59,22 @@ def inputs_like(inputs: Inputs) -> Inputs:
 def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
     """Stand-ins for inputs that lie as ``p`` says; ``far``: rows so far apart that offsets take 64 bits."""
     batch, seq_q, seq_k = (1, p.batch * p.seq_q, p.batch * p.seq_k) if p.varlen else (p.batch, p.seq_q, p.seq_k)
+    keys = (p.batch * (p.seq_k // p.page), p.heads_kv, p.page) if p.page else (batch, p.heads_kv, seq_k)
     edges = torch.empty(p.batch + 1, dtype=torch.int32, device="meta") if p.varlen else None
     made = functools.partial(stand_in, far=far, turned=p.varlen)
+    cached = functools.partial(stand_in, far=far, turned=p.varlen or p.page > 0)
+    table = (p.batch, p.seq_k // p.page) if p.page else ()
     return Inputs(
         made((batch, p.heads_q, seq_q, p.dim_qk), p.dtype, p.query),
-        made((batch, p.heads_kv, seq_k, p.dim_qk), p.dtype, p.key),
-        made((batch, p.heads_kv, seq_k, p.dim_v), p.dtype, p.value),
+        cached((*keys, p.dim_qk), p.dtype, p.key),
+        cached((*keys, p.dim_v), p.dtype, p.value),
         stand_in(p.mask_shape, p.mask.dtype, p.attn_mask, far=far) if p.mask and p.mask_shape else None,
         torch.empty(p.batch, dtype=torch.int32, device="meta") if p.key_lengths else None,
         seed=1 if p.dropout else None,
         offsets=None if edges is None else Offsets(edges, edges),
+        sinks=torch.empty(p.heads_q, device="meta") if p.sinks else None,
+        alibi_slopes=torch.empty(1, p.heads_q, device="meta") if p.alibi else None,
+        block_table=torch.empty(table, dtype=torch.int32, device="meta") if p.page else None,
     )
 
 

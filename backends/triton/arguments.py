@@ -11,7 +11,18 @@ from attnswitch.problem.philox import BITS
 
 from ..own import arithmetic
 from .config import Tile, block
-from .kernels.parameters import Random, Reach, Rows, Scores, Sizes, Steps, Strides, VarlenSizes
+from .kernels.parameters import (
+    PagedSizes,
+    Random,
+    Reach,
+    Rows,
+    Scores,
+    Sizes,
+    SlopedScores,
+    Steps,
+    Strides,
+    VarlenSizes,
+)
 from .kernels.variant import Variant
 
 __all__ = [
@@ -22,6 +33,7 @@ __all__ = [
     "entries",
     "options",
     "padded",
+    "paged_sizes",
     "random",
     "reach",
     "rows",
@@ -37,6 +49,8 @@ __all__ = [
 ]
 
 _NO_STEPS = Steps(0, 0, 0, 0)
+#: What generic kernels are compiled for beside tiles and head dimensions.
+_KNOWN = "mask_kind", "dropout", "has_lengths", "wide", "varlen", "sinks", "alibi", "paged"
 
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
@@ -57,6 +71,7 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
         has_left=left is not None,
         has_right=right is not None,
         varlen=p.varlen,
+        alibi=p.alibi,
         **more,
     )
     if p.varlen:  # whose lengths nobody here knows
@@ -64,7 +79,7 @@ def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
     if not tile.generic:
         return how
     dim = arithmetic.dim_class(p)
-    known = {name: getattr(how, name) for name in ("mask_kind", "dropout", "has_lengths", "wide", "varlen")}
+    known = {name: getattr(how, name) for name in _KNOWN}
     asked = {"has_left": True, "has_right": True, "aligned": True, "generic": True}
     return Variant(tile.queries, tile.keys, dim, dim, **known, **asked)
 
@@ -94,10 +109,14 @@ def reach(p: Problem) -> Reach:
     return Reach(int(p.bottom_right), unlimited if left is None else left, unlimited if right is None else right)
 
 
-def scores(p: Problem, *, generic: bool = False) -> Scores:
-    """How products q . k become scores."""
+def scores(p: Problem, slopes: Any = None, *, generic: bool = False) -> Scores | SlopedScores:
+    """How products q . k become scores, of which ``slopes`` (1 or B, Hq) times a distance are taken."""
     factor, cap = arithmetic.factors(p)
-    return Scores(float(p.softmax_scale), factor * unit(p, generic=generic), cap)
+    said = Scores(float(p.softmax_scale), factor * unit(p, generic=generic), cap)
+    if slopes is None:
+        return said
+    by_b, by_h = (0 if size == 1 else step for size, step in zip(slopes.shape, slopes.stride(), strict=True))
+    return SlopedScores(*said, by_b, by_h)
 
 
 def random(p: Problem) -> Random:
@@ -111,6 +130,12 @@ def sizes(p: Problem, query: Any = None, key: Any = None) -> Sizes | VarlenSizes
         return Sizes(p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k)
     rows_q, rows_k = (0 if array is None else array.shape[2] for array in (query, key))
     return VarlenSizes(p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows_q), p.seq_k, rows_q, rows_k)
+
+
+def paged_sizes(p: Problem, query: Any, table: Any) -> PagedSizes:
+    """The same of keys in pages, for what reads them."""
+    rows = query.shape[2] if p.varlen else 0
+    return PagedSizes(p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows), p.seq_k, rows, p.page, table.stride(0))
 
 
 def padded(p: Problem, rows: int) -> int:
@@ -179,9 +204,9 @@ def strides(query: Any, key: Any, value: Any, other: Any, mask: Any) -> Strides:
     return Strides(steps(query), steps(key), steps(value), steps(other), steps(mask))
 
 
-def wide(tile: Tile, *arrays: Steps) -> bool:
-    """Whether an offset within one tile of any of the arrays may not fit 32 bits."""
-    rows = tile.queries if tile.queries > tile.keys else tile.keys
+def wide(tile: Tile, *arrays: Steps, page: int = 0) -> bool:
+    """Whether an offset within one tile, or one ``page``, of any of the arrays may not fit 32 bits."""
+    rows = max(tile.queries, tile.keys, page)
     return any(rows * row + 256 * step >= 2**31 for _, _, row, step in arrays)
 
 

@@ -16,6 +16,7 @@ from attnswitch.problem import Problem
 from ..own import regimes, requirements
 from . import config as configs
 from .config import TritonConfig
+from .operands import uneven
 
 __all__ = ["TritonBackend"]
 
@@ -33,6 +34,10 @@ class TritonBackend(Backend):
     builds_per_shape: ClassVar[bool] = True
     wants_seed: ClassVar[bool] = True
     varlen: ClassVar[bool] = True
+    sinks: ClassVar[bool] = True
+    alibi: ClassVar[bool] = True
+    paged: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
     def unavailable(self) -> str | None:
@@ -96,6 +101,11 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
             yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
         elif reason := requirements.aligned(problem, role):
             yield reason
+    if problem.page and (roles := set(uneven(problem)) - {"query"}):
+        yield (
+            f"page={problem.page}: rows of {' and '.join(sorted(roles))} do not lie in steps of 16 bytes, and a copy of"
+            " the whole cache would be needed"
+        )
     for reason in (requirements.countable(problem), requirements.sealed(problem)):
         if reason:
             yield reason

@@ -23,6 +23,8 @@ _SHARED = 99 * 1024
 _FEW_SCORES = 2**23
 #: Rows of a tile that query heads may share.
 _PACKED = 128
+#: Queries that stand for those of any sequence, where they must not decide.
+_ANY_QUERIES = 128
 #: Tiles of 64 keys, one after the other, that take a program as long as the launch that merges splits.
 _MERGED = 8
 #: Most programs that the keys of one tile of queries are split among.
@@ -70,13 +72,18 @@ def block(dim: int) -> int:
 
 
 def packs(problem: Problem) -> bool:
-    """Whether the query heads that share a key head lie in one tile."""
+    """Whether the query heads that share a key head lie in one tile.
+
+    However many queries, where the bits of a sequence may not depend on how many others have.
+    """
+    if problem.splits and problem.varlen:
+        return problem.group > 1
     return packing.packs(problem, _PACKED)
 
 
 def rows(problem: Problem) -> int:
     """Rows of queries for each program head."""
-    return packing.rows(problem, _PACKED)
+    return problem.seq_q * (problem.group if packs(problem) else 1)
 
 
 def small(problem: Problem, device: Device) -> bool:
@@ -86,7 +93,15 @@ def small(problem: Problem, device: Device) -> bool:
 
 
 def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
-    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device."""
+    """Generic kernels where they serve; the heuristic's choice; then every other combination that fits the device.
+
+    Where the call says how keys are divided, the heuristic's choice alone, in which nothing of a batch has a say: the
+    bits of a sequence are those that it has alone.
+    """
+    if problem.splits:
+        queries = _ANY_QUERIES if problem.varlen else problem.seq_q
+        yield _heuristic(problem.replace(batch=1, seq_q=queries, seq_k=problem.page), device)
+        return
     if arithmetic.generic(problem, emulated=device.kind == "cpu"):
         yield _generic(problem, device)
     best = _heuristic(problem, device)
@@ -98,8 +113,9 @@ def configs(problem: Problem, device: Device) -> Iterator[TritonConfig]:
             fewest = splits(problem, device, tile)
             more = 1 < fewest <= min(MOST_SPLITS, -(-problem.seq_k // tile.keys)) // 2
             for count in (fewest, 2 * fewest) if more else (fewest,):
-                if (tile, count) != (best.forward, best.splits):
-                    yield replace(best, forward=tile, splits=count)
+                other = replace(best, forward=_of_pages(tile, problem), splits=count)
+                if other != best:
+                    yield other
     if problem.grads:
         for tile in _tiles((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
             if tile != best.key_gradients and _fits(tile, problem, device, _key_gradient_rows):
@@ -167,14 +183,26 @@ def _heuristic(problem: Problem, device: Device) -> TritonConfig:
         _shrunk(chosen.key_gradients, problem, device, _key_gradient_rows),
         _shrunk(chosen.query_gradient, problem, device, _query_gradient_rows),
     )
-    return replace(chosen, splits=splits(problem, device, chosen.forward))
+    chosen = replace(chosen, splits=splits(problem, device, chosen.forward))
+    return replace(chosen, forward=_of_pages(chosen.forward, problem))
+
+
+def _of_pages(tile: Tile, problem: Problem) -> Tile:
+    """``tile`` with stages for as many keys on their way where they lie in pages.
+
+    Triton (3.6 and 3.9) divides the stages between loads of which one, of the table, gives the address of the other.
+    """
+    return replace(tile, stages=2 * tile.stages - 1) if problem.page else tile
 
 
 def splits(problem: Problem, device: Device, tile: Tile) -> int:
     """Among how many programs the keys of one tile of queries are split, so that every SM has work.
 
     One program an SM streams keys at 92 % of the memory's speed, two at 89 %. A split holds two tiles, or one of 128.
+    Or as many as the call says.
     """
+    if problem.splits:
+        return problem.splits
     heads = problem.heads_q // (problem.group if packs(problem) else 1)
     programs = problem.batch * heads * -(-rows(problem) // tile.queries)
     if not programs or device.kind == "cpu":
@@ -213,6 +241,7 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
     types of 16 bits, within 4 %.
     """
     size, dims = DTYPES[problem.dtype], (block(problem.dim_qk), block(problem.dim_v))
+    stages = (tile.stages + 1) // 2 if problem.page else tile.stages
     if kernel == "forward":
         own, streamed, least = tile.queries * dims[0], tile.keys, max(dims)
     else:
@@ -220,8 +249,8 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
         own, least = kept * sum(dims), sum(dims)
     grouped = (device.capability or (0, 0)) >= (9, 0) and problem.dtype != "float32"
     if grouped and (kernel != "forward" or tile.queries >= 64):  # products read what was loaded where it lies
-        return (own + tile.stages * streamed * sum(dims)) * size
-    buffers = streamed * (sum(dims) * (tile.stages - 1) if tile.stages > 1 else least)
+        return (own + stages * streamed * sum(dims)) * size
+    buffers = streamed * (sum(dims) * (stages - 1) if stages > 1 else least)
     return (own + buffers + tile.queries * tile.keys) * size
 
 

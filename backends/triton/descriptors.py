@@ -19,8 +19,9 @@ def suits(p: Problem, device: Device, *arrays: Any, dealt: bool = False) -> bool
     A descriptor takes the host longer than a small problem takes the GPU. It wants rows of unit stride, every other
     stride in steps of 16 bytes, and to be ``dealt`` (see ``describer``) a length in steps of 4; axes of stride 0 are
     left to pointers. So are sequences one after another: a descriptor ends where the array does, and they end before.
+    And pages: a tile may be made of many.
     """
-    if p.varlen or (device.capability or (0, 0)) < (9, 0) or small(p, device):
+    if p.varlen or p.page or (device.capability or (0, 0)) < (9, 0) or small(p, device):
         return False
     return all(_describable(array) and (not dealt or array.shape[2] % 4 == 0) for array in arrays)
 

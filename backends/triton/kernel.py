@@ -27,6 +27,8 @@ __all__ = ["TritonKernel"]
 _HERE = contextlib.nullcontext()
 #: Where a problem's fields begin that are not batch, heads and lengths; and the longest side of a tile.
 _DIMS, _TILE = Problem._fields.index("dim_qk"), 128
+#: Where inputs of its forms begin.
+_SINKS = Inputs._fields.index("sinks")
 #: Training steps whose kernels were compiled, or are known not to compile.
 _met: set[tuple[Any, ...]] = set()
 #: Ways to lie that one kernel remembers; beyond, it forgets them all.
@@ -44,6 +46,8 @@ class TritonKernel(Kernel):
         self.problem, self._device, self._config, self._make = problem, device, config, make
         self._sees_nothing = problem.is_empty or problem.seq_k == 0
         self._uneven = uneven(problem)
+        #: Whether it has inputs beside those of ``prepared``.
+        self._beside = problem.varlen or problem.sinks or problem.alibi or problem.page > 0
         self._copies_mask = problem.mask is not None and not small(problem, device)
         self._forwards: dict[Any, launch.Forward] = {}
         self._backwards: dict[Any, Backward] = {}
@@ -74,8 +78,8 @@ class TritonKernel(Kernel):
             launched = self._forward_of(inputs)
             if self._sees_nothing:
                 out, lse = launched.results(inputs.query)
-                return out.zero_(), lse.fill_(-torch.inf)
-            return launched(*inputs[:7])
+                return out.zero_(), _of_nothing(lse, inputs)
+            return launched(*inputs)
 
     def prepared(self, inputs: Inputs) -> backend.Forward:
         """``forward`` of tensors that lie like these, if they are read where they lie."""
@@ -100,7 +104,7 @@ class TritonKernel(Kernel):
         with on(inputs.query):
             inputs = self._read(inputs)
             results = out, lse.contiguous(), grad_out, None if grad_lse is None else grad_lse.contiguous()
-            lie = _lie(inputs.query, *inputs[:5], *results), self._rows(inputs)
+            lie = _lie(inputs.query, *inputs[:5], *results), self._forms(inputs)
             launched = self._backwards.get(lie) or _keep(self._backwards, lie, self._new_backward())
             return launched(inputs, *results)
 
@@ -123,7 +127,7 @@ class TritonKernel(Kernel):
         return backward
 
     def _forward_of(self, inputs: Inputs) -> launch.Forward:
-        lie = _lie(inputs.query, *inputs[:5]), self._rows(inputs)
+        lie = _lie(inputs.query, *inputs[:5]), self._forms(inputs)
         found = self._forwards.get(lie)
         if found is None:
             self._build(inputs)
@@ -131,12 +135,13 @@ class TritonKernel(Kernel):
             found = _keep(self._forwards, lie, made)
         return found
 
-    def _rows(self, inputs: Inputs) -> Any:
-        """Of sequences one after another, what the problem does not say: rows, and the types of their offsets."""
-        if inputs.offsets is None:
+    def _forms(self, inputs: Inputs) -> Any:
+        """What the problem does not say of its forms: rows of all sequences, pages, and how their arrays lie."""
+        if not self._beside:
             return None
-        offsets = _lie(inputs.query, *inputs.offsets)
-        return inputs.query.shape[2], inputs.key.shape[2], offsets
+        of_forms = *(inputs.offsets or ()), *inputs[_SINKS:]
+        shapes = inputs.query.shape, inputs.key.shape, *[x.shape for x in of_forms if x is not None]
+        return shapes, _lie(inputs.query, *of_forms)
 
     def _new_backward(self) -> Backward:
         make, p, device, config = self._make, self.problem, self._device, self._config
@@ -153,7 +158,7 @@ class TritonKernel(Kernel):
         return not (
             self._sees_nothing
             or self._uneven
-            or self.problem.varlen  # what is prepared is for arrays of one shape
+            or self._beside
             or (inputs.key_lengths is not None and not inputs.key_lengths.is_contiguous())
             or any(x is not None and x.data_ptr() % 16 for x in inputs[:4])
             or (self._copies_mask and mask is not None and not mask_even(mask))
@@ -165,6 +170,10 @@ class TritonKernel(Kernel):
             inputs = inputs._replace(**{role: copied(getattr(inputs, role)) for role in self._uneven})
         if self._copies_mask and inputs.attn_mask is not None:
             inputs = inputs._replace(attn_mask=mask_in_steps(inputs.attn_mask))
+        if inputs.sinks is not None:
+            inputs = inputs._replace(sinks=inputs.sinks.contiguous())
+        if inputs.block_table is not None and inputs.block_table.stride(1) != 1:
+            inputs = inputs._replace(block_table=inputs.block_table.contiguous())
         if inputs.key_lengths is None or inputs.key_lengths.is_contiguous():
             return inputs
         return inputs._replace(key_lengths=inputs.key_lengths.contiguous())
@@ -175,6 +184,17 @@ def on(tensor: Any) -> Any:
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(tensor.device)
+
+
+def _of_nothing(lse: Any, inputs: Inputs) -> Any:
+    """``lse`` (B, Hq, Lq) of rows that see no key: that of the sink, if there is one and the row is a sequence's."""
+    lse.fill_(-torch.inf)
+    if inputs.sinks is not None:
+        lse.copy_(inputs.sinks[:, None])
+        if inputs.offsets is not None:
+            past = torch.arange(lse.shape[2], device=lse.device) >= inputs.offsets.query[-1]
+            lse.masked_fill_(past, -torch.inf)
+    return lse
 
 
 def _here(tensor: Any) -> Callable[[], bool]:

@@ -21,6 +21,7 @@ from .arguments import (
     entries,
     options,
     padded,
+    paged_sizes,
     random,
     reach,
     rows,
@@ -83,6 +84,9 @@ class Forward:
         lengths: Any = None,
         seed: int | None = None,
         offsets: Offsets | None = None,
+        sinks: Any = None,
+        slopes: Any = None,
+        table: Any = None,
     ) -> tuple[Any, Any]:
         """Launch it."""
         cu_q, cu_k = offsets or _NO_OFFSETS
@@ -91,9 +95,10 @@ class Forward:
         if self._merge is not None:
             parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
         tiles, counts = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        self._launch(query, key, value, parts, sums, mask, lengths, cu_q, cu_k, tiles, counts, seed=seed)
+        beside = mask, lengths, cu_q, cu_k, tiles, counts, sinks, slopes, table
+        self._launch(query, key, value, parts, sums, *beside, seed=seed)
         if self._merge is not None:
-            self._merge(parts, sums, out, lse, cu_q)
+            self._merge(parts, sums, out, lse, cu_q, sinks)
         return out, lse
 
     def results(self, query: Any) -> tuple[Any, Any]:
@@ -107,7 +112,7 @@ class Forward:
         return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, out, _, mask, *_ = arrays
+        query, key, value, out, _, mask, *_, slopes, table = arrays
         p, tile, splits = self._p, self._tile, self._splits
         rows = steps(out) if p.varlen and splits == 1 else Steps(*out.stride()[-4:])
         by = Strides(steps(query), steps(key), steps(value), rows, steps(mask))
@@ -126,20 +131,22 @@ class Forward:
             tma=tma,
             aligned=not tma and unseen(p, by.k, by.v),
             tma_rows=tma_rows,
-            wide=wide(tile, by.k, by.v, by.m),
+            wide=wide(tile, by.k, by.v, by.m, page=p.page),
             listed=self._lists is not None,
             overlap=self._overlap,
+            sinks=p.sinks and splits == 1,
+            paged=p.page > 0,
         )
         return Passed(
             values=(
                 by,
                 _visits(self._lists),
-                sizes(p, query, key),
+                paged_sizes(p, query, table) if p.page else sizes(p, query, key),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
                 Splits(splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys),
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
@@ -155,6 +162,7 @@ class Forward:
             "BLOCK_DV": block(p.dim_v),
             "OVERLAP": self._overlap,
             "VARLEN": p.varlen,
+            "WITH_SINKS": p.sinks,
             "num_warps": at_once // 16,
             **early(self._overlap),
         }
@@ -221,12 +229,12 @@ class QueryGradient:
             self._grad = alike(query, self._p.dim_qk)
         grad = query.new_empty_strided(*self._grad)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists
+        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists, inputs.alibi_slopes
         self._launch(query, key, value, *saved, *beside, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_, grad = arrays
+        query, key, value, grad_out, _, _, mask, *_, slopes, grad = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         dealt = p.dropout > 0.0
@@ -249,7 +257,7 @@ class QueryGradient:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p), self._heads),
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile)},
@@ -276,12 +284,12 @@ class KeyGradients:
             self._grads = alike(key, self._p.dim_qk), alike(value, self._p.dim_v)
         by_key, by_value = (key.new_empty_strided(*grad) for grad in self._grads)
         lists = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists
+        beside = mask, lengths, *(offsets or _NO_OFFSETS), *lists, inputs.alibi_slopes
         self._launch(query, key, value, *saved, *beside, by_key, by_value, seed=seed)
         return by_key if "k" in self._p.grads else None, by_value if "v" in self._p.grads else None
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_, by_key, by_value = arrays
+        query, key, value, grad_out, _, _, mask, *_, slopes, by_key, by_value = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         tma = suits(p, self._device, query, grad_out)
@@ -305,7 +313,7 @@ class KeyGradients:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, queries=True), self._heads),
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={"how": how, **options(tile)},
@@ -335,11 +343,11 @@ class MaskGradient:
         query, key, value, mask, lengths, seed, *_ = inputs
         assert mask is not None
         grad = mask.new_empty(self._shape)
-        self._launch(query, key, value, *saved, mask, lengths, grad, seed=seed)
+        self._launch(query, key, value, *saved, mask, lengths, inputs.alibi_slopes, grad, seed=seed)
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_ = arrays
+        query, key, value, grad_out, _, _, mask, _, slopes, _ = arrays
         p, tile, (b, h, q, k) = self._p, self._tile, self._shape
         over = {"OVER_B": b == 1, "OVER_H": h == 1, "OVER_Q": q == 1, "OVER_K": k == 1}
         return Passed(
@@ -349,7 +357,7 @@ class MaskGradient:
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 h,
-                scores(p, generic=tile.generic),
+                scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
             flags={**over, "how": variant(p, tile), **options(tile)},

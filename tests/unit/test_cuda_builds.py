@@ -37,6 +37,8 @@ CASES = sorted(
 #: What flags have to be compiled for, in some kernel of some problem.
 VALUES: dict[str, set[int]] = {
     **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "ONCE", "WITH_KEY", "WITH_VALUE")},
+    **{flag: {0, 1} for flag in ("SINKS", "ALIBI")},
+    "PAGED": {0, 1, 2},
     "SPLIT": {0, 1, 2},
     "MASK_KIND": {0, 1, 2, 3, 4, 5},
     "MASK_PAIRS": {0, 1},

@@ -95,7 +95,13 @@ def test_gradients_of_parts_add_up(backend: str) -> None:
     [
         ([], [], "merge of 0 outs and 0 lses"),
         ([torch.ones(1, 1, 2, 4)], [], "merge of 1 outs and 0 lses"),
-        (torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2), r"outs have shape \(1, 2, 4\): expected four axes each"),
+        (torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2), r"outs is one array of shape \(1, 1, 2, 4\): expected a list"),
+        (
+            [torch.ones(2, 4)],
+            [torch.ones(2)],
+            r"outs have shape \(2, 4\): expected four axes each, B, H, L, D, or T, H, D",
+        ),
+        ([torch.ones(2, 3, 4)], [torch.ones(2, 3)], r"one lse has shape \(2, 3\); expected \(3, 2\).*\(THD\)"),
         (None, None, "merge takes a list of outs"),
         ([torch.ones(1, 1, 2, 4)], [torch.ones(1, 2, 1)], r"one lse has shape \(1, 2, 1\); expected \(1, 1, 2\)"),
         ([torch.ones(1, 1, 2, 4)] * 2, [torch.ones(1, 1, 2), np.ones((1, 1, 2))], "one of lses is a numpy array"),

@@ -22,6 +22,8 @@ def largest(exact: Exact, key: str) -> float:
     case = exact.case
     if key == "lse":
         return np.inf
+    if key == "sinks":
+        return _LARGEST[case.heads_dtype(case.sinks)]
     return _LARGEST[case.mask.dtype if key == "attn_mask" and case.mask else case.dtype]
 
 

@@ -13,7 +13,8 @@ from attnswitch.verify.checks.compare import alike, identical
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
 from attnswitch.verify.outcome import Failure, first_of
-from attnswitch.verify.trial import Subject, Trial, plainly_placed
+from attnswitch.verify.trial import NotApplicable, Subject, Trial, plainly_placed
+from attnswitch.verify.truth.oracle import distances
 
 __all__ = ["CHECKS"]
 
@@ -28,7 +29,7 @@ def _plain(case: Case) -> bool:
 def _splits(case: Case) -> bool:
     written_out = not case.hides or math.prod(case.scores) <= 2**22
     float_mask = case.mask is not None and case.mask.dtype != "bool"
-    return _plain(case) and written_out and not float_mask
+    return _plain(case) and written_out and not float_mask and not case.alibi
 
 
 def _cut(case: Case) -> int:
@@ -37,8 +38,10 @@ def _cut(case: Case) -> int:
 
 
 def _part(subject: Subject, keys: slice) -> tuple[Case, dict[str, Any]]:
-    """The keys of one part alone, with everything that hides as an explicit mask."""
+    """The keys of one part alone, with everything that hides as an explicit mask. The sinks are in the first."""
     case = subject.case
+    if keys.start:
+        case = case.replace(sinks="")
     changes = {role: subject.data[role][:, :, keys] for role in ("key", "value")}
     plain = case.replace(
         seq_k=keys.stop - keys.start, causal=False, window=None, alignment="top_left", lengths=None, grads="", lse=True
@@ -123,7 +126,7 @@ def _prefix_consistency(trial: Trial) -> Failure | None:
 
 
 def _decodes(case: Case) -> bool:
-    aligned = not (case.causal or case.window is not None) or case.alignment == "bottom_right"
+    aligned = not (case.causal or case.window is not None or case.alibi) or case.alignment == "bottom_right"
     rows = case.mask is not None and "q" in case.mask.axes
     return _plain(case) and aligned and not rows and case.seq_q > 1
 
@@ -168,6 +171,8 @@ def _alone(subject: Subject) -> tuple[Case, dict[str, Any]]:
     rows, keys = _sizes(case, b)
     data = {role: subject.data[role][b : b + 1, :, :rows] for role in ("query", "grad_out", "grad_lse")}
     data |= {role: subject.data[role][b : b + 1, :, :keys] for role in ("key", "value")}
+    if case.alibi == "batch":
+        data["alibi_slopes"] = subject.data["alibi_slopes"][b : b + 1]
     alone = case.replace(batch=1, grads="", seq_q=rows, seq_k=keys)
     if case.varlen or case.page:
         alone = alone.replace(lengths=None, query_lengths=None, page=0, splits=0)
@@ -264,6 +269,51 @@ def _summed(case: Case, x: Any) -> Any:
     return x.reshape(x.shape[0], case.heads_kv, case.group, *x.shape[2:]).sum(2)
 
 
+# -- sinks and slopes written out --------------------------------------------------------------------------------------
+
+
+def _of_heads(case: Case) -> bool:
+    return _plain(case) and bool(case.sinks or case.alibi) and math.prod(case.scores) <= 2**22
+
+
+def _written_out(subject: Subject) -> tuple[Case, dict[str, Any]]:
+    """Sinks as one more key, of 0, whose score and value are 0; their own scores, and all else, in a float mask."""
+    case, data = subject.case, subject.data
+    mask = np.zeros(case.scores)
+    if case.alibi:
+        mask = mask - data["alibi_slopes"][:, :, None, None] * np.abs(distances(case))
+    if case.mask is not None and case.mask.dtype != "bool":
+        mask = mask + data["attn_mask"]
+    mask = np.where(subject.visible, mask, -np.inf)
+    changes, keys, grads = {}, case.seq_k, case.grads.replace("m", "")
+    if case.sinks:
+        changes = {role: np.concatenate([data[role], 0 * data[role][:, :, :1]], 2) for role in ("key", "value")}
+        sinks = np.broadcast_to(data["sinks"][None, :, None, None], (*case.scores[:3], 1))
+        mask, keys, grads = np.concatenate([mask, sinks], -1), keys + 1, grads and grads + "m"
+    plain = case.replace(seq_k=keys, causal=False, window=None, alignment="top_left", lengths=None, sinks="", alibi="")
+    plain = plain.replace(mask=MaskRecipe("float64", "bhqk", 4, "random"), grads=grads)
+    return plainly_placed(plain, {"key", "value"}), {**data, **changes, "attn_mask": mask}
+
+
+def _heads_as_mask(trial: Trial) -> Failure | None:
+    case, exact = trial.case, trial.subject.exact
+    plain = trial.subject.derive("heads as mask", lambda: _written_out(trial.subject))
+    if exact.rows is not None or plain.exact.rows is not None:
+        raise NotApplicable("too long to be known in whole")
+    got = {name.removeprefix("grad "): result for name, result in trial.run(plain).items()}
+    moved = dict(trial.limits(plain))
+    for found in (got, moved):
+        found |= {name: found[name][:, :, : case.seq_k] for name in ("key", "value") if name in found}
+        by_mask = found.pop("attn_mask", None)
+        if by_mask is not None and case.sinks:
+            found["sinks"] = by_mask[..., -1].sum((0, 2))
+    limits = {name: limit + moved[name] for name, limit in trial.limits().items() if name in moved}
+    results = {name.removeprefix("grad "): result for name, result in trial.results.items()}
+    got = {name: result for name, result in got.items() if name in limits}
+    message = "sinks as one more key, or alibi as a float mask, give another"
+    return within(trial, "heads-written-out", got, results, message, limits, factor=1.0)
+
+
 CHECKS = (
     Check(
         "split",
@@ -309,6 +359,13 @@ CHECKS = (
         _divided,
         _same_bits_alone,
         varlen=True,
+    ),
+    Check(
+        "heads-written-out",
+        "a sink is one more key of value 0, and alibi a float mask of distances",
+        "It needs no reference: the way through a kernel that has them is held against the one of a mask.",
+        _of_heads,
+        _heads_as_mask,
     ),
     Check(
         "grouped-heads",

@@ -82,7 +82,7 @@ def _compare_hidden(trial: Trial, check: str, nonfinite: bool) -> Failure | None
     for name, result in got.items():
         if name in ("out", "lse", "grad query"):
             keep = rows if name == "lse" else rows[..., None]
-        elif name == "grad attn_mask":
+        elif name in ("grad attn_mask", "grad sinks"):
             continue  # its sums run over rows that see the change
         else:  # a row that sees NaN has weights of NaN for every key, whatever its upstream gradient
             keep = ~_seen_by_some(subject, ~rows)[..., None] if nonfinite else np.ones((*hidden.shape, 1), np.bool_)
@@ -151,8 +151,8 @@ def _independence(trial: Trial) -> Failure | None:
     bitwise = trial.repeats
     found = []
     for name, base in results.items():
-        if name == "grad attn_mask":
-            continue  # a mask may be shared by the heads
+        if name in ("grad attn_mask", "grad sinks"):
+            continue  # a mask may be shared by the heads, and sinks are by the batch
         if not bitwise and name not in ("out", "lse"):
             continue
         group = trial.case.group if name in ("out", "lse", "grad query") else 1
@@ -169,7 +169,7 @@ def _independence(trial: Trial) -> Failure | None:
 def _written(case: Case) -> bool:
     smooth = case.mask is not None and case.mask.dtype != "bool"
     plain = not smooth and not case.poison and not case.unseeded
-    return case.hides and plain and 0 < math.prod(case.scores) <= 2**22
+    return case.hides and plain and not case.alibi and 0 < math.prod(case.scores) <= 2**22
 
 
 def _as_mask(subject: Subject) -> tuple[Case, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Four identities between the gradients and the operands, which need no reference and cost O(L).
 
 For each key head, with the sums over the query heads that share it (derived from dS = P (Z dP - D + dlse)):
-  I1  sum_j dK_j = scale sum_i dlse_i q_i      (no softcap)
-  I2  sum_j dV_j = sum over live rows of dO_i  (no dropout)
+  I1  sum_j dK_j = scale sum_i dlse_i q_i      (no softcap, no sinks)
+  I2  sum_j dV_j = sum over live rows of dO_i  (no dropout, no sinks)
   I3  <V, dV> = <O, dO>
   I4  <Q, dQ> = <K, dK>
 How far rounding can move the sums follows from the error sums of single rows (``bounds.row_errors``).
@@ -56,7 +56,7 @@ def _identities(trial: Trial) -> Failure | None:
     k_max, v_max = (np.repeat(np.abs(x).max(2, keepdims=True), case.group, axis=1) for x in (k, v))
     found: list[Failure | None] = []
     with np.errstate(all="ignore"):
-        if not case.softcap:
+        if not (case.softcap or case.sinks):
             found.append(
                 alike(
                     _NAME,
@@ -67,7 +67,7 @@ def _identities(trial: Trial) -> Failure | None:
                     "I1: the key gradients do not add up to what lse's gradient adds",
                 )
             )
-        if not case.dropout:
+        if not (case.dropout or case.sinks):
             found.append(
                 alike(
                     _NAME,

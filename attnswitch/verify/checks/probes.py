@@ -28,7 +28,7 @@ _BASE = 128
 
 def _plain(case: Case) -> bool:
     """Nothing but bool masks changes the scores, and nothing is drawn."""
-    drawn = case.dropout or case.poison
+    drawn = case.dropout or case.poison or case.sinks or case.alibi
     return not drawn and (case.mask is None or case.mask.dtype == "bool") and case.work > 0
 
 
@@ -209,7 +209,7 @@ def _powers(trial: Trial) -> Failure | None:
     role = "value" if case.data_seed % 2 else "query"
     got = trial.run(subject.derive(f"powers of {role}", changes[role]))
     factors = (
-        {"out": 4.0, "grad query": 4.0, "grad key": 4.0, "grad attn_mask": 4.0}
+        {"out": 4.0, "grad query": 4.0, "grad key": 4.0, "grad attn_mask": 4.0, "grad sinks": 4.0}
         if role == "value"
         else {"grad query": 0.25}
     )

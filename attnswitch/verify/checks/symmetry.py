@@ -56,7 +56,7 @@ def within(
 
 
 def _unordered(case: Case) -> bool:
-    return _drawless(case) and not case.hides_by_position and case.seq_k > 1
+    return _drawless(case) and not (case.hides_by_position or case.alibi) and case.seq_k > 1
 
 
 def _order(case: Case) -> Any:
@@ -88,7 +88,7 @@ def _permutation(trial: Trial) -> Failure | None:
 
 
 def _shift_applies(case: Case) -> bool:
-    return _drawless(case) and case.mask is None and case.data not in ("large", "activations")
+    return _drawless(case) and case.mask is None and not case.sinks and case.data not in ("large", "activations")
 
 
 def _shift_by(case: Case) -> float:
@@ -143,6 +143,10 @@ def _linearity(trial: Trial) -> Failure | None:
     with np.errstate(invalid="ignore"):  # a wrong kernel may give inf and -inf
         parts = outs[0] + outs[1]
     return within(trial, "linearity", {"out": outs[2]}, {"out": parts}, "it is not linear in V", limits, factor=3.0)
+
+
+def _hull_applies(case: Case) -> bool:
+    return _drawless(case) and not case.sinks  # which take a share of the weights
 
 
 def _ones(subject: Subject) -> tuple[Case, dict[str, Any]]:
@@ -207,7 +211,7 @@ CHECKS = (
         "hull",
         "the weights of a row add up to 1: no output leaves the range of the values",
         "It needs no reference, and sees a denominator that does not fit its numerator at any length.",
-        _drawless,
+        _hull_applies,
         _hull,
     ),
 )

@@ -65,7 +65,11 @@ class Case:
     softcap: float = 0.0
     dropout: float = 0.0
     dropout_seed: int | None = None
+    #: What sinks and alibi_slopes hold, "" where there are none; the kinds are in ``attnswitch.verify.drawing.data``.
+    sinks: str = ""
+    alibi: str = ""
     lse: bool = False
+    #: Of query, key, value and mask; where there are any, the sinks have one besides.
     grads: str = ""
     library: str = "torch"
     layout: str = "BHLD"
@@ -93,6 +97,10 @@ class Case:
     def varlen(self) -> bool:
         """Whether sequences lie one after another, without padding."""
         return self.query_lengths is not None
+
+    def heads_dtype(self, kind: str) -> str:
+        """The dtype of sinks or alibi_slopes of a kind: that of query, or what kernels take."""
+        return self.dtype if self.dtype == "float64" or kind in ("normal", "geometric") else "float32"
 
     @property
     def unseeded(self) -> bool:
@@ -149,6 +157,8 @@ class Case:
             varlen=self.varlen,
             page=self.page,
             splits=self.splits,
+            sinks=bool(self.sinks),
+            alibi=bool(self.alibi),
         )
 
     @staticmethod
@@ -177,6 +187,8 @@ class Case:
             softcap=p.softcap,
             dropout=p.dropout,
             dropout_seed=1 if p.seeded else None,
+            sinks="normal" if p.sinks else "",
+            alibi="geometric" if p.alibi else "",
             lse=p.lse,
             grads=p.grads,
             data_seed=1,
@@ -195,6 +207,7 @@ class Case:
             parts.append(f"key_lengths {list(self.lengths)}")
         if self.mask is not None:
             parts.append(f"mask {self.mask.kind}, rank {self.mask.rank}")
+        parts += [f"{kind} {name}" for name, kind in (("sinks", self.sinks), ("alibi", self.alibi)) if kind]
         if self.poison:
             parts.append("poisoned")
         if self.check != "reference":

@@ -18,7 +18,18 @@ import numpy as np
 from attnswitch.arrays import Array
 from attnswitch.verify.drawing.case import Case
 
-__all__ = ["DISTRIBUTIONS", "LARGEST", "MASK_KINDS", "hashed", "normal", "operands", "rounded", "uniform"]
+__all__ = [
+    "ALIBI_KINDS",
+    "DISTRIBUTIONS",
+    "LARGEST",
+    "MASK_KINDS",
+    "SINK_KINDS",
+    "hashed",
+    "normal",
+    "operands",
+    "rounded",
+    "uniform",
+]
 
 #: Distributions of query, key and value, plainest first.
 DISTRIBUTIONS = (
@@ -41,6 +52,7 @@ _PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 #: Numbers that are made at a time: 256 kB.
 _BLOCK = 2**15
 _STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
+_STREAMS |= {"sinks": 19, "alibi_slopes": 20}
 
 
 def _signed(word: int) -> int:
@@ -119,8 +131,9 @@ def rounded(x: Array, dtype: str) -> Array:
 
 
 def operands(case: Case, xp: Any = np) -> dict[str, Array]:
-    """query, key, value, attn_mask (if any), grad_out and grad_lse as float64 (bool masks as bool).
+    """query, key, value, grad_out and grad_lse as float64, and attn_mask, sinks and alibi_slopes where there are any.
 
+    A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq).
     Values are exact in the storage types. ``grad_lse`` is zero unless the case asks for lse.
     """
     b, h, lq, lk = case.scores
@@ -149,6 +162,10 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
         made[role] = _repeated(xp, made[role], getattr(case.placing, role))
     if case.mask is not None:
         made["attn_mask"] = _mask(xp, case)
+    if case.sinks:
+        made["sinks"] = _sinks(xp, case)
+    if case.alibi:
+        made["alibi_slopes"] = _slopes(xp, case)
     return made
 
 
@@ -349,3 +366,31 @@ def _mask(xp: Any, case: Case) -> Array:
     if recipe.kind == "smooth":
         return smooth
     return xp.where(keep[recipe.kind], smooth, -math.inf + 0.0 * u)
+
+
+#: Sinks: N(0, 1); so wide that some outweigh all keys; none, far above, ordinary and far below in turn.
+_SINKS = {"normal": (None,), "wide": (None,), "extreme": (-math.inf, 1e4, None, -1e4)}
+#: Slopes: negative powers of two; of each batch entry its own; 0, negative, steep and ordinary in turn.
+_SLOPES = {"geometric": (None,), "batch": (None,), "extreme": (0.0, -0.125, 8.0, None)}
+SINK_KINDS, ALIBI_KINDS = tuple(_SINKS), tuple(_SLOPES)
+
+
+def _sinks(xp: Any, case: Case) -> Array:
+    sinks = normal(xp, case.data_seed, _STREAMS["sinks"], (case.heads_q,)) * (16.0 if case.sinks == "wide" else 1.0)
+    return _in_turn(rounded(sinks, case.heads_dtype(case.sinks)), case.data_seed, _SINKS[case.sinks])
+
+
+def _slopes(xp: Any, case: Case) -> Array:
+    slopes = xp.asarray([2.0 ** -(1 + 8 * h // case.heads_q) for h in range(case.heads_q)], dtype=xp.float64)[None]
+    if case.alibi == "batch":
+        slopes = 0.25 * normal(xp, case.data_seed, _STREAMS["alibi_slopes"], (case.batch, case.heads_q))
+    return _in_turn(rounded(slopes, case.heads_dtype(case.alibi)), case.data_seed, _SLOPES[case.alibi])
+
+
+def _in_turn(values: Array, first: int, numbers: tuple[float | None, ...]) -> Array:
+    """``values`` of each head, some replaced by ``numbers``, which are exact in the type that these are passed in."""
+    for h in range(values.shape[-1]):
+        number = numbers[(h + first) % len(numbers)]
+        if number is not None:
+            values[..., h] = number
+    return values

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attnswitch.machine.backend import Regime
 from attnswitch.verify.drawing import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
-from attnswitch.verify.drawing.data import DISTRIBUTIONS
+from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
@@ -208,13 +208,23 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found["poison"] = True
     varlen, alike, queries, keys = _often(draw, 8), draw(st.booleans()), _shares(draw), _shares(draw)
     dense = large is not None and large[0].aligned  # whose kernels read tiles of a batch by TMA
-    if varlen and not dense and found.get("dropout_seed", 0) is not None:
+    unseeded = found.get("dropout_seed", 0) is None  # V = I shows a mask of plain calls alone
+    if varlen and not dense and not unseeded:
         found |= _varlen(found, alike and large is None, queries, keys)
     paged, pages, few = _often(draw, 8), _pages(draw), draw(st.integers(1, 8))
     if paged and not (varlen or dense):
         found |= _paged(found, few if alike else found["seq_q"], queries, keys, **pages)
         if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
             found["check"] = "splits"
+    of_heads = {
+        "sinks": (_often(draw, 10), _choice(draw, SINK_KINDS)),
+        "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
+    }
+    bottom_right = draw(st.booleans())
+    if not (unseeded or "page" in found):
+        found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
+    if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
+        found["alignment"] = "bottom_right"
     return Case(**found)
 
 

@@ -57,6 +57,8 @@ class Placed:
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     block_table: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,16 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
         beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
         return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device))
+    heads = {}
+    for role, kind in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
+        if kind:
+            numbers = data[role][0] if data[role].shape[0] == 1 and role == "alibi_slopes" else data[role]
+            heads[role], storage[role] = place(numbers, case.heads_dtype(kind), "contiguous", case.library, device)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
         cu_q, cu_k = (_integers(case, sequences.offsets(case, role), device) for role in ("query", "key"))
         operands = made["query"], made["key"], made["value"]
-        return Placed(*operands, None, None, made["grad_out"], grad_lse[0], storage, cu_q, cu_k)
+        return Placed(*operands, None, None, made["grad_out"], grad_lse[0], storage, cu_q, cu_k, **heads)
     if case.layout == "BLHD":
         made = {role: array.swapaxes(1, 2) for role, array in made.items()}
     mask = None
@@ -101,7 +108,8 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         mask = put("attn_mask", case.mask.dtype, case.placing.attn_mask)
         mask = mask[(0,) * (4 - case.mask.rank)] if case.mask.rank < 4 else mask
     lengths = None if case.lengths is None else _integers(case, case.lengths, device)
-    return Placed(made["query"], made["key"], made["value"], mask, lengths, made["grad_out"], grad_lse, storage)
+    operands = made["query"], made["key"], made["value"]
+    return Placed(*operands, mask, lengths, made["grad_out"], grad_lse, storage, **heads)
 
 
 def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
@@ -132,6 +140,8 @@ def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
     if "m" in case.grads and case.mask is not None:
         sizes = zip("bhqk"[4 - case.mask.rank :], case.scores[4 - case.mask.rank :], strict=True)
         shapes["grad attn_mask"] = (tuple(n if axis in case.mask.axes else 1 for axis, n in sizes), case.mask.dtype)
+    if case.sinks and case.grads:
+        shapes["grad sinks"] = ((h,), case.heads_dtype(case.sinks))
     return shapes
 
 
@@ -140,7 +150,8 @@ def allocated(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
     found = expected(case)
     if case.varlen:
         found = {
-            name: ((shape[1], sequences.rows(case, name), *shape[3:]), dtype) for name, (shape, dtype) in found.items()
+            name: (((shape[1], sequences.rows(case, name), *shape[3:]) if len(shape) > 1 else shape), dtype)
+            for name, (shape, dtype) in found.items()
         }
     return found
 
@@ -181,7 +192,10 @@ def call(
     if synchronize and case.library != "numpy" and (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if case.varlen:
-        whole = {name: sequences.padded(case, name, result) for name, result in returned.results.items()}
+        whole = {
+            name: result if name == "grad sinks" else sequences.padded(case, name, result)
+            for name, result in returned.results.items()
+        }
         return Returned(whole, returned.chosen)
     if case.layout == "BLHD" or case.page:
         turned = {n: r.swapaxes(1, 2) if n in _TENSORS else r for n, r in returned.results.items()}
@@ -212,6 +226,8 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
         "softcap": case.softcap,
         "seed": case.dropout_seed,
         "deterministic": case.deterministic,
+        "sinks": placed.sinks,
+        "alibi_slopes": placed.alibi_slopes,
     }
     if case.varlen:
         longest = {"max_seqlen_q": case.seq_q, "max_seqlen_k": case.seq_k}
@@ -242,8 +258,11 @@ def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:
         if "m" in case.grads:
             options["mask_grad"] = True
         grad_lse = placed.grad_lse if case.lse else None
-        grads = differentiate(placed.grad_out, *operands, **options, grad_lse=grad_lse, backend=backend)
+        beside = {"grad_lse": grad_lse, "sinks_grad": bool(case.sinks), "backend": backend}
+        grads = differentiate(placed.grad_out, *operands, **options, **beside)
         results |= {f"grad {name}": grad for name, grad in grads._asdict().items() if grad is not None}
+        if case.sinks:
+            results["grad sinks"] = grads.sinks
     return Returned(results, chosen)
 
 
@@ -253,10 +272,12 @@ def _autograd(case: Case, placed: Placed, backend: str | None) -> Returned:
         torch.manual_seed(case.data_seed)
     named = {"query": placed.query, "key": placed.key, "value": placed.value, "attn_mask": placed.attn_mask}
     wanted = [name for letter, name in zip("qkvm", named, strict=True) if letter in case.grads]
+    named["sinks"] = placed.sinks
+    wanted += ["sinks"] if case.sinks and case.grads else []
     leaves: dict[str, Any] = {name: tensor.detach() if tensor is not None else None for name, tensor in named.items()}
     for name in wanted:
         leaves[name].requires_grad_()
-    options = _options(case, placed)
+    options = _options(case, placed) | {"sinks": leaves["sinks"]}
     operands = (leaves["query"], leaves["key"], leaves["value"])
     attend: Callable[..., Any] = attnswitch.attention_varlen
     if case.page:

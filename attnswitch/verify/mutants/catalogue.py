@@ -36,6 +36,7 @@ FAMILIES = (
     "lengths",
     "varlen",  # sequences without padding
     "paged",  # keys in the pages of a cache
+    "heads",  # sinks, and slopes of ALiBi
     "hidden",  # what lies at hidden positions reaches the result
     "gqa",
     "layout",  # strides and alignment

@@ -14,7 +14,7 @@ from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.drawing.data import DISTRIBUTIONS, MASK_KINDS
+from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, MASK_KINDS, SINK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.provenance import provenance
@@ -148,6 +148,8 @@ def _check(case: Case) -> None:
         ("library", case.library, ("numpy", "torch", "cupy")),
         ("layout", case.layout, ("BHLD", "BLHD")),
         ("data", case.data, DISTRIBUTIONS),
+        ("sinks", case.sinks, ("", *SINK_KINDS)),
+        ("alibi", case.alibi, ("", *ALIBI_KINDS)),
         *(("placing", placing, (*PLACINGS, FAR)) for placing in placings),
         *(("mask kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
     ):

@@ -27,6 +27,8 @@ _FEATURES = (
         "query_lengths",
         "lengths",
         "softcap",
+        "sinks",
+        "alibi",
         "alignment",
         "causal",
     ),
@@ -125,7 +127,7 @@ def _consistent(case: Case) -> Case:
         case = case.replace(query_lengths=None if case.lengths is None or case.mask else shorter)
     if case.mask is None and "m" in case.grads:
         case = case.replace(grads=case.grads.replace("m", ""))
-    if not (case.causal or case.window or case.page):
+    if not (case.causal or case.window or case.page or case.alibi):
         case = case.replace(alignment="top_left")
     if not case.dropout:
         return case.replace(dropout_seed=None)

@@ -99,7 +99,9 @@ def row_errors(a: Answer, precision: Precision) -> dict[str, Float]:
         forward = _forward(a, u)
         ds = _score_gradient_error(a, u, forward) + (u.weights + 4 * u.acc) * np.abs(a.ds) + u.weights_tiny
         sums = {"ds": (ds * a.visible).sum(-1), "size": np.abs(a.ds).sum(-1)}
-        if u.renewed and not (u.inputs or u.exp):  # whatever the scores, weights over their own sum add up to 1
+        if u.renewed and not (
+            u.inputs or u.exp or a.case.sinks
+        ):  # whatever the scores, weights over their own sum add up to 1
             size_lse = np.minimum(np.abs(np.where(forward.alive, a.lse, 0.0)), _TRUSTED_LSE)
             n = a.case.seq_k + 8
             sums["p"] = n * (u.acc + u.weights_tiny) + 4 * u.lse * size_lse + u.weights * a.p.sum(-1) + 8 * u.acc
@@ -121,22 +123,31 @@ def _score_error(a: Answer, u: _Units) -> Float:
         e = e + _CALL * u.acc * case.softcap * 2.0**-10
     size_s = np.abs(a.s)
     top = np.max(size_s, axis=-1, initial=0.0, keepdims=True, where=a.visible)
-    return e + 2 * u.acc * np.abs(a.mask) + 4 * u.acc * (size_s + top) + _CALL * u.acc + u.exp
+    top = np.maximum(top, np.where(a.sink > -np.inf, np.abs(a.sink), 0.0)[..., None])
+    return e + 2 * u.acc * a.added + 4 * u.acc * (size_s + top) + _CALL * u.acc + u.exp
+
+
+def _sink_error(a: Answer, u: _Units) -> Float:
+    """Absolute error of what the sink's exp is taken of, (B, Hq, Lq)."""
+    size = np.where(a.sink > -np.inf, np.abs(a.sink), 0.0) + np.abs(np.where(a.lse > -np.inf, a.lse, 0.0))
+    return 4 * u.acc * size + _CALL * u.acc + u.exp
 
 
 def _forward(a: Answer, u: _Units) -> _Forward:
     case = a.case
     n = case.seq_k + 8
     e = np.where(a.visible, _score_error(a, u), 0.0)
-    alive = a.visible.any(-1)
+    alive = a.lse > -np.inf
     size_lse = np.abs(np.where(alive, a.lse, 0.0))
     log_p = np.where(a.visible, a.s - np.where(alive, a.lse, 0.0)[..., None], -np.inf)
     high, low = np.exp(log_p + e), np.exp(log_p - e).sum(-1)
+    e_sink = _sink_error(a, u)
+    more, low = a.p_sink * np.expm1(e_sink), low + a.p_sink * np.exp(-e_sink)
 
     # A weight is off by at most high - p, and the denominator can shrink to low; z is the dropout factor.
     abs_v, out = np.abs(a.v), np.abs(a.values["out"])
     moved = high - a.p
-    spread = (moved * a.z) @ abs_v + moved.sum(-1)[..., None] * out
+    spread = (moved * a.z) @ abs_v + (moved.sum(-1) + more)[..., None] * out
     spread = spread / np.maximum(np.where(alive, low, 1.0), 1e-300)[..., None]
     rounding = ((a.p * a.z) @ abs_v) * (u.weights + n * u.acc)
     reach = np.max(abs_v, axis=-2, initial=0.0, keepdims=True)
@@ -145,7 +156,7 @@ def _forward(a: Answer, u: _Units) -> _Forward:
         exact = np.minimum(exact, (reach + out) * (1 + 2 * u.weights + n * u.acc))
     bound_out = exact * (1 + u.store) + u.store * out + u.store_tiny
 
-    up, down = np.log(np.maximum(high.sum(-1), 1.0)), -np.log(np.maximum(low, 1e-300))
+    up, down = np.log(np.maximum(high.sum(-1) + a.p_sink + more, 1.0)), -np.log(np.maximum(low, 1e-300))
     sums = np.maximum(up, down) + n * u.acc
     bound_lse = sums * (1 + u.lse) + (u.lse + 2 * u.acc) * size_lse
     return _Forward(e, log_p, alive, np.where(alive[..., None], bound_out, 0.0), np.where(alive, bound_lse, 0.0), sums)
@@ -167,7 +178,10 @@ def _gradients(a: Answer, u: _Units, forward: _Forward) -> dict[str, Float]:
 
     # dS may be scaled before or after it is rounded: what vanishes is not made smaller by a small scale.
     lost = max(scale, 1.0) * u.weights_tiny * a.visible
-    found = {"query": _stored((scale * (c + n * u.acc * ds) + lost) @ abs_k, np.abs(a.values["query"]), u)}
+    found = {}
+    if "sinks" in a.values:
+        found["sinks"] = _sinks(a, u, forward)
+    found["query"] = _stored((scale * (c + n * u.acc * ds) + lost) @ abs_k, np.abs(a.values["query"]), u)
     if "key" not in a.values:  # some rows of a case, whose sums over all rows are not known
         return found
     h = _again(a, u, forward)
@@ -185,6 +199,18 @@ def _gradients(a: Answer, u: _Units, forward: _Forward) -> dict[str, Float]:
         mask_units = _units(case.mask.dtype, Precision())
         found["attn_mask"] = _stored(unbroadcast(error, shape), np.abs(a.values["attn_mask"]), mask_units)
     return found
+
+
+def _sinks(a: Answer, u: _Units, forward: _Forward) -> Float:
+    """Error of dsinks, which is computed from the stored output and lse, in the lse's type."""
+    abs_do, out = np.abs(a.grad_out), np.abs(a.values["out"])
+    rows = a.case.batch * a.case.seq_q + 8
+    size = (abs_do * out).sum(-1) + np.abs(a.grad_lse)
+    off = (abs_do * forward.out).sum(-1) + (a.case.dim_v + 8) * u.lse * size
+    e = forward.lse + 4 * u.lse * (np.where(forward.alive, np.abs(a.lse), 0.0) + _CALL)
+    high = a.p_sink * np.exp(np.minimum(e, 700.0))
+    error = (high - a.p_sink) * size + high * off + (rows * u.lse + TINY["float32"]) * size
+    return _stored(error.sum((0, 2)), np.abs(a.values["sinks"]), _units(a.case.heads_dtype(a.case.sinks), Precision()))
 
 
 def _again(a: Answer, u: _Units, forward: _Forward) -> Float:

@@ -153,6 +153,9 @@ def _answer(case: Case, data: dict[str, Any], keep: Any, place: _Place) -> Answe
     g, count = heads.start // case.group, heads.stop - heads.start
     few = {role: data[role][b : b + 1, heads][:, :, i] for role in ("query", "grad_out", "grad_lse")}
     few |= {role: data[role][b : b + 1, g : g + 1] for role in ("key", "value")}
+    if case.alibi:
+        slopes = data["alibi_slopes"]
+        few["alibi_slopes"] = slopes[b if len(slopes) > 1 else 0][None, heads]
     mask = data.get("attn_mask")
     every = range(heads.start, heads.stop)
     visible = np.concatenate([oracle.visible_positions(case, mask, (b, h, i)) for h in every], axis=1)
@@ -171,7 +174,10 @@ def _answer(case: Case, data: dict[str, Any], keep: Any, place: _Place) -> Answe
     part = case.replace(
         batch=1, heads_kv=1, group=count, seq_q=len(i), lengths=None, query_lengths=None, page=0, splits=0, mask=kind
     )
-    found = oracle.answer(part, few, keep, visible)
+    scores = oracle.sink_scores(case, data)[b : b + 1, heads][:, :, i]
+    found = oracle.answer(part, few, keep, visible, oracle.distances(case, (b, heads.start, i)), scores)
+    for of_all in (found.values, found.poisoned):
+        of_all.pop("sinks", None)  # a sum over all rows of all batch entries
     for name in ("attn_mask",) if whole else ("key", "value", "attn_mask"):  # sums over rows that are not here
         if not (whole and alone):
             found.values.pop(name, None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from attnswitch.verify.drawing.case import Case
 
-__all__ = ["Answer", "answer"]
+__all__ = ["Answer", "answer", "distances"]
 
 #: NumPy arrays of float64 and bool. NumPy types its operators as unions that no expression below could use.
 Float = Any
@@ -23,8 +23,8 @@ Bool = Any
 class Answer:
     """Exact results and the quantities they came from. Shapes as in ``Problem``; key heads are repeated in k and v.
 
-    ``values`` maps "out", "lse" and the gradients "query", "key", "value", "attn_mask" to arrays computed as if NaN and
-    inf in the inputs were 0; ``poisoned`` says where a visible NaN or inf makes the true element not finite.
+    ``values`` maps "out", "lse" and the gradients ("query", "key", "value", "attn_mask", "sinks") to arrays computed as
+    if NaN and inf in the inputs were 0; ``poisoned`` says where a visible NaN or inf makes the true element not finite.
     """
 
     case: Case
@@ -33,17 +33,43 @@ class Answer:
     v: Float
     grad_out: Float
     grad_lse: Float
-    mask: Float
+    #: The size of what is added to the scores: mask and alibi.
+    added: Float
     visible: Bool
     tanh: Float
     s: Float
     p: Float
     z: Float
     lse: Float
+    #: The score and the weight of the sink in each row, (B, Hq, Lq); -inf and 0 where there is none.
+    sink: Float
+    p_sink: Float
     dp: Float
     ds: Float
     values: dict[str, Float]
     poisoned: dict[str, Bool] = field(default_factory=dict)
+
+
+def distances(case: Case, at: tuple[int, int, Any] | None = None) -> Any:
+    """How far each key stands after each query, (1 or B, 1, Lq, Lk); or (1, 1, rows, Lk) ``at`` some rows of one."""
+    lengths, queries = (
+        np.full(case.batch, most) if given is None else np.array(given, dtype=np.int64)
+        for given, most in ((case.lengths, case.seq_k), (case.query_lengths, case.seq_q))
+    )
+    rows = np.arange(case.seq_q)
+    if at is not None:
+        b, _, rows = at
+        lengths, queries = lengths[b : b + 1], queries[b : b + 1]
+    distance = np.arange(case.seq_k)[None, None, None, :] - rows[None, None, :, None]
+    return distance - (lengths - queries).reshape(-1, 1, 1, 1) if case.alignment == "bottom_right" else distance
+
+
+def sink_scores(case: Case, data: dict[str, Any]) -> Any:
+    """The score of the sink in each row, (B, Hq, Lq): -inf where there is none, as in rows past those of a sequence."""
+    scores = np.zeros(case.scores[:3]) + (data["sinks"][:, None] if case.sinks else -np.inf)
+    for b, queries in enumerate(case.query_lengths or ()):
+        scores[b, :, queries:] = -np.inf
+    return scores
 
 
 def visible_positions(case: Case, mask: Any, at: tuple[int, int, Any] | None = None) -> Bool:
@@ -59,9 +85,7 @@ def visible_positions(case: Case, mask: Any, at: tuple[int, int, Any] | None = N
         lengths, queries, shape = lengths[b : b + 1], queries[b : b + 1], (1, 1, len(rows), lk)
         mask = None if mask is None else mask_rows(mask, b, h, rows)
     lengths, queries = (x.reshape(-1, 1, 1, 1) for x in (lengths, queries))
-    distance = np.arange(lk)[None, None, None, :] - rows[None, None, :, None]
-    if case.alignment == "bottom_right":
-        distance = distance - (lengths - queries)
+    distance = distances(case, at)
     visible = (np.arange(lk) < lengths) & (rows[:, None] < queries)
     if case.causal:
         visible = visible & (distance <= 0)
@@ -83,16 +107,27 @@ def mask_rows(mask: Any, b: int, h: int, rows: Any) -> Any:
     return part if mask.shape[2] == 1 else part[:, :, rows]
 
 
-def answer(case: Case, data: dict[str, Any], keep: Bool | None = None, visible: Bool | None = None) -> Answer:
+def answer(
+    case: Case,
+    data: dict[str, Any],
+    keep: Bool | None = None,
+    visible: Bool | None = None,
+    distance: Any = None,
+    scores: Any = None,
+) -> Answer:
     """The answer to ``case`` on ``data``; ``keep`` is the dropout mask, needed if the case has dropout.
 
-    ``visible`` given stands for all that hides: then ``case`` is one batch entry, one head and some rows of another.
+    ``visible`` given stands for all that hides, ``distance`` for where keys and queries stand, and ``scores`` are those
+    of the sinks: then ``case`` is one batch entry, one head and some rows of another.
     """
     with np.errstate(all="ignore"):
-        return _answer(case, data, keep, visible)
+        distance = distances(case) if distance is None else distance
+        return _answer(case, data, keep, visible, distance, sink_scores(case, data) if scores is None else scores)
 
 
-def _answer(case: Case, data: dict[str, Any], keep: Bool | None, visible: Bool | None) -> Answer:
+def _answer(
+    case: Case, data: dict[str, Any], keep: Bool | None, visible: Bool | None, distance: Any, sink: Float
+) -> Answer:
     q = data["query"]
     k, v = (np.repeat(data[role], case.group, axis=1) for role in ("key", "value"))
     bad_k, bad_v = (~np.isfinite(x).all(-1) for x in (k, v))
@@ -105,14 +140,19 @@ def _answer(case: Case, data: dict[str, Any], keep: Bool | None, visible: Bool |
     tanh = np.tanh(s / case.softcap) if case.softcap else np.zeros_like(s)
     s = case.softcap * tanh if case.softcap else s
     added = np.zeros_like(s)
+    if case.alibi:
+        bias = -data["alibi_slopes"][:, :, None, None] * np.abs(distance)
+        s, added = s + bias, added + 2 * np.abs(bias)
     if mask is not None and mask.dtype != np.bool_:
-        added = np.where(visible, np.broadcast_to(mask, s.shape), 0.0)
-        s = s + added
-    alive = visible.any(-1)
+        smooth = np.where(visible, np.broadcast_to(mask, s.shape), 0.0)
+        s, added = s + smooth, added + np.abs(smooth)
+    alive = visible.any(-1) | (sink > -np.inf)
     top = np.max(np.where(visible, s, -np.inf), axis=-1, initial=-np.inf, keepdims=True)
-    top = np.where(alive[..., None], top, 0.0)
+    top = np.where(alive[..., None], np.maximum(top, sink[..., None]), 0.0)
     weights = np.where(visible, np.exp(np.where(visible, s - top, -np.inf)), 0.0)
-    total = weights.sum(-1, keepdims=True)
+    of_sink = np.exp(sink[..., None] - top)
+    total = weights.sum(-1, keepdims=True) + of_sink
+    p_sink = (of_sink / np.where(alive[..., None], total, 1.0))[..., 0]
     p = weights / np.where(alive[..., None], total, 1.0)
     lse = np.where(alive, top[..., 0] + np.log(np.where(alive[..., None], total, 1.0))[..., 0], -np.inf)
 
@@ -129,10 +169,12 @@ def _answer(case: Case, data: dict[str, Any], keep: Bool | None, visible: Bool |
     values = {"out": out, "lse": lse, "query": dq, "key": grouped(case, dk), "value": grouped(case, dv)}
     if mask is not None and mask.dtype != np.bool_:
         values["attn_mask"] = unbroadcast(ds, mask.shape)
+    if case.sinks:
+        values["sinks"] = -(p_sink * centre).sum((0, 2))
     poisoned = _poisoned(
         case, visible, bad_k, bad_v, ~np.isfinite(np.repeat(data["value"], case.group, axis=1)), values
     )
-    return Answer(case, q, k, v, do, dlse, added, visible, tanh, s, p, z, lse, dp, ds, values, poisoned)
+    return Answer(case, q, k, v, do, dlse, added, visible, tanh, s, p, z, lse, sink, p_sink, dp, ds, values, poisoned)
 
 
 def grouped(case: Case, x: Float) -> Float:
@@ -169,6 +211,8 @@ def _poisoned(
         "key": grouped(case, spread(keys, values["key"]).astype(np.float64)) > 0,
         "value": grouped(case, spread(keys_k, values["value"]).astype(np.float64)) > 0,
     }
+    if "sinks" in values:
+        found["sinks"] = rows.any((0, 2))
     if "attn_mask" in values:
         found["attn_mask"] = unbroadcast((visible & rows[..., None]).astype(np.float64), values["attn_mask"].shape) > 0
     return found

@@ -53,10 +53,13 @@ def row(case: Case, data: dict[str, Any], z: Float, b: int, h: int, i: int) -> d
     """
     mask = data.get("attn_mask")
     g = h // case.group
+    exists = case.query_lengths is None or i < case.query_lengths[b]
+    sink = float(data["sinks"][h]) if case.sinks and exists else -math.inf
     keys = [j for j in range(case.seq_k) if sees(case, mask, b, h, i, j)]
     q, do, dlse = data["query"][b, h, i], data["grad_out"][b, h, i], float(data["grad_lse"][b, h, i])
     if not keys:
-        return {"out": np.zeros(case.dim_v), "lse": -math.inf, "query": np.zeros(case.dim_qk), "keys": keys}
+        alone = {"out": np.zeros(case.dim_v), "lse": sink, "query": np.zeros(case.dim_qk), "keys": keys}
+        return alone | {"sinks": dlse if sink > -math.inf else 0.0}
     k, v = data["key"][b, g][keys], data["value"][b, g][keys]
     raw = case.softmax_scale * (k @ q)
     slope = np.ones_like(raw)
@@ -64,12 +67,19 @@ def row(case: Case, data: dict[str, Any], z: Float, b: int, h: int, i: int) -> d
     if case.softcap:
         logits = case.softcap * np.tanh(raw / case.softcap)
         slope = 1.0 / np.cosh(np.clip(raw / case.softcap, -300.0, 300.0)) ** 2
+    if case.alibi:
+        slopes, length = data["alibi_slopes"], case.seq_k if case.lengths is None else case.lengths[b]
+        queries = case.seq_q if case.query_lengths is None else case.query_lengths[b]
+        place = i if case.alignment == "top_left" else i + length - queries
+        logits = logits - float(slopes[b if len(slopes) > 1 else 0, h]) * np.array([abs(place - j) for j in keys])
     if mask is not None and mask.dtype != np.bool_:
         wide = np.broadcast_to(mask, case.scores)[b, h, i][keys]
         logits = logits + wide
-    lse = float(np.max(logits)) + math.log(math.fsum(np.exp(logits - np.max(logits))))
-    p = np.exp(logits - lse)
-    p = p / math.fsum(p)
+    every = np.append(logits, sink)  # one more key, of value 0
+    lse = float(np.max(every)) + math.log(math.fsum(np.exp(every - np.max(every))))
+    shares = np.exp(every - lse)
+    shares = shares / math.fsum(shares)
+    p, p_sink = shares[:-1], float(shares[-1])
     # Jacobian of the softmax, written out: dS = (diag(p) - p p^T) dP + p dlse.
     dp = z[keys] * (v @ do)
     ds = p * dp - p * float(p @ dp) + p * dlse
@@ -79,6 +89,7 @@ def row(case: Case, data: dict[str, Any], z: Float, b: int, h: int, i: int) -> d
         "query": case.softmax_scale * ((ds * slope) @ k),
         "key": case.softmax_scale * np.outer(ds * slope, q),
         "value": np.outer(p * z[keys], do),
+        "sinks": p_sink * (dlse - float(p @ dp)),
         "scores": ds,
         "keys": keys,
     }
@@ -97,7 +108,7 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
     chosen = places if every else [places[n * (len(places) - 1) // (SAMPLE - 1)] for n in range(SAMPLE)]
     sums = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
     size = {name: np.zeros_like(answer.values[name]) for name in ("key", "value")}
-    scores = np.zeros(case.scores)
+    scores, by_sinks = np.zeros(case.scores), np.zeros(case.heads_q)
     agree = _Agreement(answer, case)
     with np.errstate(all="ignore"):
         for b, h, i in chosen:
@@ -107,11 +118,14 @@ def cross_check(data: dict[str, Any], answer: Answer) -> None:
             for name in ("key", "value") if found["keys"] else ():
                 sums[name][b, h // case.group, found["keys"]] += found[name]
                 size[name][b, h // case.group, found["keys"]] += np.abs(found[name])
+            by_sinks[h] += found["sinks"]
             if found["keys"]:
                 scores[b, h, i, found["keys"]] = found["scores"]
     if every:
         for name in ("key", "value"):
             agree(name, (), answer.values[name], sums[name], float(np.max(size[name], initial=0.0)))
+        if "sinks" in answer.values:
+            agree("sinks", (), answer.values["sinks"], by_sinks)
         if "attn_mask" in answer.values:
             mask = answer.values["attn_mask"]
             axes = tuple(axis for axis, length in enumerate(mask.shape) if length == 1)

@@ -72,6 +72,10 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("mask_kind", "query_offset_bytes", "key_offset_bytes")),
         *((name, ctypes.c_void_p) for name in ("query_offsets", "key_offsets")),
         *((name, ctypes.c_int64) for name in ("query_rows", "key_rows", "saved_rows")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "slopes", "table")),
+        *((name, ctypes.c_int64) for name in ("sink_step", "slope_batch", "slope_head", "table_batch", "table_step")),
+        *((name, ctypes.c_int32) for name in ("table_bytes", "page")),
+        ("by_page", Divisor),
     ]
 
 
@@ -100,6 +104,8 @@ def _of_class(p: Problem, generic: bool) -> Arguments:
         keep_scale=arithmetic.keep_scale(p),
         threshold=min(round(p.dropout * 2**BITS) << 32 - BITS, 2**32 - 1),  # of a whole word
         mask_kind=mask_kind(p),
+        page=p.page,
+        by_page=Divisor.of(p.page),
     )
 
 
@@ -137,6 +143,14 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
         seed(a, inputs.seed)
     if inputs.offsets is not None:
         _put_offsets(a, inputs.offsets, inputs.query.shape[2], inputs.key.shape[2])
+    if inputs.sinks is not None:
+        a.sinks, a.sink_step = memory.place(inputs.sinks)
+    if inputs.alibi_slopes is not None:
+        a.slopes, by_batch, a.slope_head = memory.place(inputs.alibi_slopes)
+        a.slope_batch = 0 if inputs.alibi_slopes.shape[0] == 1 else by_batch
+    if inputs.block_table is not None:
+        a.table, a.table_batch, a.table_step = memory.place(inputs.block_table)
+        a.table_bytes = int(inputs.block_table.itemsize)
     return a
 
 

@@ -82,4 +82,6 @@ def rows_added(p: Problem, query: Tile) -> Step:
 def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "") -> Variant:
     """``letters`` are those of ``key_gradients``."""
     own = {"WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)} if letters else {}
+    if kernel == "prepare_added":  # elsewhere the lse tells of a sink
+        own["SINKS"] = int(p.sinks)
     return variants.of_tile(kernel, p, tile, {**variants.flags(p), **own, "GRAD_OUT_BYTES": variants.dense_bytes(p)})

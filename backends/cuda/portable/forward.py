@@ -112,10 +112,12 @@ def _lines(inputs: Inputs) -> int:
 @per_class
 def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
     own = {"LENGTHS": int(p.key_lengths), "SPLIT": split, "ONCE": int(once)}
+    own |= {"SINKS": int(p.sinks), "PAGED": tiles.paged(p, tile)}
     return variants.of_tile("forward", p, tile, {**variants.flags(p), **own})
 
 
 @per_class
 def _merge(p: Problem) -> Variant:
     plain = variants.of_rows(p, "merge", arithmetic.folds(p))
-    return plain._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p))
+    flags = (*plain.flags, ("SINKS", int(p.sinks)))
+    return plain._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p), flags=flags)

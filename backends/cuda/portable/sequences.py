@@ -17,7 +17,7 @@ def launched(p: Problem) -> Problem:
     """
     if not p.varlen:
         return p
-    return p.replace(batch=p.batch + 1, seq_q=max(1, p.seq_q), seq_k=max(1, p.seq_k))
+    return p.replace(batch=p.batch + 1, seq_q=max(1, p.seq_q), seq_k=max(p.page, 1, p.seq_k))
 
 
 def saved_rows(rows: int, sequences: int) -> int:

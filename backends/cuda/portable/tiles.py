@@ -18,9 +18,11 @@ __all__ = [
     "fits",
     "left",
     "merging_shared",
+    "mixed",
     "on_tensor_cores",
     "once",
     "packs",
+    "paged",
     "room",
     "rows",
     "shared",
@@ -83,8 +85,16 @@ def block(dim: int, problem: Problem, tile: Tile) -> int:
 
 
 def packs(problem: Problem) -> bool:
-    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it."""
-    return problem.group > 1 and problem.seq_q * problem.group <= 64
+    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it.
+
+    They do however many queries there are where bits may not depend on the longest of other sequences.
+    """
+    return problem.group > 1 and (mixed(problem) or problem.seq_q * problem.group <= 64)
+
+
+def mixed(problem: Problem) -> bool:
+    """Whether sequences of few queries and of many are to have the same bits alone, and so the same tiles."""
+    return problem.splits > 0 and problem.varlen
 
 
 def rows(problem: Problem) -> int:
@@ -101,6 +111,11 @@ def once(problem: Problem, tile: Tile) -> bool:
         return False
     one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
     return one_tile and kv_bytes(problem) <= _ONCE
+
+
+def paged(problem: Problem, tile: Tile) -> int:
+    """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one."""
+    return 0 if not problem.page else 1 if problem.page % tile.keys else 2
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:

@@ -15,14 +15,14 @@ from .tiles import ROWS_A_BLOCK, Tile, block
 
 __all__ = ["dense_bytes", "flags", "of_rows", "of_tile"]
 
-#: Flags that generic kernels are compiled for too: they decide on registers.
-_REGISTERS = ("WITH_KEY", "WITH_VALUE")
+#: Flags that generic kernels are compiled for too: they decide on registers, or are of forms that few problems have.
+_ALWAYS = ("WITH_KEY", "WITH_VALUE", "SINKS", "ALIBI", "PAGED")
 
 
 def of_tile(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Variant:
-    """``kernel`` for that tile; a generic one has none of ``flags`` but those that decide on registers."""
+    """``kernel`` for that tile; a generic one has few of ``flags``."""
     if tile.generic:
-        flags = {name: value for name, value in flags.items() if name in _REGISTERS}
+        flags = {name: value for name, value in flags.items() if name in _ALWAYS}
     rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
     return Variant(
         kernel,
@@ -56,6 +56,8 @@ def flags(p: Problem) -> dict[str, int]:
         "MASK_KIND": arguments.mask_kind(p),
         "MASK_PAIRS": int(_pairs(p)),
         "DROPOUT": int(p.dropout > 0.0),
+        "ALIBI": int(p.alibi),
+        "PAGED": 0,
         "QUERY_BYTES": memory.copied(p.query, p.dtype),
         "KEY_BYTES": memory.copied(p.key, p.dtype),
         "VALUE_BYTES": memory.copied(p.value, p.dtype),

@@ -67,4 +67,12 @@ struct Arguments {
     const u8* key_offsets;
     i64 query_rows, key_rows; // of all sequences, and past the last one
     i64 saved_rows;           // of a head in base and delta
+    const u8* sinks;          // (heads,) Reals: SINKS
+    const u8* slopes;         // (batch, heads) Reals, or of one batch entry for all: ALIBI
+    const u8* table;          // (batch, keys / page) integers of |table_bytes|: PAGED
+    i64 sink_step;            // from one to the next in elements, as all below
+    i64 slope_batch, slope_head;
+    i64 table_batch, table_step;
+    int table_bytes, page;    // 4 or 8; rows of a page
+    Divisor by_page;
 };

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .lists import visit
+from .paged import places, share
 from .philox import drop, keeps, origin, seeded
 from .tile import (
     EVERY_EDGE,
@@ -25,16 +26,19 @@ from .tile import (
     load_rows,
     product,
     rounded,
+    sloped,
     store_rows,
     tanh,
     tile_of,
+    with_sink,
 )
 from .varlen import clear, sequence
 
 
 @triton.jit
 def _attend(
-    state, q, zero, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random, dim, dim_v,
+    state, q, zero, i, h, b, head, k_at, v_at, paging, mask, tiles, t0, t1, full, span, slope, scores, random,
+    dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
     BOUND: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +61,13 @@ def _attend(
                 start = tl.load(tiles + t) * how.block_n
             if how.dropout:  # before the scores: the product of the tile before is still under way
                 k0, k1, k2, k3 = keeps(zero, b, h, i, start, random, how.block_n)
+            where = (0, 0)
+            if how.paged:
+                where = places(paging, start, end, ENDS, how)
             k = tile_of(
-                k_at, b, head, start, end, dim, how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how
-            )
+                k_at, b, head, start, end, dim,
+                how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
+            )  # fmt: skip
             s = product(q, tl.trans(k))
             if not how.fold:
                 s = s * factor
@@ -67,6 +75,8 @@ def _attend(
                     s = tanh(s) * scores.cap
                 if how.generic:
                     s = tl.where(scores.cap > 0.0, tanh(s) * scores.cap, s)
+                if how.alibi:
+                    s = sloped(s, i, columns(how.block_n, how.dropout)[None, :], start, span[1], slope)
             if EDGE != NO_EDGE:
                 hides = True
                 if EDGE == SOME_EDGES:  # a branch, so that one loop keeps its loads coming
@@ -98,7 +108,7 @@ def _attend(
                 p = drop(p, k0, k1, k2, k3, how.block_m, how.block_n)
             v = tile_of(
                 v_at, b, head, start, end, dim_v,
-                how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how,
+                how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how, where,
             )  # fmt: skip
             acc = product(rounded(p, v.dtype), v, acc)
             top = new_top
@@ -107,7 +117,7 @@ def _attend(
 
 @triton.jit
 def forward(
-    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS,
+    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SINKS, SLOPES, TABLE,
     by, visits, sizes, dims, reach, section, splits, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +169,12 @@ def forward(
     first = tile * BLOCK_M
     if how.varlen:
         begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
-        begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+        if not how.paged:
+            begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+            K += begin_k * by.k.l
+            V += begin_k * by.v.l
         rows = seq_q * pack
         Q += begin_q * by.q.l
-        K += begin_k * by.k.l
-        V += begin_k * by.v.l
         OUT += begin_q * by.o.l
         LSE += begin_q
         if b == batch:
@@ -202,8 +213,11 @@ def forward(
     last = tl.minimum(first + BLOCK_M, rows) - 1
     lo, full_lo, full_hi, hi = key_range(first // pack, last // pack, span, how)
     if how.split:
-        lo = tl.maximum(lo, split * splits.chunk)
-        hi = tl.minimum(hi, (split + 1) * splits.chunk)
+        if how.paged:
+            lo, hi = share(lo, hi, split, splits.count, BLOCK_N)
+        else:
+            lo = tl.maximum(lo, split * splits.chunk)
+            hi = tl.minimum(hi, (split + 1) * splits.chunk)
         full_lo = tl.minimum(tl.maximum(full_lo, lo), tl.cdiv(tl.maximum(hi, lo), BLOCK_N) * BLOCK_N)
         full_hi = tl.maximum(tl.minimum(full_hi, tl.maximum(hi, 0) // BLOCK_N * BLOCK_N), full_lo)
 
@@ -214,7 +228,12 @@ def forward(
     if how.dropout:
         nothing = tl.zeros((BLOCK_N, BLOCK_D), q.dtype)
         zero = origin(product(q, tl.trans(nothing)), BLOCK_M, BLOCK_N)
-    if not how.tma:
+    paging = (0, 0)
+    if how.paged:
+        K += head_kv.to(tl.int64) * by.k.h
+        V += head_kv.to(tl.int64) * by.v.h
+        paging = (TABLE + b64 * sizes.table, sizes.page)
+    elif not how.tma:
         K += b64 * by.k.b + head_kv.to(tl.int64) * by.k.h
         V += b64 * by.v.b + head_kv.to(tl.int64) * by.v.h
     mask = (0, 0, 0, 0)
@@ -227,6 +246,9 @@ def forward(
             MASK += first.to(tl.int64) * by.m.l
             mask_rows = (there - first) * by.m.l
         mask = (MASK, mask_rows[:, None], by.m.d, seq_k)
+    slope = 0.0
+    if how.alibi:
+        slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)[:, None]
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
     full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
@@ -251,7 +273,7 @@ def forward(
             t0, t1 = begin, mixed_end
         if part == 0 and STRETCH:
             t0, t1 = stretch[0] // BLOCK_N, tl.cdiv(stretch[1], BLOCK_N)
-            sees = (stretch[1], 0, stretch[0], 0)
+            sees = (stretch[1], offset, stretch[0], 0)
         if part == 1 and MASKED:
             t1 = mixed_end if how.even_k else mixed_end - 1
         if part == 2:
@@ -260,9 +282,9 @@ def forward(
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, begin, mixed_end, full, span, scores, dice, dims.qk, dims.v,
-                how.mask_kind, False, EVERY_EDGE, False, True, True, how,
+                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d, by.k.b),
+                (V, by.v.l, by.v.d, by.v.b), paging, mask, TILES, begin, mixed_end, full, span, slope, scores, dice,
+                dims.qk, dims.v, how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (
             (part == 0 and (how.listed or not MASKED))
@@ -270,8 +292,9 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d),
-                (V, by.v.l, by.v.d), mask, TILES, t0, t1, full, sees, scores, dice, dims.qk, dims.v,
+                (acc, total, top), q, zero, i[:, None], h[:, None], b, head_kv, (K, by.k.l, by.k.d, by.k.b),
+                (V, by.v.l, by.v.d, by.v.b), paging, mask, TILES, t0, t1, full, sees, slope, scores, dice,
+                dims.qk, dims.v,
                 NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
                 EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
                 part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),
@@ -293,6 +316,9 @@ def forward(
         tl.store(LSE + row, total, mask=inside)
         out = acc * random.keep_scale
     else:
+        if how.sinks:
+            top, total, rescale = with_sink(top, total, tl.load(SINKS + h))
+            acc = acc * rescale[:, None]
         empty = total == 0.0  # it saw nothing
         tl.store(LSE + row, top + tl.log2(tl.where(empty, 1.0, total)) * LN2, mask=inside)
         # An exact quotient: the mean of a power of two of equal weights is exact too.
@@ -306,9 +332,10 @@ def forward(
 
 @triton.jit
 def merge(
-    PARTS, SUMS, OUT, LSE, CU_Q,
+    PARTS, SUMS, OUT, LSE, CU_Q, SINKS,
     by, sizes, dims, splits,
     BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr, VARLEN: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
     """One row of OUT and LSE from its numerators PARTS (splits, rows, dim_v) and SUMS: all maxima, then all sums.
 
@@ -360,12 +387,15 @@ def merge(
         total = total * rescale + tl.sum(weights * totals, 0)
         acc = acc * rescale + tl.sum(parts * weights[:, None], 0)
         top = new_top
-    total = tl.where(total == 0.0, 1.0, total)  # it saw nothing
     b = 0
     if not VARLEN:
         b = (row // seq_q // heads).to(tl.int64)
         h = row // seq_q % heads
         i = row % seq_q
+    if WITH_SINKS:
+        top, total, rescale = with_sink(top, total, tl.load(SINKS + h))
+        acc = acc * rescale
+    total = tl.where(total == 0.0, 1.0, total)  # it saw nothing
     h = h.to(tl.int64)
     i = i.to(tl.int64)
     out = tl.div_rn(acc, total + tl.zeros_like(acc))

@@ -25,7 +25,7 @@ from .varlen import clear, padded_begin, sequence
 
 @triton.jit
 def _over_queries(
-    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, rest_at, mask, tiles, t0, t1, seq_q, span, scores,
+    state, k, v, first, b, h, q_at, do_at, base_at, delta_at, rest_at, mask, tiles, t0, t1, seq_q, span, slope, scores,
     random, keep_scale, dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def _over_queries(
             rows = rows.to(tl.int64)
         p, _, dqk = score_gradient(
             s, dp, base[None, :], delta[None, :], rest, i[None, :], n, first, True, span,
-            (here, rows * smq, smk, seq_k), scores, keep, keep_scale, MASK_KIND, EDGE, False,
+            (here, rows * smq, smk, seq_k), slope, scores, keep, keep_scale, MASK_KIND, EDGE, False,
             how.has_lengths or not how.even_k, not how.even_k, how,
         )  # fmt: skip
         dv = product(rounded(p, do.dtype), do, dv)
@@ -77,7 +77,7 @@ def _over_queries(
 
 @triton.jit
 def key_gradients(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, DK, DV,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SLOPES, DK, DV,
     by, by_key, by_value, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +162,9 @@ def key_gradients(
         mask = (0, 0, 0, 0)
         if MASKED:
             mask = (MASK + (b64 * by.m.b + h64 * by.m.h), by.m.l, by.m.d, seq_k)
+        slope = 0.0
+        if how.alibi:
+            slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
         tiles = TILES
         if how.listed:
             where = b64 * visits.b + h * visits.h + tile * visits.t
@@ -184,7 +187,7 @@ def key_gradients(
                 dk, dv = _over_queries(
                     (dk, dv), k, v, first, b, h, (q_head, by.q.l, by.q.d), (do_head, by.o.l, by.o.d), BASE + rows_at,
                     DELTA + rows_at, BASE + batch.to(tl.int64) * heads_q * padded + rows_at, mask, tiles, t0, t1, seq_q,
-                    span, scores, dice, random.keep_scale, dims.qk, dims.v,
+                    span, slope, scores, dice, random.keep_scale, dims.qk, dims.v,
                     NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                     EVERY_EDGE if part != 1 else NO_EDGE, how,
                 )  # fmt: skip

@@ -10,7 +10,7 @@ from .tile import EVERY_EDGE, columns, extent, load_rows, product, rounded
 
 @triton.jit
 def mask_gradient(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, DMASK,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, SLOPES, DMASK,
     by, sizes, dims, reach, mask_heads, scores, random,
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
     how: tl.constexpr,
@@ -76,6 +76,9 @@ def mask_gradient(
                 base = tl.load(BASE + rows)[:, None]
                 delta = tl.load(DELTA + rows)[:, None]
                 rest = tl.load(BASE + batch.to(tl.int64) * heads_q * padded + rows)[:, None]
+                slope = 0.0
+                if how.alibi:
+                    slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
                 mask_head = MASK + b64 * by.m.b + h64 * by.m.h
                 mask_rows = tl.minimum(i64, seq_q - 1)[:, None] * by.m.l
                 for tile_k in range(first_k, last_k):
@@ -108,8 +111,8 @@ def mask_gradient(
                     n64 = n[None, :].to(tl.int64)
                     _, ds, _ = score_gradient(
                         s, dp, base, delta, rest, i[:, None], n64, tl.cast(tile_k * BLOCK_N, tl.int32), True,
-                        (end, offset, reach.left, reach.right), (mask_head, mask_rows, by.m.d, seq_k), scores, keep,
-                        random.keep_scale, how.mask_kind, EVERY_EDGE, False, True, True, how,
+                        (end, offset, reach.left, reach.right), (mask_head, mask_rows, by.m.d, seq_k), slope, scores,
+                        keep, random.keep_scale, how.mask_kind, EVERY_EDGE, False, True, True, how,
                     )  # fmt: skip
                     acc += ds
     out = DMASK

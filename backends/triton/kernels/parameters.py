@@ -8,7 +8,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dims", "Random", "Reach", "Rows", "Scores", "Sizes", "Splits", "Steps", "Strides", "VarlenSizes", "Visits"]
+__all__ = [
+    "Dims",
+    "PagedSizes",
+    "Random",
+    "Reach",
+    "Rows",
+    "Scores",
+    "Sizes",
+    "SlopedScores",
+    "Splits",
+    "Steps",
+    "Strides",
+    "VarlenSizes",
+    "Visits",
+]
 
 #: A number on the host, and a scalar or a constant in a kernel.
 Number = Any
@@ -67,6 +81,23 @@ class VarlenSizes(NamedTuple):
     rows_k: Number
 
 
+class PagedSizes(NamedTuple):
+    """The same of keys in pages: rows of a page, and entries from one sequence's table to the next.
+
+    Queries may lie in sequences one after another, whose rows ``rows_q`` counts.
+    """
+
+    batch: Number
+    heads_q: Number
+    group: Number
+    seq_q: Number
+    padded: Number
+    seq_k: Number
+    rows_q: Number
+    page: Number
+    table: Number
+
+
 class Dims(NamedTuple):
     """Head dimensions of query and key, and of value."""
 
@@ -95,6 +126,16 @@ class Scores(NamedTuple):
     scale: Number
     factor: Number
     cap: Number
+
+
+class SlopedScores(NamedTuple):
+    """The same, and elements from one batch entry's slopes to the next, and from one head's."""
+
+    scale: Number
+    factor: Number
+    cap: Number
+    slope_b: Number
+    slope_h: Number
 
 
 class Random(NamedTuple):

@@ -9,7 +9,7 @@ keys again if one of its rows is such a row.
 import triton
 import triton.language as tl
 
-from .tile import FLOAT_MASK, LN2, LOG2E, extent, hide, key_range, load_rows, product, tanh
+from .tile import FLOAT_MASK, LN2, LOG2E, extent, hide, key_range, load_rows, product, sloped, tanh, with_sink
 
 #: From here on the rounding of lse is one of weights by 2^-11, which 16-bit results hardly show.
 _FAR = tl.constexpr(8192.0)
@@ -18,7 +18,7 @@ _ROUNDING = tl.constexpr(4.8e-7)
 
 
 @triton.jit
-def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scores, how: tl.constexpr):
+def _normaliser(Q, K, MASK, first, i, inside, span, slope, by, seq_q, seq_k, dims, scores, how: tl.constexpr):
     """The largest score of each row, and the sum relative to it. ``Q``, ``K`` and ``MASK`` are of one head."""
     BLOCK_M: tl.constexpr = how.block_m
     BLOCK_N: tl.constexpr = how.block_n
@@ -37,6 +37,8 @@ def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scor
             s = tanh(s) * scores.cap
         if how.generic:
             s = tl.where(scores.cap > 0.0, tanh(s) * scores.cap, s)
+        if how.alibi:
+            s = sloped(s, i[:, None], n[None, :], start, span[1], slope)
         s, _seen = hide(
             s, i[:, None], n[None, :].to(tl.int64), start, span, (MASK, mask_rows, by.m.d, seq_k),
             FLOAT_MASK, True, True, how,
@@ -50,7 +52,7 @@ def _normaliser(Q, K, MASK, first, i, inside, span, by, seq_q, seq_k, dims, scor
 
 @triton.jit
 def prepare_added(
-    Q, K, OUT, DO, MASK, LENGTHS, LSE, DLSE, DELTA, BASE,
+    Q, K, OUT, DO, MASK, LENGTHS, LSE, DLSE, SINKS, SLOPES, DELTA, BASE,
     by, by_out, sizes, dims, reach, scores,
     WITH_DLSE: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
@@ -86,10 +88,15 @@ def prepare_added(
     far = (size >= _FAR) & (size < float("inf"))
     if tl.max(far.to(tl.int32), 0) > 0:
         end, offset = extent(LENGTHS, b, seq_q, seq_k, reach, how)
+        slope = 0.0
+        if how.alibi:
+            slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
         top, total = _normaliser(
             Q + b * by.q.b + h * by.q.h, K + b * by.k.b + h // group * by.k.h, MASK + b * by.m.b + h * by.m.h,
-            first, i, inside, (end, offset, reach.left, reach.right), by, seq_q, seq_k, dims, scores, how,
+            first, i, inside, (end, offset, reach.left, reach.right), slope, by, seq_q, seq_k, dims, scores, how,
         )  # fmt: skip
+        if how.sinks:
+            top, total, _rescale = with_sink(top, total, tl.load(SINKS + h))
         own = tl.log2(total)
         of_more = lse - top > own * LN2 + size * _ROUNDING  # of other keys too: it is taken as it is
         base = tl.where(far, tl.where(of_more, lse, top), base)

@@ -26,7 +26,7 @@ from .varlen import clear, padded_begin, sequence
 
 @triton.jit
 def _over_keys(
-    dq, q, do, base, delta, rest, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, scores, random,
+    dq, q, do, base, delta, rest, i, h, b, head, k_at, v_at, mask, tiles, t0, t1, full, span, slope, scores, random,
     keep_scale, dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
     BOUND: tl.constexpr, how: tl.constexpr,
@@ -54,7 +54,7 @@ def _over_keys(
         if how.wide:
             n = n.to(tl.int64)
         _, _, dqk = score_gradient(
-            s, dp, base, delta, rest, i, n, start, (t < first_full) | (t >= last_full), span, mask, scores,
+            s, dp, base, delta, rest, i, n, start, (t < first_full) | (t >= last_full), span, mask, slope, scores,
             keep, keep_scale, MASK_KIND, EDGE, STRETCH, ENDS, BOUND, how,
         )  # fmt: skip
         dq = product(rounded(dqk, k.dtype), k, dq)
@@ -63,7 +63,7 @@ def _over_keys(
 
 @triton.jit
 def query_gradient(
-    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, DQ,
+    Q, K, V, DO, BASE, DELTA, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SLOPES, DQ,
     by, by_grad, visits, sizes, dims, reach, section, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -127,6 +127,9 @@ def query_gradient(
     span = (end, offset, reach.left, reach.right)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, full_lo, full_hi, hi = key_range(first, last, span, how)
+    slope = 0.0
+    if how.alibi:
+        slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)
     begin = lo // BLOCK_N
     mixed_end = tl.cdiv(hi, BLOCK_N)
     full = (full_lo // BLOCK_N, full_hi // BLOCK_N)
@@ -160,7 +163,7 @@ def query_gradient(
             t0, t1 = begin, mixed_end
         if part == 1 and STRETCH:
             t0, t1 = stretch[0] // BLOCK_N, tl.cdiv(stretch[1], BLOCK_N)
-            sees = (stretch[1], 0, stretch[0], 0)
+            sees = (stretch[1], offset, stretch[0], 0)
         if part == 2:
             t0, t1 = full[1], mixed_end
         if part == 2 and MASKED:
@@ -168,7 +171,7 @@ def query_gradient(
         if part == 0 and how.generic:
             dq = _over_keys(
                 dq, q, do, base, delta, rest, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
-                mask, TILES, begin, mixed_end, full, span, scores, dice, random.keep_scale, dims.qk, dims.v,
+                mask, TILES, begin, mixed_end, full, span, slope, scores, dice, random.keep_scale, dims.qk, dims.v,
                 how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (
@@ -178,7 +181,7 @@ def query_gradient(
         ):
             dq = _over_keys(
                 dq, q, do, base, delta, rest, i[:, None], hs, b, head, (K, by.k.l, by.k.d), (V, by.v.l, by.v.d),
-                mask, TILES, t0, t1, full, sees, scores, dice, random.keep_scale, dims.qk, dims.v,
+                mask, TILES, t0, t1, full, sees, slope, scores, dice, random.keep_scale, dims.qk, dims.v,
                 NO_MASK if part == 1 else how.mask_kind, how.listed and part != 1,
                 EVERY_EDGE if part != 1 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 1 and STRETCH,
                 part != 1 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),

@@ -7,12 +7,12 @@ dP = dO V^T, and D is that of ``prepare``. dQ = scale dS K (``query_gradient``),
 import triton
 import triton.language as tl
 
-from .tile import EVERY_EDGE, SOME_EDGES, hide, tanh, visible, weights
+from .tile import EVERY_EDGE, SOME_EDGES, hide, sloped, tanh, visible, weights
 
 
 @triton.jit
 def score_gradient(
-    s, dp, base, delta, rest, i, n, start, hides, span, mask, scores, keep, keep_scale,
+    s, dp, base, delta, rest, i, n, start, hides, span, mask, slope, scores, keep, keep_scale,
     MASK_KIND: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -32,6 +32,8 @@ def score_gradient(
         if scores.cap > 0.0:
             t = tanh(s)
             s = t * scores.cap
+    if how.alibi:
+        s = sloped(s, i, n, start, span[1], slope)
     if EDGE == EVERY_EDGE:
         s, seen = hide(s, i, n, start, span, mask, MASK_KIND, ENDS, BOUND, how)
     if EDGE == SOME_EDGES and hides:

@@ -129,15 +129,16 @@ def store_rows(rows, tile, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.
 def tile_of(
     at, b, head, start, end, dim,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr,
+    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr, where=(0, 0),
 ):  # fmt: skip
     """Rows ``start`` to ``start + BLOCK`` of a (batch, heads, L, dim) array, 0 beyond ``dim``; DEALT as ``columns``.
 
     ``at`` is the array and its last two strides: a tensor descriptor of all of it (tma), which reads 0 beyond L, or the
     head's first element, and it is read up to ``end`` at an EDGE. CLEAN: what lies beyond ``end`` is 0 either way, be
-    it NaN in memory.
+    it NaN in memory. Of a paged array ``at`` has the step from page to page too, and ``where`` are these rows'
+    ``places``.
     """
-    array, stride, step = at
+    array, stride, step = at[0], at[1], at[2]
     n = columns(BLOCK, DEALT)
     if how.tma:
         if DEALT:  # the descriptor's L is split into (4, L / 4)
@@ -152,7 +153,11 @@ def tile_of(
         if how.wide:
             rows = n.to(tl.int64)
             d = d.to(tl.int64)
-        at_row = array + start.to(tl.int64) * stride + rows[:, None] * stride
+        if how.paged:
+            page, row = where
+            at_row = array + page * at[3] + row * stride
+        else:
+            at_row = array + start.to(tl.int64) * stride + rows[:, None] * stride
         there = d < dim
         if how.aligned:
             at_row = tl.multiple_of(at_row, (1, 16))
@@ -209,6 +214,29 @@ def hide(
             s = s + bias
     s = tl.where(seen, s, float("-inf"))
     return s, seen
+
+
+@triton.jit
+def sloped(s, i, n, start, offset, slope):
+    """``s`` less the slope times the distance from query i to key ``start + n``.
+
+    A row's place is counted from the tile, so that it is one conversion a row, and none a score: exact up to 2^24 keys,
+    and as near as float32 beyond.
+    """
+    away = (i + (offset - start)).to(tl.float32) - n.to(tl.float32)
+    return s - slope * tl.abs(away)
+
+
+@triton.jit
+def with_sink(top, total, sink):
+    """Maximum and sum of a row with the sink among its scores, and what becomes of weights relative to the old maximum.
+
+    A row that has seen nothing, and has no sink, keeps -inf and 0.
+    """
+    new_top = tl.maximum(top, sink)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp2((top - base) * LOG2E)
+    return new_top, total * rescale + tl.exp2((sink - base) * LOG2E), rescale
 
 
 @triton.jit

@@ -49,3 +49,9 @@ class Variant(NamedTuple):
     generic: bool = False
     #: Batch entries are sequences one after another (``varlen.py``).
     varlen: bool = False
+    #: One more key for every row, which the forward counts where keys are not split.
+    sinks: bool = False
+    #: A slope times the distance from query to key is taken from the scores.
+    alibi: bool = False
+    #: Keys lie in pages (``paged.py``).
+    paged: bool = False

@@ -5,14 +5,15 @@
 // Where rows are few, each warp has all of them and every TEAMS-th tile of keys, and warps are put together at the end
 // (together.cuh). Keys may be split among blocks as well (SPLIT).
 //
-//   each tile of keys    S = Q K^T | softcap, mask | S becomes P, O is rescaled (softmax.cuh) | dropout | O += P V
+//   each tile of keys    S = Q K^T | softcap, alibi, mask | S becomes P, O is rescaled (softmax.cuh) | dropout | O += P V
 //   at the end           O / total and lse, or parts of them (results.cuh)
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], then for each team STAGES times key [BLOCK_N][BLOCK_D] and value
 // [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier of a team for each tile of keys, in `pipeline`.
+#include "portable/alibi.cuh"
 #include "portable/hull.cuh"
+#include "portable/pages.cuh"
 #include "portable/results.cuh"
-#include "portable/tiles.cuh"
 
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
 constexpr int RING = STAGES * (KEY + VALUE);
@@ -37,7 +38,15 @@ struct KeyTiles {
     int first, count;
 
     DEVICE KeyTiles(const Arguments& a, const PackedRows& rows, T* scratch) : reached(rows.reach()) {
-        if (SPLIT) {
+        if (SPLIT && PAGED) {  // what the sequence sees, evenly: the same whatever lies beside it
+            const Span first_sees = keys_of(a, rows.extent, 0);
+            const Span last_sees = keys_of(a, rows.extent, queries_in(a, rows.extent) - 1);
+            const Reach seen = ::reach(first_sees, last_sees);
+            const int each = quotient(seen.tiles() + a.splits - 1, a.by_splits);
+            const int from = seen.first_tile() + rows.split * each;
+            reached.any.from = larger(reached.any.from, from * BLOCK_N);
+            reached.any.to = smaller(reached.any.to, (from + each) * BLOCK_N);
+        } else if (SPLIT) {
             reached.any.from = larger(reached.any.from, rows.split * a.chunk);
             reached.any.to = smaller(reached.any.to, (rows.split + 1) * a.chunk);
         }
@@ -68,11 +77,11 @@ KERNEL forward(const Arguments a) {
     Softmax softmax;
     const Real factor = FOLD ? Real(a.factor) : UNIT;
 
-    const T* const keys =
-        reinterpret_cast<const T*>(a.key.at) + BEGIN_OF(a.key, rows.batch, first_key(e)) + rows.head_kv * a.key.head;
-    const T* const values =
-        reinterpret_cast<const T*>(a.value.at) + BEGIN_OF(a.value, rows.batch, first_key(e)) +
-        rows.head_kv * a.value.head;
+    const T* const keys = reinterpret_cast<const T*>(a.key.at) +
+                          (PAGED ? i64(0) : BEGIN_OF(a.key, rows.batch, first_key(e))) + rows.head_kv * a.key.head;
+    const T* const values = reinterpret_cast<const T*>(a.value.at) +
+                            (PAGED ? i64(0) : BEGIN_OF(a.value, rows.batch, first_key(e))) +
+                            rows.head_kv * a.value.head;
     const T* const queries = reinterpret_cast<const T*>(a.query.at) + BEGIN_OF(a.query, rows.batch, first_query(e));
     Real* const parts = reinterpret_cast<Real*>(a.parts);
     const Others others{a, rows, parts};
@@ -85,13 +94,33 @@ KERNEL forward(const Arguments a) {
         load_rows<BLOCK_M, BLOCK_D, 32 * WARPS>(shared.query, line, a.query.column, a.dim, QUERY_BYTES);
         others.fetch();
     };
+    const PageTable table(a, rows.batch);
+    i64 page = 0;  // of the next tile, asked for while the one before is loaded
+    if (PAGED == WHOLE_PAGES && tiles.count > 0) page = table.page(tiles.start(0));
     const auto load = [&](int t, int slot) {
         const int start = tiles.start(t);
         T* const key = shared.stage(slot);
-        load_rows<BLOCK_N, BLOCK_D>(key, lines(keys, a.key, start, e.end), a.key.column, a.dim, KEY_BYTES, ONCE);
-        load_rows<BLOCK_N, BLOCK_DV>(key + KEY, lines(values, a.value, start, e.end), a.value.column, a.dim_v,
-                                     VALUE_BYTES, ONCE);
+        const auto load_keys = [&](auto of_keys) {
+            load_rows<BLOCK_N, BLOCK_D>(key, of_keys, a.key.column, a.dim, KEY_BYTES, ONCE);
+        };
+        const auto load_values = [&](auto of_values) {
+            load_rows<BLOCK_N, BLOCK_DV>(key + KEY, of_values, a.value.column, a.dim_v, VALUE_BYTES, ONCE);
+        };
+        if (PAGED == ANY_PAGES) {
+            load_keys(PagedLines{table, keys, a.key, start, e.end - start});
+            load_values(PagedLines{table, values, a.value, start, e.end - start});
+        } else if (PAGED == WHOLE_PAGES) {
+            const int first = table.row(start), end = first + e.end - start;
+            load_keys(lines(keys + page * a.key.batch, a.key, first, end));
+            load_values(lines(values + page * a.value.batch, a.value, first, end));
+            if (t + 1 < tiles.count) page = table.page(tiles.start(t + 1));
+        } else {
+            load_keys(lines(keys, a.key, start, e.end));
+            load_values(lines(values, a.value, start, e.end));
+        }
     };
+    Real slopes[ROWS];
+    if (ALIBI) UNROLL for (int m = 0; m < ROWS; m++) slopes[m] = slope_of(a, rows.batch, rows.head(rows.mine(m)));
     const auto sees = [&](int m) { return rows.sees(m); };
     const auto mask = [&](int m) { return rows.mask(m); };
     pipeline(tiles.count, load, load_queries, [&](int t, int slot) {
@@ -103,6 +132,7 @@ KERNEL forward(const Arguments a) {
         masks.fetch(a, start, tiles.hides(start), mask, a.mask.column);
         product_nt<BLOCK_N, BLOCK_D>(p, shared.query + warp_row() * PITCH<BLOCK_D>, key);
         scale_scores(p, tangents, a);
+        if (ALIBI) slant(p, start, [&](int m) { return slopes[m]; }, [&](int m) { return rows.stands_at(m); });
         hide(p, masks, a, start, tiles.hides(start), sees, mask, a.mask.column);
         softmax.weigh(p, sums, factor, rows.count);
         if (DROPOUT) drop(p, rows.kept(start));

@@ -8,6 +8,7 @@
 // Shared memory: key [BLOCK_M][BLOCK_D], value [BLOCK_M][BLOCK_DV], then STAGES times query [BLOCK_N][BLOCK_D],
 // grad_out [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products; rest lies between
 // the rows of query. One barrier for each tile.
+#include "portable/alibi.cuh"
 #include "portable/extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
@@ -110,6 +111,10 @@ KERNEL key_gradients(const Arguments a) {
         product_nt<BLOCK_N, BLOCK_D>(s, key + warp_row() * PITCH<BLOCK_D>, query);
         if (WITH_KEY) product_nt<BLOCK_N, BLOCK_DV>(dp, value + warp_row() * PITCH<BLOCK_DV>, upstream);
         scale_scores(s, tangents, a);
+        if (ALIBI) {
+            const Real slope = slope_of(a, b, h);
+            slant(s, start, [&](int) { return slope; }, [&](int m) { return mine(m) - e.offset; });
+        }
         hide(s, masks, a, start, reached.hides(start), sees, mask, a.mask.row);
         Real base[COLUMNS<BLOCK_N>], delta[COLUMNS<BLOCK_N>], rest[COLUMNS<BLOCK_N>];
         UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) {

@@ -6,6 +6,7 @@
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], key [BLOCK_N][BLOCK_D], value
 // [BLOCK_N][BLOCK_DV]; at the end, of the same memory, the sums [BLOCK_M][BLOCK_N].
+#include "portable/alibi.cuh"
 #include "portable/gradients.cuh"
 #include "portable/mask.cuh"
 #include "portable/tiles.cuh"
@@ -172,6 +173,10 @@ KERNEL mask_gradient(const Arguments a) {
                     product_nt<BLOCK_N, BLOCK_D>(s, shared.query + warp_row() * PITCH<BLOCK_D>, shared.key);
                     product_nt<BLOCK_N, BLOCK_DV>(dp, shared.grad_out + warp_row() * PITCH<BLOCK_DV>, shared.value);
                     scale_scores(s, tangents, a);
+                    if (ALIBI) {
+                        const Real slope = slope_of(a, b, h);
+                        slant(s, start, [&](int) { return slope; }, [&](int m) { return rows.mine(m) + e.offset; });
+                    }
                     MaskTile<true> masks;
                     masks.fetch(a, start, true, mask, a.mask.column);
                     hide(s, masks, a, start, true, sees, mask, a.mask.column);

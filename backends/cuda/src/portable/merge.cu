@@ -4,9 +4,11 @@
 // A block takes one row. Each warp finds the largest maximum and the total, and adds up the numerators of every
 // WARPS-th split; warps are added up in shared memory [WARPS][dim_v]. Maxima are as in together.cuh.
 #include "portable/sequences.cuh"
+#include "portable/sinks.cuh"
 #include "portable/warps.cuh"
 
-// Where a row of lse has its output.
+// The head of a row of lse, and where its output is.
+DEVICE i64 head_of(const Arguments& a, i64 line) { return line / (VARLEN ? a.query_rows : a.queries) % a.heads; }
 DEVICE T* out_of(const Arguments& a, i64 line) {
     const i64 rows = VARLEN ? a.query_rows : a.queries;
     const i64 i = line % rows, h = line / rows % a.heads, b = line / rows / a.heads;
@@ -41,8 +43,10 @@ KERNEL merge(const Arguments a) {
         store_shared(sums + warp * a.dim_v + d, sum);
     }
     barrier();
+    Real natural = FOLD ? top / UNIT : top, rescale = 1;
+    if (SINKS) rescale = join_sink(a, head_of(a, line), top, natural, total);
     const bool empty = total == 0;
-    const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total);
+    const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total) * rescale;
     T* const out = out_of(a, line);
     for (int d = thread_index(); d < a.dim_v; d += 32 * WARPS) {
         Real sum = 0;
@@ -50,5 +54,5 @@ KERNEL merge(const Arguments a) {
         out[d] = Narrow<T>::of(sum * weight);
     }
     if (thread_index() == 0)
-        reinterpret_cast<Real*>(a.lse)[line] = empty ? -INFINITE : (FOLD ? top / UNIT : top) + logarithm(total);
+        reinterpret_cast<Real*>(a.lse)[line] = empty ? -INFINITE : natural + logarithm(total);
 }

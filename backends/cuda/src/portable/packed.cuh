@@ -36,9 +36,10 @@ struct PackedRows {
     DEVICE int query(int r) const { return quotient(r, a.by_pack); }
     DEVICE int head(int r) const { return first_head + r - query(r) * a.pack; }
 
-    // Row m of a thread: which one it is, what it sees, where it begins in the mask; and which weights dropout keeps of
-    // all of them, for the keys from `start` on.
+    // Row m of a thread: which one it is, at which key it stands, what it sees, where it begins in the mask; and which
+    // weights dropout keeps of all of them, for the keys from `start` on.
     DEVICE int mine(int m) const { return first + warp_row() + row(m); }
+    DEVICE int stands_at(int m) const { return query(mine(m)) + extent.offset; }
     DEVICE Span sees(int m) const { return mine(m) < all ? keys_of(a, extent, query(mine(m))) : Span{0, 0}; }
     DEVICE i64 mask(int m) const {
         const int r = smaller(mine(m), all - 1);

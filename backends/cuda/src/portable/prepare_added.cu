@@ -6,7 +6,9 @@
 // statistic with it. Where it says that the sum is of more than these keys, it is taken as it is.
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], then STAGES times key [BLOCK_N][BLOCK_D].
+#include "portable/alibi.cuh"
 #include "portable/rest.cuh"
+#include "portable/sinks.cuh"
 #include "portable/softmax.cuh"
 #include "portable/tiles.cuh"
 #include "portable/warps.cuh"
@@ -66,6 +68,7 @@ DEVICE Softmax normaliser(const Arguments& a, int b, int h, int first) {
     const Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
     const int first_tile = reached.first_tile();
 
+    const Real slope = ALIBI ? slope_of(a, b, h) : Real(0);
     Softmax softmax;
     Real no_sums[ROWS][COLUMNS<BLOCK_DV>];
     clear(no_sums);
@@ -82,10 +85,12 @@ DEVICE Softmax normaliser(const Arguments& a, int b, int h, int first) {
         masks.fetch(a, start, reached.hides(start), mask, a.mask.column);
         product_nt<BLOCK_N, BLOCK_D>(s, query + warp_row() * PITCH<BLOCK_D>, stages + slot * KEY);
         scale_scores(s, tangents, a);
+        if (ALIBI) slant(s, start, [&](int) { return slope; }, [&](int m) { return mine(m) + e.offset; });
         hide(s, masks, a, start, reached.hides(start), sees, mask, a.mask.column);
         softmax.weigh(s, no_sums, UNIT, BLOCK_M);
     });
     softmax.finish();
+    if (SINKS) UNROLL for (int m = 0; m < ROWS; m++) join_sink(a, h, softmax.top[m], softmax.top[m], softmax.total[m]);
     return softmax;
 }
 

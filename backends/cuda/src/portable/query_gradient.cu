@@ -5,6 +5,7 @@
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
 // value [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier for each tile of keys.
+#include "portable/alibi.cuh"
 #include "portable/extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
@@ -68,6 +69,7 @@ KERNEL query_gradient(const Arguments a) {
         delta[m] = reinterpret_cast<const Real*>(a.delta)[line + mine(m)];
         rest[m] = ADDED ? rest_of(a)[line + mine(m)] : Real(0);
     }
+    const Real slope = ALIBI ? slope_of(a, b, h) : Real(0);
     const int last = smaller(first + BLOCK_M, queries_in(a, e)) - 1;
     Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
     reached.any = hull(a, b, h, 1, reached.any, reinterpret_cast<int*>(stages));
@@ -98,6 +100,7 @@ KERNEL query_gradient(const Arguments a) {
         product_nt<BLOCK_N, BLOCK_D>(s, query + warp_row() * PITCH<BLOCK_D>, key);
         product_nt<BLOCK_N, BLOCK_DV>(dp, grad_out + warp_row() * PITCH<BLOCK_DV>, key + KEY);
         scale_scores(s, tangents, a);
+        if (ALIBI) slant(s, start, [&](int) { return slope; }, [&](int m) { return mine(m) + e.offset; });
         hide(s, masks, a, start, reached.hides(start), sees, mask, a.mask.column);
         Kept kept;
         if (DROPOUT) kept = kept_by_rows(a, b, [&](int) { return h; }, mine, start);

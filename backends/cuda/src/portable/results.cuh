@@ -6,6 +6,7 @@
 // it, and wait for nobody. Parts add up exactly where they do (together.cuh).
 #pragma once
 #include "portable/packed.cuh"
+#include "portable/sinks.cuh"
 #include "portable/softmax.cuh"
 #include "portable/together.cuh"
 
@@ -64,16 +65,18 @@ struct Results {
         UNROLL for (int m = 0; m < ROWS; m++) {
             const int r = rows.mine(m);
             if (r >= rows.all) continue;
-            const Real top = softmax.top[m], total = softmax.total[m];
+            const Real top = softmax.top[m];
+            Real total = softmax.total[m];
             const i64 line = line_of(r);
             if (SPLIT) {
                 const i64 part = rows.split * lines + line;
                 if (score_column(0) == 0) maxima[part] = FOLD ? top * factor : top, totals[part] = total;
                 store_sums<Real, BLOCK_DV>(parts + part * a.dim_v, sums[m], a.dim_v);
             } else {
-                const Real natural = FOLD ? top * Real(a.scale) : top;
+                Real natural = FOLD ? top * Real(a.scale) : top, rescale = 1;
+                if (SINKS) rescale = join_sink(a, rows.head(r), FOLD ? rounded(top, factor) : top, natural, total);
                 if (lse && score_column(0) == 0) lse[line] = lse_of(natural, total);
-                const Real weight = weight_of(total);
+                const Real weight = weight_of(total) * rescale;
                 UNROLL for (int c = 0; c < COLUMNS<BLOCK_DV>; c++) sums[m][c] *= weight;
                 store_sums<T, BLOCK_DV>(out_of(r), sums[m], a.dim_v);
             }
@@ -113,9 +116,10 @@ private:
 
     // Columns d and d + 1 of row r.
     DEVICE void store_pair_of(int r, int d, Pair all, bool even) const {
-        const Real natural = FOLD ? all.top / UNIT : all.top;
+        Real natural = FOLD ? all.top / UNIT : all.top, rescale = 1;
+        if (SINKS) rescale = join_sink(a, rows.head(r), all.top, natural, all.total);
         if (lse && d == 0) lse[line_of(r)] = lse_of(natural, all.total);
-        const Real weight = weight_of(all.total);
+        const Real weight = weight_of(all.total) * rescale;
         all.at[0] *= weight, all.at[1] *= weight;
         store_pair(out_of(r) + d, all.at, a.dim_v - d, even);
     }

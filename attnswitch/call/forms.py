@@ -1,0 +1,153 @@
+"""The way of a call that is more than operands which lie as before, or has another form.
+
+What is asked -> who is chosen, and the kernel, once for equal problems -> results. Nothing is measured on that way,
+whatever the policy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts
+from attnswitch.call import recording, sinks
+from attnswitch.call.options import text_of
+from attnswitch.call.run import drawn_seed, to_caller, to_native
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Backend, Gradients, GradientsWithSinks, Inputs, Kernel
+from attnswitch.machine.device import Device
+from attnswitch.planning import planner
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy, effective
+from attnswitch.problem import Problem
+from attnswitch.wisdom import view
+
+__all__ = ["Asked", "Call", "called", "gradients", "planned", "run"]
+
+
+class Asked(NamedTuple):
+    """What a call asks: its problem, where, and its arrays as kernels take them, (B, H, L, D)."""
+
+    problem: Problem
+    device: Device
+    inputs: Inputs
+    #: The library of the arrays, and one of the caller's where DLPack tells alone.
+    library: str
+    caller: Array | None
+    #: Facts of the caller's query.
+    query: Facts
+    #: A result of a kernel, (B, H, L, D) or an lse, as the caller lays it out.
+    laid: Callable[[Array], Array]
+    #: Whether the caller wants the lse.
+    returns_lse: bool
+    #: The sinks in the caller's dtype, and whether torch is to give their gradient: then the problem asks for the lse.
+    sinks: Array | None = None
+    sinks_grad: bool = False
+
+
+class Call(NamedTuple):
+    """What is asked, and who computes it, in arrays of ``native``."""
+
+    asked: Asked
+    backend: Backend
+    kernel: Kernel
+    inputs: Inputs
+    native: str
+
+    def back(self, array: Array | None, native: str | None = None) -> Array | None:
+        """A result as the caller's."""
+        return None if array is None else self.plain(self.asked.laid(array), native)
+
+    def plain(self, array: Array, native: str | None = None) -> Array:
+        """The same of an array that lies as the caller's do."""
+        return to_caller(array, native or self.native, self.asked.library, self.asked.caller, False)
+
+    def there(self, array: Array) -> Array:
+        """An array of the caller's, as kernels have its axes, as one of ``native``."""
+        return arrays.passage(array, self.asked.library, self.native)
+
+
+def called(asked: Asked, backend: str | None, policy: Policy | str | None) -> Call:
+    """The call by ``backend``, or the one that is chosen. Raises what ``attention`` raises."""
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
+    return _by(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation()))
+
+
+def planned(asked: Asked, plan: Plan) -> Call:
+    """The call by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
+    p = plan.problem
+    if asked.problem.replace(lse=p.lse) != p or (asked.problem.lse != p.lse and not asked.sinks_grad):
+        raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
+    if asked.problem != p:  # the lse, for the gradient of sinks
+        return called(asked, planner.require(plan).backend, None)
+    return _by(asked, *planner.compiled(planner.require(plan)))
+
+
+def _by(asked: Asked, backend: Backend, kernel: Kernel) -> Call:
+    problem, inputs = asked.problem, asked.inputs
+    if problem.dropout and inputs.seed is None and backend.wants_seed:
+        inputs = inputs._replace(seed=drawn_seed())
+    if asked.sinks_grad and not backend.autograd:  # which nobody but ``run`` is to know of
+        inputs = inputs._replace(sinks=inputs.sinks.detach())  # type: ignore[union-attr]
+    recording.note(problem)
+    return Call(asked, backend, kernel, inputs, backend.native(asked.library))
+
+
+@functools.lru_cache(maxsize=1024)
+def _built(
+    problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int
+) -> tuple[Backend, Kernel]:
+    if policy in (Policy.MEASURE, Policy.LEARN):
+        policy = Policy.ESTIMATE
+    return planner.build(problem, device, backend, policy)
+
+
+def run(call: Call) -> Any:
+    """The output, or output and lse, as the caller's; of torch with gradients."""
+    asked, native = call.asked, call.native
+    if asked.problem.grads and not call.backend.autograd:
+        differentiable = import_module("attnswitch.call.autograd").differentiable
+        out, lse = differentiable(asked.problem, call.kernel, call.inputs, native)
+        native = "torch"
+    else:
+        out, lse = call.kernel.forward(to_native(call.inputs, asked.library, native))
+    if asked.sinks_grad and not call.backend.autograd:
+        out, lse = (arrays.passage(array, native, "torch") for array in (out, lse))
+        out, lse = import_module("attnswitch.call.autograd").with_sinks(out, lse, asked.sinks)
+        native = "torch"
+    out = call.back(out, native)
+    return (out, call.back(lse, native)) if asked.returns_lse else out
+
+
+def gradients(
+    call: Call,
+    grad_out: Array,
+    grad_lse: Array | None,
+    out: Array | None,
+    lse: Array | None,
+    *,
+    of_sinks: bool,
+    mask_axes: int = 4,
+) -> Gradients:
+    """Gradients of the operands, and if ``of_sinks`` of these, from arrays as ``Call.there`` returns them.
+
+    The caller's attn_mask has ``mask_axes``.
+    """
+    kernel, inputs = call.kernel, to_native(call.inputs, call.asked.library, call.native)
+    if out is None or lse is None:
+        # What torch differentiates runs the forward again with its backward.
+        out = lse = None
+        if of_sinks or not call.backend.autograd:
+            out, lse = kernel.results(inputs)
+    grads = kernel.backward(inputs, out, lse, grad_out, grad_lse)
+    mask = None if grads.attn_mask is None else call.plain(grads.attn_mask[(0,) * (4 - mask_axes)])
+    query, key, value = map(call.back, grads[:3])
+    found = Gradients(query, key, value, mask)
+    if not of_sinks:
+        return found
+    given = arrays.passage(call.asked.sinks, call.asked.library, call.native)
+    return GradientsWithSinks.of(found, call.plain(sinks.gradient(given, out, lse, grad_out, grad_lse)))

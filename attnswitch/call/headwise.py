@@ -1,0 +1,194 @@
+"""``attention`` with sinks or alibi_slopes: what such a call asks, and its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Intercepted
+from attnswitch.call import entry, finite, forms, per_head
+from attnswitch.call import options as read
+from attnswitch.call.describe import describe, lengths_beside, result_beside, swap_heads
+from attnswitch.call.forms import Asked
+from attnswitch.call.launch import straight
+from attnswitch.call.options import Options
+from attnswitch.call.per_head import PerHead
+from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.machine.backend import Gradients
+from attnswitch.machine.device import Device
+from attnswitch.planning.plan import Plan
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Problem
+
+__all__ = ["attend", "gradients", "problem_of", "run_plan"]
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None,
+    key_lengths: Any,
+    seed: Any,
+    backend: str | None,
+    policy: Policy | str | None,
+    *given: Any,
+    heads: PerHead,
+) -> Any:
+    """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
+    call = query, key, value, attn_mask, key_lengths, seed, backend, policy, *given
+    if hasattr(query, "is_cuda") and entry.compiling():
+        return _composed(*call, heads=heads)
+    options = read.of_call(*given)
+    seed = None if seed is None else read.seed_of(seed)
+    try:
+        asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
+    except Intercepted:
+        return _composed(*call, heads=heads)
+    return forms.run(forms.called(asked, backend, policy))
+
+
+def run_plan(
+    plan: Plan,
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any,
+    key_lengths: Any,
+    seed: Any,
+    layout: str,
+    heads: PerHead,
+) -> Any:
+    """The same by what ``plan`` chose, which in a graph is the backend alone."""
+    if hasattr(query, "is_cuda") and entry.compiling():
+        said = read.said_by(plan.problem, layout)
+        return _composed(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *said, heads=heads)
+    seed = None if seed is None else read.seed_of(seed)
+    options = read.of_problem(plan.problem, layout)
+    try:
+        asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
+    except Intercepted:
+        said = read.said_by(plan.problem, layout)
+        return _composed(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *said, heads=heads)
+    return forms.run(forms.planned(asked, plan))
+
+
+def problem_of(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any,
+    key_lengths: Any,
+    options: Options,
+    seed: int | None,
+    heads: PerHead,
+) -> tuple[Problem, Device]:
+    """The problem that a call is, and its device."""
+    try:
+        asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
+    except Intercepted:
+        raise InvalidProblem(
+            "sinks or alibi_slopes beside tensors that only torch can read (of a mode, torch.func, or a subclass): a"
+            " plan needs tensors with memory, or a described problem"
+        ) from None
+    return asked.problem, asked.device
+
+
+def gradients(
+    grad_out: Array,
+    operands: tuple[Array, ...],
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    *,
+    out: Array | None,
+    lse: Array | None,
+    grad_lse: Array | None,
+    wanted: str,
+    heads: PerHead,
+    sinks_grad: bool,
+) -> Gradients:
+    """Gradients of ``operands`` that ``wanted`` asks for, and of the sinks if ``sinks_grad``.
+
+    Raises what ``attention_backward`` raises, and ``Intercepted``.
+    """
+    if grad_out is None:
+        raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
+    call = forms.called(_ask(operands, key_lengths, seed, options, heads, wanted), backend, policy)
+    p = call.asked.problem
+    rows = p.batch, p.heads_q, p.seq_q
+
+    def beside(array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
+        if array is None:
+            return None
+        turned = options.layout == "BLHD" and len(shape) == 4
+        axes = "(B, H, L, D) or (B, H, L)"
+        return call.there(result_beside(array, role, shape, axes, call.asked.query, turned=turned))
+
+    upstream = beside(grad_out, "grad_out", (*rows, p.dim_v)), beside(grad_lse, "grad_lse", rows)
+    saved = beside(out, "out", (*rows, p.dim_v)), beside(lse, "lse", rows)
+    axes = len(operands[3].shape) if len(operands) > 3 else 4
+    return forms.gradients(call, *upstream, *saved, of_sinks=sinks_grad, mask_axes=axes)
+
+
+def _operands(query: Array, key: Array, value: Array, attn_mask: Any) -> tuple[Array, ...]:
+    return (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+
+
+def _ask(
+    operands: tuple[Array, ...],
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    heads: PerHead,
+    grads: str | None = None,
+) -> Asked:
+    """``grads`` None means: what torch's autograd would ask for."""
+    given, facts = arrays.take_all(operands)
+    query, turned = facts[0], options.layout == "BLHD"
+    whole = facts if len(facts) == 4 else (*facts, None)
+    problem = describe(whole, options, lengths=key_lengths is not None, seeded=seed is not None, grads=grads)
+    beside = per_head.read(heads, query, problem.heads_q, problem.batch, autograd=grads is None)
+    problem = problem.replace(
+        sinks=beside.sinks is not None,
+        alibi=beside.alibi_slopes is not None,
+        alignment=options.causal_alignment,  # by which alibi counts distances, causal or not
+        lse=options.return_lse or beside.grad,
+    )
+    lengths = None if key_lengths is None else lengths_beside(key_lengths, query, problem.seq_k)
+    inputs = straight(given, turned)._replace(
+        key_lengths=lengths, seed=seed, sinks=beside.sinks, alibi_slopes=beside.alibi_slopes
+    )
+    kind = query.device[0]
+    if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, tuple(given[:3])):
+        problem = problem.replace(nonfinite=True)
+    caller = None if query.library in ("numpy", "cupy", "torch") else operands[0]
+    where = Device.of(*query.device), inputs, arrays.library_of(given[0]), caller, query
+    return Asked(problem, *where, _turned if turned else _as_is, options.return_lse, beside.given, beside.grad)
+
+
+def _as_is(array: Array) -> Array:
+    return array
+
+
+def _turned(array: Array) -> Array:
+    """A result (B, H, L, D) as (B, L, H, D), or an lse as it is."""
+    return swap_heads(array) if len(array.shape) == 4 else array
+
+
+def _composed(*call: Any, heads: PerHead) -> Any:
+    """Where torch looks at a call before its tensors do."""
+    if heads.alibi_slopes is None:
+        from attnswitch.call import composed
+
+        return composed.attention(*call, sinks=heads.sinks)
+    if hasattr(call[0], "is_cuda") and entry.compiling():
+        from attnswitch.call.beside_graphs import headwise
+
+        return headwise(*call, heads=heads)
+    raise Unsupported(
+        "alibi_slopes beside tensors that only torch can read (of a mode, torch.func, torch.export, or a subclass):"
+        " pass -slope * distance as a float attn_mask"
+    )

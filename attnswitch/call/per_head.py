@@ -1,0 +1,108 @@
+"""What a call is given of each head beside its operands: sinks, and slopes of ALiBi. It is read and checked here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from attnswitch import arrays
+from attnswitch.arrays import Array, Facts
+from attnswitch.call.describe import check_beside
+from attnswitch.call.options import text_of
+from attnswitch.errors import InvalidProblem
+from attnswitch.problem import DTYPES
+
+__all__ = ["NONE", "PerHead", "Read", "read"]
+
+
+class PerHead(NamedTuple):
+    """As the caller has it."""
+
+    sinks: Any = None
+    alibi_slopes: Any = None
+
+
+NONE = PerHead()
+
+
+class Read(NamedTuple):
+    """The same as arrays of the library that the operands are read in; of a DLPack library that is torch."""
+
+    #: (Hq,), in the caller's dtype; of torch as autograd knows it.
+    given: Array | None
+    #: Whether torch is to give its gradient.
+    grad: bool
+    #: (Hq,) and (1 or B, Hq) as kernels take them: contiguous, in float32, or float64 where the operands are that.
+    sinks: Array | None
+    alibi_slopes: Array | None
+
+
+def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool) -> Read:
+    """``said`` beside a query of so many heads and batch entries, or sequences.
+
+    ``autograd`` says whether torch's is to know of it. Raises ``InvalidProblem``.
+    """
+    sinks, grad = _taken(said.sinks, "sinks", query)
+    slopes, slopes_grad = _taken(said.alibi_slopes, "alibi_slopes", query)
+    if sinks is not None and grad and not autograd:
+        sinks, grad = sinks.detach(), False
+    if slopes_grad and autograd:
+        raise InvalidProblem(
+            "alibi_slopes requires_grad, and its gradient would be lost: pass -slope * distance as a float attn_mask,"
+            " which gets one, or alibi_slopes.detach()"
+        )
+    _check_shape(sinks, "sinks", ((heads,),), f"({heads},), one score for each query head")
+    either = f"({heads},) or ({batch}, {heads}), for each query head, or each batch entry and query head"
+    _check_shape(slopes, "alibi_slopes", ((heads,), (batch, heads)), either)
+    wide, plain = _plain(sinks, query), _plain(slopes, query)
+    if plain is not None and len(plain.shape) == 1:
+        plain = plain[None]
+    if query.device[0] == "cpu":  # elsewhere reading them would cost a synchronisation
+        _check_numbers(wide, "sinks", "finite numbers, or -inf where a head has none", low=False)
+        _check_numbers(plain, "alibi_slopes", "finite numbers", low=True)
+    return Read(sinks, grad, wide, plain)
+
+
+def _taken(given: Any, role: str, query: Facts) -> tuple[Array | None, bool]:
+    """``given`` as an array beside query, and whether its gradient is asked for."""
+    if given is None:
+        return None, False
+    if arrays.library_of(given):
+        array, facts = arrays.take(given, role)
+        check_beside(facts, role, query)
+        if facts.dtype not in DTYPES:
+            raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
+        return array, facts.grad
+    import numpy
+
+    try:
+        host = numpy.asarray(given) if isinstance(given, Sequence) else numpy.asarray(None)
+    except (RuntimeError, TypeError, ValueError):  # ragged, or of what is no number
+        host = numpy.asarray(None)
+    if host.dtype.kind not in "fiu":
+        raise InvalidProblem(f"{role}={text_of(given)}: expected an array, or a list of numbers")
+    library = query.library if query.library in ("numpy", "cupy") else "torch"
+    return arrays.lengths_as_array(host, library, query.device, "float64"), False
+
+
+def _check_shape(array: Array | None, role: str, shapes: tuple[tuple[int, ...], ...], expected: str) -> None:
+    if array is not None and tuple(array.shape) not in shapes:
+        raise InvalidProblem(f"{role} has shape {tuple(array.shape)}: expected {expected}")
+
+
+def _plain(array: Array | None, query: Facts) -> Array | None:
+    if array is None:
+        return None
+    kind, library = "float64" if query.dtype == "float64" else "float32", arrays.library_of(array)
+    if library == "torch":
+        return array.to(getattr(sys.modules["torch"], kind)).contiguous()
+    with sys.modules["numpy"].errstate(over="ignore"):
+        return sys.modules[library].ascontiguousarray(array, dtype=kind)
+
+
+def _check_numbers(array: Array | None, role: str, expected: str, *, low: bool) -> None:
+    """None is NaN or inf, nor -inf if ``low``."""
+    for number in () if array is None else array.reshape(-1).tolist():
+        if not (number < float("inf")) or (low and number == -float("inf")):
+            raise InvalidProblem(f"{role} holds {number}: expected {expected}")
