@@ -341,8 +341,7 @@ def test_a_row_that_a_mask_saturates_counts_its_sink(sink: float, alibi: str) ->
     alone.mask, alone.slopes, alone.key = call.mask, call.slopes, call.key
     alone.grad = [np.where(np.isin(np.arange(8), range(2, 6))[None, :, None], each, 0) for each in call.grad]
     by_value = run(alone)[4]
-    each_head = (share * grad[:, :, rows]).sum(2)
-    expected = each_head.reshape(1, 2, 2, -1).sum(2)[:, :, None].expand(-1, -1, 21, -1)
+    expected = (share * grad[:, :, rows]).sum(2).reshape(2, 2, 2, -1).sum(2)[:, :, None].expand(-1, -1, 21, -1)
     torch.testing.assert_close(by_value, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -37,10 +37,10 @@ def _cut(case: Case) -> int:
     return case.data_seed % (case.seq_k + 1)
 
 
-def _part(subject: Subject, keys: slice) -> tuple[Case, dict[str, Any]]:
+def _part(subject: Subject, keys: slice, first: bool) -> tuple[Case, dict[str, Any]]:
     """The keys of one part alone, with everything that hides as an explicit mask. The sinks are in the first."""
     case = subject.case
-    if keys.start:
+    if not first:
         case = case.replace(sinks="")
     changes = {role: subject.data[role][:, :, keys] for role in ("key", "value")}
     plain = case.replace(
@@ -57,7 +57,7 @@ def _split(trial: Trial) -> Failure | None:
     case, subject = trial.case, trial.subject
     cut = _cut(case)
     parts = [
-        subject.derive(f"part {n}", partial(_part, subject, keys))
+        subject.derive(f"part {n}", partial(_part, subject, keys, n == 0))
         for n, keys in enumerate((slice(0, cut), slice(cut, case.seq_k)))
     ]
     exact = subject.exact
