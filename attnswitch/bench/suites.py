@@ -102,8 +102,10 @@ def ad_hoc(text: str, direction: Direction | None = None) -> Row:
     ``InvalidProblem``.
     """
     problem = Problem.parse(text)
+    if problem.page and direction not in (None, "forward"):
+        raise InvalidProblem(f"{problem}: a cache in pages has no gradient; it is measured forward alone")
     decodes = problem.seq_q == 1 and not problem.grads and direction in (None, "forward")
     kind: Kind = "decode" if decodes else "speed"
-    directions: tuple[Direction, ...] = ("forward",) if decodes else ("forward", "backward")
+    directions: tuple[Direction, ...] = ("forward",) if decodes or problem.page else ("forward", "backward")
     directions = directions if direction is None else (direction,)
     return Row(_AD_HOC, text, problem, registry.names(), _PEERS, directions, kind)

@@ -75,12 +75,13 @@ class Workload:
 
     def arrays(self) -> dict[str, Any]:
         """What a plan is called with beside query, key and value."""
+        heads = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        beside: dict[str, Any] = {name: tensor for name, tensor in heads.items() if tensor is not None}
         if self.block_table is not None:
             starts = None if self.offsets is None else self.offsets[0]
-            return {"block_table": self.block_table, "cache_lengths": self.key_lengths, "cu_seqlens_q": starts}
-        seed = {"seed": SEED if self.problem.seeded else None}
-        heads = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
-        beside = seed | {name: tensor for name, tensor in heads.items() if tensor is not None}
+            cache = {"block_table": self.block_table, "cache_lengths": self.key_lengths, "cu_seqlens_q": starts}
+            return beside | cache
+        beside["seed"] = SEED if self.problem.seeded else None
         if self.offsets is not None:
             return beside | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
         return beside | {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths}
@@ -140,7 +141,7 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
         value = normal(sum(keys), p.heads_kv, p.dim_v, letter="v")
         grad_out = normal(sum(queries), p.heads_q, p.dim_v) if p.grads else None
         offsets = _offsets(queries, device), _offsets(keys, device)
-        return Workload(p, device, query, key, value, None, None, grad_out, offsets, *_heads(p, device))
+        return Workload(p, device, query, key, value, None, None, grad_out, offsets, **_heads(p, device))
     query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
     key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
     value = normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
@@ -156,16 +157,16 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workl
     if p.key_lengths:
         key_lengths = torch.tensor(lengths or keys, device=device, dtype=torch.int32)
     grad_out = normal(p.batch, p.heads_q, p.seq_q, p.dim_v) if p.grads else None
-    return Workload(p, device, query, key, value, mask, key_lengths, grad_out, None, *_heads(p, device))
+    return Workload(p, device, query, key, value, mask, key_lengths, grad_out, **_heads(p, device))
 
 
-def _heads(p: Problem, device: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Sinks of N(0,1), and slopes, where the problem has them."""
+def _heads(p: Problem, device: str) -> dict[str, Any]:
+    """Sinks of N(0,1), and slopes, where the problem has them, by their names in ``Workload``."""
     dtype = torch.float64 if p.dtype == "float64" else torch.float32
     generator = torch.Generator(device).manual_seed(SEED)
     sinks = torch.randn(p.heads_q, device=device, dtype=dtype, generator=generator) if p.sinks else None
     slopes = torch.arange(1, p.heads_q + 1, device=device, dtype=dtype).mul(-8 / p.heads_q).exp2() if p.alibi else None
-    return sinks, slopes
+    return {"sinks": sinks, "alibi_slopes": slopes}
 
 
 def _paged(
@@ -186,7 +187,7 @@ def _paged(
     key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
     cache_lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
     offsets = (_offsets(queries, device),) * 2 if p.varlen else None
-    return Workload(p, device, query, key, value, None, cache_lengths, None, offsets, table)
+    return Workload(p, device, query, key, value, None, cache_lengths, None, offsets, table, **_heads(p, device))
 
 
 def _offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
+from attnswitch.names import meant
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
@@ -86,7 +88,11 @@ def unsaid(name: str, function: Callable[..., Any]) -> InvalidProblem:
     """The error about a keyword that a call of a cache in pages does not have."""
     if name in _ELSEWHERE:
         return InvalidProblem(f"attention_paged has no {name}: {_ELSEWHERE[name]}")
-    return read.unknown(name, f"{function.__name__}: there is", function)
+    own = [key for key, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    return InvalidProblem(
+        f"{function.__name__}: there is an unexpected keyword {name!r}; the keywords are {', '.join(own)}"
+        f"{meant(name, own)}"
+    )
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------

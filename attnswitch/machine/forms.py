@@ -13,7 +13,7 @@ __all__ = ["refused"]
 def refused(backend: Backend, problem: Problem) -> Iterator[str]:
     """Why ``backend`` does not take ``problem``, as far as its class says."""
     if problem.sinks and not backend.sinks:
-        yield "sinks: it has no key beside the keys"
+        yield "sinks: its kernels know of none"
     if problem.alibi and not backend.alibi:
         yield "alibi_slopes: it adds nothing that depends on the distance"
     if problem.splits and not backend.splits:

@@ -23,6 +23,7 @@ from attnswitch.wisdom.record import Time
 __all__ = ["Plan"]
 
 _OF_CACHES = ("block_table", "cache_lengths")
+_OF_HEADS = ("sinks", "alibi_slopes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +86,16 @@ class Plan:
         """
         if unknown:
             name = next(iter(unknown))
-            own = ("attn_mask", "key_lengths", "seed", "layout", "cu_seqlens_q", "cu_seqlens_k", *_OF_CACHES)
+            own = (
+                "attn_mask",
+                "key_lengths",
+                "seed",
+                "layout",
+                "cu_seqlens_q",
+                "cu_seqlens_k",
+                *_OF_CACHES,
+                *_OF_HEADS,
+            )
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
                 f" attnswitch.plan takes{meant(name, own)}"
@@ -96,9 +106,10 @@ class Plan:
         if self.problem.page:
             beside = beside or seed is not None or cu_seqlens_k is not None
             if beside or packed != varlen or any(given is None for given in cache):
+                taken = (*(("cu_seqlens_q",) if varlen else ()), *_OF_CACHES)
                 raise InvalidProblem(
-                    f"the plan is for a cache in pages: its call takes {' and '.join(_OF_CACHES)},"
-                    f" {'cu_seqlens_q, ' if varlen else ''}and nothing else beside query and the caches"
+                    f"the plan is for a cache in pages: beside query and the caches its call takes {', '.join(taken)},"
+                    f" and {' and '.join(_OF_HEADS)} where the problem has them"
                 )
         elif any(given is not None for given in cache):
             raise InvalidProblem(f"the plan is not for a cache in pages, of which {' and '.join(_OF_CACHES)} tell")

@@ -170,7 +170,8 @@ def parse_problem(text: str) -> Problem:
             raise InvalidProblem(
                 f"problem {text!r}: part {part!r} is not understood; a problem looks like"
                 " b2.h16/4.s1024x4096.d128.bf16.causal: batch, heads, lengths, head dimension, dtype (fp16, bf16, fp32,"
-                f" fp64), then options such as causal-br, window=128,0, mask=bool, lengths, lse, grad{_meant(part)}"
+                " fp64), then options such as causal-br, window=128,0, mask=bool, lengths, page=16, sinks, lse, grad"
+                f"{_meant(part)}"
             ) from None
         if twice := fields.keys() & read.keys():
             raise InvalidProblem(f"problem {text!r}: part {part!r} sets {', '.join(sorted(twice))} a second time")

@@ -250,10 +250,10 @@ class Problem(_Fields):
                 raise InvalidProblem(
                     f"page={page}: a paged cache takes no attn_mask and no dropout, and has no gradient"
                 )
-            if not self.key_lengths or self.seq_k % page:
-                raise InvalidProblem(
-                    f"page={page}: a paged cache has key_lengths, and keys of whole pages, not {self.seq_k}"
-                )
+            if not self.key_lengths:
+                raise InvalidProblem(f"page={page}: a paged cache has lengths (key_lengths)")
+            if self.seq_k % page:
+                raise InvalidProblem(f"page={page}: a paged cache has room for whole pages, not for {self.seq_k} keys")
         elif self.varlen and (self.mask is not None or self.key_lengths):
             raise InvalidProblem("varlen: sequences without padding take no attn_mask, and have lengths of their own")
         if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 0:

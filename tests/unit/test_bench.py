@@ -229,6 +229,43 @@ def test_flash_attention_4_gets_what_the_problem_says(monkeypatch: pytest.Monkey
     assert asked["window_size"] == (3, 0)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2.h4/2.s3x64.d16.fp32.causal.mask=fp32:hqk.lengths.dropout=0.1.seeded.grad=qkm",
+        "b2.h4/2.s48.d16.fp32.causal.varlen.sinks.alibi.grad",
+        "b2.h4.s16.d8.fp64.sinks.lse",
+        "b2.h4.s16.d8.fp32.alibi.grad",
+        "b2.h4.s16.d8.fp32.causal-br.window=4,0.softcap=3.0.sinks.alibi",
+        "b2.h4/2.s3x64.d16.fp32.causal-br.lengths.page=16.sinks.alibi",
+        "b3.h4/2.s5x64.d16/8.fp32.causal-br.lengths.varlen.page=16.splits=2.sinks",
+    ],
+)
+def test_the_call_of_a_workload_is_its_problem(text: str) -> None:
+    """Both the public call that is timed and a plan's, which ``tune`` times."""
+    problem = Problem.parse(text)
+    work = workload.of(problem, "cpu")
+    operands = work.query, work.key, work.value
+    heads = {"sinks": work.sinks, "alibi_slopes": work.alibi_slopes}
+    assert [name for name, tensor in heads.items() if tensor is not None] == [
+        name for name, said in (("sinks", problem.sinks), ("alibi_slopes", problem.alibi)) if said
+    ]
+    planned = attnswitch.explain(*operands, **work.keywords())
+    assert planned.problem.replace(grads=problem.grads) == problem
+    called = attnswitch.plan(problem, device="cpu", backend="tiled")(*operands, **work.arrays())
+    said = work.function(*operands, **work.keywords(), backend="tiled")
+    for one, other in zip(*(x if problem.lse else (x,) for x in (called, said)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("direction", [None, "forward"])
+def test_a_cache_in_pages_is_measured_forward_alone(direction: Direction | None) -> None:
+    text = "b2.h4/2.s3x64.d16.fp32.causal-br.lengths.page=16.sinks"
+    assert ad_hoc(text, direction).directions == ("forward",)
+    with pytest.raises(InvalidProblem, match="no gradient"):
+        ad_hoc(text, "training")
+
+
 def test_a_gradient_that_vanishes_is_held_against_the_others() -> None:
     """With one key the gradient of query is 0, and rounding leaves a little: found on an H100, where it was inf."""
     work = workload.of(Problem.parse("b64.h2.s64.d16.fp32.lengths.grad"), "cpu")

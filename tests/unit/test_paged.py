@@ -14,6 +14,8 @@ from attnswitch.call import finite
 from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
+from attnswitch.verify import Case
+from attnswitch.verify.judge import examine
 from attnswitch.wisdom import classes
 
 rng = np.random.default_rng(20)
@@ -370,3 +372,39 @@ def test_the_forms_in_text() -> None:
     for text, message in (("splits=2", "only the keys of a paged cache"), ("page=16.lengths.splits=-1", "splits=-1")):
         with pytest.raises(InvalidProblem, match=message):
             Problem.parse(f"b1.h1.s1x64.d8.fp32.{text}")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_and_slopes_beside_pages(packed: bool) -> None:
+    """As of the keys gathered; slopes are each sequence's own."""
+    rng = np.random.default_rng(0)
+    cache = rng.standard_normal((2, 7, 4, 2, 8), dtype=np.float32)
+    query = rng.standard_normal((2, 3, 4, 8), dtype=np.float32)
+    table, lengths = np.array([[3, 1, 5], [0, 6, 2]]), (9, 5)
+    sinks, slopes = rng.standard_normal(4), rng.random((2, 4))
+    rows = {"query": query.reshape(6, 4, 8), "cu_seqlens_q": [0, 3, 6]} if packed else {"query": query}
+    said: dict[str, Any] = {"sinks": sinks, "alibi_slopes": slopes, "return_lse": True, "backend": "tiled"}
+    out, lse = attnswitch.attention_paged(
+        key_cache=cache[0], value_cache=cache[1], block_table=table, cache_lengths=lengths, **rows, **said
+    )
+    for b, length in enumerate(lengths):
+        key, value = (part[table[b]].reshape(1, -1, 2, 8)[:, :length] for part in cache)
+        said["alibi_slopes"] = slopes[b : b + 1]
+        bottom = {"is_causal": True, "causal_alignment": "bottom_right", "layout": "BLHD"}
+        wanted = attnswitch.attention(query[b : b + 1], key, value, **bottom, **said)
+        got = (out[3 * b : 3 * b + 3], lse[:, 3 * b : 3 * b + 3]) if packed else (out[b], lse[b])
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(one, other[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2.h4/2.s3x64.d16.fp32.causal-br.lengths.page=16.sinks",
+        "b3.h4/2.s5x64.d16/8.fp32.causal-br.lengths.varlen.page=16.splits=2.sinks.alibi",
+    ],
+)
+def test_the_verifier_passes_them_on(text: str) -> None:
+    """``tune`` verifies what it measures: without the sinks every backend was found wrong."""
+    case = Case.of(Problem.parse(text)).replace(check="reference")
+    assert [outcome.verdict for outcome in examine(case, ["tiled", "reference"])] == ["verified", "verified"]

@@ -75,8 +75,8 @@ def refusals(problem: Problem, device: Device | str) -> tuple[str, ...]:
     [
         (PLAIN, "cpu", "TRITON_INTERPRET=1 interprets it"),
         (PLAIN.replace(dtype="float64"), "h200", "float64"),
-        (PLAIN.replace(dim_qk=257), "h200", "dim_qk=257"),
-        (PLAIN.replace(dim_v=512), "h200", "dim_v=512"),
+        (PLAIN.replace(dim_qk=577), "h200", "dim_qk=577"),
+        (PLAIN.replace(dim_v=600), "h200", "dim_v=600"),
         (PLAIN, "t4", "sm_75.*8.0"),
         (PLAIN, "v100", "sm_70.*8.0"),
         (PLAIN, ROCM, "rocm"),
@@ -123,7 +123,7 @@ def test_interpreted_it_takes_the_processor_and_refuses_what_it_refuses_elsewher
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     assert refusals(PLAIN, "cpu") == ()
-    assert len(refusals(PLAIN.replace(dtype="float64", dim_v=300), "cpu")) == 2
+    assert len(refusals(PLAIN.replace(dtype="float64", dim_v=600), "cpu")) == 2
     monkeypatch.setenv(VARIABLE, "0")
     assert len(refusals(PLAIN, "cpu")) == 1
 

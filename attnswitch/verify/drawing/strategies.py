@@ -212,8 +212,8 @@ def cases(draw: Any, space: Space = Space()) -> Case:
     if varlen and not dense and not unseeded:
         found |= _varlen(found, alike and large is None, queries, keys)
     paged, pages, few = _often(draw, 8), _pages(draw), draw(st.integers(1, 8))
-    if paged and not (varlen or dense):
-        found |= _paged(found, few if alike else found["seq_q"], queries, keys, **pages)
+    if paged and not (varlen or large is not None):  # which asks for queries
+        found |= _paged(space, found, few if alike else found["seq_q"], queries, keys, **pages)
         if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
             found["check"] = "splits"
     of_heads = {
@@ -221,7 +221,7 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
     }
     bottom_right = draw(st.booleans())
-    if not (unseeded or "page" in found):
+    if not (unseeded or dense or "page" in found):
         found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
     if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
         found["alignment"] = "bottom_right"
@@ -271,6 +271,7 @@ def _pages(draw: Any) -> dict[str, Any]:
 
 
 def _paged(
+    space: Space,
     found: dict[str, Any],
     most: int,
     queries: list[str],
@@ -280,17 +281,24 @@ def _paged(
     packed: bool,
     splits: int,
 ) -> dict[str, Any]:
-    """The same of a cache in pages, with at most so many queries, and as few as the wider table asks for.
+    """The same of a cache in pages, with at most so many queries, and as few as the space leaves of a wider table.
 
-    Where keys are divided there are some to divide, of two sequences at least, and an lse to show it where outputs are
-    rounded to few bits.
+    Where keys are divided there are some to divide, of two sequences at least (of fewer heads then), and an lse to show
+    it where outputs are rounded to few bits.
     """
-    lq, lk, count = found["seq_q"], found["seq_k"] + 64 * splits, found["batch"]
-    batch = range(max(count, 2) if count and splits else count)
-    width = (-(-lk // page) + wider) * page
-    lq = min(lq, most, max(1, lq * found["seq_k"] // max(width, 1)))
+    lq, lk, count = found["seq_q"], found["seq_k"] + min(64, space.longest // 4) * splits, found["batch"]
+    alone = count == 1 and splits > 0
+    batch = range(2 if alone else count)
+    kv, group = (1, min(found["group"], 2)) if alone else (found["heads_kv"], found["group"])
+    each = max(1, len(batch) * kv * group) * max(found["dim_qk"], found["dim_v"], 32)
+    scores = max(1, space.work // each)  # of a head
+    page = min(page, scores, space.longest)
+    width = min(-(-lk // page) + wider, max(1, min(scores, space.longest) // page)) * page
+    lk, lq = min(lk, width), min(lq, most, max(1, scores // max(width, 1)))
     return {
         "batch": len(batch),
+        "heads_kv": kv,
+        "group": group,
         "seq_q": lq,
         "seq_k": width,
         "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in batch) if packed else None,

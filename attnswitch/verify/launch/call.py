@@ -85,17 +85,17 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
 
     made = {role: put(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
     grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
-    if table is not None:
-        packed = ("query", "grad_out") if case.varlen else ()
-        made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
-        cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
-        beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
-        return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device))
     heads = {}
     for role, kind in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
         if kind:
             numbers = data[role][0] if data[role].shape[0] == 1 and role == "alibi_slopes" else data[role]
             heads[role], storage[role] = place(numbers, case.heads_dtype(kind), "contiguous", case.library, device)
+    if table is not None:
+        packed = ("query", "grad_out") if case.varlen else ()
+        made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
+        cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
+        beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
+        return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device), **heads)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
         cu_q, cu_k = (_integers(case, sequences.offsets(case, role), device) for role in ("query", "key"))
@@ -204,8 +204,9 @@ def call(
 
 
 def _options(case: Case, placed: Placed) -> dict[str, Any]:
+    heads = {"sinks": placed.sinks, "alibi_slopes": placed.alibi_slopes}
     if case.page:
-        return {
+        return heads | {
             "block_table": placed.block_table,
             "cache_lengths": placed.key_lengths,
             "cu_seqlens_q": placed.cu_seqlens_q,
@@ -217,7 +218,7 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
             "num_splits": case.splits or None,
             "deterministic": case.deterministic,
         }
-    options = {
+    options = heads | {
         "dropout_p": case.dropout,
         "is_causal": case.causal,
         "scale": case.scale,
@@ -226,8 +227,6 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
         "softcap": case.softcap,
         "seed": case.dropout_seed,
         "deterministic": case.deterministic,
-        "sinks": placed.sinks,
-        "alibi_slopes": placed.alibi_slopes,
     }
     if case.varlen:
         longest = {"max_seqlen_q": case.seq_q, "max_seqlen_k": case.seq_k}
