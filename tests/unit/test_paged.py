@@ -229,9 +229,9 @@ def test_plans() -> None:
     np.testing.assert_array_equal(found, attention_paged(query, *cache.arrays, num_splits=3, softcap=2.0))
     with pytest.raises(InvalidProblem, match=r"the plan is for b3.*and the call is b3.*make a plan"):
         plan(queries(1), cache.key, cache.value, **call)
-    with pytest.raises(InvalidProblem, match="takes block_table and cache_lengths, and nothing else"):
+    with pytest.raises(InvalidProblem, match="takes block_table, cache_lengths, and sinks and alibi_slopes where"):
         plan(query, cache.key, cache.value, **call, seed=1)
-    with pytest.raises(InvalidProblem, match="takes block_table and cache_lengths"):
+    with pytest.raises(InvalidProblem, match="takes block_table, cache_lengths"):
         plan(query, cache.key, cache.value)
     packed = attnswitch.plan(query[0], cache.key, cache.value, cu_seqlens_q=[0, 1, 1, 2], **call)
     assert packed.problem.varlen
@@ -382,7 +382,7 @@ def test_sinks_and_slopes_beside_pages(packed: bool) -> None:
     query = rng.standard_normal((2, 3, 4, 8), dtype=np.float32)
     table, lengths = np.array([[3, 1, 5], [0, 6, 2]]), (9, 5)
     sinks, slopes = rng.standard_normal(4), rng.random((2, 4))
-    rows = {"query": query.reshape(6, 4, 8), "cu_seqlens_q": [0, 3, 6]} if packed else {"query": query}
+    rows: dict[str, Any] = {"query": query.reshape(6, 4, 8), "cu_seqlens_q": [0, 3, 6]} if packed else {"query": query}
     said: dict[str, Any] = {"sinks": sinks, "alibi_slopes": slopes, "return_lse": True, "backend": "tiled"}
     out, lse = attnswitch.attention_paged(
         key_cache=cache[0], value_cache=cache[1], block_table=table, cache_lengths=lengths, **rows, **said
@@ -390,7 +390,7 @@ def test_sinks_and_slopes_beside_pages(packed: bool) -> None:
     for b, length in enumerate(lengths):
         key, value = (part[table[b]].reshape(1, -1, 2, 8)[:, :length] for part in cache)
         said["alibi_slopes"] = slopes[b : b + 1]
-        bottom = {"is_causal": True, "causal_alignment": "bottom_right", "layout": "BLHD"}
+        bottom: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right", "layout": "BLHD"}
         wanted = attnswitch.attention(query[b : b + 1], key, value, **bottom, **said)
         got = (out[3 * b : 3 * b + 3], lse[:, 3 * b : 3 * b + 3]) if packed else (out[b], lse[b])
         for one, other in zip(got, wanted, strict=True):
