@@ -88,10 +88,11 @@ def unsaid(name: str, function: Callable[..., Any]) -> InvalidProblem:
     """The error about a keyword that a call of a cache in pages does not have."""
     if name in _ELSEWHERE:
         return InvalidProblem(f"attention_paged has no {name}: {_ELSEWHERE[name]}")
-    own = [key for key, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    parameters = inspect.signature(function).parameters
+    own = [key for key, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
     return InvalidProblem(
         f"{function.__name__}: there is an unexpected keyword {name!r}; the keywords are {', '.join(own)}"
-        f"{meant(name, own)}"
+        f"{meant(name, parameters)}"
     )
 
 
