@@ -154,7 +154,7 @@ from attnswitch.verify.launch.layouts import host
 from attnswitch.verify.launch.neighbours import Neighbours
 
 hits = 0
-for shape in {SIZES}:
+for shape in 8 * {SIZES}:
     beside = Neighbours({{"out": (shape, "float32")}}, "{library}", "cpu")
     out = library.empty(shape, dtype=library.float32)
     assert beside.look({{"out": out}}) == ""
