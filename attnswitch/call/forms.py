@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call import recording, sinks
+from attnswitch.call.describe import swap_heads
 from attnswitch.call.options import text_of
 from attnswitch.call.run import drawn_seed, to_caller, to_native
 from attnswitch.errors import InvalidProblem
@@ -25,7 +26,7 @@ from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["Asked", "Call", "called", "gradients", "planned", "run"]
+__all__ = ["Asked", "Call", "called", "gradients", "planned", "run", "turned"]
 
 
 class Asked(NamedTuple):
@@ -68,6 +69,11 @@ class Call(NamedTuple):
     def there(self, array: Array) -> Array:
         """An array of the caller's, as kernels have its axes, as one of ``native``."""
         return arrays.passage(array, self.asked.library, self.native)
+
+
+def turned(array: Array) -> Array:
+    """A result (B, H, L, D) as (B, L, H, D), or an lse as it is: one way that ``Asked.laid`` has."""
+    return swap_heads(array) if len(array.shape) == 4 else array
 
 
 def called(asked: Asked, backend: str | None, policy: Policy | str | None) -> Call:

@@ -8,7 +8,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import entry, finite, forms, per_head
 from attnswitch.call import options as read
-from attnswitch.call.describe import describe, lengths_beside, result_beside, swap_heads
+from attnswitch.call.describe import describe, lengths_beside, result_beside
 from attnswitch.call.forms import Asked
 from attnswitch.call.launch import straight
 from attnswitch.call.options import Options
@@ -164,16 +164,11 @@ def _ask(
         problem = problem.replace(nonfinite=True)
     caller = None if query.library in ("numpy", "cupy", "torch") else operands[0]
     where = Device.of(*query.device), inputs, arrays.library_of(given[0]), caller, query
-    return Asked(problem, *where, _turned if turned else _as_is, options.return_lse, beside.given, beside.grad)
+    return Asked(problem, *where, forms.turned if turned else _as_is, options.return_lse, beside.given, beside.grad)
 
 
 def _as_is(array: Array) -> Array:
     return array
-
-
-def _turned(array: Array) -> Array:
-    """A result (B, H, L, D) as (B, L, H, D), or an lse as it is."""
-    return swap_heads(array) if len(array.shape) == 4 else array
 
 
 def _composed(*call: Any, heads: PerHead) -> Any:

@@ -143,12 +143,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
     where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q
-    return Asked(problem, *where, of_rows if problem.varlen else _laid, options.return_lse)
-
-
-def _laid(array: Array) -> Array:
-    """A result (B, H, L, D) as the caller's (B, L, H, D), or an lse as it is."""
-    return array.swapaxes(1, 2) if len(array.shape) == 4 else array
+    return Asked(problem, *where, of_rows if problem.varlen else forms.turned, options.return_lse)
 
 
 def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple[Facts, Facts, Facts]:
