@@ -6,6 +6,7 @@ A hidden position takes part with a weight of exactly 0, so that whatever stands
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,76 +28,95 @@ def _hides(case: Case) -> bool:
     return case.hides and not case.poison and not case.unseeded and 0 < math.prod(case.scores) <= _WRITTEN_OUT
 
 
-def _hidden_from_one(subject: Subject) -> tuple[Any, Any]:
-    """Keys hidden from one row of each head (B, Hkv, Lk), and the rows that see none of them (B, Hq, Lq)."""
+@dataclass(frozen=True)
+class _Change:
+    """Which keys or queries become other numbers, and what stands nevertheless.
+
+    ``keys`` (B, Hkv, Lk) and ``queries`` (B, Hq, Lq) change; ``rows`` (B, Hq, Lq) see none of it, and the gradients of
+    ``columns`` (B, Hkv, Lk) stand.
+    """
+
+    keys: Any
+    queries: Any
+    rows: Any
+    columns: Any
+
+
+def _row(subject: Subject) -> int:
+    word = int(hashed(np, subject.case.data_seed, 16, 1)[0]) & (2**62 - 1)
+    return word % subject.case.seq_q
+
+
+def _of_keys(subject: Subject, nonfinite: bool) -> _Change:
+    """Keys hidden from one row of each head change."""
     case = subject.case
     visible = subject.visible
-    word = int(hashed(np, case.data_seed, 16, 1)[0]) & (2**62 - 1)
-    row = word % case.seq_q
     grouped = visible.reshape(case.batch, case.heads_kv, case.group, case.seq_q, case.seq_k)
-    hidden = ~grouped[:, :, :, row].any(2)
-    sees = (visible & np.repeat(hidden, case.group, axis=1)[:, :, None]).any(-1)
+    hidden = ~grouped[:, :, :, _row(subject)].any(2)
     if not hidden.any():
         raise NotApplicable("no key is hidden from the row")
-    return hidden, ~sees
+    sees = (visible & np.repeat(hidden, case.group, axis=1)[:, :, None]).any(-1)
+    # a row that sees NaN has weights of NaN for every key, whatever its upstream gradient
+    columns = ~_seen_by_some(subject, sees) if nonfinite else np.ones(hidden.shape, np.bool_)
+    return _Change(hidden, np.zeros(sees.shape, np.bool_), ~sees, columns)
 
 
-def _quiet(subject: Subject) -> tuple[Case, dict[str, Any]]:
-    """No upstream gradient for the rows that see a key that will change."""
-    _, rows = _hidden_from_one(subject)
+def _of_queries(subject: Subject) -> _Change:
+    """One row of each head changes."""
+    case = subject.case
+    rows = np.ones((case.batch, case.heads_q, case.seq_q), np.bool_)
+    rows[:, :, _row(subject)] = False
+    keys = np.zeros((case.batch, case.heads_kv, case.seq_k), np.bool_)
+    return _Change(keys, ~rows, rows, ~_seen_by_some(subject, ~rows))
+
+
+def _quiet(subject: Subject, change: _Change) -> tuple[Case, dict[str, Any]]:
+    """No upstream gradient for the rows that see what will change."""
     changes = {
-        "grad_out": np.where(rows[..., None], subject.data["grad_out"], 0.0),
-        "grad_lse": np.where(rows, subject.data["grad_lse"], 0.0),
+        "grad_out": np.where(change.rows[..., None], subject.data["grad_out"], 0.0),
+        "grad_lse": np.where(change.rows, subject.data["grad_lse"], 0.0),
     }
     case, data = subject.with_data(**changes)
     return plainly_placed(case, {"query", "key", "value"}), data
 
 
-def _changed(subject: Subject, nonfinite: bool) -> tuple[Case, dict[str, Any]]:
-    """Other numbers, large ones, where hidden; or NaN, inf and the largest there are."""
-    quiet = subject.derive("quiet", lambda: _quiet(subject))
-    case, hidden = quiet.case, _hidden_from_one(subject)[0][..., None]
+def _changed(quiet: Subject, change: _Change, nonfinite: bool) -> tuple[Case, dict[str, Any]]:
+    """Other numbers, large ones, where they change; or NaN, inf and the largest there are."""
+    case = quiet.case
     changes: dict[str, Any] = {}
-    for role, stream in (("key", 17), ("value", 18)):
+    for role, stream, where in (("key", 17, change.keys), ("value", 18, change.keys), ("query", 19, change.queries)):
         old = quiet.data[role]
         new = rounded(16.0 * normal(np, case.data_seed, stream, old.shape), case.dtype)
         if nonfinite:
             most = np.copysign(LARGEST[case.dtype], new)
             new = np.where(abs(new) < 8.0, most, np.where(new > 0, np.nan, np.inf if role == "value" else np.nan))
-        changes[role] = np.where(hidden, new, old)
-    if nonfinite:  # rows that see it are NaN anyway, and so may their queries be
-        changes["query"] = np.where(_hidden_from_one(subject)[1][..., None], quiet.data["query"], np.nan)
+        changes[role] = np.where(where[..., None], new, old)
     return case.replace(poison=nonfinite), {**quiet.data, **changes}
 
 
-def _compare_hidden(trial: Trial, check: str, nonfinite: bool) -> Failure | None:
+def _stands(trial: Trial, check: str, change: _Change, side: str, nonfinite: bool) -> Failure | None:
     subject = trial.subject
-    hidden, rows = _hidden_from_one(subject)
-    changed = subject.derive(f"{check} changed", lambda: _changed(subject, nonfinite))
-    got = trial.run(changed)
-    base = trial.run(subject.derive("quiet", lambda: _quiet(subject)))
+    quiet = subject.derive(f"{side} quiet", lambda: _quiet(subject, change))
+    changed = subject.derive(f"{check} {side} changed", lambda: _changed(quiet, change, nonfinite))
+    got, base = trial.run(changed), trial.run(quiet)
     bitwise = trial.repeats
     what = "NaN, inf and the largest numbers" if nonfinite else "other numbers"
-    message = f"{what} at positions that it may not see change it"
+    message = f"{what} in {side} that it may not see change it"
     found = []
     for name, result in got.items():
-        if name in ("out", "lse", "grad query"):
-            keep = rows if name == "lse" else rows[..., None]
-        elif name in ("grad attn_mask", "grad sinks"):
+        if name in ("grad attn_mask", "grad sinks"):
             continue  # its sums run over rows that see the change
-        else:  # a row that sees NaN has weights of NaN for every key, whatever its upstream gradient
-            keep = ~_seen_by_some(subject, ~rows)[..., None] if nonfinite else np.ones((*hidden.shape, 1), np.bool_)
-        mine, other = (np.where(keep, x, 0.0) for x in (result, base[name]))
+        keep = change.rows if name in ("out", "lse", "grad query") else change.columns
+        mine, other = (np.where(keep if name == "lse" else keep[..., None], x, 0.0) for x in (result, base[name]))
         exact = not nonfinite and (bitwise or name in ("out", "lse"))  # a kernel may go another way to keep NaN out
         if exact:
             found.append(identical(check, name, mine, other, message))
         else:
             found.append(within(trial, check, {name: mine}, {name: other}, message))
+    unseen = ~_seen_by_some(subject)[..., None]
     for name in ("grad key", "grad value"):
         if name in got:
-            gone = np.where(hidden[..., None], got[name], 0.0)
-            unseen = ~_seen_by_some(subject)[..., None]
-            gone = np.where(unseen, gone, 0.0)
+            gone = np.where(unseen, got[name], 0.0)
             found.append(
                 identical(check, name, gone, np.zeros_like(gone), "it is not 0 at a position that none may see")
             )
@@ -113,11 +133,12 @@ def _seen_by_some(subject: Subject, rows: Any = True) -> Any:
 
 
 def _causality(trial: Trial) -> Failure | None:
-    return _compare_hidden(trial, "causality", nonfinite=False)
+    return _stands(trial, "causality", _of_keys(trial.subject, nonfinite=False), "keys", nonfinite=False)
 
 
 def _leak(trial: Trial) -> Failure | None:
-    return _compare_hidden(trial, "leak", nonfinite=True)
+    keys = _stands(trial, "leak", _of_keys(trial.subject, nonfinite=True), "keys", nonfinite=True)
+    return keys or _stands(trial, "leak", _of_queries(trial.subject), "queries", nonfinite=True)
 
 
 # -- batch entries and heads -------------------------------------------------------------------------------------------
