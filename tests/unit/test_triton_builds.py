@@ -183,6 +183,13 @@ def test_shapes_are_named_before_they_are_filled(source: Path) -> None:
     assert not [field for field in fields if field.startswith("how.")]
 
 
+@pytest.mark.parametrize("source", sorted((ROOT / "backends/triton/kernels").glob("*.py")), ids=lambda path: path.stem)
+def test_no_argument_is_a_tuple_of_numbers_by_default(source: Path) -> None:
+    # Triton 3.6 wants of each number in it a type, which numbers of Python have not.
+    functions = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert not [f.name for f in functions for given in f.args.defaults if isinstance(given, ast.Tuple)]
+
+
 # -- stand-ins ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ def panel_at(at, column, how: tl.constexpr):
 def product_of_panels(
     rows, at, b, head, start, end, dim,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PANEL: tl.constexpr, EVEN: tl.constexpr,
-    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr, where=(0, 0),
+    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr, where=None,
 ):  # fmt: skip
     """``rows`` times the transpose of a tile of BLOCK rows of ``at``, (ROWS, BLOCK), summed over the panels of ``dim``.
 

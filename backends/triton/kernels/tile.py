@@ -129,7 +129,7 @@ def store_rows(rows, tile, inside, step, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.
 def tile_of(
     at, b, head, start, end, dim,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr, where=(0, 0),
+    EDGE: tl.constexpr, CLEAN: tl.constexpr, DEALT: tl.constexpr, how: tl.constexpr, where=None,
 ):  # fmt: skip
     """Rows ``start`` to ``start + BLOCK`` of a (batch, heads, L, dim) array, 0 beyond ``dim``; DEALT as ``columns``.
 
