@@ -211,3 +211,25 @@ class Races(Saboteur):
         out = out.copy()
         out[:, :, 16:] = out[:, :, 15:16]
         return out, lse
+
+
+class OrderedIfAsked(Saboteur):
+    """A bit of its query gradient varies from call to call, but for ``deterministic=True``; nothing is wrong with it."""
+
+    calls = 0
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        return (
+            super().compile(problem, device, config)
+            if problem.deterministic
+            else Unordered(self, problem, device, config)
+        )
+
+
+class Unordered(Faulty):
+    def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        grads = super().backward(inputs, out, lse, grad_out, grad_lse)
+        OrderedIfAsked.calls += 1
+        if OrderedIfAsked.calls % 2 and grads.query is not None:
+            grads.query.flat[0] = np.nextafter(grads.query.flat[0], np.inf, dtype=grads.query.dtype)
+        return grads

@@ -177,6 +177,14 @@ def test_what_does_not_run_has_the_same_verdict_in_every_check(
     assert failed.failure == Failure("crash", "it failed while planning: ZeroDivisionError: halved")
 
 
+@pytest.mark.parametrize("name", ["powers-of-two", "causality", "independence", "repeat"])
+def test_bits_are_compared_where_they_are_promised(name: str) -> None:
+    case = PLAIN.replace(check=name, causal=True, batch=2, library="numpy", data_seed=2)
+    for asked in (case, case.replace(deterministic=True)):
+        (outcome,) = examine(asked, ("saboteurs:OrderedIfAsked",), only=True)
+        assert (outcome.verdict, outcome.failure, outcome.checks) == ("verified", None, (name,))
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_no_other_check_sees_its_fault(name: str) -> None:
     backend, case = CAUGHT[name]

@@ -207,13 +207,13 @@ def _powers(trial: Trial) -> Failure | None:
         ),
     }
     role = "value" if case.data_seed % 2 else "query"
-    got = trial.run(subject.derive(f"powers of {role}", changes[role]))
+    got = trial.run(trial.repeatable(subject.derive(f"powers of {role}", changes[role])))
     factors = (
         {"out": 4.0, "grad query": 4.0, "grad key": 4.0, "grad attn_mask": 4.0, "grad sinks": 4.0}
         if role == "value"
         else {"grad query": 0.25}
     )
-    results = trial.results
+    results = trial.repeatable_results
     if not trial.repeats:
         results = {name: result for name, result in results.items() if name in ("out", "lse")}
     # The upstream gradient of lse does not grow with V; in float16, gradients of scores may be subnormal on the way.

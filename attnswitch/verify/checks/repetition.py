@@ -29,11 +29,10 @@ def _repeatable(case: Case) -> bool:
 
 def _repeat(trial: Trial) -> Failure | None:
     """To the bit where the backend promises it (it takes ``deterministic=True``), else within rounding."""
-    case, subject = trial.case, trial.subject
     if not trial.repeats:
-        got = trial.run(subject)
+        got = trial.run(trial.subject)
         return within(trial, "repeat", got, trial.results, "it differs when the same call is made again")
-    same = subject.derive("deterministic", lambda: (case.replace(deterministic=True), subject.data))
+    same = trial.repeatable(trial.subject)
     first = trial.run(same)
     for n in range(2, REPEATS + 1):
         again = trial.run(same)
