@@ -35,8 +35,8 @@ def bench(
     suite: Annotated[
         list[str] | None,
         typer.Argument(
-            help="grid, forward, backward, features, decode, memory, quick, unseen-cpu, unseen-gpu. Default: grid,"
-            " quick on a CPU"
+            help="grid, forward, backward, features, decode, serving, memory, quick, unseen-cpu, unseen-gpu."
+            " Default: grid, quick on a CPU"
         ),
     ] = None,
     problem: Annotated[

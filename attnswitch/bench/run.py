@@ -18,7 +18,7 @@ from attnswitch.bench.record import PASSES, Direction, Record
 from attnswitch.bench.suites import Row
 from attnswitch.bench.workload import Workload
 from attnswitch.machine.device import Device
-from attnswitch.problem import Problem, cost
+from attnswitch.problem import cost
 
 __all__ = ["Step", "idle_configs", "run", "steps"]
 
@@ -97,7 +97,7 @@ def run(step: Step, device: str, limits: Limits, budget: Budget) -> Iterator[Rec
             _prepare(entry, step, work, is_peer=index >= len(backends))
             _try_out(entry, work, reference)
         if step.row.kind != "memory":
-            _time(entries, step.row.problem, device, limits, budget)
+            _time(entries, work, limits, budget)
         for entry in entries:
             entry.call = None
         del work, reference
@@ -178,15 +178,15 @@ def _observed(call: Callable[[], Any], device: str) -> tuple[Results, int | None
     return results, torch.cuda.max_memory_allocated() - before
 
 
-def _time(entries: list[_Entry], problem: Problem, device: str, limits: Limits, budget: Budget) -> None:
+def _time(entries: list[_Entry], work: Workload, limits: Limits, budget: Budget) -> None:
     by_name = {entry.record.candidate: entry for entry in entries if entry.call is not None}
     calls = {name: entry.call for name, entry in by_name.items() if entry.call is not None}
-    times = measure(calls, device, budget=budget, failed=lambda name, error: by_name[name].fail(error))
+    times = measure(calls, work.device, budget=budget, failed=lambda name, error: by_name[name].fail(error))
     for name, timing in times.items():
-        by_name[name].record = _timed(by_name[name].record, problem, timing, limits)
+        by_name[name].record = _timed(by_name[name].record, work, timing, limits)
 
 
-def _timed(record: Record, problem: Problem, timing: Timing, limits: Limits) -> Record:
+def _timed(record: Record, work: Workload, timing: Timing, limits: Limits) -> Record:
     """``record`` with its times and rates."""
     record = replace(
         record,
@@ -197,10 +197,10 @@ def _timed(record: Record, problem: Problem, timing: Timing, limits: Limits) -> 
         host_ms=timing.host,
     )
     if record.kind == "decode":
-        gbps = cost.kv_bytes(problem) / timing.median / 1e6
+        gbps = cost.kv_bytes(work.problem) * work.kept / timing.median / 1e6
         return replace(record, gbps=gbps, percent=100 * gbps / limits.gbps)
-    work = sum(cost.flops(problem, backward=backward) for backward in PASSES[record.direction])
-    tflops = work / timing.median / 1e9
+    flops = sum(cost.flops(work.problem, backward=backward) for backward in PASSES[record.direction])
+    tflops = flops / timing.median / 1e9
     return replace(record, tflops=tflops, percent=100 * tflops / limits.tflops)
 
 

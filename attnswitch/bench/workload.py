@@ -86,6 +86,14 @@ class Workload:
             return beside | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
         return beside | {"attn_mask": self.attn_mask, "key_lengths": self.key_lengths}
 
+    @property
+    def kept(self) -> float:
+        """The share of the batch's B * Lk keys that its sequences have."""
+        p = self.problem
+        if p.varlen and not p.page:
+            return self.key.shape[0] / (p.batch * p.seq_k)
+        return 1.0 if self.key_lengths is None else float(self.key_lengths.sum()) / (p.batch * p.seq_k)
+
     def keywords(self) -> dict[str, Any]:
         """What ``function`` is given beside query, key and value."""
         p, beside = self.problem, self.arrays()

@@ -49,7 +49,8 @@ def records(problem: str, *backends: str, direction: Direction = "forward", **fi
 
 
 def test_the_suites_that_are_promised() -> None:
-    named = ["grid", "forward", "backward", "features", "decode", "memory", "quick", "unseen-cpu", "unseen-gpu"]
+    named = ["grid", "forward", "backward", "features", "decode"]
+    named += ["serving", "memory", "quick", "unseen-cpu", "unseen-gpu"]
     assert list(suites()) == named
     assert len(suites()["grid"].rows) == 12
     for suite in suites().values():
@@ -417,6 +418,13 @@ def test_rates_follow_from_times() -> None:
     assert step.gbps == pytest.approx(2 * 2 * 64 * 32 * 4 / step.ms / 1e6)
     assert step.tflops is None
     assert step.percent == pytest.approx(100 * (step.gbps or 0) / LIMITS.gbps)
+
+
+@pytest.mark.parametrize("text", ["b2.h4/2.s1x64.d16.fp32.lengths", "b2.h4/2.s1x64.d16.fp32.lengths.page=16"])
+def test_keys_that_no_sequence_has_are_not_read(text: str) -> None:
+    step = records(text, "tiled", kind="decode")["tiled"]
+    assert step.ms is not None
+    assert step.gbps == pytest.approx(2 * 2 * (64 + 32) * 16 * 4 / step.ms / 1e6)  # 64 keys and 32
 
 
 # -- the document ------------------------------------------------------------------------------------------------------
