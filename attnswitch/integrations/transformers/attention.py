@@ -86,14 +86,14 @@ def attention(
     if deterministic:
         options["deterministic"] = True
     if s_aux is not None:
-        options["return_lse"] = True
+        options["sinks"] = s_aux
     if cu_seq_lens_q is not None:
         if position_bias is not None or indices is not None:
             raise Unsupported(f"transformers passes cu_seq_lens_q with a position bias or indices: {_UNKNOWN}")
         starts_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         lengths = Lengths(cu_seq_lens_q, starts_k, max_length_q, max_length_k)
         options |= {"causal": _is_causal(module, is_causal), "sliding_window": sliding_window}
-        found = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
+        out = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
     elif not cu_seq_lens_k is max_length_q is max_length_k is None:
         beside = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
         name = next(name for name, given in beside.items() if given is not None)
@@ -111,13 +111,7 @@ def attention(
             attention_mask = chosen if attention_mask is None else only(attention_mask, chosen)
         if attention_mask is not None:
             options["attn_mask"] = attention_mask
-        found = api.attention(query, key, value, scale=scaling, backend=backend, **options)
-    if s_aux is None:
-        out = found
-    else:
-        # A sink is one more key, of score s_aux and value 0: it takes 1 - sigmoid(lse - s_aux) of every row.
-        out, lse = found
-        out = (out * torch.sigmoid(lse - s_aux.view(-1, 1))[..., None]).to(query.dtype)
+        out = api.attention(query, key, value, scale=scaling, backend=backend, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
