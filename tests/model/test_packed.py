@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
 import attnswitch
 from attnswitch.integrations.transformers import register
@@ -84,10 +85,10 @@ def test_a_mask_beside_sequences_may_hide_what_is_past_the_last() -> None:
     assert not out[:, 4].any()
 
 
-@pytest.mark.parametrize("said", [True])
+@pytest.mark.parametrize("said", [True, False], ids=["starts", "positions"])
 @pytest.mark.parametrize("which", DECODERS)
 def test_gradients_of_a_step_are_those_of_each_sequence_alone(which: str, said: bool, tmp_path: Path) -> None:
-    """Of the Trainer."""
+    """Of the Trainer; the collator says where sequences begin, or gives no more than positions that begin anew."""
     register()
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 90, (n,), generator=generator) for n in (7, 2, 9, 5)]
@@ -115,3 +116,85 @@ def test_gradients_of_a_step_are_those_of_each_sequence_alone(which: str, said: 
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("which", DECODERS)
+def test_positions_that_begin_anew_keep_sequences_apart(which: str, use_cache: bool, masked: bool) -> None:
+    """Also where transformers' own masks do not: with a cache, with a 2D mask of ones, in gpt_oss always."""
+    register()
+    lengths = [7, 3, 1, 6]
+    (kind, config), ids = DECODERS[which], torch.randint(3, 90, (1, sum(lengths)))
+    eager, ours = (randomised(kind._from_config(config, attn_implementation=name)) for name in ("eager", "attnswitch"))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    said: dict[str, Any] = {"position_ids": positions, "attention_mask": torch.ones_like(ids) if masked else None}
+    out = ours(input_ids=ids, use_cache=use_cache, **said).logits
+    with torch.inference_mode():
+        again = ours(input_ids=ids.clone(), use_cache=use_cache, **said | {"position_ids": positions.clone()}).logits
+    torch.testing.assert_close(again, out)
+    for part, here in zip(torch.split(ids, lengths, 1), torch.split(out, lengths, 1), strict=True):
+        torch.testing.assert_close(here, eager(input_ids=part).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("begin", [[0, 1], [1, 2], [7, 8]])
+def test_positions_that_are_written_to_are_read_again(begin: list[int]) -> None:
+    positions = torch.tensor([[*begin, 0, 1, 2]])
+    out, formula, i, j = call(5, 5, position_ids=positions)
+    torch.testing.assert_close(out, formula((j <= i) & ((i < 2) == (j < 2))))
+    positions.copy_(torch.arange(5))
+    out, formula, i, j = call(5, 5, position_ids=positions)
+    torch.testing.assert_close(out, formula(j <= i))
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[0, 0, 0, 0, 0], [0, 1, 2, 0, 2], [0, 1, 3, 4, 5], [0.0, 1.0, 0.0, 1.0, 2.0]],
+    ids=["one for all", "both ways", "a gap", "no integers"],
+)
+def test_other_positions_say_nothing_of_sequences(positions: list[int]) -> None:
+    out, formula, i, j = call(5, 5, position_ids=torch.tensor([positions]))
+    torch.testing.assert_close(out, formula(j <= i))
+
+
+def made(padding: list[int] | None = None, **options: Any) -> torch.Tensor:
+    """A mask of the registered function, of five queries and keys."""
+    register()
+    two = None if padding is None else torch.tensor([padding], dtype=torch.bool)
+    options |= {"batch_size": 1, "q_length": 5, "kv_length": 5, "attention_mask": two, "allow_is_causal_skip": False}
+    mask: torch.Tensor = MASKS["attnswitch"](**options)
+    return mask
+
+
+def test_a_mask_beside_positions_that_begin_anew() -> None:
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    mask = made()
+    for _ in range(2):  # the second time, of another layer, nothing is looked at
+        out, formula, i, j = call(5, 5, mask=mask, position_ids=positions)
+        torch.testing.assert_close(out, formula((j <= i) & ((i < 2) == (j < 2))))
+    own = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()  # the caller's means what it says
+    out, formula, i, j = call(5, 5, mask=own, position_ids=positions)
+    torch.testing.assert_close(out, formula(j <= i))
+    with pytest.raises(attnswitch.Unsupported, match="hides keys within its sequences"):
+        call(5, 5, mask=made([1, 1, 1, 1, 0]), position_ids=positions)
+    with pytest.raises(attnswitch.Unsupported, match="position bias"):
+        call(5, 5, position_ids=positions, position_bias=torch.zeros(1, 2, 5, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_positions_of_padding_are_no_sequences(left: bool) -> None:
+    mask = made([0, 0, 1, 1, 1] if left else [1, 1, 1, 0, 0])
+    positions = [0, 0, 0, 1, 2] if left else [0, 1, 2, 0, 0]
+    out, formula, _, _ = call(5, 5, mask=mask, position_ids=torch.tensor([positions]))
+    rows = slice(2, None) if left else slice(None)
+    torch.testing.assert_close(out[:, rows], formula(mask)[:, rows])
+
+
+def test_a_graph_does_not_look_at_positions() -> None:
+    register()
+    eager = randomised(DECODERS["llama"][0](DECODERS["llama"][1]))
+    eager.set_attn_implementation("attnswitch")
+    compiled: Any = torch.compile(eager, backend="eager", fullgraph=True)
+    ids, positions = torch.arange(3, 10)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    out = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits  # its mask keeps them apart
+    torch.testing.assert_close(out, eager(input_ids=ids, position_ids=positions, use_cache=False).logits)

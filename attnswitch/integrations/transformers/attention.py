@@ -12,6 +12,7 @@ from attnswitch.call.like_torch import as_autocast
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
 from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
+from attnswitch.integrations.transformers.positions import lengths_of
 from attnswitch.integrations.transformers.sequences import Lengths, attend
 
 __all__ = ["attention"]
@@ -26,7 +27,6 @@ _NO_EFFECT = {
     "output_router_logits",
     "past_key_values",
     "position_embeddings",
-    "position_ids",
     "return_dict",
     "seq_idx",
     "use_cache",
@@ -52,6 +52,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     deterministic: bool | None = None,
     indices: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: Any = None,
@@ -87,17 +88,21 @@ def attention(
         options["deterministic"] = True
     if s_aux is not None:
         options["sinks"] = s_aux
+    lengths = None
     if cu_seq_lens_q is not None:
-        if position_bias is not None or indices is not None:
-            raise Unsupported(f"transformers passes cu_seq_lens_q with a position bias or indices: {_UNKNOWN}")
         starts_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         lengths = Lengths(cu_seq_lens_q, starts_k, max_length_q, max_length_k)
-        options |= {"causal": _is_causal(module, is_causal), "sliding_window": sliding_window}
-        out = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
     elif not cu_seq_lens_k is max_length_q is max_length_k is None:
         beside = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
         name = next(name for name, given in beside.items() if given is not None)
         raise Unsupported(f"transformers passes {name} to attention without cu_seq_lens_q")
+    elif position_ids is not None and query.shape[0] == 1:
+        lengths = lengths_of(position_ids, attention_mask, length_q, key.shape[2])
+    if lengths is not None:
+        if position_bias is not None or indices is not None:
+            raise Unsupported(f"transformers passes sequences in one row with a position bias or indices: {_UNKNOWN}")
+        options |= {"causal": _is_causal(module, is_causal), "sliding_window": sliding_window}
+        out = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
     else:
         if attention_mask is None:  # else the mask holds the diagonal and the window as well
             options |= _positions(module, length_q, key.shape[2], is_causal, sliding_window)

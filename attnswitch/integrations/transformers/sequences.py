@@ -85,8 +85,8 @@ def _check(mask: torch.Tensor, lengths: Lengths, causal: bool, sliding_window: i
     said = mask if mask.dtype == torch.bool else mask == 0
     if bool((sees & ~said).any()):
         raise Unsupported(
-            "transformers passes cu_seq_lens_q to attention, and an attention_mask that hides keys within its"
-            " sequences: leave one of them out"
+            "cu_seq_lens_q, or position_ids that begin anew, say that sequences lie in one row, and attention_mask"
+            " hides keys within its sequences: leave one of them out"
         )
     if lasting:
         setattr(mask, _HELD, (*getattr(mask, _HELD, ()), (*given, held)))
