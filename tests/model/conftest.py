@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 
 _NEEDS = {
+    "test_continuous.py": ("transformers",),
     "test_diffusers.py": ("diffusers",),
     "test_generate.py": ("transformers",),
     "test_installed.py": ("open_clip", "timm"),
