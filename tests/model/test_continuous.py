@@ -27,6 +27,11 @@ from small_decoders import DECODERS, randomised
 if not serving.watch():
     pytest.skip("this transformers has another way of continuous batching", allow_module_level=True)
 
+#: What is not typed, or typed otherwise in other versions.
+MANAGER: Any = ContinuousBatchingManager
+GENERATION: Any = GenerationConfig
+MPNET: Any = transformers.MPNetModel
+
 #: Two that begin alike over three pages, one longer than a batch, one token alone.
 PROMPTS = [[*range(3, 17), 40, 41], [*range(3, 17), 50], [*range(20, 45)], [60]]
 NEW = 6
@@ -42,7 +47,7 @@ def expected(which: str) -> tuple[list[list[int]], torch.Tensor]:
     """The tokens that each prompt alone generates with eager attention, and the log of their probabilities."""
     model, tokens, logs = small(which, "eager"), [], []
     for prompt in PROMPTS:
-        config = GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        config = GENERATION(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
         options = {"generation_config": config, "output_logits": True, "return_dict_in_generate": True}
         made = model.generate(torch.tensor([prompt]), **options)
         new = made.sequences[0, len(prompt) :]
@@ -56,7 +61,7 @@ def batched(model: Any, **options: Any) -> list[Any]:
     """What ``generate_batch`` gives for each prompt, in order: pages of four rows, batches of sixteen tokens."""
     said = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16, "max_requests_per_batch": 4}
     config = ContinuousBatchingConfig(**said | {"return_logprobs": True} | options)
-    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    greedy = GENERATION(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1)
     results = model.generate_batch(PROMPTS, greedy, continuous_batching_config=config, progress_bar=False)
     return list(results.values())
 
@@ -151,19 +156,19 @@ def test_a_model_that_cannot_switch_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_models_that_never_call_it_are_refused_by_this_name_too() -> None:
     register()
     with torch.device("meta"), pytest.raises(attnswitch.Unsupported, match="MPNetModel cannot run on attnswitch"):
-        transformers.MPNetModel._from_config(transformers.MPNetConfig(), attn_implementation="attnswitch-paged")
+        MPNET._from_config(transformers.MPNetConfig(), attn_implementation="attnswitch-paged")
 
 
 def test_other_attention_is_as_it_was() -> None:
     register()
     check("llama", batched(small("llama", "eager"), auto_switch_to_flash=False))
-    wrapped = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    wrapped = MANAGER.switch_to_cb_friendly_attn
     serving.watch()
-    assert ContinuousBatchingManager.switch_to_cb_friendly_attn is wrapped
+    assert MANAGER.switch_to_cb_friendly_attn is wrapped
     serving.unwatch()
     with pytest.raises(ValueError, match="attnswitch is not supported for continuous batching"):
         batched(small("llama"))
-    assert ContinuousBatchingManager.switch_to_cb_friendly_attn is wrapped.__wrapped__
+    assert MANAGER.switch_to_cb_friendly_attn is wrapped.__wrapped__
     serving.watch()
 
 
@@ -182,6 +187,12 @@ def test_what_is_not_honoured_is_refused(changed: dict[str, Any], reason: str) -
     said: dict[str, Any] = {"cache": object(), "cu_seq_lens_q": starts, "cu_seq_lens_k": {"full_attention": starts}}
     with pytest.raises(attnswitch.Unsupported, match=reason):
         ATTENTIONS["attnswitch-paged"](torch.nn.Module(), x, x, x, **{"attention_mask": None} | said | changed)
+
+
+def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setattr(pages, "_in_cuda_graph", lambda query: True)
+    assert all("use_cuda_graph=False" in row.error for row in batched(small("llama")))
 
 
 def test_a_sequence_of_no_length_writes_nowhere() -> None:

@@ -57,7 +57,8 @@ def paged(
     ``block_table`` each sequence has one query, and its pages are read where they lie; else the cache gathers keys.
 
     Raises:
-        Unsupported: there is no cache, a mask beside it, or something is passed that is not honoured.
+        Unsupported: there is no cache, a mask beside it, a CUDA graph is captured, or something is passed that is not
+            honoured.
     """
     check_layer(type(module))
     check_rest(rest)
@@ -68,6 +69,10 @@ def paged(
         )
     if attention_mask is not None:
         raise Unsupported("attention_mask beside a cache in pages: lengths say who sees what; leave it out")
+    if _in_cuda_graph(query):
+        raise Unsupported(
+            "continuous batching in a CUDA graph is not verified: give ContinuousBatchingConfig use_cuda_graph=False"
+        )
     if dropout:
         raise Unsupported(f"dropout={dropout} with a cache in pages: call model.eval() first")
     options: dict[str, Any] = {"scale": scaling, "backend": backend}
@@ -94,6 +99,10 @@ def paged(
         there.view(-1, *there.shape[2:]).index_copy_(0, new, states[0].transpose(0, 1))
     out = attention_paged(query[0].transpose(0, 1)[:, None], *pages, table, cached, is_causal=causal, **options)
     return out.transpose(0, 1), None
+
+
+def _in_cuda_graph(query: torch.Tensor) -> bool:
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _rows(table: torch.Tensor, lengths: torch.Tensor, page: int, nowhere: int) -> torch.Tensor:
