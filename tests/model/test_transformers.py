@@ -5,19 +5,15 @@ uv run --group model pytest tests/model
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 import transformers
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     SplinterConfig,
@@ -31,31 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 import attnswitch
 from attnswitch.integrations.transformers import fit, register
 
+sys.path.append(str(Path(__file__).parent))
+from small_decoders import DECODERS, SMALL, call, losses_of, randomised
+
 # -- what other models ask for: random weights, against eager ----------------------------------------------------------
-
-SMALL: dict[str, Any] = {
-    **{"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-GEMMA: dict[str, Any] = {"sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
-GPT_OSS: dict[str, Any] = {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
-DECODERS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SMALL, **GEMMA)),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**SMALL, **GPT_OSS)),
-}
-
-
-def randomised(model: Any) -> Any:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def llama(implementation: str) -> Any:
-    kind: Any = LlamaForCausalLM
-    return kind._from_config(LlamaConfig(**SMALL), attn_implementation=implementation)
 
 
 def both(model: Any, run: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +71,29 @@ def test_decoders(name: str, cache: str | None, padding: int) -> None:
         return torch.stack(made.logits)
 
     torch.testing.assert_close(*both(model, run), rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_and_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go to the kernel as they are, which gives them a gradient."""
+    kind, config = DECODERS["gpt_oss"]
+    model = randomised(kind(config)).train()
+    sinks = [parameter for name, parameter in model.named_parameters() if name.endswith("sinks")]
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    seen, attend = [], attnswitch.attention
+
+    def noted(*operands: torch.Tensor, **keywords: Any) -> Any:
+        seen.append((keywords.get("sinks"), keywords.get("return_lse", False)))
+        return attend(*operands, **keywords)
+
+    def run(model: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            logits = model(input_ids=ids).logits
+            gradients = torch.autograd.grad(logits.square().mean(), sinks)
+        return torch.cat([logits.flatten(), *gradients])
+
+    monkeypatch.setattr("attnswitch.api.attention", noted)
+    torch.testing.assert_close(*both(model, run), rtol=1e-4, atol=1e-5)
+    assert [(given is layer, lse) for (given, lse), layer in zip(seen, sinks, strict=True)] == [(True, False)] * 2
 
 
 def test_a_position_bias_and_its_gradient() -> None:
@@ -227,26 +225,6 @@ def test_operands_are_cast_as_autocast_casts_them(device: str) -> None:
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
 
 
-def losses_of(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> list[float]:
-    """The losses of three steps of the Trainer in bfloat16."""
-    torch.manual_seed(0)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        bf16=True,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        learning_rate=1e-2,
-        use_cpu=options.pop("device") == "cpu",
-    )
-    trainer = transformers.Trainer(model=llama(name), args=arguments, train_dataset=rows, **options)
-    trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
 def test_the_trainer_runs_in_bfloat16(tmp_path: Path, device: str) -> None:
     register()
     ids = torch.randint(3, 90, (6, 9), generator=torch.Generator().manual_seed(0))
@@ -256,94 +234,7 @@ def test_the_trainer_runs_in_bfloat16(tmp_path: Path, device: str) -> None:
     assert losses["attnswitch"] == pytest.approx(losses["sdpa"], rel=1e-2)
 
 
-def test_the_trainer_runs_without_padding(tmp_path: Path, device: str) -> None:
-    """With the collator that lays sequences one after another, and says where they begin."""
-    register()
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"input_ids": torch.randint(3, 90, (n,), generator=generator).tolist()} for n in (5, 9, 1, 7, 3, 8)]
-    losses = {}
-    for name in ("sdpa", "attnswitch"):
-        make: Any = transformers.DataCollatorWithFlattening
-        collator = make(return_flash_attn_kwargs=name == "attnswitch")
-        losses[name] = losses_of(name, rows, tmp_path, device=device, data_collator=collator)
-    assert len(losses["attnswitch"]) == 3
-    assert losses["attnswitch"] == pytest.approx(losses["sdpa"], rel=1e-2)
-
-
-@pytest.mark.parametrize("which", list(DECODERS))
-@pytest.mark.parametrize("masked", [False, True])
-def test_sequences_one_after_another_are_each_alone(which: str, masked: bool) -> None:
-    register()
-    lengths = [7, 3, 1, 6]
-    (kind, config), ids = DECODERS[which], torch.randint(3, 90, (1, sum(lengths)))
-    eager, ours = (randomised(kind._from_config(config, attn_implementation=name)) for name in ("eager", "attnswitch"))
-    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    said: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    if not masked:  # as where a program makes masks for flash-attn, which takes none
-        said["attention_mask"] = dict.fromkeys(("full_attention", "sliding_attention"))
-        if which == "llama":
-            said.pop("attention_mask")
-    out = ours(input_ids=ids, position_ids=positions, **said).logits
-    for part, here in zip(torch.split(ids, lengths, 1), torch.split(out, lengths, 1), strict=True):
-        torch.testing.assert_close(here, eager(input_ids=part).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mask_beside_sequences_may_hide_no_more() -> None:
-    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-    starts: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 2, 5]))
-    out, formula, i, j = call(5, 5, mask=mask, **starts)
-    torch.testing.assert_close(out, formula((j <= i) & ((i < 2) == (j < 2))))
-    mask[..., 3, 2] = False
-    with pytest.raises(attnswitch.Unsupported, match="hides keys within its sequences"):
-        call(5, 5, mask=mask, **starts)
-    near = mask.tril().triu(-1) | torch.eye(5, dtype=torch.bool)
-    near[..., 3, 2] = True
-    call(5, 5, mask=near, sliding_window=2, **starts)
-    with pytest.raises(attnswitch.Unsupported, match="hides keys within its sequences"):
-        call(5, 5, mask=near, **starts)  # a layer without a window, of the same model
-    with torch.inference_mode():
-        call(5, 5, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), **starts)
-    with pytest.raises(attnswitch.Unsupported, match="goes with one over all rows"):
-        call(5, 5, mask=mask[..., :4], **starts)
-    with pytest.raises(attnswitch.Unsupported, match="max_length_q to attention without cu_seq_lens_q"):
-        call(5, 5, max_length_q=3)
-
-
-def test_a_mask_beside_sequences_may_hide_what_is_past_the_last() -> None:
-    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-    mask[..., 4, :] = False
-    out, formula, i, j = call(5, 5, mask=mask, cu_seq_lens_q=[0, 2, 4])
-    torch.testing.assert_close(out[:, :4], formula((j <= i) & ((i < 2) == (j < 2)))[:, :4])
-    assert not out[:, 4].any()
-
-
-def test_continuous_batching_is_refused() -> None:
-    register()
-    model = llama("attnswitch")
-    with pytest.raises(ValueError, match="attnswitch is not supported for continuous batching"):
-        model.generate_batch(inputs=[[3, 4, 5]], max_new_tokens=2)
-
-
 # -- the function itself -----------------------------------------------------------------------------------------------
-
-
-def call(length_q: int, length_k: int, *, module_is_causal: Any = True, mask: Any = None, **options: Any) -> Any:
-    """The registered function, and the same by the formula with all positions visible, on (1, 2, length, 4)."""
-    register()
-    rng = np.random.default_rng(0)
-    q, k, v = (torch.from_numpy(rng.standard_normal((1, 2, n, 4))) for n in (length_q, length_k, length_k))
-    module = torch.nn.Module()
-    module.is_causal = module_is_causal
-    out, weights = ATTENTIONS["attnswitch"](module, q, k, v, mask, **options)
-    assert weights is None
-    i, j = torch.arange(length_q)[:, None] + (length_k - length_q), torch.arange(length_k)
-
-    def formula(visible: torch.Tensor) -> torch.Tensor:
-        scores = (q @ k.mT / 2).masked_fill(~visible, -torch.inf)
-        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
-
-    return out, formula, i, j
 
 
 @pytest.mark.parametrize("length_q", [1, 3, 7])

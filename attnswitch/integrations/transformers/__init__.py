@@ -12,9 +12,10 @@ import re
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.integrations.transformers import fit
+from attnswitch.integrations.transformers import fit, serving
 from attnswitch.integrations.transformers.attention import attention
 from attnswitch.integrations.transformers.masks import mask
+from attnswitch.integrations.transformers.pages import no_mask, paged
 from attnswitch.machine import registry
 
 __all__ = ["register"]
@@ -28,7 +29,8 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
     ``sdpa`` nor flash-attn through the attention interface (MPNet, BLOOM, CodeGen, MPT, Longformer, BigBird, Splinter,
     ...), models that choose layers by name from tables of their own (Falcon, GPT-J, GPT-Neo, Bark, SAM's image encoder,
     ...) and models whose layers never look the attention up. ``output_attentions=True`` is what it is with ``sdpa``: a
-    warning, and no weights. Continuous batching is refused. Under autocast all operands are cast, as torch's are.
+    warning, and no weights. Continuous batching goes to ``name-paged``, which is registered as well. Under autocast all
+    operands are cast, as torch's are.
 
     Args:
         name: what models ask for; a name that is registered again changes its meaning.
@@ -49,3 +51,8 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
     fit.watch()
     # Without a function for the masks every layer is handed None, padded batches included.
     AttentionMaskInterface.register(name, mask)
+    if serving.watch():
+        serving.names[name] = beside = f"{name}-paged"
+        AttentionInterface.register(beside, functools.partial(paged, backend))
+        AttentionMaskInterface.register(beside, no_mask)
+        fit.names.add(beside)

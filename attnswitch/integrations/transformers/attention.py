@@ -5,35 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from attnswitch import api
 from attnswitch.call.like_torch import as_autocast
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
+from attnswitch.integrations.transformers.keywords import UNKNOWN, check_rest, is_causal_of
 from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
+from attnswitch.integrations.transformers.positions import lengths_of
 from attnswitch.integrations.transformers.sequences import Lengths, attend
 
 __all__ = ["attention"]
-
-#: Handed down to every layer, without a part in attention: what query, key and mask already carry, the model's outputs,
-#: and packing as state-space layers want it.
-_NO_EFFECT = {
-    "cache_position",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "seq_idx",
-    "use_cache",
-}
-_REASONS = {"cache": "keys and values in pages are not supported; generate without continuous batching"}
-_log = logging.get_logger(__name__)
-_UNKNOWN = "it may change the result in a way not known here; use attn_implementation='eager' for this model"
 
 
 def attention(
@@ -52,6 +34,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     deterministic: bool | None = None,
     indices: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: Any = None,
@@ -64,14 +47,7 @@ def attention(
         Unsupported: the layer's model was made for eager attention, or something is passed that is not honoured.
     """
     check_layer(type(module))
-    for name, given in rest.items():
-        if name == "output_attentions":
-            if given:
-                _log.warning_once(
-                    "attnswitch gives no attention weights; use attn_implementation='eager' to look at them"
-                )
-        elif name not in _NO_EFFECT and given is not None:
-            raise Unsupported(f"transformers passes {name} to attention: {_REASONS.get(name, _UNKNOWN)}")
+    check_rest(rest)
     # Rotary layers leave operands of several dtypes.
     query, key, value, attention_mask, position_bias = as_autocast(query, key, value, attention_mask, position_bias)
     length_q = query.shape[2]
@@ -86,18 +62,22 @@ def attention(
     if deterministic:
         options["deterministic"] = True
     if s_aux is not None:
-        options["return_lse"] = True
+        options["sinks"] = s_aux
+    lengths = None
     if cu_seq_lens_q is not None:
-        if position_bias is not None or indices is not None:
-            raise Unsupported(f"transformers passes cu_seq_lens_q with a position bias or indices: {_UNKNOWN}")
         starts_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         lengths = Lengths(cu_seq_lens_q, starts_k, max_length_q, max_length_k)
-        options |= {"causal": _is_causal(module, is_causal), "sliding_window": sliding_window}
-        found = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
     elif not cu_seq_lens_k is max_length_q is max_length_k is None:
         beside = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
         name = next(name for name, given in beside.items() if given is not None)
         raise Unsupported(f"transformers passes {name} to attention without cu_seq_lens_q")
+    elif position_ids is not None and query.shape[0] == 1:
+        lengths = lengths_of(position_ids, attention_mask, length_q, key.shape[2])
+    if lengths is not None:
+        if position_bias is not None or indices is not None:
+            raise Unsupported(f"transformers passes sequences in one row with a position bias or indices: {UNKNOWN}")
+        options |= {"causal": is_causal_of(module, is_causal), "sliding_window": sliding_window}
+        out = attend(query, key, value, attention_mask, lengths, scale=scaling, backend=backend, **options)
     else:
         if attention_mask is None:  # else the mask holds the diagonal and the window as well
             options |= _positions(module, length_q, key.shape[2], is_causal, sliding_window)
@@ -111,35 +91,24 @@ def attention(
             attention_mask = chosen if attention_mask is None else only(attention_mask, chosen)
         if attention_mask is not None:
             options["attn_mask"] = attention_mask
-        found = api.attention(query, key, value, scale=scaling, backend=backend, **options)
-    if s_aux is None:
-        out = found
-    else:
-        # A sink is one more key, of score s_aux and value 0: it takes 1 - sigmoid(lse - s_aux) of every row.
-        out, lse = found
-        out = (out * torch.sigmoid(lse - s_aux.view(-1, 1))[..., None]).to(query.dtype)
+        out = api.attention(query, key, value, scale=scaling, backend=backend, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _chosen(indices: torch.Tensor, length_q: int, length_k: int) -> torch.Tensor:
     """The mask (B, 1, Lq, Lk) of the keys that an indexer chose for each query: ``indices`` (B, Lq, N), -1 for none."""
     if not isinstance(indices, torch.Tensor) or indices.ndim != 3 or indices.shape[1] != length_q:
-        raise Unsupported(f"transformers passes indices to attention: not (B, {length_q}, N) of keys; {_UNKNOWN}")
+        raise Unsupported(f"transformers passes indices to attention: not (B, {length_q}, N) of keys; {UNKNOWN}")
     spare = torch.where(indices < 0, length_k, indices).long()
     chosen = indices.new_zeros((*indices.shape[:2], length_k + 1), dtype=torch.bool).scatter(-1, spare, True)
     return chosen[:, None, :, :length_k]
-
-
-def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
-    """What is said, or else what the layer is; True is sdpa's default too."""
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _positions(
     module: torch.nn.Module, length_q: int, length_k: int, is_causal: bool | None, sliding_window: int | None
 ) -> dict[str, Any]:
     """The keywords that say who sees what where there is no mask."""
-    causal = _is_causal(module, is_causal) and length_q > 1
+    causal = is_causal_of(module, is_causal) and length_q > 1
     # Masks are left out while the window reaches every key; a model that makes none means what flash-attn does.
     windowed = sliding_window is not None and sliding_window < length_k
     if not causal and not windowed:

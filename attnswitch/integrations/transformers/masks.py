@@ -10,10 +10,10 @@ from transformers.masking_utils import sdpa_mask
 
 from attnswitch.integrations.transformers.fit import check_config
 
-__all__ = ["biased", "is_diagonal", "mask", "only"]
+__all__ = ["biased", "is_diagonal", "is_made", "mask", "only"]
 
-#: What a mask is marked by, with its version.
-_DIAGONAL = "_attnswitch_diagonal"
+#: What a diagonal is marked by, with its version, and what every mask made here is.
+_DIAGONAL, _MADE = "_attnswitch_diagonal", "_attnswitch_made"
 
 
 def mask(
@@ -32,6 +32,8 @@ def mask(
         check_config(type(config))
     make: Any = functools.partial(sdpa_mask, q_length=q_length, kv_length=kv_length, **rest)
     made: torch.Tensor | None = make(allow_is_causal_skip=allow_is_causal_skip)
+    if made is not None and not torch.compiler.is_compiling():
+        setattr(made, _MADE, True)
     if made is not None or not allow_is_causal_skip or q_length in (1, kv_length):
         return made
     # generate makes it contiguous, which must not be another tensor: that would have no mark.
@@ -45,6 +47,11 @@ def is_diagonal(mask: torch.Tensor, queries: int) -> bool:
     """Whether ``mask()`` made it as the diagonal from the top left of so many queries, and nobody wrote to it since."""
     version = getattr(mask, _DIAGONAL, None)
     return version is not None and mask.shape[2] == queries and bool(mask._version == version)
+
+
+def is_made(mask: torch.Tensor) -> bool:
+    """Whether ``mask()`` made it, bool, of lengths, windows and padding: nobody said who sees what."""
+    return hasattr(mask, _MADE)
 
 
 def biased(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

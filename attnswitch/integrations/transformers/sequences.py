@@ -34,8 +34,8 @@ def attend(
     causal: bool,
     sliding_window: int | None,
     **options: Any,
-) -> Any:
-    """Output (1, Hq, T, Dv) for query (1, Hq, T, D); with ``return_lse`` among the options also lse (1, Hq, T).
+) -> torch.Tensor:
+    """Output (1, Hq, T, Dv) for query (1, Hq, T, D).
 
     Raises:
         Unsupported: there are several rows of sequences, or the mask hides more than they and positions do.
@@ -53,13 +53,10 @@ def attend(
         raise Unsupported(f"attention_mask has shape {tuple(mask.shape)}: cu_seq_lens_q goes with one over all rows")
     q, k, v = (operand[0].transpose(0, 1) for operand in (query, key, value))
     longest = {"max_seqlen_q": lengths.max_length_q, "max_seqlen_k": lengths.max_length_k}
-    found = attention_varlen(q, k, v, lengths.cu_seq_lens_q, lengths.cu_seq_lens_k, **longest, **options)
+    out: torch.Tensor = attention_varlen(q, k, v, lengths.cu_seq_lens_q, lengths.cu_seq_lens_k, **longest, **options)
     if mask is not None:
         _check(mask, lengths, causal, sliding_window)
-    if not options.get("return_lse"):
-        return found.transpose(0, 1)[None]
-    out, lse = found
-    return out.transpose(0, 1)[None], lse[None]
+    return out.transpose(0, 1)[None]
 
 
 def _check(mask: torch.Tensor, lengths: Lengths, causal: bool, sliding_window: int | None) -> None:
@@ -88,8 +85,8 @@ def _check(mask: torch.Tensor, lengths: Lengths, causal: bool, sliding_window: i
     said = mask if mask.dtype == torch.bool else mask == 0
     if bool((sees & ~said).any()):
         raise Unsupported(
-            "transformers passes cu_seq_lens_q to attention, and an attention_mask that hides keys within its"
-            " sequences: leave one of them out"
+            "cu_seq_lens_q, or position_ids that begin anew, say that sequences lie in one row, and attention_mask"
+            " hides keys within its sequences: leave one of them out"
         )
     if lasting:
         setattr(mask, _HELD, (*getattr(mask, _HELD, ()), (*given, held)))
