@@ -1,4 +1,4 @@
-"""What a default run meets: head dimensions of every class."""
+"""What a default run meets: head dimensions of every class, and sinks and slopes beside keys in pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from attnswitch.verify import Case
+from attnswitch.verify import Case, examine
 from attnswitch.verify.drawing import dims
 from attnswitch.verify.session.explore import draw
 from attnswitch.verify.session.plan import EXAMPLES, targets
@@ -57,3 +57,19 @@ def test_classes_hold_what_the_contract_names() -> None:
     assert {*dims.CLASSES["edges"]} >= {1, 2, 3, 31, 32, 33, 95, 96, 97, 255, 256}
     assert {*dims.CLASSES["wide edges"]} == {257, 511, 512, 513, 575, 576}
     assert next(iter(dims.CLASSES.values()))[0] == 8, "the plainest"
+
+
+def test_sinks_and_slopes_beside_pages_are_met(met: list[Case]) -> None:
+    pages = [case for case in met if case.page]
+    assert sum(bool(case.sinks) for case in pages) > 0.2 * len(pages)
+    assert any(case.alibi for case in pages)
+    assert any(case.sinks and case.splits and case.batch > 1 for case in pages)
+    assert all(case.alignment == "bottom_right" for case in pages)
+
+
+def test_slopes_of_a_batch_go_with_the_sequence() -> None:
+    """A sequence alone has its own slopes, not all of the batch's."""
+    pages = Case(batch=3, seq_q=4, seq_k=96, lengths=(90, 33, 70), page=16, splits=3, alignment="bottom_right")
+    case = pages.replace(alibi="batch", sinks="normal", check="splits")
+    (outcome,) = examine(case, ("tiled",), only=True)
+    assert outcome.verdict == "verified", outcome

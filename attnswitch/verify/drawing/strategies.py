@@ -215,12 +215,13 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found |= _paged(space, found, few if alike else found["seq_q"], queries, keys, **pages)
         if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
             found["check"] = "splits"
+    sinks, beside_pages = _often(draw, 10), _often(draw, 4)
     of_heads = {
-        "sinks": (_often(draw, 10), _choice(draw, SINK_KINDS)),
+        "sinks": (sinks or (beside_pages and "page" in found), _choice(draw, SINK_KINDS)),
         "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
     }
     bottom_right = draw(st.booleans())
-    if not (unseeded or dense or "page" in found):
+    if not (unseeded or dense):
         found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
     if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
         found["alignment"] = "bottom_right"
