@@ -74,7 +74,8 @@ def test_they_are_the_same_every_time(on_gpu: bool) -> None:
 @pytest.mark.parametrize("libraries", [("torch", "numpy"), ("numpy",)])
 def test_they_are_cases(libraries: tuple[str, ...], on_gpu: bool) -> None:
     space = Space(libraries=libraries, dtypes=("float32", "float64"))
-    for case in chain(lattice.probes(space, on_gpu), lattice.long(space, on_gpu), lattice.extremes(space)):
+    fixed = chain(lattice.probes(space, on_gpu), lattice.long(space, on_gpu), lattice.extremes(space))
+    for case in chain(fixed, lattice.heads(space)):
         case.problem()
         assert case.library == libraries[0]
         assert case.dtype in space.dtypes
@@ -95,6 +96,13 @@ def test_the_long_ones_have_different_laws() -> None:
     on_cpu, on_gpu = {case.check for case in LONG}, {case.check for case in lattice.long(Space(), True)}
     assert len(on_cpu) == len(LONG)
     assert on_gpu == {*lattice._LAWS, *lattice._CAUSAL_LAWS[True]}
+
+
+def test_every_multiple_of_8_is_there_with_gradients() -> None:
+    heads = list(lattice.heads(Space()))
+    assert [(case.dim_qk, case.dim_v) for case in heads] == [(dim, dim) for dim in range(8, 257, 8)]
+    assert {case.dtype for case in heads} == set(Space().dtypes)
+    assert {case.grads for case in heads} == {"qkv"}
 
 
 def test_extremes_pass_31_bits_and_65535_batches() -> None:

@@ -38,7 +38,7 @@ def measured(told: list[tuple[int, int, str]]) -> Iterator[Matrix]:
         for module in (catalogue, matrix, __import__("attnswitch.verify.mutants", fromlist=["mutants"])):
             patch.setattr(module, "mutants", lambda: every)
         patch.setattr(matrix, "COLUMN_CASES", 12)
-        for cases in ("probes", "long", "extremes"):  # a survivor meets all of them, which takes a while
+        for cases in ("probes", "heads", "long", "extremes"):  # a survivor meets all of them, which takes a while
             patch.setattr(lattice, cases, lambda *space: iter(()))
         yield measure(names=(*NAMES, NOTHING.name), workers=1, examples=50, progress=lambda *what: told.append(what))
     registry.forget()

@@ -221,6 +221,8 @@ def _one_of_pages(subject: Subject, b: int) -> tuple[Case, dict[str, Any]]:
     width = -(-keys // case.page) * case.page
     data = {role: subject.data[role][b : b + 1] for role in ("query", "grad_out", "grad_lse")}
     data |= {role: subject.data[role][b : b + 1, :, :width] for role in ("key", "value")}
+    if case.alibi == "batch":
+        data["alibi_slopes"] = subject.data["alibi_slopes"][b : b + 1]
     queries = None if case.query_lengths is None else case.query_lengths[b : b + 1]
     return case.replace(batch=1, seq_k=width, lengths=(keys,), query_lengths=queries), {**subject.data, **data}
 

@@ -3,5 +3,5 @@
 case        one problem and the recipe for its data     strategies  what Hypothesis draws
 data        the recipe's numbers, from a hash           provider    where its choices come from
 within      sizes within a regime of a backend          lattice     fixed cases: tile edges, great lengths
-placings    ways to lie in memory, by name
+dims        head dimensions by class                    placings    ways to lie in memory, by name
 """

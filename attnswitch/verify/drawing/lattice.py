@@ -1,4 +1,4 @@
-"""Fixed cases, small to large: lengths at the edges of tiles, and lengths that no dense reference has.
+"""Fixed cases, small to large: head dimensions, lengths at the edges of tiles, and such as no dense reference has.
 
 They come before the drawn ones in every run. The exact probes see there what random data hide.
 """
@@ -12,7 +12,7 @@ from attnswitch.verify.drawing.case import Case, Placing
 from attnswitch.verify.drawing.placings import FAR
 from attnswitch.verify.drawing.strategies import Space
 
-__all__ = ["extremes", "long", "probes", "short"]
+__all__ = ["extremes", "heads", "long", "probes", "short"]
 
 #: Checks for the long cases in turn, plain and causal ones; those that hold a kernel against itself, and apply there.
 _LAWS = ("split", "decode", "permutation", "shift", "linearity", "repeat")
@@ -68,6 +68,13 @@ def long(space: Space, on_gpu: bool) -> Iterator[Case]:
                 check=next(laws[causal]),
                 data_seed=length % 251,
             )
+
+
+def heads(space: Space) -> Iterator[Case]:
+    """A step with gradients at every multiple of 8 up to 256: of few problems, as on a GPU, draws miss some."""
+    dtypes, plain = cycle(space.dtypes), Case(library=_library(space), group=2, lse=True, grads="qkv")
+    for dim in range(8, 257, 8):
+        yield plain.replace(seq_q=17, seq_k=65, dim_qk=dim, dim_v=dim, dtype=next(dtypes), data_seed=dim % 251)
 
 
 def extremes(space: Space) -> Iterator[Case]:

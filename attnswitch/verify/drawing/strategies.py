@@ -1,6 +1,7 @@
 """What Hypothesis draws: whole cases over all that the contract allows, plainest choice first so that they shrink.
 
-Lengths are drawn as tile * multiple + delta, so that a fault at "one past a tile" shrinks to the smallest such length.
+Lengths are drawn as tile * multiple + delta, so that a fault at "one past a tile" shrinks to the smallest such length;
+head dimensions by class, see ``dims``.
 Every case makes the same number of choices, used or not, so that shrinking one does not change what the others mean.
 Operations are bounded by construction: no draw is thrown away.
 """
@@ -14,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnswitch.machine.backend import Regime
-from attnswitch.verify.drawing import within
+from attnswitch.verify.drawing import dims, within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
@@ -46,7 +47,6 @@ class Space:
 #: Where backends name regimes, one case in so many lies within one of them.
 SHARE = 8
 _TILES = (16, 32, 64, 128)
-_DIMS = (8, 16, 32, 64, 1, 2, 5, 24, 40, 72, 80, 96, 128, 160, 192, 256)
 #: Elements of a 16-bit type in 16 bytes.
 _STEP = 8
 _SCALES = (None, 0.125, 1.0, 0.0, -0.25, -1.0, 2.0, 1e-3, 1e-30)
@@ -71,8 +71,7 @@ def _length(draw: Any, longest: int) -> int:
 
 
 def _sizes(draw: Any, space: Space) -> dict[str, int]:
-    d, other, unequal = _choice(draw, _DIMS), _choice(draw, _DIMS), _often(draw, 5)
-    dv = other if unequal else d
+    d, dv = dims.drawn(draw)
     room = space.work // max(d, dv, 32)  # the reference holds the scores several times over
     lk, few, is_few = _length(draw, min(space.longest, room)), draw(st.integers(0, 3)), _often(draw, 25)
     lk = few if is_few else lk
@@ -216,12 +215,13 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found |= _paged(space, found, few if alike else found["seq_q"], queries, keys, **pages)
         if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
             found["check"] = "splits"
+    sinks, beside_pages = _often(draw, 10), _often(draw, 4)
     of_heads = {
-        "sinks": (_often(draw, 10), _choice(draw, SINK_KINDS)),
+        "sinks": (sinks or (beside_pages and "page" in found), _choice(draw, SINK_KINDS)),
         "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
     }
     bottom_right = draw(st.booleans())
-    if not (unseeded or dense or "page" in found):
+    if not (unseeded or dense):
         found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
     if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
         found["alignment"] = "bottom_right"
