@@ -129,3 +129,18 @@ def test_a_float_mask_hides_what_is_no_number() -> None:
     )
     rows = np.delete(np.arange(70), [5, 6])
     np.testing.assert_allclose(out[0, 0, rows].astype(float), right[0, 0, rows], rtol=2**-7, atol=2**-7)
+
+
+def test_a_row_that_rises_leaves_its_neighbours_as_they_are() -> None:
+    p = Problem.parse("b1.h1.s64x320.d64.fp16.causal-br")
+    device = Device.cpu()
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, 1, rows, 64)).astype(np.float16) for rows in (64, 320, 320))
+    k[0, 0, 10] = q[0, 0, 63]  # in the last tile of the walk; the last row rises there, if it has not begun higher
+    results = []
+    for begun in (0, 5):
+        k[0, 0, 319] = begun * q[0, 0, 63]  # others do not see it
+        out, lse = np.full((1, 1, 64, 64), np.nan, np.float16), np.full((1, 1, 64), np.nan, np.float32)
+        hopper.Forward(p, choice.ranked(p, device)[0], device)(Inputs(q, k, v), out, lse)
+        results.append((out[0, 0, :63].tobytes(), lse[0, 0, :63].tobytes()))
+    assert results[0] == results[1]

@@ -79,10 +79,15 @@ class Exact:
         return self._limits[precision]
 
     def row_errors(self, precision: Precision) -> dict[str, Any]:
-        """``bounds.row_errors`` of every row (B, Hq, Lq); where rows are sampled, the largest of them for all."""
+        """``bounds.row_errors`` of every row (B, Hq, Lq); where rows are sampled, the largest of them for all.
+
+        Rows that see no key tell nothing of those that do: inf where no other was sampled.
+        """
         found = [bounds.row_errors(answer, precision) for answer in self.answers]
         if self.rows is None:
             return found[0]
+        if not any((answer.lse > -np.inf).any() for answer in self.answers):
+            return dict.fromkeys(found[0], np.inf)
         return {name: max(float(part[name].max(initial=0.0)) for part in found) for name in found[0]}
 
     def part(self, result: Any, name: str = "out") -> Any:

@@ -4,6 +4,7 @@
 // mask it is the score itself, and the base is taken off first: a large mask is not rounded again. Weights are
 // taken relative to `top`, the largest score of a tile before; only where they add up to too much is the largest of
 // their own tile looked for, and they are taken again. So a tile costs a comparison for a row, and not one for a score.
+// A warp goes that way together, but only the rows that ask for it rise: bits of a row do not depend on its neighbours.
 //
 // Invariants: `total` is relative to `top`, and of a thread's own columns until `finish`. Weights of a tile, those of a
 // row in one thread, add up to no more than MOST, or are at most 1 each: as exact in 16 bits as those below 1. A row
@@ -35,14 +36,15 @@ DEVICE void hide(Scores& scores, const u32 (&shown)[2][SHOWN]) {
 
 struct Softmax {
     float top[2] = {-INFINITE, -INFINITE}, base[2] = {-LOWEST, -LOWEST}, total[2] = {0, 0};
+    bool asks[2] = {true, true};  // whether the thread's weights of a row were too large as they were taken
 
     // What the exponential is taken of.
     DEVICE float above_base(float score, float factor, int m) const {
         return BIAS ? (score - base[m]) * UNIT : multiply_add(score, factor, -base[m]);
     }
 
-    // Turns scores into weights, in 16 bits as the left operand of a product. False if some may be too large: never
-    // where `raised` says that none is above `top`.
+    // Turns scores into weights, in 16 bits as the left operand of a product. False if some of the warp's may be too
+    // large: never where `raised` says that rows that asked for it have risen.
     DEVICE bool weigh(Weights& weights, const Scores& scores, float factor, bool raised) {
         float sum[2] = {0, 0};
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
@@ -53,18 +55,22 @@ struct Softmax {
                 sum[m] += even, sum[m] += odd;
                 weights[k][r] = pack_pair<T>(even, odd);
             }
-        const bool fine = sum[0] <= MOST && sum[1] <= MOST;  // NaN is not
-        if (!all_of_warp(fine) && !raised) return false;
+        UNROLL for (int m = 0; m < 2; m++) asks[m] = !(sum[m] <= MOST);  // NaN is not
+        if (!all_of_warp(!asks[0] && !asks[1]) && !raised) return false;
         UNROLL for (int m = 0; m < 2; m++) total[m] += sum[m];
         return true;
     }
 
-    // Makes the largest score of each row its `top`. What was summed before is then to be multiplied by `rescale`.
+    // Makes the largest score of each row that asks for it its `top`. What was summed before is then to be multiplied by
+    // `rescale`.
     DEVICE void raise(const Scores& scores, float factor, float (&rescale)[2]) {
+        const auto most = [](float x, float y) { return largest(x, y); };
         float here[2] = {top[0], top[1]};
         UNROLL for (int n = 0; n < BLOCK_N / 2; n++) here[n / 2 % 2] = largest(here[n / 2 % 2], scores[n]);
         UNROLL for (int m = 0; m < 2; m++) {
-            here[m] = over_row(here[m], [](float x, float y) { return largest(x, y); });
+            here[m] = over_row(here[m], most);
+            rescale[m] = 1;
+            if (over_row(asks[m], most) == 0) continue;
             const float first = BIAS ? here[m] : here[m] * factor;
             base[m] = here[m] == -INFINITE ? -LOWEST : first + (here[m] - here[m]);  // of inf, NaN
             rescale[m] = power(BIAS ? (top[m] - base[m]) * UNIT : top[m] * factor - base[m]);
