@@ -292,8 +292,11 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
 def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
     kept, streamed = rows(tile)
     row = (width(problem, problem.dim_qk) + width(problem, problem.dim_v)) * DTYPES[problem.dtype]
-    scores = tile.queries * tile.keys * DTYPES[problem.dtype]
-    needed = kept * row + max(1, tile.stages) * streamed * row + scores
+    a_score, masked = DTYPES[problem.dtype], problem.element("attn_mask")
+    # Tiles of a wider mask lie there as they come. Those of 4 bytes find room beside P's, but on Blackwell.
+    if masked == 8 or (masked > a_score and (device.capability or (0, 0)) >= (10, 0)):
+        a_score = 2 * a_score + masked * max(1, tile.stages - 1)
+    needed = kept * row + max(1, tile.stages) * streamed * row + tile.queries * tile.keys * a_score
     return needed <= (device.shared_memory or _SHARED)
 
 

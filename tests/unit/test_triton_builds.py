@@ -183,6 +183,23 @@ def test_shapes_are_named_before_they_are_filled(source: Path) -> None:
     assert not [field for field in fields if field.startswith("how.")]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "b8.h1.s65x64.d256.bf16.mask=fp64:bqk.grad",
+        "b8.h1.s650.d128.fp16.mask=fp64:bhqk.grad=qkvm",
+        "b8.h1.s650.d128.bf16.mask=fp32:bqk.grad",
+    ],
+)
+def test_a_wide_mask_leaves_room_in_shared_memory(problem: str) -> None:
+    for name in ("h200", "b200"):
+        device = Device.named(name)
+        built = list(ahead.builds(Problem.parse(problem), device))
+        assert {build.failure for build in built} == {""}
+        assert max(build.shared for build in built) <= device.shared_memory
+
+
 @pytest.mark.parametrize("source", sorted((ROOT / "backends/triton/kernels").glob("*.py")), ids=lambda path: path.stem)
 def test_no_argument_is_a_tuple_of_numbers_by_default(source: Path) -> None:
     # Triton 3.6 wants of each number in it a type, which numbers of Python have not.
