@@ -214,7 +214,7 @@ class Races(Saboteur):
 
 
 class OrderedIfAsked(Saboteur):
-    """A bit of its query gradient varies from call to call, but for ``deterministic=True``; nothing is wrong with it."""
+    """A bit of its query gradient varies from call to call, but for ``deterministic=True``; nothing is wrong there."""
 
     calls = 0
 
