@@ -20,6 +20,7 @@ pytest.importorskip("cupy")
 
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))  # where processes of the pool look for it, too
 make_builds = importlib.import_module("make_cuda_builds")
+sass = importlib.import_module("sass")
 nvrtc = make_builds.nvrtc
 classes = importlib.import_module("attnswitch.backends.cuda.classes")
 tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
@@ -88,6 +89,26 @@ def test_wide_types_compile_for_gpus_without_asynchronous_copies(dtype: str, tmp
         patch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path))
         builds = make_builds.build(f"b4.h16.s1024.d64.{dtype}.mask=bf16.grad=qkvm", "t4", "sm_75")
     assert not any(build.failure for build in builds), builds
+
+
+def test_a_descriptor_in_an_odd_register_is_seen() -> None:
+    copy = "/*5b90*/  LDGSTS.E.BYPASS.LTC128B.128.ZFILL [R61+UR0+0x5400], desc[{}][R10.64], P1 ;"
+    assert [len(sass.odd_descriptors(copy.format(register))) for register in ("UR1", "UR4", "UR12", "UR13")] == [
+        1,
+        0,
+        0,
+        1,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
+@pytest.mark.parametrize("options", ["page=64.splits=1", "varlen.page=64.splits=1", "varlen.page=64"])
+@pytest.mark.parametrize("dims", ["116/8", "64"])
+def test_copies_of_pages_are_by_descriptors_that_a_gpu_takes(dims: str, options: str, tmp_path: Path) -> None:
+    problem = Problem.parse(f"b1.h4/2.s1x64.d{dims}.fp32.lengths.{options}")
+    for variant in make_builds.variants(problem, Device.named("h100")):
+        assert sass.odd_descriptors(sass.listing(nvrtc.cubin(variant, "sm_90a"), tmp_path)) == []
 
 
 @pytest.mark.parametrize("version", TABLES)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from attnswitch.machine.backend import Precision
+from attnswitch.verify.drawing.data import LARGEST
 from attnswitch.verify.truth.oracle import Answer, Float, grouped, unbroadcast
 
 __all__ = ["TINY", "UNITS", "bounds", "row_errors"]
@@ -190,7 +192,10 @@ def _gradients(a: Answer, u: _Units, forward: _Forward) -> dict[str, Float]:
         ("key", (scale * (c + m * u.acc * ds) + lost).mT @ abs_q, scale * ds.mT @ abs_q),
         ("value", dv.mT @ abs_do, pz.mT @ abs_do),
     ):
-        rounded_heads = u.group * terms + u.store_tiny if u.group and case.group > 1 else 0.0
+        rounded_heads: Any = 0.0
+        if u.group and case.group > 1:  # the sum of heads of which one overflows may be anything
+            overflows = terms + error >= LARGEST[case.dtype]
+            rounded_heads = np.where(overflows, np.inf, u.group * terms + u.store_tiny)
         found[name] = _stored(grouped(case, error + rounded_heads), np.abs(a.values[name]), u)
     if "attn_mask" in a.values and case.mask is not None:
         shape = a.values["attn_mask"].shape
