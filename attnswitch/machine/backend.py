@@ -314,7 +314,7 @@ class Backend:
         """The kernel for ``problem``. Raises ``CompileError`` if it cannot be built."""
         raise NotImplementedError
 
-    def repeats(self, problem: Problem) -> float:
+    def repeats(self, problem: Problem, device: Device) -> float:
         """How many times as long it is expected to take as what was measured of problems that are near."""
         return 1.0
 

@@ -18,7 +18,7 @@ from attnswitch.problem import DTYPES, Problem
 from ..own import requirements
 from . import config, families
 from .config import CudaConfig
-from .families import against_hopper, against_hopper_backward, is_hopper
+from .families import against_hopper, against_hopper_backward, beside_hopper, is_hopper
 from .hopper import tiles as hopper_tiles
 from .hopper.tiles import HopperGradients, HopperTile
 from .launching import emulator
@@ -99,6 +99,10 @@ class CudaBackend(Backend):
         """Sums in float32, float64 for float64; weights rounded to a 16-bit type before their products; no TF32."""
         wide = problem.dtype == "float64"
         return Precision("float64" if wide else "float32", weights="storage", statistics="lse")
+
+    def repeats(self, problem: Problem, device: Device) -> float:
+        """What was measured is of Hopper's kernels where those take a problem, and they refuse some forms of it."""
+        return beside_hopper(problem, device)
 
     def compile(self, problem: Problem, device: Device, config: CudaConfig) -> CudaKernel:
         """The kernels for ``problem``; NVRTC compiles those of a first call side by side, if the cache has none."""

@@ -19,7 +19,7 @@ from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 from .hopper.tiles import ordered
 
-__all__ = ["against_hopper", "against_hopper_backward", "is_hopper", "regimes"]
+__all__ = ["against_hopper", "against_hopper_backward", "beside_hopper", "is_hopper", "regimes"]
 
 _HALF = ("bfloat16", "float16")
 #: Lengths of tiles of Hopper's kernels, of queries and of keys.
@@ -37,6 +37,9 @@ _LONG = 8192
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
+#: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
+#: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json).
+_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.4, 1.6), "page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -61,6 +64,17 @@ def against_hopper_backward(problem: Problem, device: Device, *, measured: bool 
     if measured and not reasons and device.kind == "cuda" and problem.adds_mask:
         return ("attn_mask is added: no GPU has run that, and attnswitch tune tries it",)
     return reasons
+
+
+def beside_hopper(problem: Problem, device: Device) -> float:
+    """How many times as long the portable kernels take ``problem`` as Hopper's do without its sinks, pages and so on.
+
+    1 where Hopper's take neither.
+    """
+    forms = [slower[bool(problem.grads)] for form, slower in _SLOWER.items() if getattr(problem, form)]
+    if not forms or against_hopper(problem.replace(sinks=False, alibi=False, varlen=False, page=0, splits=0), device):
+        return 1.0
+    return max(forms)
 
 
 def regimes(device: Device) -> tuple[Regime, ...]:

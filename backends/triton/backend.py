@@ -60,7 +60,7 @@ class TritonBackend(Backend):
         """float32 sums; weights rounded to a 16-bit type before their products; IEEE products of float32."""
         return Precision(weights="storage", statistics="lse")
 
-    def repeats(self, problem: Problem) -> float:
+    def repeats(self, problem: Problem, device: Device) -> float:
         """Of heads in panels, scores are made for each; that the whole takes so many times as long is a guess."""
         return float(configs.panels(problem, max(problem.dim_qk, problem.dim_v)))
 

@@ -103,12 +103,13 @@ def test_a_descriptor_in_an_odd_register_is_seen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
-@pytest.mark.parametrize("options", ["page=64.splits=1", "varlen.page=64.splits=1", "varlen.page=64"])
+@pytest.mark.parametrize("options", ["page=64.splits=1", "varlen.page=64.splits=1", "varlen.page=64.splits=3"])
 @pytest.mark.parametrize("dims", ["116/8", "64"])
 def test_copies_of_pages_are_by_descriptors_that_a_gpu_takes(dims: str, options: str, tmp_path: Path) -> None:
-    problem = Problem.parse(f"b1.h4/2.s1x64.d{dims}.fp32.lengths.{options}")
-    for variant in make_builds.variants(problem, Device.named("h100")):
-        assert sass.odd_descriptors(sass.listing(nvrtc.cubin(variant, "sm_90a"), tmp_path)) == []
+    for dtype in ("fp32", "bf16"):
+        problem = Problem.parse(f"b1.h4/2.s1x64.d{dims}.{dtype}.lengths.{options}")
+        for variant in make_builds.variants(problem, Device.named("h100")):
+            assert sass.odd_descriptors(sass.listing(nvrtc.cubin(variant, "sm_90a"), tmp_path)) == []
 
 
 @pytest.mark.parametrize("version", TABLES)

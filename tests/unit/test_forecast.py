@@ -125,6 +125,21 @@ def test_other_devices_and_calls_without_work_have_none() -> None:
     assert forecast(Problem.parse("b1.h1.s4x0.d8.bf16"), H200).ms == {}
 
 
+def test_what_servers_call_goes_to_the_faster_of_the_own_kernels() -> None:
+    times: dict[str, dict[str, float]] = {}  # forward, and with gradients
+    for record in json.loads((RESULTS / "h200/bench-serving.json").read_text(encoding="utf-8"))["records"]:
+        if record["candidate"] in ("cuda", "triton") and record["status"] == "measured":
+            grads = ".grad" * (record["direction"] == "backward")
+            times.setdefault(record["problem"] + grads, {})[record["candidate"]] = record["ms"]
+    both = {text: of for text, of in times.items() if len(of) == 2}
+    assert len(both) >= 15
+    for text, of in both.items():
+        if text.endswith(".grad"):  # the backward alone was measured
+            of = {name: ms + times[text.removesuffix(".grad")][name] for name, ms in of.items()}
+        ms = forecast(Problem.parse(text), H200).ms
+        assert of[min(("cuda", "triton"), key=lambda name: ms[name])] <= 1.1 * min(of.values()), (text, of, ms)
+
+
 def test_one_class_has_one_forecast() -> None:
     one, two = (Problem.parse(f"b1.h8.s1x{keys}.d64.bf16") for keys in (1000, 1100))
     assert forecast(one, H200) is forecast(two, H200)

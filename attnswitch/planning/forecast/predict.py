@@ -63,7 +63,7 @@ def forecast(problem: Problem, device: Device) -> Forecast:
 
 
 def _of_class(table: Table, problem: Problem, device: Device) -> Forecast:
-    ms, here = {name: _repeats(name, problem) * time for name, time in table.times(problem, device).items()}, 0
+    ms, here = {name: _repeats(name, problem, device) * time for name, time in table.times(problem, device).items()}, 0
     if view.current().times:
         from attnswitch.planning.forecast.correction import correction  # imports NumPy
 
@@ -72,9 +72,9 @@ def _of_class(table: Table, problem: Problem, device: Device) -> Forecast:
     return Forecast(ms, len(table.points), table.devices, table.date, here)
 
 
-def _repeats(name: str, problem: Problem) -> float:
+def _repeats(name: str, problem: Problem, device: Device) -> float:
     backend = registry.load(name)
-    return 1.0 if isinstance(backend, Missing) else backend.repeats(problem)
+    return 1.0 if isinstance(backend, Missing) else backend.repeats(problem, device)
 
 
 @functools.cache
