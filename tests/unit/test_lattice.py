@@ -75,7 +75,7 @@ def test_they_are_the_same_every_time(on_gpu: bool) -> None:
 def test_they_are_cases(libraries: tuple[str, ...], on_gpu: bool) -> None:
     space = Space(libraries=libraries, dtypes=("float32", "float64"))
     fixed = chain(lattice.probes(space, on_gpu), lattice.long(space, on_gpu), lattice.extremes(space))
-    for case in chain(fixed, lattice.heads(space)):
+    for case in chain(fixed, lattice.heads(space), lattice.sums(space)):
         case.problem()
         assert case.library == libraries[0]
         assert case.dtype in space.dtypes
@@ -103,6 +103,14 @@ def test_every_multiple_of_8_is_there_with_gradients() -> None:
     assert [(case.dim_qk, case.dim_v) for case in heads] == [(dim, dim) for dim in range(8, 257, 8)]
     assert {case.dtype for case in heads} == set(Space().dtypes)
     assert {case.grads for case in heads} == {"qkv"}
+
+
+def test_sums_over_tiles_are_repeated_in_every_type() -> None:
+    sums = list(lattice.sums(Space()))
+    assert [case.dtype for case in sums] == list(Space().dtypes)
+    assert {(case.check, case.seq_q > 128, case.causal) for case in sums} == {
+        ("repeat", True, c) for c in (False, True)
+    }
 
 
 def test_extremes_pass_31_bits_and_65535_batches() -> None:

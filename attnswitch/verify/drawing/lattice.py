@@ -12,7 +12,7 @@ from attnswitch.verify.drawing.case import Case, Placing
 from attnswitch.verify.drawing.placings import FAR
 from attnswitch.verify.drawing.strategies import Space
 
-__all__ = ["extremes", "heads", "long", "probes", "short"]
+__all__ = ["extremes", "heads", "long", "probes", "short", "sums"]
 
 #: Checks for the long cases in turn, plain and causal ones; those that hold a kernel against itself, and apply there.
 _LAWS = ("split", "decode", "permutation", "shift", "linearity", "repeat")
@@ -75,6 +75,13 @@ def heads(space: Space) -> Iterator[Case]:
     dtypes, plain = cycle(space.dtypes), Case(library=_library(space), group=2, lse=True, grads="qkv")
     for dim in range(8, 257, 8):
         yield plain.replace(seq_q=17, seq_k=65, dim_qk=dim, dim_v=dim, dtype=next(dtypes), data_seed=dim % 251)
+
+
+def sums(space: Space) -> Iterator[Case]:
+    """Gradients summed over several tiles of queries, made again and again: few draws are long and repeated."""
+    plain = Case(library=_library(space), group=2, seq_q=200, dim_qk=32, dim_v=32, grads="qkv", check="repeat")
+    for number, dtype in enumerate(space.dtypes):
+        yield plain.replace(seq_k=33, dtype=dtype, causal=number % 2 == 1, data_seed=number)
 
 
 def extremes(space: Space) -> Iterator[Case]:

@@ -149,6 +149,7 @@ class _Run:
         else:
             probes = [(case, True) for case in lattice.probes(target.space, target.on_gpu)]
             laws = [(case, False) for case in lattice.heads(target.space)]
+            laws += [(case, False) for case in lattice.sums(target.space)]
             laws += [(case, False) for case in lattice.long(target.space, target.on_gpu)]
             laws += [(case, False) for case in lattice.extremes(target.space)]
         for number, (case, only) in enumerate(probes + laws):
