@@ -57,7 +57,6 @@ def _result(exact: Exact, name: str, got: Any, limit: Any) -> tuple[Failure | No
         error = np.where(got == value, 0.0, np.abs(got - value))
         error = np.where(np.isnan(error), np.inf, error)
         error = np.where(np.isinf(got) & overflows & (np.sign(got) == np.sign(value)), 0.0, error)
-        error = np.where(np.isinf(limit), 0.0, error)
         clean = error > 0 if poisoned is None else (error > 0) & ~poisoned
         ratio = np.where(clean, np.where(np.isinf(error), np.inf, error / limit), 0.0)
     where = tuple(int(n) for n in np.unravel_index(int(ratio.argmax()), ratio.shape))

@@ -193,7 +193,7 @@ def _gradients(a: Answer, u: _Units, forward: _Forward) -> dict[str, Float]:
         ("value", dv.mT @ abs_do, pz.mT @ abs_do),
     ):
         rounded_heads: Any = 0.0
-        if u.group and case.group > 1:  # the sum of heads of which one overflows may be anything
+        if u.group and case.group > 1:  # where one of the heads overflows, so may their sum
             overflows = terms + error >= LARGEST[case.dtype]
             rounded_heads = np.where(overflows, np.inf, u.group * terms + u.store_tiny)
         found[name] = _stored(grouped(case, error + rounded_heads), np.abs(a.values[name]), u)
