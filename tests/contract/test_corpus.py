@@ -99,6 +99,8 @@ def test_a_saved_case_is_right_or_refused(saved: Saved) -> None:
 @pytest.mark.parametrize("saved", ON_CPU)
 def test_a_refused_fault_is_still_there(saved: Saved) -> None:
     """Otherwise the refusal has outlived its cause, and costs users a kernel that is right."""
+    if saved.backend == "auto":
+        pytest.skip("the dispatcher's own choice refuses nothing itself")
     if guarded(saved).verdict == "verified":
         assert tried(saved, guard=False).verdict == "verified"
         return

@@ -95,13 +95,13 @@ def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conduct, "_TRY_TIMEOUT", 2.0)
-    report = isolated("Hangs", examples=20, timeout=3.0)
+    report = isolated("Hangs", examples=80, timeout=3.0)
     (found,) = report.failures
     assert found.outcome.failure is not None
     assert found.outcome.failure.check == "hang"
     assert found.outcome.case.seq_k in (1, 2)
     assert found.outcome.case.mask is None
-    assert report.cases == 20
+    assert report.cases == 80
 
 
 @pytest.mark.slow

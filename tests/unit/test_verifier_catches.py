@@ -24,4 +24,4 @@ def test_a_right_backend_is_not(register: Callable[[str, str], None]) -> None:
     register("saboteur", "saboteurs:Saboteur")
     report = run(Plan((Target("cpu", ("saboteur",), Space()),), 200, seed=0))
     assert report.failures == []
-    assert report.verified > 150
+    assert report.verified > 130
