@@ -10,7 +10,7 @@ from attnswitch import api
 from attnswitch.call.like_torch import as_autocast
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
-from attnswitch.integrations.transformers.keywords import UNKNOWN, check_rest, is_causal_of
+from attnswitch.integrations.transformers.keywords import UNKNOWN, check_rest, is_causal_of, options_of, window_of
 from attnswitch.integrations.transformers.masks import biased, is_diagonal, only
 from attnswitch.integrations.transformers.positions import lengths_of
 from attnswitch.integrations.transformers.sequences import Lengths, attend
@@ -53,16 +53,9 @@ def attention(
     length_q = query.shape[2]
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    # Only what is said is passed on: each keyword costs every call of every layer.
-    options: dict[str, Any] = {}
+    options = options_of(softcap, deterministic, s_aux)
     if dropout:
         options["dropout_p"] = dropout
-    if softcap:
-        options["softcap"] = softcap
-    if deterministic:
-        options["deterministic"] = True
-    if s_aux is not None:
-        options["sinks"] = s_aux
     lengths = None
     if cu_seq_lens_q is not None:
         starts_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -119,7 +112,7 @@ def _positions(
         )
     options: dict[str, Any] = {"is_causal": causal}
     if sliding_window is not None and windowed:
-        options["window"] = (sliding_window - 1, sliding_window - 1)
+        options["window"] = window_of(sliding_window)
     if length_q < length_k:
         options["causal_alignment"] = "bottom_right"  # the queries are the newest tokens
     return options

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from attnswitch.errors import Unsupported
 
-__all__ = ["UNKNOWN", "check_rest", "is_causal_of"]
+__all__ = ["UNKNOWN", "check_rest", "is_causal_of", "options_of", "window_of"]
 
 #: Without a part in attention: what query, key and mask already carry, the model's outputs, what continuous batching
 #: does with logits, and packing as state-space layers want it.
@@ -49,6 +49,23 @@ def check_rest(rest: dict[str, Any]) -> None:
                 )
         elif name not in _NO_EFFECT and given is not None:
             raise Unsupported(f"transformers passes {name} to attention: {_REASONS.get(name, UNKNOWN)}")
+
+
+def options_of(softcap: float | None, deterministic: bool | None, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """Those of attnswitch that are said, and no other: each keyword costs every call of every layer."""
+    options: dict[str, Any] = {}
+    if softcap:
+        options["softcap"] = softcap
+    if deterministic:
+        options["deterministic"] = True
+    if sinks is not None:
+        options["sinks"] = sinks
+    return options
+
+
+def window_of(sliding_window: int) -> tuple[int, int]:
+    """The ``window`` of as many keys, a query's own among them."""
+    return sliding_window - 1, sliding_window - 1
 
 
 def is_causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from attnswitch import attention_paged
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_config, check_layer
-from attnswitch.integrations.transformers.keywords import check_rest, is_causal_of
+from attnswitch.integrations.transformers.keywords import check_rest, is_causal_of, options_of, window_of
 from attnswitch.integrations.transformers.sequences import Lengths, attend
 
 __all__ = ["no_mask", "paged"]
@@ -75,13 +75,8 @@ def paged(
         )
     if dropout:
         raise Unsupported(f"dropout={dropout} with a cache in pages: call model.eval() first")
-    options: dict[str, Any] = {"scale": scaling, "backend": backend}
-    if softcap:
-        options["softcap"] = softcap
-    if deterministic:
-        options["deterministic"] = True
-    if s_aux is not None:
-        options["sinks"] = s_aux.detach()
+    options = options_of(softcap, deterministic, None if s_aux is None else s_aux.detach())
+    options |= {"scale": scaling, "backend": backend}
     causal = is_causal_of(module, is_causal)
     of_keys: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
     of_keys |= {"read_index": read_index, "write_index": write_index, "block_table": block_table}
@@ -91,7 +86,7 @@ def paged(
         out = attend(query, key, value, None, lengths, causal=causal, sliding_window=sliding_window, **options)
         return out.transpose(1, 2).contiguous(), None
     if sliding_window is not None:
-        options["window"] = (sliding_window - 1, sliding_window - 1)
+        options["window"] = window_of(sliding_window)
     table, pages = of_keys["block_table"], (of_keys["k_cache"], of_keys["v_cache"])
     cached = of_keys["cu_seq_lens_k"].diff()
     new = _rows(table, cached, pages[0].shape[1], cache.layer_to_allocator[module.layer_idx].write_trash_index)

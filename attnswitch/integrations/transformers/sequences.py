@@ -8,6 +8,7 @@ import torch
 
 from attnswitch import attention_varlen
 from attnswitch.errors import Unsupported
+from attnswitch.integrations.transformers.keywords import window_of
 
 __all__ = ["Lengths", "attend"]
 
@@ -48,7 +49,7 @@ def attend(
     if causal:
         options |= {"is_causal": True, "causal_alignment": "bottom_right"}
     if sliding_window is not None:
-        options["window"] = (sliding_window - 1, sliding_window - 1)
+        options["window"] = window_of(sliding_window)
     if mask is not None and mask.shape[-2:] != (query.shape[2], key.shape[2]):
         raise Unsupported(f"attention_mask has shape {tuple(mask.shape)}: cu_seq_lens_q goes with one over all rows")
     q, k, v = (operand[0].transpose(0, 1) for operand in (query, key, value))

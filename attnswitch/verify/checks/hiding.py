@@ -85,6 +85,8 @@ def _changed(quiet: Subject, change: _Change, nonfinite: bool) -> tuple[Case, di
     case = quiet.case
     changes: dict[str, Any] = {}
     for role, stream, where in (("key", 17, change.keys), ("value", 18, change.keys), ("query", 19, change.queries)):
+        if not where.any():
+            continue
         old = quiet.data[role]
         new = rounded(16.0 * normal(np, case.data_seed, stream, old.shape), case.dtype)
         if nonfinite:
