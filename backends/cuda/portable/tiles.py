@@ -103,12 +103,8 @@ def rows(problem: Problem) -> int:
 
 
 def once(problem: Problem, tile: Tile) -> bool:
-    """Whether keys and values, each of which one block reads, are the first to leave the L2.
-
-    Not with one stage, nor of pages whose values are not as wide as keys: ptxas 13.0 writes copies by a descriptor
-    in an odd register, which no GPU takes.
-    """
-    if tile.stages == 1 or (problem.page and problem.dim_qk != problem.dim_v):
+    """Whether keys and values, each of which one block reads, are the first to leave the L2."""
+    if tile.stages == 1:
         return False
     one_tile = rows(problem) <= FEW and (packs(problem) or problem.group == 1)
     return one_tile and kv_bytes(problem) <= _ONCE

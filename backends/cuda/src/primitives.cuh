@@ -92,6 +92,17 @@ template <class V> DEVICE V load_shared(const V* at) { return *at; }
 template <class V> DEVICE void store_shared(V* at, V value) { *at = value; }
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
+// The same number, of which no compiler knows that threads share a part. ptxas before 13.2 adds such a part by a uniform
+// register, and then puts the descriptor of a copy with a cache policy into an odd one, which no GPU takes.
+DEVICE u32 varying(u32 address) {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1302
+    u32 below;
+    asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+    address ^= below >> 31;  // of 32 lanes none is above the last
+#endif
+    return address;
+}
+
 // Copies the first `bytes` of BYTES from global to shared memory and zeroes the rest. Done by `copy_wait`, for the
 // thread that asked; for the others, by the barrier after it. `once`: nobody reads it again, and what the L2 holds of
 // others stays there.
@@ -101,7 +112,8 @@ template <int BYTES> DEVICE void copy_async(void* to, const void* from, int byte
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-                     ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "l"(policy) : "memory");
+                     ::"r"(varying(shared_address(to))), "l"(__cvta_generic_to_global(from)), "r"(bytes), "l"(policy)
+                     : "memory");
     } else if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
