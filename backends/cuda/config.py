@@ -23,8 +23,8 @@ from .portable.tiles import FEW, Tile, fits, mixed, on_tensor_cores, rows, shrun
 
 __all__ = ["CudaConfig", "configs"]
 
-#: Rows up to which a tile has all of them.
-_FEWER = 64
+#: Rows up to which a tile has all of them, and the fewest that a warp of the ordinary units has.
+_FEWER, _LEAST_ROWS = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     """The first is the choice; the others are for tuning.
 
     Generic kernels where they serve; Hopper's where they take the problem; the portable family's first; then every
-    other combination that fits the device. What no GPU has run comes behind the choice, and is for tuning alone.
+    other combination that fits the device.
     Where the problem says how keys are split there is one, which depends on neither batch nor lengths, as bits do.
     """
     if device.kind == "cpu":
@@ -65,18 +65,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     if problem.splits:
         yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
-    backward = _backward(problem, device)
-    found = _ordinary(problem, device, backward)
-    first = next(found)
-    yield first
-    if backward is None and (new := _backward(problem, device, measured=False)):
-        yield replace(first, backward=new)
-    yield from found
-
-
-def _ordinary(problem: Problem, device: Device, backward: HopperGradients | None) -> Iterator[CudaConfig]:
-    """Those of what was measured."""
-    on_chip = device.on_chip
+    on_chip, backward = device.on_chip, _backward(problem, device)
     if arithmetic.generic(problem):
         yield _generic(problem, on_chip)
     if not against_hopper(problem, device):
@@ -88,10 +77,11 @@ def _ordinary(problem: Problem, device: Device, backward: HopperGradients | None
         yield replace(best, splits=1)
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
-    few = itertools.product((16, 32, 64), (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
+    lengths = (16, 32, 64) if on_tensor_cores(problem) else (8, 16, 32)
+    few = itertools.product(lengths, (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
     near = partial(portable_choice.ranked, problem=problem, device=device)
     forwards = near("forward") if rows(problem) > _FEWER else []
-    for tile in dict.fromkeys((*forwards, *searched, *(Tile(FEW, *choice, apart=True) for choice in few))):
+    for tile in dict.fromkeys((*forwards, *searched, *(Tile(_height(problem), *choice, apart=True) for choice in few))):
         if tile != best.forward and _suits(tile, "forward", problem, on_chip):
             yield replace(best, forward=tile, splits=schedule(problem, device, tile)[1])
     if best.backward is not None:
@@ -110,9 +100,9 @@ def _ordinary(problem: Problem, device: Device, backward: HopperGradients | None
             yield replace(best, mask_gradient=tile)
 
 
-def _backward(problem: Problem, device: Device, *, measured: bool = True) -> HopperGradients | None:
+def _backward(problem: Problem, device: Device) -> HopperGradients | None:
     """The tile of Hopper's backward, if it takes the problem."""
-    if not problem.grads or against_hopper_backward(problem, device, measured=measured):
+    if not problem.grads or against_hopper_backward(problem, device):
         return None
     return hopper_choice.gradients(problem)
 
@@ -134,7 +124,7 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     kind = partial(Tile, generic=generic)
     forward: Tile | HopperTile = kind(32, 16, 2, 2)
     if rows(problem) <= FEW and not generic and not mixed(problem):
-        forward = Tile(FEW, 16, 3, 2, apart=True)
+        forward = Tile(_height(problem), 16, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
     splits = problem.splits or splits
@@ -227,6 +217,13 @@ def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     return (shrunk(tile, "forward", problem, on_chip),)
 
 
+def _height(problem: Problem) -> int:
+    """Rows of a tile that has all of a few: a matrix instruction's, or, on the ordinary units, those that there are."""
+    if on_tensor_cores(problem):
+        return FEW
+    return min(FEW, max(_LEAST_ROWS, 1 << (rows(problem) - 1).bit_length()))
+
+
 @per_class
 def _gradients(problem: Problem, on_chip: int) -> tuple[Tile, Tile, Tile]:
     """The tiles of the gradients of key and value, of query, and of a mask."""
@@ -258,11 +255,14 @@ def _together(problem: Problem) -> bool:
 
 
 def _streaming(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
-    """The tiles of a few rows: warps apart, eight of them or four."""
-    row = (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype]
+    """The tiles of a few rows, warps apart: eight of them or four; or as many as fit, where tiles are short."""
+    height, row = _height(problem), (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype]
+    counts: tuple[tuple[int, ...], ...] = ((8, 4), (2,))
     keys = 32 if row <= 256 else 16
-    for several, stages in itertools.product(((8, 4), (2,)), (3, 2)):
-        tiles = [Tile(FEW, keys, warps, stages, apart=True) for warps in several]
+    if not on_tensor_cores(problem) and row > 512:
+        keys, counts = 8, ((8,), (6,), (4,), (2,))
+    for several, stages in itertools.product(counts, (3, 2)):
+        tiles = [Tile(height, keys, warps, stages, apart=True) for warps in several]
         if fitting := tuple(tile for tile in tiles if fits(tile, "forward", problem, on_chip)):
             return fitting
-    return (shrunk(Tile(FEW, keys, 1, 3), "forward", problem, on_chip),)
+    return (shrunk(Tile(height, keys, 1, 3), "forward", problem, on_chip),)
