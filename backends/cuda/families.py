@@ -30,9 +30,10 @@ _ROWS = 128
 _LEAST, _MOST = 2.0**-126, 2.0**127
 #: Queries below which its tiles are mostly empty: 198 TFLOP/s with 32 of them, 147 by the portable kernels.
 _FEW = 32
-#: Keys from which on splitting them pays where tiles of queries leave three of four SMs idle: 8 heads of 512 queries
-#: against 16,384 keys are 177 TFLOP/s whole and 198 split, 4 of 1,024 against 1,024 under a causal mask 94 and 52.
-_LONG = 8192
+#: Keys from which on splitting them pays where tiles of queries leave seven of eight SMs idle: 8 heads of 50 queries
+#: against 7,652 keys take 71 us whole and 39 split, 8 of 128 against 4,096 take 50 either way; but 32 of 128 against
+#: 16,384 take 174 whole and 227 split (an H200, D 128).
+_LONG = 4096
 #: The head dimension up to which blocks may add to the gradient of the query in turn, and up to which a float mask is
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
@@ -55,15 +56,12 @@ def _backward_features(p: Problem) -> tuple[str, ...]:
     return tuple(_backward(p))
 
 
-def against_hopper_backward(problem: Problem, device: Device, *, measured: bool = True) -> tuple[str, ...]:
-    """The same of its backward. What no GPU has run is not taken either, unless ``measured`` is False."""
+def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]:
+    """The same of its backward."""
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_class(problem)
-    reasons = (*features, *_backward_features(problem), *_few(problem), *memory)
-    if measured and not reasons and device.kind == "cuda" and problem.adds_mask:
-        return ("attn_mask is added: no GPU has run that, and attnswitch tune tries it",)
-    return reasons
+    return (*features, *_backward_features(problem), *_few(problem), *memory)
 
 
 def beside_hopper(problem: Problem, device: Device) -> float:
@@ -158,7 +156,7 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
     if few:
         return
     tiles = p.batch * p.heads_q * -(-p.seq_q // _ROWS)
-    if p.seq_k >= _LONG and 4 * tiles <= device.sms:
+    if p.seq_k >= _LONG and 8 * tiles <= device.sms:
         yield f"{tiles} tiles of queries for {device.sms} SMs: it does not split keys"
 
 

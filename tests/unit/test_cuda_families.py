@@ -53,6 +53,7 @@ def first(problem: Problem, device: Device = H200) -> Any:
         *(PLAIN.replace(softcap=30.0, scale=scale) for scale in (None, -0.5, 1e-30)),
         PLAIN.replace(softcap=1e35),
         PLAIN.replace(dropout=0.1),
+        PLAIN.replace(batch=1, heads_q=32, seq_q=128, seq_k=16384, causal=False),
         *(PLAIN.replace(mask=Mask("bfloat16", axes), softcap=3.0) for axes in ("k", "bk", "qk", "bhqk")),
     ],
     ids=str,
@@ -80,6 +81,7 @@ def test_hopper_takes_the_forward(problem: Problem) -> None:
         (PLAIN.replace(dim_v=20), "h200", "dim_v=20"),
         (PLAIN.replace(seq_q=1), "h200", "1 queries"),
         (PLAIN.replace(batch=1, heads_q=4, seq_q=300, seq_k=9000), "h200", "12 tiles of queries for 132 SMs"),
+        (PLAIN.replace(batch=1, heads_q=16, seq_q=50, seq_k=4096), "h200", "16 tiles of queries for 132 SMs"),
         (PLAIN.replace(query=Memory(align=8)), "h200", "query is aligned to 8 bytes"),
         (PLAIN.replace(key=Memory(strided=True)), "h200", "key is strided"),
         (PLAIN.replace(value=Memory(expanded=True)), "h200", "value is expanded"),
@@ -265,7 +267,6 @@ def launches(problem: Problem, monkeypatch: pytest.MonkeyPatch, times: int = 1) 
 )
 def test_there_are_no_more_blocks_than_sms(sizes: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.parse(f"{sizes}.d128.bf16")
-    monkeypatch.setattr(families, "_LONG", 10**6)
     ((_, variant, launched, arguments, *_),) = launches(problem, monkeypatch)
     assert (variant.family, variant.threads, launched) == ("hopper", 384, blocks)
     assert arguments.section >= 1

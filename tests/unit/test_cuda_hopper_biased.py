@@ -18,7 +18,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import attnswitch
 from attnswitch import Problem
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
@@ -56,17 +55,10 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
     ],
     ids=str,
 )
-def test_it_comes_behind_the_choice(problem: Problem) -> None:
-    """It never ran on a GPU: the choice is the portable backward, with the same forward, and tuning may find it."""
-    first, second, *others = config.configs(problem, H200)
-    assert first.backward is None
-    assert second.backward == choice.gradients(problem)
-    assert second.forward == first.forward
-    assert all(other.backward is None for other in others)
-    (reason,) = families.against_hopper_backward(problem, H200)
-    assert "no GPU has run that" in reason
-    assert families.against_hopper_backward(problem, H200, measured=False) == ()
-    assert families.against_hopper_backward(problem, Device.cpu()) == ()  # emulated, it is checked
+def test_it_is_the_choice(problem: Problem) -> None:
+    assert next(config.configs(problem, H200)).backward == choice.gradients(problem)
+    for device in (H200, Device.cpu()):  # emulated, it is checked
+        assert families.against_hopper_backward(problem, device) == ()
 
 
 @pytest.mark.parametrize(
@@ -84,20 +76,15 @@ def test_it_comes_behind_the_choice(problem: Problem) -> None:
     ],
     ids=str,
 )
-def test_the_rest_is_not_found_by_tuning(problem: Problem, words: str) -> None:
-    (reason,) = families.against_hopper_backward(problem, H200, measured=False)
+def test_the_rest_is_not_taken(problem: Problem, words: str) -> None:
+    (reason,) = families.against_hopper_backward(problem, H200)
     assert re.search(words, reason)
     assert all(each.backward is None for each in config.configs(problem, H200))
 
 
-def test_explain_says_why_it_is_not_the_choice() -> None:
-    told = " ".join(str(attnswitch.explain(PLAIN, device=H200)).split())
-    assert "backward by the portable kernels, not by Hopper's (attn_mask is added: no GPU has run that" in told
-
-
-def test_times_of_the_portable_kernels_are_still_of_the_choice() -> None:
-    assert not is_outdated(PLAIN, H200, "h200/choice-fit-4.json")
-    assert is_outdated(PLAIN.replace(mask=None), H200, "h200/choice-fit-4.json")
+def test_times_of_the_portable_kernels_are_of_the_past() -> None:
+    assert is_outdated(PLAIN, H200, "h100/choice-fit-2.json")
+    assert not is_outdated(PLAIN.replace(mask=None), H200, "h100/choice-fit-2.json")
 
 
 # -- what is launched --------------------------------------------------------------------------------------------------
