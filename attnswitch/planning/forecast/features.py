@@ -18,11 +18,14 @@ _TILE, _WAVES = 128, 8.0
 #: Head dimensions that kernels pad others to.
 _PADDED = (64, 128, 256)
 
+#: Bytes that the fastest copies move: rows of a mask that are no multiple of them are loaded otherwise.
+_COPIED = 16
+
 #: Names of what ``features`` returns.
 FEATURES = (
     *("batch_heads", "seq_q", "seq_k", "dim", "dim_v", "padding", "group", "waves", "intensity", "visible", "bias"),
     *("float32", "float16", "few", "causal", "bottom_right", "window", "lengths", "ragged"),
-    *("bool_rows", "bool_full", "float_rows", "float_full", "softcap", "dropout", "grads", "deterministic"),
+    *("bool_rows", "bool_full", "float_rows", "float_full", "uneven", "softcap", "dropout", "grads", "deterministic"),
 )
 #: Names of what ``host_features`` returns.
 HOST = (
@@ -74,6 +77,7 @@ def features(p: Problem, peaks: Peaks, sms: int) -> tuple[float, ...]:
         float(is_bool and full),
         float(mask is not None and not is_bool and not full),
         float(mask is not None and not is_bool and full),
+        float(mask is not None and full and p.seq_k * p.element("attn_mask") % _COPIED != 0),
         float(p.softcap > 0),
         float(p.dropout > 0),
         float(bool(p.grads)),
