@@ -15,6 +15,8 @@ from attnswitch.problem import DTYPES, Problem
 from ..own import arithmetic
 from .classes import per_class
 from .families import against_hopper, against_hopper_backward
+from .fused import choice as fused_choice
+from .fused.tiles import FusedTile
 from .hopper import choice as hopper_choice
 from .hopper.tiles import HopperGradients, HopperTile
 from .portable import choice as portable_choice
@@ -31,7 +33,8 @@ _FEWER = 64
 class CudaConfig(Config):
     """Tiles of the kernels that cost: the forward, and the gradients of key and value, of query, of a float mask.
 
-    Where there is one of Hopper's ``backward``, which makes all gradients together, the portable ones are not launched.
+    Where there is a ``backward``, Hopper's or that of one pass, it makes all gradients, and the portable ones are not
+    launched.
     """
 
     forward: Tile | HopperTile
@@ -42,7 +45,7 @@ class CudaConfig(Config):
     splits: int = 1
     #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
     key_and_value: bool = True
-    backward: HopperGradients | None = None
+    backward: HopperGradients | FusedTile | None = None
 
     def __str__(self) -> str:
         if self.backward is not None:
@@ -71,6 +74,9 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     yield first
     if backward is None and (new := _backward(problem, device, measured=False)):
         yield replace(first, backward=new)
+    if problem.grads and not fused_choice.against(problem, device):
+        for tile in fused_choice.ranked(problem, device):
+            yield replace(first, backward=tile)
     yield from found
 
 
@@ -117,6 +123,14 @@ def _backward(problem: Problem, device: Device, *, measured: bool = True) -> Hop
     return hopper_choice.gradients(problem)
 
 
+def _fused(problem: Problem, device: Device) -> FusedTile | None:
+    """A tile of the backward in one pass, if it takes the problem: each in its turn."""
+    if not problem.grads or fused_choice.against(problem, device):
+        return None
+    ranked = fused_choice.ranked(problem, device)
+    return ranked[problem.seq_q % len(ranked)]
+
+
 def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
     """Whether a warp gets whole rows, and few enough for its registers, and the tile fits shared memory."""
     own = tile.keys if kernel == "key_gradients" else tile.queries
@@ -128,7 +142,7 @@ def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
 def _emulated(problem: Problem, device: Device) -> CudaConfig:
     """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline.
 
-    Hopper's kernels take turns with the portable ones, so that both are checked.
+    Hopper's kernels and those of one pass take turns with the portable ones, so that all are checked.
     """
     generic = arithmetic.generic(problem, emulated=True) and not problem.splits
     kind = partial(Tile, generic=generic)
@@ -146,7 +160,7 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
         key_gradients=kind(16, 32, 2, 3),
         query_gradient=kind(32, 32, 1, 1),
         mask_gradient=kind(32, 16, 2, 1),
-        backward=_backward(problem, device) if problem.seq_k % 2 else None,
+        backward=(_backward(problem, device) or _fused(problem, device)) if problem.seq_k % 2 else None,
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
     )
