@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnswitch.machine.backend import Regime
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
@@ -11,7 +12,7 @@ from ...own import arithmetic
 from ..classes import per_class
 from .tiles import DIMS, FusedTile, dim, shared
 
-__all__ = ["against", "ranked"]
+__all__ = ["REGIME", "against", "ranked"]
 
 #: Queries, at least: fewer leave most of a tile empty.
 _FEW = 64
@@ -22,6 +23,11 @@ _TILES = {
     96: ((128, 64), (128, 32)),
     128: ((64, 64), (128, 32)),
 }
+
+#: What the verifier draws for it.
+REGIME = Regime(
+    ("float32",), ((64, 64), (128, 128), (96, 80), (32, 20), (60, 64)), (64, 128), queries=_FEW, aligned=True
+)
 
 
 def against(problem: Problem, device: Device) -> tuple[str, ...]:
