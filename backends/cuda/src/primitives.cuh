@@ -221,6 +221,12 @@ DEVICE float largest(float a, float b) {
 // Bits that are 1, and the number of the highest; there is one.
 DEVICE int ones(u32 x) { return __popc(x); }
 DEVICE int highest(u32 x) { return 31 - __clz(x); }
+// 16 bits alike in each half: the highest of byte BYTE of `low`, and that of `high`.
+template <int BYTE> DEVICE u32 spread_bits(u32 low, u32 high) {
+    u32 halves;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(halves) : "r"(low), "r"(high), "n"(0xcc88 + 0x1111 * BYTE));
+    return halves;
+}
 
 // Two numbers rounded to 16 bits, the first in the low half.
 template <class T> DEVICE u32 pack_pair(float low, float high);

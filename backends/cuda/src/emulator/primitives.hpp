@@ -215,6 +215,9 @@ DEVICE double smaller(double a, double b) { return fmin(a, b); }
 DEVICE float largest(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE int ones(u32 x) { return __builtin_popcount(x); }
 DEVICE int highest(u32 x) { return 31 - __builtin_clz(x); }
+template <int BYTE> DEVICE u32 spread_bits(u32 low, u32 high) {
+    return (low >> 8 * BYTE >> 7 & 1) * 0xffffu | (high >> 8 * BYTE >> 7 & 1) * 0xffff0000u;
+}
 
 // -- tensor cores -----------------------------------------------------------------------------------------------------
 
