@@ -68,19 +68,20 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     if problem.splits:
         yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
-    backward = _backward(problem, device)
-    found = _ordinary(problem, device, backward)
+    backward, fused = _backward(problem, device), _fused(problem, device)
+    at_once = fused[0] if fused and fused_choice.measured(problem, device) else backward
+    found = _ordinary(problem, device, at_once)
     first = next(found)
     yield first
     if backward is None and (new := _backward(problem, device, measured=False)):
         yield replace(first, backward=new)
-    if problem.grads and not fused_choice.against(problem, device):
-        for tile in fused_choice.ranked(problem, device):
+    for tile in fused:
+        if tile != first.backward:
             yield replace(first, backward=tile)
     yield from found
 
 
-def _ordinary(problem: Problem, device: Device, backward: HopperGradients | None) -> Iterator[CudaConfig]:
+def _ordinary(problem: Problem, device: Device, backward: HopperGradients | FusedTile | None) -> Iterator[CudaConfig]:
     """Those of what was measured."""
     on_chip = device.on_chip
     if arithmetic.generic(problem):
@@ -123,12 +124,11 @@ def _backward(problem: Problem, device: Device, *, measured: bool = True) -> Hop
     return hopper_choice.gradients(problem)
 
 
-def _fused(problem: Problem, device: Device) -> FusedTile | None:
-    """A tile of the backward in one pass, if it takes the problem: each in its turn."""
+def _fused(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
+    """The tiles of the backward in one pass, if it takes the problem."""
     if not problem.grads or fused_choice.against(problem, device):
-        return None
-    ranked = fused_choice.ranked(problem, device)
-    return ranked[problem.seq_q % len(ranked)]
+        return ()
+    return fused_choice.ranked(problem, device)
 
 
 def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
@@ -155,12 +155,14 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     if problem.seq_q % 2 and not against_hopper(problem, device):
         ranked = hopper_choice.ranked(problem, device)
         forward, splits = ranked[problem.seq_k % len(ranked)], 1
+    fused = _fused(problem, device)
+    in_one_pass = fused[problem.seq_q % len(fused)] if fused else None
     return CudaConfig(
         forward,
         key_gradients=kind(16, 32, 2, 3),
         query_gradient=kind(32, 32, 1, 1),
         mask_gradient=kind(32, 16, 2, 1),
-        backward=(_backward(problem, device) or _fused(problem, device)) if problem.seq_k % 2 else None,
+        backward=_backward(problem, device) or in_one_pass if problem.seq_k % 2 else None,
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
     )

@@ -82,8 +82,17 @@ def test_it_says_why_it_does_not(problem: Problem, device: Device, words: str) -
     assert all(each.backward is None for each in config.configs(problem, device) if "fused" in str(each))
 
 
-def test_the_kernels_that_were_measured_come_first() -> None:
-    assert next(config.configs(PLAIN, H200)).backward is None
+def test_it_is_the_choice_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiles, and the kernels of more than one pass, are there either way."""
+    tried = [each.backward for each in config.configs(PLAIN, H200)]
+    assert tried[:4] == [None, *choice.ranked(PLAIN, H200)]
+    monkeypatch.setattr(choice, "MEASURED", {(9, 0): (64,)})
+    found = [each.backward for each in config.configs(PLAIN, H200)]
+    assert found[:3] == list(choice.ranked(PLAIN, H200))
+    assert None in found
+    for other, device in ((PLAIN.replace(dim_v=128), H200), (PLAIN, Device.named("a100"))):
+        assert next(config.configs(other, device)).backward is None
+    assert next(config.configs(PLAIN.replace(softcap=3.0), H200)).backward is None
 
 
 def test_memory_is_what_the_launches_need() -> None:

@@ -12,14 +12,17 @@ from ...own import arithmetic
 from ..classes import per_class
 from .tiles import DIMS, FusedTile, dim, shared
 
-__all__ = ["REGIME", "against", "ranked"]
+__all__ = ["REGIME", "against", "measured", "ranked"]
 
 #: Queries, at least: fewer leave most of a tile empty.
 _FEW = 64
+#: Head dimensions at which GPUs of a compute capability were measured to be faster with it: there it is the choice, and
+#: elsewhere ``attnswitch tune`` tries it.
+MEASURED: dict[tuple[int, int], tuple[int, ...]] = {}
 #: Keys and queries of a tile, and blocks of an SM, by head dimension: of those whose registers nearly suffice.
 _TILES = {
     32: ((128, 64), (128, 32)),
-    64: ((128, 64), (64, 64), (128, 32)),
+    64: ((128, 64), (64, 64, 2), (128, 32)),
     96: ((128, 64), (128, 32)),
     128: ((64, 64), (128, 32)),
 }
@@ -40,6 +43,11 @@ def against(problem: Problem, device: Device) -> tuple[str, ...]:
     if not reasons and not ranked(problem, device):
         reasons = (f"{device}: its tiles do not fit shared memory",)
     return reasons
+
+
+def measured(problem: Problem, device: Device) -> bool:
+    """Whether it is the choice where it takes ``problem``."""
+    return device.capability is not None and dim(problem) in MEASURED.get(device.capability, ())
 
 
 def ranked(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
