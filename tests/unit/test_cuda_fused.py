@@ -218,3 +218,18 @@ def test_what_is_hidden_shows_no_inf() -> None:
     assert np.isfinite(np.delete(queries, 50, 0)).all()
     assert np.isfinite(keys[51:]).all()
     assert not np.isfinite(keys[:51]).any()
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_lse_that_is_no_number_shows_where_its_query_sees(sign: int) -> None:
+    p = Problem.parse("b1.h1.s100.d64.fp32.causal.grad")
+    rng = np.random.default_rng(0)
+    q, k, v, grad, out = (rng.standard_normal((1, 1, 100, 64)).astype("f4") for _ in range(5))
+    lse = np.full((1, 1, 100), 3, "f4")
+    lse[0, 0, 50] = np.copysign(np.float32(np.nan), sign)
+    made = backward.Backward(p, tiles.FusedTile(128, 64))(Inputs(q, k, v, None, None), out, lse, grad, None)
+    for rows, shows in zip(made[:3], ([50], range(51), range(51)), strict=True):
+        assert np.flatnonzero(np.isnan(rows[0, 0]).all(1)).tolist() == list(shows)
+        assert np.isfinite(np.delete(rows[0, 0], list(shows), 0)).all()

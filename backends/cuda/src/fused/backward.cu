@@ -36,6 +36,7 @@ constexpr int DOWN_WARPS = BLOCK_N / 32, ACROSS_WARPS = BLOCK_D / (QUERY_COLUMNS
 constexpr int PARTS = WARPS / (DOWN_WARPS * ACROSS_WARPS), PART = BLOCK_M / PARTS;
 static_assert(PARTS * DOWN_WARPS * ACROSS_WARPS == WARPS && PART * PARTS == BLOCK_M, "every warp has its part");
 
+constexpr u32 HIDDEN = 0x80000000u;  // the bits of -0
 constexpr int ROWS = BLOCK_M * PITCH, WEIGHTS = BLOCK_M * SCORES, PASSING = BLOCK_N * PITCH;
 static_assert(sizeof(float) * (2 * ROWS + 2 * WEIGHTS + 2 * PASSING + 2 * BLOCK_N) == SHARED_BYTES,
               "tiles.py counts the same shared memory");
@@ -143,7 +144,7 @@ KERNEL backward(const Arguments a) {
                     UNROLL for (int m = 0; m < EACH; m++) {
                         float* const to = scores + m * Grid::DOWN * SCORES + my_column + n * Grid::ACROSS;
                         const float p = load_shared(to - WEIGHTS);
-                        store_shared(to, float_bits(p) >> 31 ? 0.0f : p * (s[m][n] - less));
+                        store_shared(to, float_bits(p) == HIDDEN ? 0.0f : p * (s[m][n] - less));
                     }
                 }
             warp_barrier();
