@@ -2,11 +2,12 @@
 // each make scores again take seven.
 //
 // A block keeps BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N
-// queries that see any of them. Tiles of scores are transposed, (keys, queries). Four warps have the keys' values, 8 rows
-// a thread, and four the keys themselves:
+// queries that see any of them. Tiles of scores are transposed, (keys, queries). Four warps have the values, 8 rows a
+// thread, and four the keys:
 //
-//   warps 0 to 3   S = K Q^T     P = exp(S - base), to shared memory     dV += P dO        ┐ dQ = dS^T K, keys shared
-//   warps 4 to 7   dP = V dO^T   waits for P; dS = P (dP - delta), to it  dK += dS Q        ┘ among warps, added in memory
+//   of values   S = K Q^T     P = exp(S - base), to shared memory            dV += P dO
+//   of keys     dP = V dO^T   waits for P; dS = P (dP - delta), to memory    dK += dS Q
+//   all         dQ = dS^T K, a part of the keys each, added in global memory
 //
 // P and dS are read again by the warp that wrote them alone, but for dQ. dQ is added up in grad_query, which `prepare`
 // has filled with zeros, by all blocks in any order: it alone does not repeat its bits. A weight that is hidden is -0,
@@ -86,8 +87,10 @@ KERNEL backward(const Arguments a) {
     float* const scores = (of_values ? weights : gradients) + my_row * SCORES;
     const float* const added = (of_values ? upstream : query) + my_column * VECTOR;
     // And of dQ: whose keys, which queries, which columns.
-    const int part = warp / (DOWN_WARPS * ACROSS_WARPS) * PART, query_row = warp % DOWN_WARPS * 32 + Across::row() * VECTOR;
-    const int query_column = (warp / DOWN_WARPS % ACROSS_WARPS * QUERY_COLUMNS / VECTOR * Across::ACROSS + Across::column()) * VECTOR;
+    const int part = warp / (DOWN_WARPS * ACROSS_WARPS) * PART;
+    const int query_row = warp % DOWN_WARPS * 32 + Across::row() * VECTOR;
+    const int query_column =
+        warp / DOWN_WARPS % ACROSS_WARPS * QUERY_COLUMNS * Across::ACROSS + Across::column() * VECTOR;
 
     const auto load = [&](int t) {
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
@@ -108,7 +111,8 @@ KERNEL backward(const Arguments a) {
     const int count = tiles * a.group;
     if (count) {
         load_rows<BLOCK_M>(key, begin_of(a.key, b, head_kv) + first * a.key.row, a.key.row, e.end - first, a.dim);
-        load_rows<BLOCK_M>(value, begin_of(a.value, b, head_kv) + first * a.value.row, a.value.row, e.end - first, a.dim_v);
+        load_rows<BLOCK_M>(value, begin_of(a.value, b, head_kv) + first * a.value.row, a.value.row, e.end - first,
+                           a.dim_v);
         load(0);
     }
     ROLLED for (int t = 0; t < count; t++) {
@@ -153,7 +157,8 @@ KERNEL backward(const Arguments a) {
         UNROLL for (int c = 0; c < COLUMNS; c += TILE) {
             float tile[EACH][TILE];
             clear(tile);
-            product_nn<BLOCK_N, Grid::DOWN * SCORES, PITCH, Grid::ACROSS * VECTOR>(tile, scores, added + c * Grid::ACROSS);
+            product_nn<BLOCK_N, Grid::DOWN * SCORES, PITCH, Grid::ACROSS * VECTOR>(tile, scores,
+                                                                                   added + c * Grid::ACROSS);
             UNROLL for (int m = 0; m < EACH; m++) UNROLL for (int n = 0; n < TILE; n++) sums[m][c + n] += tile[m][n];
         }
         barrier();
@@ -164,7 +169,8 @@ KERNEL backward(const Arguments a) {
             tile, gradients + part * SCORES + query_row, key + part * PITCH + query_column);
         UNROLL for (int m = 0; m < EACH; m++) {
             const int i = start + query_row + m / VECTOR * 4 * VECTOR + m % VECTOR;
-            float* const to = static_cast<float*>(a.grad_query) + gradient_row(a, OF_QUERY, b, h, i, a.heads, a.queries) * a.dim;
+            const i64 row = gradient_row(a, OF_QUERY, b, h, i, a.heads, a.queries);
+            float* const to = static_cast<float*>(a.grad_query) + row * a.dim;
             UNROLL for (int n = 0; n < QUERY_COLUMNS; n += VECTOR) {
                 const int d = query_column + n * Across::ACROSS;
                 UNROLL for (int w = 0; w < VECTOR; w++) tile[m][n + w] *= float(a.scale);

@@ -1,5 +1,5 @@
-// Products of tiles in float32 on the ordinary units: one fused multiply-add a term, 8 x 8 numbers a thread where it can
-// be, so that 16 bytes read from shared memory feed 16 instructions or more.
+// Products of tiles in float32 on the ordinary units: one fused multiply-add a term, 8 x 8 numbers a thread where it
+// can be, so that 16 bytes read from shared memory feed 16 instructions.
 //
 // Shared memory serves the 16 lanes of half a warp at once where every two neighbours read the same 16 bytes, or every
 // two that stand 2 apart, and else 8 lanes. So of a lane's number the last bit is of its row, the next three are of its
@@ -14,7 +14,7 @@ constexpr int EACH = 8;  // rows of a thread
 template <int ROWS_OF_LANES> struct Lanes {
     static constexpr int DOWN = ROWS_OF_LANES, ACROSS = 32 / DOWN;
     static_assert(DOWN == 2 || DOWN == 4, "one bit of a row before those of a column");
-    static DEVICE int row() { return DOWN == 2 ? thread_index() & 1 : (thread_index() & 1) + (thread_index() >> 4 & 1) * 2; }
+    static DEVICE int row() { return (thread_index() & 1) + (DOWN == 4 ? thread_index() >> 3 & 2 : 0); }
     static DEVICE int column() { return thread_index() >> 1 & (ACROSS - 1); }
 };
 
