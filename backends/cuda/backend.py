@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Regime
 from attnswitch.machine.backend import Tile as OnChip
@@ -19,6 +19,8 @@ from ..own import requirements
 from . import config, families
 from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward, beside_hopper, is_hopper
+from .fused import tiles as fused_tiles
+from .fused.tiles import FusedTile
 from .hopper import tiles as hopper_tiles
 from .hopper.tiles import HopperGradients, HopperTile
 from .launching import emulator
@@ -126,17 +128,24 @@ class CudaBackend(Backend):
         yield from ahead.pack(ahead.variants(devices, _refused, _launched), folder, progress)
 
 
-def _shared(role: str, tile: Tile | HopperTile | HopperGradients, problem: Problem) -> int:
+_AnyTile: TypeAlias = Tile | HopperTile | HopperGradients | FusedTile
+
+
+def _shared(role: str, tile: _AnyTile, problem: Problem) -> int:
     """Bytes of shared memory that a block of the kernel with that role takes."""
     if isinstance(tile, HopperTile):
         return hopper_tiles.shared(tile, problem)
     if isinstance(tile, HopperGradients):
         return hopper_tiles.gradients_shared(tile, problem)
+    if isinstance(tile, FusedTile):
+        return fused_tiles.shared(tile, problem)
     return portable_tiles.shared(role, tile, problem)
 
 
-def _remark(role: str, tile: Tile | HopperTile | HopperGradients, reasons: tuple[str, ...], hopper: bool) -> str:
+def _remark(role: str, tile: _AnyTile, reasons: tuple[str, ...], hopper: bool) -> str:
     """Which family's kernel has that role, and on a Hopper why it is not Hopper's."""
+    if isinstance(tile, FusedTile):
+        return f"{role} in one pass, {tile}"
     if not isinstance(tile, Tile):
         return f"{role} by Hopper's kernel, {tile}"
     if not hopper:

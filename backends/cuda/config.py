@@ -15,6 +15,8 @@ from attnswitch.problem import DTYPES, Problem
 from ..own import arithmetic
 from .classes import per_class
 from .families import against_hopper, against_hopper_backward
+from .fused import choice as fused_choice
+from .fused.tiles import FusedTile
 from .hopper import choice as hopper_choice
 from .hopper.tiles import HopperGradients, HopperTile
 from .portable import choice as portable_choice
@@ -31,7 +33,8 @@ _FEWER, _LEAST_ROWS = 64, 4
 class CudaConfig(Config):
     """Tiles of the kernels that cost: the forward, and the gradients of key and value, of query, of a float mask.
 
-    Where there is one of Hopper's ``backward``, which makes all gradients together, the portable ones are not launched.
+    Where there is a ``backward``, Hopper's or that of one pass, it makes all gradients, and the portable ones are not
+    launched.
     """
 
     forward: Tile | HopperTile
@@ -42,7 +45,7 @@ class CudaConfig(Config):
     splits: int = 1
     #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
     key_and_value: bool = True
-    backward: HopperGradients | None = None
+    backward: HopperGradients | FusedTile | None = None
 
     def __str__(self) -> str:
         if self.backward is not None:
@@ -65,7 +68,19 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     if problem.splits:
         yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
-    on_chip, backward = device.on_chip, _backward(problem, device)
+    backward, fused = _backward(problem, device), _fused(problem, device)
+    if fused and fused_choice.measured(problem, device):
+        backward = fused[0]
+    found = _ordinary(problem, device, backward)
+    first = next(found)
+    yield first
+    yield from (replace(first, backward=tile) for tile in fused if tile != backward)
+    yield from found
+
+
+def _ordinary(problem: Problem, device: Device, backward: HopperGradients | FusedTile | None) -> Iterator[CudaConfig]:
+    """All but the other tiles of the backward in one pass."""
+    on_chip = device.on_chip
     if arithmetic.generic(problem):
         yield _generic(problem, on_chip)
     if not against_hopper(problem, device):
@@ -107,6 +122,13 @@ def _backward(problem: Problem, device: Device) -> HopperGradients | None:
     return hopper_choice.gradients(problem)
 
 
+def _fused(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
+    """The tiles of the backward in one pass, if it takes the problem."""
+    if not problem.grads or fused_choice.against(problem, device):
+        return ()
+    return fused_choice.ranked(problem, device)
+
+
 def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
     """Whether a warp gets whole rows, and few enough for its registers, and the tile fits shared memory."""
     own = tile.keys if kernel == "key_gradients" else tile.queries
@@ -118,7 +140,7 @@ def _suits(tile: Tile, kernel: str, problem: Problem, on_chip: int) -> bool:
 def _emulated(problem: Problem, device: Device) -> CudaConfig:
     """Small tiles, several to a length that an emulation can do, and between them every shape of warp and pipeline.
 
-    Hopper's kernels take turns with the portable ones, so that both are checked.
+    Hopper's kernels and those of one pass take turns with the portable ones, so that all are checked.
     """
     generic = arithmetic.generic(problem, emulated=True) and not problem.splits
     kind = partial(Tile, generic=generic)
@@ -131,12 +153,14 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     if problem.seq_q % 2 and not against_hopper(problem, device):
         ranked = hopper_choice.ranked(problem, device)
         forward, splits = ranked[problem.seq_k % len(ranked)], 1
+    fused = _fused(problem, device)
+    in_one_pass = fused[problem.seq_q % len(fused)] if fused else None
     return CudaConfig(
         forward,
         key_gradients=kind(16, 32, 2, 3),
         query_gradient=kind(32, 32, 1, 1),
         mask_gradient=kind(32, 16, 2, 1),
-        backward=_backward(problem, device) if problem.seq_k % 2 else None,
+        backward=_backward(problem, device) or in_one_pass if problem.seq_k % 2 else None,
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
     )

@@ -17,6 +17,7 @@ from attnswitch.problem import DTYPES, Problem
 from ..own import arithmetic
 from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
+from .fused.choice import REGIME as FUSED
 from .hopper.tiles import ordered
 
 __all__ = ["against_hopper", "against_hopper_backward", "beside_hopper", "is_hopper", "regimes"]
@@ -76,10 +77,13 @@ def beside_hopper(problem: Problem, device: Device) -> float:
 
 
 def regimes(device: Device) -> tuple[Regime, ...]:
-    """Hopper's problems, where there are its kernels, and those that are not tiny; in the emulator, Hopper's alone."""
+    """Hopper's problems, where there are its kernels, and those that are not tiny.
+
+    In the emulator Hopper's, and those whose backward takes one pass.
+    """
     hopper = Regime(_HALF, DIMS, _TILES, queries=_FEW, products=PRODUCTS, aligned=True, often=3)
     if device.kind == "cpu":
-        return (replace(hopper, products=0),)
+        return (replace(hopper, products=0), FUSED)
     return (*((hopper,) if is_hopper(device) else ()), large(tuple(DTYPES)))
 
 

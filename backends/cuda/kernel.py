@@ -13,6 +13,8 @@ from attnswitch.problem import Problem
 
 from .compiling.variant import Variant
 from .config import CudaConfig
+from .fused import backward as fused_backward
+from .fused.tiles import FusedTile
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .hopper.tiles import HopperTile
@@ -122,6 +124,8 @@ def _forward(p: Problem, config: CudaConfig, device: Device) -> ForwardLaunches:
 
 def _backward(p: Problem, config: CudaConfig, device: Device, all_rows: int = 0) -> BackwardLaunches:
     """``all_rows`` are those of a call with varlen."""
+    if isinstance(config.backward, FusedTile):
+        return fused_backward.Backward(p, config.backward)
     if config.backward is not None:
         rows = portable_backward.rows_added(p, config.query_gradient) if p.adds_mask else None
         return hopper_backward.Backward(p, config.backward, device, rows)

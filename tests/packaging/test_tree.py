@@ -131,7 +131,7 @@ CUDA_FLOORS = (
     {"kernel"},
     {"config"},
     {"families"},
-    {"hopper", "portable"},
+    {"fused", "hopper", "portable"},
     {"launching"},
     {"compiling"},
     {"classes"},

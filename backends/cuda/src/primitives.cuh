@@ -21,6 +21,8 @@ template <class T> struct alignas(16) Chunk {
 #define KERNEL extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 #define UNROLL _Pragma("unroll")
 #define UNROLL_LITTLE _Pragma("unroll 4")
+#define UNROLL_TWICE _Pragma("unroll 2")
+#define UNROLL_EIGHT _Pragma("unroll 8")
 #define ROLLED _Pragma("unroll 1")
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -80,6 +82,16 @@ DEVICE double blank(double) { return __longlong_as_double(-1); }
 DEVICE bool is_blank(float, float second) { return __float_as_uint(second) == 0xffffffffu; }
 DEVICE bool is_blank(double first, double second) {
     return __double_as_longlong(first) == -1 || __double_as_longlong(second) == -1;
+}
+
+// Adds four numbers to those that lie side by side, where 16 bytes begin; when, and in which order others do, is left open.
+DEVICE void add_quad(float* to, const float* x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(__cvta_generic_to_global(to)), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+    for (int k = 0; k < 4; k++) atomicAdd(to + k, x[k]);
+#endif
 }
 
 // -- shared memory ----------------------------------------------------------------------------------------------------
@@ -221,6 +233,12 @@ DEVICE float largest(float a, float b) {
 // Bits that are 1, and the number of the highest; there is one.
 DEVICE int ones(u32 x) { return __popc(x); }
 DEVICE int highest(u32 x) { return 31 - __clz(x); }
+// 16 bits alike in each half: the highest of byte BYTE of `low`, and that of `high`.
+template <int BYTE> DEVICE u32 spread_bits(u32 low, u32 high) {
+    u32 halves;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(halves) : "r"(low), "r"(high), "n"(0xcc88 + 0x1111 * BYTE));
+    return halves;
+}
 
 // Two numbers rounded to 16 bits, the first in the low half.
 template <class T> DEVICE u32 pack_pair(float low, float high);

@@ -10,6 +10,8 @@
 #define KERNEL EXPORTED void
 #define UNROLL
 #define UNROLL_LITTLE
+#define UNROLL_TWICE
+#define UNROLL_EIGHT
 #define ROLLED
 #define INFINITE __builtin_inff()
 
@@ -90,6 +92,11 @@ template <class V> DEVICE void store_relaxed(V* at, V first, V second) { at[0] =
 template <class V> DEVICE void load_relaxed(V& first, V& second, const V* at) {
     first = at[0], second = at[1];
     if (is_blank(first, second)) emulator::fail("a wait for what no block before this one has left");
+}
+
+DEVICE void add_quad(float* to, const float* x) {
+    if (reinterpret_cast<size_t>(to) % 16) emulator::fail("numbers are added at an odd address");
+    for (int k = 0; k < 4; k++) to[k] += x[k];
 }
 
 // -- shared memory ----------------------------------------------------------------------------------------------------
@@ -208,6 +215,9 @@ DEVICE double smaller(double a, double b) { return fmin(a, b); }
 DEVICE float largest(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE int ones(u32 x) { return __builtin_popcount(x); }
 DEVICE int highest(u32 x) { return 31 - __builtin_clz(x); }
+template <int BYTE> DEVICE u32 spread_bits(u32 low, u32 high) {
+    return (low >> 8 * BYTE >> 7 & 1) * 0xffffu | (high >> 8 * BYTE >> 7 & 1) * 0xffff0000u;
+}
 
 // -- tensor cores -----------------------------------------------------------------------------------------------------
 

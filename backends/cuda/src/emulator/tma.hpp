@@ -134,10 +134,6 @@ DEVICE void add_floats(float* to, const float* from, int count) {
         if (!touch(from + n, 16, visit)) return;
     mine.under_way.push_back({to, from, count, {}});
 }
-DEVICE void add_quad(float* to, const float* x) {
-    if (reinterpret_cast<size_t>(to) % 16) emulator::fail("numbers are added at an odd address");
-    for (int k = 0; k < 4; k++) to[k] += x[k];
-}
 DEVICE void commit_additions() { emulator::own_additions().committed++; }
 DEVICE void wait_additions() {
     using namespace emulator;

@@ -101,11 +101,6 @@ DEVICE void add_floats(float* to, const float* from, int count) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(count * 4) : "memory");
 }
-// The same of a thread's own, a quad, of which it does not know when they are done.
-DEVICE void add_quad(float* to, const float* x) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(__cvta_generic_to_global(to)), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-}
 DEVICE void commit_additions() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all of this thread's have read what they add.
 DEVICE void wait_additions() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -27,11 +27,23 @@ struct Dropout {
     }
     // Weights of dropped keys become 0. No product may be under way.
     DEVICE void drop(Weights& weights) const {
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
-            UNROLL for (int r = 0; r < 4; r++) {
-                const int c = 2 * k + r / 2;
-                const u32 two = kept[r % 2][c / 8] >> 4 * (c % 8);
-                weights[k][r] &= (two & 1) * 0xffffu | (two >> 1 & 1) * 0xffff0000u;
+        UNROLL for (int row = 0; row < 2; row++)
+            UNROLL for (int w = 0; w < WORDS; w++) {
+                // The two keys of columns 8 c on, where they are the highest bits of bytes: for even c, and for odd.
+                const u32 bits = kept[row][w];
+                const u32 first[2] = {bits << 7, bits << 3}, second[2] = {bits << 6, bits << 2};
+                drop_pair<0>(weights, first, second, row, w), drop_pair<1>(weights, first, second, row, w);
+                drop_pair<2>(weights, first, second, row, w), drop_pair<3>(weights, first, second, row, w);
             }
+    }
+
+private:
+    // Those that byte BYTE tells of.
+    template <int BYTE>
+    static DEVICE void drop_pair(Weights& weights, const u32 (&first)[2], const u32 (&second)[2], int row, int w) {
+        const int k = 4 * w + BYTE;
+        if (k < BLOCK_N / 16)
+            UNROLL for (int odd = 0; odd < 2; odd++)
+                weights[k][2 * odd + row] &= spread_bits<BYTE>(first[odd], second[odd]);
     }
 };

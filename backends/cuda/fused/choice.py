@@ -1,0 +1,90 @@
+"""What the backward in one pass takes, why not, and its tiles, the first the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnswitch.machine.backend import Regime
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem
+
+from ...own import arithmetic
+from ..classes import per_class
+from .tiles import DIMS, FusedTile, dim, shared
+
+__all__ = ["REGIME", "against", "measured", "ranked"]
+
+#: Queries, at least: fewer leave most of a tile empty.
+_FEW = 64
+#: Head dimensions at which GPUs of a compute capability were measured to be faster with it: there it is the choice, and
+#: elsewhere ``attnswitch tune`` tries it.
+MEASURED: dict[tuple[int, int], tuple[int, ...]] = {}
+#: Keys and queries of a tile, and blocks of an SM, by head dimension: of those whose registers nearly suffice.
+_TILES = {
+    32: ((128, 64), (128, 32)),
+    64: ((128, 64), (64, 64, 2), (128, 32)),
+    96: ((128, 64), (128, 32)),
+    128: ((64, 64), (128, 32)),
+}
+
+#: What the verifier draws for it.
+REGIME = Regime(
+    ("float32",), ((64, 64), (128, 128), (96, 80), (32, 20), (60, 64)), (64, 128), queries=_FEW, aligned=True
+)
+
+
+def against(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Why it does not take ``problem`` on ``device``, one reason each; empty if it does."""
+    reasons = _of_class(problem)
+    if not problem.seq_k or problem.is_empty or problem.seq_q < _FEW:
+        reasons += (f"{problem.seq_q} queries, {problem.seq_k} keys: most of its tiles would be empty",)
+    if device.kind == "cuda" and device.capability is not None and device.capability < (8, 0):
+        reasons += (f"{device}: its tiles are brought by copies of compute capability 8.0 and later",)
+    if not reasons and not ranked(problem, device):
+        reasons = (f"{device}: its tiles do not fit shared memory",)
+    return reasons
+
+
+def measured(problem: Problem, device: Device) -> bool:
+    """Whether it is the choice where it takes ``problem``."""
+    return device.capability is not None and dim(problem) in MEASURED.get(device.capability, ())
+
+
+def ranked(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
+    """The tiles that fit ``device``."""
+    tiles = tuple(FusedTile(*sizes) for sizes in _TILES[dim(problem)])
+    if device.kind != "cuda":
+        return tiles
+    return tuple(tile for tile in tiles if shared(tile, problem) <= device.on_chip)
+
+
+@per_class
+def _of_class(problem: Problem) -> tuple[str, ...]:
+    return tuple(_features(problem))
+
+
+def _features(p: Problem) -> Iterator[str]:
+    if p.dtype != "float32":
+        yield f"{p.dtype}: it multiplies float32"
+    if set(p.grads) != set("qkv"):
+        yield f"grad={p.grads}: it makes those of query, key and value together"
+    if p.deterministic:
+        yield "deterministic=True: its blocks add to dQ in any order"
+    for form in ("varlen", "sinks", "alibi", "page"):
+        if getattr(p, form):
+            yield f"{form}: it knows positions and lengths alone"
+    if p.mask is not None:
+        yield "attn_mask: it has none"
+    if arithmetic.capped(p):
+        yield f"softcap={p.softcap:g}: it has none"
+    if p.dropout:
+        yield f"dropout_p={p.dropout:g}: it has none"
+    if p.softmax_scale <= 0.0:
+        yield f"scale={p.softmax_scale:g}: a positive one becomes part of its exponential"
+    for name in ("dim_qk", "dim_v"):
+        if (size := getattr(p, name)) > DIMS[-1] or size % 4:
+            yield f"{name}={size}: it moves 4 columns at once, of {DIMS[-1]} at most"
+    for name in ("query", "key", "value"):
+        memory = getattr(p, name)
+        if memory.strided or memory.align < 16:
+            yield f"{name} lies so that copies of 16 bytes do not reach its rows"
