@@ -68,13 +68,12 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     if problem.splits:
         yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
-    backward, fused = _backward(problem, device), _fused(problem, device)
-    if fused and fused_choice.measured(problem, device):
-        backward = fused[0]
-    found = _ordinary(problem, device, backward)
+    fused = _fused(problem, device)
+    at_once = fused[0] if fused and fused_choice.measured(problem, device) else _backward(problem, device)
+    found = _ordinary(problem, device, at_once)
     first = next(found)
     yield first
-    yield from (replace(first, backward=tile) for tile in fused if tile != backward)
+    yield from (replace(first, backward=tile) for tile in fused if tile != first.backward)
     yield from found
 
 
