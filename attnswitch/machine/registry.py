@@ -42,6 +42,7 @@ class Row(NamedTuple):
 
 
 #: In order of preference, where nothing was measured or forecast: the first that takes a problem is chosen.
+#: Those behind ``reference`` are chosen where they were timed (``Standing``).
 TABLE = (
     Row("sdpa-cudnn", "attnswitch.backends.sdpa.cudnn:CudnnBackend"),
     Row("sdpa-flash", "attnswitch.backends.sdpa.flash:FlashBackend"),
@@ -51,6 +52,14 @@ TABLE = (
     Row("sdpa-math", "attnswitch.backends.sdpa.math:MathBackend"),
     Row("tiled", "attnswitch.backends.tiled:TiledBackend"),
     Row("reference", "attnswitch.backends.reference:ReferenceBackend"),
+    Row("torch-varlen", "attnswitch.backends.installed.torch_varlen:TorchVarlenBackend"),
+    Row("flex", "attnswitch.backends.installed.flex:FlexBackend"),
+    Row("flash-attn", "attnswitch.backends.installed.flash2:FlashAttnBackend"),
+    Row("flash-attn-3", "attnswitch.backends.installed.flash3:FlashAttn3Backend"),
+    Row("flash-attn-4", "attnswitch.backends.installed.flash4:FlashAttn4Backend"),
+    Row("xformers", "attnswitch.backends.installed.xformers:XformersBackend"),
+    Row("flashinfer", "attnswitch.backends.installed.flashinfer:FlashInferBackend"),
+    Row("sage", "attnswitch.backends.installed.sage:SageBackend"),
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from attnswitch.machine import one_by_one, registry
-from attnswitch.machine.backend import Backend, Config
+from attnswitch.machine.backend import Backend, Config, Standing
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.candidate import Candidate
@@ -34,6 +34,7 @@ class Row:
     unavailable: str | None
     #: Whether it raised when it was asked.
     broken: bool
+    standing: Standing = Standing.FREE
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,7 +47,8 @@ def _row(name: str, device: Device) -> Row:
     if isinstance(backend, Missing):
         return Row(name, backend, backend.reason, False)
     try:
-        return Row(name, backend, backend.unavailable() if device.present else None, False)
+        unavailable = backend.unavailable() if device.present else None
+        return Row(name, backend, unavailable, False, backend.standing(device))
     except Exception as error:  # a broken plug-in is a reason, not a crash
         return Row(name, backend, _raised(error), True)
 
@@ -105,11 +107,21 @@ class Field:
         return True
 
     def trusted(self) -> Iterator[Row]:
-        """Those that can be chosen, in order: they take the problem and were not wrong on it here."""
+        """Those that can be chosen, in order: they take the problem and were not wrong on it here.
+
+        What stands back until it was timed has been found right here, on the class of the problem.
+        """
         wisdom = view.current()
         for row in self.rows:
+            if row.standing is not Standing.FREE and not self._proven(row):
+                continue
             if self.takes(row) and not wisdom.fault(row.name, self.problem, self.device):
                 yield row
+
+    def _proven(self, row: Row) -> bool:
+        if row.standing is Standing.NAMED or row.unavailable is not None:
+            return False
+        return isinstance(view.current().time(row.name, self.problem, self.device), Time)
 
     def heavy(self, row: Row) -> int:
         """Bytes that it holds beside operands and results, where they are many beside these; else 0."""
@@ -136,7 +148,8 @@ class Field:
         if reasons or row.unavailable is not None:
             return Candidate(row.name, reasons, row.unavailable)
         expected = forecast(problem, device).ms.get(row.name)
-        return replace(self._known(row.name), heavy=self.heavy(row), expected=expected)
+        known = self._known(row.name)
+        return replace(known, heavy=self.heavy(row), expected=expected, standing=row.standing)
 
     def _known(self, name: str) -> Candidate:
         """A backend that takes the problem, with what this machine knows of it."""

@@ -1,0 +1,102 @@
+"""Backends that stand back: chosen where they were timed here, tried where they are asked for, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import attnswitch
+from attnswitch import Device, Plan, Policy, Problem, Unsupported
+from attnswitch.bench.measure import Budget
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Standing
+from attnswitch.planning.candidate import Candidate
+from attnswitch.tune import session, trial
+from attnswitch.tune.trial import Effort
+from attnswitch.verify import examine
+from attnswitch.wisdom import view
+from attnswitch.wisdom.record import Time
+from attnswitch.wisdom.signature import Signature, sign
+
+Register = Callable[[str, str], None]
+TEXT = "b2.h4.s64.d32.fp32"
+CPU = Device.cpu()
+
+
+def time(backend: str, ms: float) -> Time:
+    signed = sign(backend, CPU)
+    assert isinstance(signed, Signature)
+    return Time(Problem.parse(TEXT), backend, "", ms, ms, ms, 30, 2, signed, "2026-11-20T10:00:00")
+
+
+def candidate(plan: Plan, backend: str) -> Candidate:
+    return next(c for c in plan.candidates if c.backend == backend)
+
+
+@pytest.fixture(params=[Standing.TIMED, Standing.ASKED, Standing.NAMED])
+def standing(request: pytest.FixtureRequest, register: Register, monkeypatch: pytest.MonkeyPatch) -> Standing:
+    """``shy`` is ``tiled`` with a standing, first in the table."""
+    found: Standing = request.param
+    register("shy", "attnswitch.backends.tiled:TiledBackend")
+    monkeypatch.setattr(type(registry.loaded("shy")), "standing", lambda self, device: found)
+    return found
+
+
+def test_it_is_chosen_once_it_was_timed(standing: Standing) -> None:
+    plan = attnswitch.explain(TEXT)
+    assert plan.backend == "sdpa-flash"
+    assert candidate(plan, "shy").fits
+    assert candidate(plan, "shy").open is (standing is Standing.TIMED)
+    assert not candidate(plan, "shy").trusted
+    assert attnswitch.explain(TEXT, backend="shy").backend == "shy"
+    view.remember([time("sdpa-flash", 3.0), time("shy", 1.0)])
+    plan = attnswitch.explain(TEXT)
+    assert plan.backend == ("sdpa-flash" if standing is Standing.NAMED else "shy")
+    assert attnswitch.explain("b2.h4.s8192.d32.fp32").backend == "sdpa-flash"  # a class that was not timed
+    assert attnswitch.explain(TEXT, policy=Policy.WISDOM_ONLY).backend == plan.backend
+
+
+def test_the_plan_tells_what_it_waits_for(standing: Standing) -> None:
+    plan = attnswitch.explain(TEXT)
+    (why,) = plan.why_not(candidate(plan, "shy"))
+    assert (
+        why
+        == {
+            Standing.TIMED: "it takes the problem, but was not verified and timed here yet: `attnswitch tune --problem"
+            f" {TEXT}`, or name it",
+            Standing.ASKED: "it takes the problem, but was not verified and timed here yet: `attnswitch tune --problem"
+            f" {TEXT} --backend shy`, or name it",
+            Standing.NAMED: "it takes the problem, but is approximate, and runs only with backend='shy'",
+        }[standing]
+    )
+
+
+def test_it_is_not_chosen_where_it_alone_takes_the_problem(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "names", lambda: ("shy",))
+    view.changed()
+    plan = attnswitch.explain(TEXT)
+    assert (plan.backend, plan.why) == (None, "what takes it runs where it is named, or once it was timed here")
+    with pytest.raises(Unsupported, match="no backend may be chosen for this problem"):
+        attnswitch.plan(TEXT)
+
+
+def test_tune_tries_it_where_it_may(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "names", lambda: ("sdpa-flash", "shy"))
+    view.changed()
+    problem = Problem.parse("b1.h2.s16.d8.fp32")
+    for asked in ((), ("shy",)):
+        effort = Effort(Budget(1.0, 2.0), search=0.0, asked=asked)
+        found = trial.run(problem, "cpu", effort, examine)
+        tried = {time.backend for time in found.times} | found.hopeless.keys() | found.failed.keys()
+        assert ("shy" in tried) is (standing is Standing.TIMED or bool(asked))
+
+
+def test_what_was_asked_for_is_not_known_before_it_was_tried(standing: Standing) -> None:
+    problem = Problem.parse(TEXT)
+    fitting = [name for name in registry.names() if candidate(attnswitch.explain(TEXT), name).fits]
+    view.take([time(name, 1.0) for name in fitting if name != "shy"])
+    assert session.known(problem, "cpu") is (standing is not Standing.TIMED)
+    assert not session.known(problem, "cpu", ("shy",))
+    view.take([time("shy", 1.0)])
+    assert session.known(problem, "cpu", ("shy",))
