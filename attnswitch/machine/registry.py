@@ -39,6 +39,13 @@ class Row(NamedTuple):
     name: str
     target: str
     origin: str = "attnswitch"
+    #: Whether it is chosen where it was timed alone, on every device (``Standing``): it is not loaded before.
+    waits: bool = False
+
+
+def _installed(name: str, target: str) -> Row:
+    """A library that a user may have installed."""
+    return Row(name, f"attnswitch.backends.installed.{target}", waits=True)
 
 
 #: In order of preference, where nothing was measured or forecast: the first that takes a problem is chosen.
@@ -52,14 +59,14 @@ TABLE = (
     Row("sdpa-math", "attnswitch.backends.sdpa.math:MathBackend"),
     Row("tiled", "attnswitch.backends.tiled:TiledBackend"),
     Row("reference", "attnswitch.backends.reference:ReferenceBackend"),
-    Row("torch-varlen", "attnswitch.backends.installed.torch_varlen:TorchVarlenBackend"),
-    Row("flex", "attnswitch.backends.installed.flex:FlexBackend"),
-    Row("flash-attn", "attnswitch.backends.installed.flash2:FlashAttnBackend"),
-    Row("flash-attn-3", "attnswitch.backends.installed.flash3:FlashAttn3Backend"),
-    Row("flash-attn-4", "attnswitch.backends.installed.flash4:FlashAttn4Backend"),
-    Row("xformers", "attnswitch.backends.installed.xformers:XformersBackend"),
-    Row("flashinfer", "attnswitch.backends.installed.flashinfer:FlashInferBackend"),
-    Row("sage", "attnswitch.backends.installed.sage:SageBackend"),
+    _installed("torch-varlen", "torch_varlen:TorchVarlenBackend"),
+    _installed("torch-flex", "flex:FlexBackend"),
+    _installed("flash-attn", "flash2:FlashAttnBackend"),
+    _installed("flash-attn-3", "flash3:FlashAttn3Backend"),
+    _installed("flash-attn-4", "flash4:FlashAttn4Backend"),
+    _installed("xformers", "xformers:XformersBackend"),
+    _installed("flashinfer", "flashinfer:FlashInferBackend"),
+    _installed("sage", "sage:SageBackend"),
 )
 
 

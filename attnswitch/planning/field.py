@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Backend, Config, Standing
@@ -24,33 +24,50 @@ __all__ = ["Field", "Row", "order"]
 _LIGHT, _TIMES, _SHARE = 512 * 2**20, 4, 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A backend and what holds of it for every problem on a device."""
+    """A backend and what holds of it for every problem on a device; it is loaded when that is asked."""
 
-    name: str
-    backend: Backend | Missing
-    #: Why this machine cannot run it, or None; not asked of absent hardware.
-    unavailable: str | None
-    #: Whether it raised when it was asked.
-    broken: bool
-    standing: Standing = Standing.FREE
+    def __init__(self, name: str, device: Device, *, waits: bool = False) -> None:
+        self.name, self._device = name, device
+        #: Whether its standing is known not to be free without loading it (``registry.Row``).
+        self.waits = waits
+
+    @functools.cached_property
+    def backend(self) -> Backend | Missing:
+        """The backend, or why it could not be loaded."""
+        return registry.load(self.name)
+
+    @functools.cached_property
+    def _known(self) -> tuple[str | None, bool, Standing]:
+        backend = self.backend
+        if isinstance(backend, Missing):
+            return backend.reason, False, Standing.FREE
+        try:
+            unavailable = backend.unavailable() if self._device.present else None
+            return unavailable, False, backend.standing(self._device)
+        except Exception as error:  # a broken plug-in is a reason, not a crash
+            return _raised(error), True, Standing.FREE
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None; not asked of absent hardware."""
+        return self._known[0]
+
+    @property
+    def broken(self) -> bool:
+        """Whether it raised when it was asked."""
+        return self._known[1]
+
+    @property
+    def standing(self) -> Standing:
+        """When it may be chosen without being named."""
+        return self._known[2]
 
 
 @functools.lru_cache(maxsize=64)
 def _rows(device: Device, generation: int) -> tuple[Row, ...]:
-    return tuple(_row(name, device) for name in registry.names())
-
-
-def _row(name: str, device: Device) -> Row:
-    backend = registry.load(name)
-    if isinstance(backend, Missing):
-        return Row(name, backend, backend.reason, False)
-    try:
-        unavailable = backend.unavailable() if device.present else None
-        return Row(name, backend, unavailable, False, backend.standing(device))
-    except Exception as error:  # a broken plug-in is a reason, not a crash
-        return Row(name, backend, _raised(error), True)
+    waiting = {row.name for row in registry.table() if row.waits}
+    return tuple(Row(name, device, waits=name in waiting) for name in registry.names())
 
 
 def _raised(error: Exception) -> str:
@@ -78,7 +95,7 @@ class Field:
         self.problem, self.device = problem, device
         self.rows = order(problem, device)
         if named is not None and all(row.name != named for row in self.rows):  # a target, which is in no table
-            self.rows = (*self.rows, _row(named, device))
+            self.rows = (*self.rows, Row(named, device))
         self._takes: dict[str, bool] = {}
         #: The first config of those that were asked.
         self.first: dict[str, Config] = {}
@@ -113,6 +130,8 @@ class Field:
         """
         wisdom = view.current()
         for row in self.rows:
+            if row.waits and not wisdom.knows(row.name):  # nor is it loaded
+                continue
             if row.standing is not Standing.FREE and not self._proven(row):
                 continue
             if self.takes(row) and not wisdom.fault(row.name, self.problem, self.device):

@@ -1,4 +1,4 @@
-"""``flex``: ``torch.nn.attention.flex_attention``, compiled for each shape; positions, lengths, bool masks as blocks.
+"""``torch-flex``: ``torch.nn.attention.flex_attention``, compiled for each shape; what hides is a block mask.
 
 The block mask of positions alone is made once; what depends on lengths or on a bool mask is made in each call.
 """
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 class FlexBackend(InstalledBackend):
     """What Inductor makes of scores and masks as functions. It compiles for seconds, so it is tried when asked for."""
 
-    name: ClassVar[str] = "flex"
+    name: ClassVar[str] = "torch-flex"
     alibi: ClassVar[bool] = True
     builds_per_shape: ClassVar[bool] = True
     package: ClassVar[Package] = Package("torch", "pip install 'torch>=2.9'", "2.9")

@@ -103,7 +103,7 @@ def test_verify_prints_what_it_verified(cli: Cli) -> None:
 
 def test_verify_without_a_backend_takes_all_that_can_run(cli: Cli) -> None:
     ran = cli("verify", "--quick", "--no-isolate", "--examples", "3", "--json", "-")
-    able = {name for name, why in api.backends().items() if why is None} - {"flex"}  # which has to be asked for
+    able = {name for name, why in api.backends().items() if why is None} - {"torch-flex"}  # which has to be asked for
     assert {row["backend"] for row in json.loads(ran.out)["results"]} == {"auto", *able}
 
 

@@ -47,14 +47,14 @@ def test_all_that_is_given_applies_together(said: dict[str, Any], mask: str | No
     if mask is not None:
         drawn = torch.randn(3, 1, 7, 11, generator=generator)
         said = {**said, "attn_mask": drawn > 0 if mask == "bool" else drawn}
-    out = attnswitch.attention(query, key, value, backend="flex", **said)
+    out = attnswitch.attention(query, key, value, backend="torch-flex", **said)
     torch.testing.assert_close(out, attnswitch.attention(query, key, value, backend="tiled", **said))
 
 
 def test_the_lse_has_base_e_and_is_differentiable(interpreted: None) -> None:
     """As on a GPU, whose template the interpreter stands for; the CPU's compiled one has neither."""
     problem = Problem.parse("b2.h2.s5x9.d16.fp32.causal.lse")
-    kernel = registry.loaded("flex").compile(problem, Device.named("h100"), Config())
+    kernel = registry.loaded("torch-flex").compile(problem, Device.named("h100"), Config())
     query, key, value = (torch.randn(2, 2, n, 16) for n in (5, 9, 9))
     out, lse = kernel.forward(Inputs(query, key, value))
     expected = attnswitch.attention(query, key, value, is_causal=True, return_lse=True, backend="tiled")
@@ -76,7 +76,7 @@ def test_blocks_of_positions_are_made_once(interpreted: None, monkeypatch: pytes
     query, key, value = (torch.randn(2, 2, 6, 16) for _ in range(3))
     for wanted, beside in ((problem, None), (lengths, torch.tensor([2, 6]))):
         made.clear()
-        kernel = registry.loaded("flex").compile(wanted, Device.cpu(), Config())
+        kernel = registry.loaded("torch-flex").compile(wanted, Device.cpu(), Config())
         for _ in range(3):
             kernel.forward(Inputs(query, key, value, key_lengths=beside))
         assert len(made) == (1 if beside is None else 3)
@@ -96,7 +96,7 @@ def test_a_compiled_call_serves_every_mask_of_its_shape() -> None:
             "causal_alignment": "bottom_right",
             "softcap": 5.0,
         }
-        out = attnswitch.attention(query, key, value, backend="flex", **said)
+        out = attnswitch.attention(query, key, value, backend="torch-flex", **said)
         torch.testing.assert_close(out, attnswitch.attention(query, key, value, backend="tiled", **said))
         assert not math.isnan(float(out.sum()))
     assert counters["stats"]["unique_graphs"] == before + 1

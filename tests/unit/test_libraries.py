@@ -21,7 +21,7 @@ from attnswitch.verify import Case, check
 
 H100, A100, B200 = (Device.named(name) for name in ("h100", "a100", "b200"))
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-INSTALLED = ("torch-varlen", "flex", *FLASH, "xformers", "flashinfer", "sage")
+INSTALLED = ("torch-varlen", "torch-flex", *FLASH, "xformers", "flashinfer", "sage")
 
 
 @pytest.fixture(autouse=True)
@@ -249,13 +249,13 @@ def test_a_library_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPat
         ("sage", "b1.h4.s8x9.d64.bf16.causal", H100, "8 queries, 9 keys"),
         ("sage", "b1.h4.s8.d80.bf16", H100, "dim_qk=80"),
         ("sage", "b1.h4.s8.d64.bf16.grad", H100, "has none"),
-        ("flex", "b1.h4.s8.d64.fp64", H100, "dtype float64"),
-        ("flex", "b1.h4.s8.d8.bf16", H100, "16 at least"),
-        ("flex", "b1.h4.s8.d64.bf16.grad", Device.cpu(), "none on the CPU"),
-        ("flex", "b1.h4.s8.d64.fp32.lse", Device.cpu(), "returns none on the CPU"),
-        ("flex", "b1.h4.s8.d64.bf16.mask=bf16.grad=qkvm", H100, "a gradient of attn_mask"),
-        ("flex", "b1.h4.s8.d64.fp32.mask=fp64", H100, "attn_mask is float64"),
-        ("flex", "b1.h4.s8.d64.bf16.dropout=0.1", H100, "dropout_p=0.1"),
+        ("torch-flex", "b1.h4.s8.d64.fp64", H100, "dtype float64"),
+        ("torch-flex", "b1.h4.s8.d8.bf16", H100, "16 at least"),
+        ("torch-flex", "b1.h4.s8.d64.bf16.grad", Device.cpu(), "none on the CPU"),
+        ("torch-flex", "b1.h4.s8.d64.fp32.lse", Device.cpu(), "returns none on the CPU"),
+        ("torch-flex", "b1.h4.s8.d64.bf16.mask=bf16.grad=qkvm", H100, "a gradient of attn_mask"),
+        ("torch-flex", "b1.h4.s8.d64.fp32.mask=fp64", H100, "attn_mask is float64"),
+        ("torch-flex", "b1.h4.s8.d64.bf16.dropout=0.1", H100, "dropout_p=0.1"),
     ],
 )  # fmt: skip
 def test_what_a_library_does_not_do_is_refused(name: str, text: str, device: Device, reason: str) -> None:
@@ -273,7 +273,7 @@ def test_key_heads_are_shared_by_varlen_attn_from_torch_2_12_on() -> None:
     assert backend.supports(problem, H100) == ()
 
 
-@pytest.mark.parametrize("name", [name for name in INSTALLED if name not in ("torch-varlen", "flex")])
+@pytest.mark.parametrize("name", [name for name in INSTALLED if name not in ("torch-varlen", "torch-flex")])
 def test_what_is_missing_is_named_with_its_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = registry.loaded(name)
     package = sys.modules[type(backend.package).__module__]

@@ -17,7 +17,16 @@ from attnswitch.machine.backend import Backend, Config
 from attnswitch.planning import planner
 
 GIB, KIB = 2**30, 2**10
-INSTALLED = ("torch-varlen", "flex", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "flashinfer", "sage")
+INSTALLED = (
+    "torch-varlen",
+    "torch-flex",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "xformers",
+    "flashinfer",
+    "sage",
+)
 OWN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "cuda", "sdpa-math", "tiled", "reference")
 BUILT_IN = (*OWN, *INSTALLED)
 

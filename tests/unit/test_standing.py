@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import attnswitch
 from attnswitch import Device, Plan, Policy, Problem, Unsupported
@@ -100,3 +101,17 @@ def test_what_was_asked_for_is_not_known_before_it_was_tried(standing: Standing)
     assert not session.known(problem, "cpu", ("shy",))
     view.take([time("shy", 1.0)])
     assert session.known(problem, "cpu", ("shy",))
+
+
+def test_what_waits_says_so_and_is_not_loaded_for_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [row.name for row in registry.table() if row.waits]
+    assert len(waiting) > 5
+    for device in (CPU, Device.named("h100")):
+        assert all(registry.loaded(name).standing(device) is not Standing.FREE for name in waiting)
+    loaded: list[str] = []
+    load = registry.load
+    monkeypatch.setattr(registry, "load", lambda name: loaded.append(name) or load(name))  # type: ignore[func-returns-value]
+    view.changed()
+    attnswitch.attention(*(torch.randn(1, 2, 5, 8) for _ in range(3)))
+    assert loaded
+    assert not set(loaded) & set(waiting)
