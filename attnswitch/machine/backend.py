@@ -275,6 +275,9 @@ class Backend:
     libraries: ClassVar[tuple[str, ...]] = ()
     #: Whether torch differentiates its output by itself, so that nothing needs to be saved for it.
     autograd: ClassVar[bool] = False
+    #: Whether its backward starts from output and lse as they are given. Another is not chosen for whoever asks for
+    #: gradients without autograd, and may have those of more keys.
+    restarts: ClassVar[bool] = True
     #: Whether its dropout mask is a function of a seed: where the caller gives none, one is drawn for the call.
     wants_seed: ClassVar[bool] = False
     #: Whether it is given sequences that lie one after another (``Problem.varlen``) at once; others get each alone, on

@@ -91,8 +91,10 @@ def _ranked(device: Device, generation: int, expected: Forecast) -> tuple[Row, .
 class Field:
     """Every backend for one problem on one device, in order. What was asked of one is remembered."""
 
-    def __init__(self, problem: Problem, device: Device, named: str | None = None) -> None:
+    def __init__(self, problem: Problem, device: Device, named: str | None = None, *, restarts: bool = False) -> None:
         self.problem, self.device = problem, device
+        #: Whether the caller may have output and lse to start a backward from.
+        self.restarts = restarts
         self.rows = order(problem, device)
         if named is not None and all(row.name != named for row in self.rows):  # a target, which is in no table
             self.rows = (*self.rows, Row(named, device))
@@ -133,6 +135,8 @@ class Field:
             if row.waits and not wisdom.knows(row.name):  # nor is it loaded
                 continue
             if row.standing is not Standing.FREE and not self._proven(row):
+                continue
+            if self.restarts and not getattr(row.backend, "restarts", True):
                 continue
             if self.takes(row) and not wisdom.fault(row.name, self.problem, self.device):
                 yield row

@@ -27,6 +27,7 @@ class InstalledBackend(Backend):
 
     library: ClassVar[str] = "torch"
     autograd: ClassVar[bool] = True
+    restarts: ClassVar[bool] = False
     package: ClassVar[Package]
     takes: ClassVar[Takes]
 

@@ -1,5 +1,6 @@
 """``torch-flex``: ``torch.nn.attention.flex_attention``, compiled for each shape; what hides is a block mask.
 
+Compiled calls of torch 2.7 to 2.9 are silently wrong for some masks (pytorch#163588, #158212, #153799).
 The block mask of positions alone is made once; what depends on lengths or on a bool mask is made in each call.
 """
 
@@ -35,7 +36,7 @@ class FlexBackend(InstalledBackend):
     name: ClassVar[str] = "torch-flex"
     alibi: ClassVar[bool] = True
     builds_per_shape: ClassVar[bool] = True
-    package: ClassVar[Package] = Package("torch", "pip install 'torch>=2.9'", "2.9")
+    package: ClassVar[Package] = Package("torch", "pip install 'torch>=2.10'", "2.10")
     takes: ClassVar[Takes] = Takes(
         "flex_attention",
         dtypes=(*HALF, "float32"),

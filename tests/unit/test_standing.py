@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnswitch import Device, Plan, Policy, Problem, Unsupported
 from attnswitch.bench.measure import Budget
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Standing
+from attnswitch.planning import planner
 from attnswitch.planning.candidate import Candidate
 from attnswitch.tune import session, trial
 from attnswitch.tune.trial import Effort
@@ -115,3 +117,23 @@ def test_what_waits_says_so_and_is_not_loaded_for_a_choice(monkeypatch: pytest.M
     attnswitch.attention(*(torch.randn(1, 2, 5, 8) for _ in range(3)))
     assert loaded
     assert not set(loaded) & set(waiting)
+
+
+def test_gradients_without_autograd_are_of_one_that_starts_from_what_it_is_given(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register("shy", "attnswitch.backends.tiled:TiledBackend")
+    monkeypatch.setattr(type(registry.loaded("shy")), "restarts", False)
+    problem = Problem.parse(TEXT)
+    assert planner.choose(problem, CPU).backend == "shy"
+    assert planner.choose(problem, CPU, restarts=True).backend == "sdpa-flash"
+    assert planner.choose(problem, CPU, "shy", restarts=True).backend == "shy"
+    made: list[Any] = []
+    monkeypatch.setattr(type(registry.loaded("shy")), "compile", lambda *_: made.append(_))
+    query, key, value = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    attnswitch.attention_backward(torch.ones(1, 2, 5, 8), query, key, value)
+    edges = torch.tensor([0, 5])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    attnswitch.attention_varlen_backward(torch.ones(5, 2, 8), q, k, v, edges)
+    attnswitch.attention_backward(torch.ones(1, 2, 5, 8), query, key, value, alibi_slopes=[0.5, 0.25])
+    assert not made
