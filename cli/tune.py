@@ -19,6 +19,7 @@ from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 
 from . import files, render
+from .named import named as named_backend
 from .named import present
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ def tune(
         typer.Option(
             help="Measure the problems that attnswitch.record or ATTNSWITCH_RECORD wrote to this file.", exists=True
         ),
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Try this backend too, which compiles for so long that it has to be asked for (repeatable)."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ... Default: the first GPU, else the CPU.")] = None,
     budget: Annotated[
@@ -79,6 +84,9 @@ def tune(
     where = present(device)
     output = _Output(where, json)
     files.check([json])
+    tried = tuple(dict.fromkeys(backend or ()))
+    for name in tried:
+        named_backend(name)
     asked = _problems(where, problem, model, context, batch, dtype, train, recorded)
     if not asked:
         render.error("nothing to measure: what was named holds no problem, or only such whose output is empty")
@@ -86,7 +94,7 @@ def tune(
 
     if search is None:
         search = Effort().search if problem or model or recorded else 0.0
-    output.measure(asked, Effort(Budget(budget / 4, budget), search), timeout, again)
+    output.measure(asked, Effort(Budget(budget / 4, budget), search, asked=tried), timeout, again)
     output.show()
     raise typer.Exit(output.exit_code)
 
@@ -147,7 +155,7 @@ class _Output:
         """Measure under a progress bar. The results of an interrupted run are kept."""
         from attnswitch.tune import session
 
-        todo = [problem for problem in problems if again or not session.known(problem, self.where)]
+        todo = [problem for problem in problems if again or not session.known(problem, self.where, effort.asked)]
         self.left_out = len(problems) - len(todo)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         left = (TextColumn("left"), TimeRemainingColumn())

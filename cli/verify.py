@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import attnswitch
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
 from attnswitch.verify.outcome import AUTO, Outcome
@@ -298,9 +300,22 @@ def _devices(names: list[str] | None) -> list[str]:
 
 
 def _backends(names: list[str] | None) -> list[str]:
-    """The backends named, checked; or the dispatcher's choice and every backend that can run here."""
+    """The backends named, checked; or the dispatcher's choice and every backend that can run here.
+
+    One that waits to be asked for is left out: each case would take it seconds to compile, or gets no verdict.
+    """
     if names is None:
-        return [AUTO, *(name for name, why in attnswitch.backends().items() if why is None)]
+        here = Device.all()
+        able = [name for name, why in attnswitch.backends().items() if why is None]
+        return [AUTO, *(name for name in able if any(_unasked(name, device) for device in here))]
     for name in dict.fromkeys(names):
         named(name)
     return list(dict.fromkeys(names))
+
+
+def _unasked(name: str, device: Device) -> bool:
+    """Whether a backend that can run here is tried though nobody names it. A broken plug-in is."""
+    try:
+        return registry.loaded(name).standing(device) in (Standing.FREE, Standing.TIMED)
+    except Exception:  # the verifier tells what it was
+        return True

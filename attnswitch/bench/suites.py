@@ -96,7 +96,7 @@ def _rows(suite: str, table: dict[str, Any]) -> Iterator[Row]:
 
 
 def ad_hoc(text: str, direction: Direction | None = None) -> Row:
-    """The row of a problem named by itself: every backend, and torch's own choice beside them.
+    """The row of a problem named by itself: every backend but those that wait, and torch's own choice beside them.
 
     It is measured in ``direction``, or forward and backward; one query a sequence forward alone, as decoding. Raises
     ``InvalidProblem``.
@@ -108,4 +108,5 @@ def ad_hoc(text: str, direction: Direction | None = None) -> Row:
     kind: Kind = "decode" if decodes else "speed"
     directions: tuple[Direction, ...] = ("forward",) if decodes or problem.page else ("forward", "backward")
     directions = directions if direction is None else (direction,)
-    return Row(_AD_HOC, text, problem, registry.names(), _PEERS, directions, kind)
+    backends = tuple(row.name for row in registry.table() if not row.waits)
+    return Row(_AD_HOC, text, problem, backends, _PEERS, directions, kind)

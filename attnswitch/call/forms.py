@@ -76,11 +76,11 @@ def turned(array: Array) -> Array:
     return swap_heads(array) if len(array.shape) == 4 else array
 
 
-def called(asked: Asked, backend: str | None, policy: Policy | str | None) -> Call:
-    """The call by ``backend``, or the one that is chosen. Raises what ``attention`` raises."""
+def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, restarts: bool = False) -> Call:
+    """The call by ``backend``, or the one that ``planner.build`` chooses. Raises what ``attention`` raises."""
     if backend is not None and not isinstance(backend, str):
         raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
-    return _by(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation()))
+    return _by(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation(), restarts))
 
 
 def planned(asked: Asked, plan: Plan) -> Call:
@@ -105,11 +105,11 @@ def _by(asked: Asked, backend: Backend, kernel: Kernel) -> Call:
 
 @functools.lru_cache(maxsize=1024)
 def _built(
-    problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int
+    problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int, restarts: bool
 ) -> tuple[Backend, Kernel]:
     if policy in (Policy.MEASURE, Policy.LEARN):
         policy = Policy.ESTIMATE
-    return planner.build(problem, device, backend, policy)
+    return planner.build(problem, device, backend, policy, restarts=restarts)
 
 
 def run(call: Call) -> Any:

@@ -114,7 +114,7 @@ def gradients(
 
     Raises what ``attention_backward`` raises, and ``Intercepted``.
     """
-    call = forms.called(_ask(operands, key_lengths, seed, options, heads, wanted), backend, policy)
+    call = forms.called(_ask(operands, key_lengths, seed, options, heads, wanted), backend, policy, restarts=True)
     p = call.asked.problem
     rows = p.batch, p.heads_q, p.seq_q
 

@@ -149,7 +149,8 @@ class Request:
                 lasting = measure(problem, device, self.backend)
             elif self.policy is Policy.LEARN:
                 learn(problem, device, self.backend)
-            backend, kernel = planner.build(problem, device, self.backend, self.policy)
+            restarts = self.grads is not None
+            backend, kernel = planner.build(problem, device, self.backend, self.policy, restarts=restarts)
         launch = Launch(problem, facts, backend, kernel)
         launch.plain = not (self.lengths or problem.seeded or launch.draws)
         if not nonfinite and finite.looked_for(finite.when(), where[0]):
@@ -190,7 +191,9 @@ class Request:
         if launch.look is not None and launch.shown is None and self.plan is None:
             problem = launch.problem.replace(nonfinite=True)
             device = Device.of(*launch.facts[0].device)  # type: ignore[union-attr]
-            if planner.choose(problem, device, self.backend, self.policy).backend == launch.backend.name:
+            restarts = self.grads is not None
+            chosen = planner.choose(problem, device, self.backend, self.policy, restarts=restarts)
+            if chosen.backend == launch.backend.name:
                 launch.look = None  # the choice is the same, whatever a look would see
         if self.grads is not None and launch.plain and _is_native(launch):
             turned = self.options.layout == "BLHD"

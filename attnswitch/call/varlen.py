@@ -97,7 +97,7 @@ def results(
 ) -> tuple[Array, Array]:
     """Output and lse for ``gradients`` of the same call, by the backend that these are computed by."""
     asked = _ask(operands, cu_seqlens, longest, seed, options, per_head.NONE, grads=wanted)
-    call = forms.called(asked, backend, policy)
+    call = forms.called(asked, backend, policy, restarts=True)
     out, lse = call.kernel.results(to_native(call.inputs, asked.library, call.native))
     return call.back(out), call.back(lse)
 
@@ -122,7 +122,8 @@ def gradients(
     They are made from those ``upstream`` of output and lse, and these two, or None. Raises what
     ``attention_varlen_backward`` raises, and ``Intercepted`` as ``attend`` does.
     """
-    call = forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads, grads=wanted), backend, policy)
+    asked = _ask(operands, cu_seqlens, longest, seed, options, heads, grads=wanted)
+    call = forms.called(asked, backend, policy, restarts=True)
     _, count, rows, _ = call.asked.inputs.query.shape
     wide, narrow = (rows, count, call.asked.problem.dim_v), (count, rows)
     grad_out, grad_lse = _beside(call, upstream[0], "grad_out", wide), _beside(call, upstream[1], "grad_lse", narrow)

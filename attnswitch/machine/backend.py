@@ -28,6 +28,7 @@ __all__ = [
     "Progress",
     "Regime",
     "Shows",
+    "Standing",
     "Tile",
 ]
 
@@ -115,6 +116,19 @@ class Shows(enum.Enum):
     OUTPUT = enum.auto()
     #: One or the other.
     EITHER = enum.auto()
+
+
+class Standing(enum.Enum):
+    """When a backend may be chosen for a call that does not name it."""
+
+    #: As the times that were measured, the forecast and the declared order have it.
+    FREE = enum.auto()
+    #: Where this machine has found it right and timed it, on problems of the same class. What tunes tries it.
+    TIMED = enum.auto()
+    #: The same, and only who names it (``attnswitch tune --backend``) has it tried: it compiles for long.
+    ASKED = enum.auto()
+    #: Never.
+    NAMED = enum.auto()
 
 
 class Kernel:
@@ -261,6 +275,9 @@ class Backend:
     libraries: ClassVar[tuple[str, ...]] = ()
     #: Whether torch differentiates its output by itself, so that nothing needs to be saved for it.
     autograd: ClassVar[bool] = False
+    #: Whether its backward starts from output and lse as they are given. Another is not chosen for whoever asks for
+    #: gradients without autograd, and may have those of more keys.
+    restarts: ClassVar[bool] = True
     #: Whether its dropout mask is a function of a seed: where the caller gives none, one is drawn for the call.
     wants_seed: ClassVar[bool] = False
     #: Whether it is given sequences that lie one after another (``Problem.varlen``) at once; others get each alone, on
@@ -276,6 +293,8 @@ class Backend:
     splits: ClassVar[bool] = False
     #: Whether it compiles a kernel or builds a plan for each shape: the verifier then tries many data recipes on each.
     builds_per_shape: ClassVar[bool] = False
+    #: Whether its results are off by more than rounding: it then runs where it is named alone, and no verdict is given.
+    approximate: ClassVar[bool] = False
     #: The file of what it is known to get wrong, ``"package:file.toml"`` (``attnswitch.machine.divergences``).
     divergences: ClassVar[str] = ""
     #: The environment variables that have an interpreter run it on the CPU, where nothing else can. ``unavailable`` and
@@ -286,6 +305,10 @@ class Backend:
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, with the remedy; None if it can. Never raises."""
         return None
+
+    def standing(self, device: Device) -> Standing:
+        """When it may be chosen on ``device`` without being named. An approximate one never is."""
+        return Standing.NAMED if self.approximate else Standing.FREE
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """Why it does not take ``problem`` on ``device``, a sentence a reason that names the offending value. Pure.

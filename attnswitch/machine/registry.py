@@ -39,9 +39,17 @@ class Row(NamedTuple):
     name: str
     target: str
     origin: str = "attnswitch"
+    #: Whether it is chosen where it was timed alone, on every device (``Standing``): it is not loaded before.
+    waits: bool = False
+
+
+def _installed(name: str, target: str) -> Row:
+    """A library that a user may have installed."""
+    return Row(name, f"attnswitch.backends.installed.{target}", waits=True)
 
 
 #: In order of preference, where nothing was measured or forecast: the first that takes a problem is chosen.
+#: Those behind ``reference`` are chosen where they were timed (``Standing``).
 TABLE = (
     Row("sdpa-cudnn", "attnswitch.backends.sdpa.cudnn:CudnnBackend"),
     Row("sdpa-flash", "attnswitch.backends.sdpa.flash:FlashBackend"),
@@ -51,6 +59,14 @@ TABLE = (
     Row("sdpa-math", "attnswitch.backends.sdpa.math:MathBackend"),
     Row("tiled", "attnswitch.backends.tiled:TiledBackend"),
     Row("reference", "attnswitch.backends.reference:ReferenceBackend"),
+    _installed("torch-varlen", "torch_varlen:TorchVarlenBackend"),
+    _installed("torch-flex", "flex:FlexBackend"),
+    _installed("flash-attn", "flash2:FlashAttnBackend"),
+    _installed("flash-attn-3", "flash3:FlashAttn3Backend"),
+    _installed("flash-attn-4", "flash4:FlashAttn4Backend"),
+    _installed("xformers", "xformers:XformersBackend"),
+    _installed("flashinfer", "flashinfer:FlashInferBackend"),
+    _installed("sage", "sage:SageBackend"),
 )
 
 

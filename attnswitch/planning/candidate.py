@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from attnswitch.machine.backend import Standing
 from attnswitch.wisdom.record import Time, Untimed, Verdict
 from attnswitch.wisdom.view import Near
 
@@ -31,6 +33,8 @@ class Candidate:
     fault: Verdict | None = None
     #: Text of the config to compile it with, "" for the heuristic's choice.
     config: str = ""
+    #: When it may be chosen without being named.
+    standing: Standing = Standing.FREE
     #: Bytes that a call holds beside operands and results, where they grow with Lq x Lk and are many; else 0.
     heavy: int = 0
 
@@ -41,10 +45,16 @@ class Candidate:
 
     @property
     def trusted(self) -> bool:
-        """Whether it takes the problem and can be chosen for it."""
-        return self.fits and self.fault is None
+        """Whether it takes the problem and can be chosen for it without being named."""
+        proven = self.standing is Standing.FREE or (self.standing is not Standing.NAMED and self.time is not None)
+        return self.fits and self.fault is None and proven
 
     @property
     def open(self) -> bool:
-        """Whether it can be chosen and nobody has tried to measure it."""
-        return self.trusted and self.time is None and self.untimed is None
+        """Whether it could be chosen once it is measured, and nobody has tried that."""
+        untried = self.time is None and self.untimed is None
+        return self.fits and self.fault is None and untried and self.standing in (Standing.FREE, Standing.TIMED)
+
+    def tried(self, asked: Collection[str]) -> bool:
+        """Whether what tunes tries it, given the names of those that were asked for."""
+        return self.fits and (self.standing in (Standing.FREE, Standing.TIMED) or self.backend in asked)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attnswitch.machine.backend import Standing
 from attnswitch.planning.field import Field, Row
 from attnswitch.planning.forecast import forecast
 from attnswitch.planning.policy import Policy
@@ -27,8 +28,10 @@ class Basis(enum.Enum):
     DECLARED = enum.auto()
     #: The backend that was asked for does not take the problem.
     REFUSED = enum.auto()
-    #: Nothing takes it; whatever takes it was wrong here; nothing was measured, and the policy asks for that.
+    #: Nothing takes it; whatever takes it has to be timed or named first, or was wrong here; nothing was measured, and
+    #: the policy asks for that.
     UNTAKEN = enum.auto()
+    UNPROVEN = enum.auto()
     DISTRUSTED = enum.auto()
     UNMEASURED = enum.auto()
 
@@ -115,5 +118,7 @@ def _config(measured: Time | Untimed | None) -> str:
 
 
 def _nothing(field: Field) -> Choice:
-    faulty = any(field.takes(row) for row in field.rows)
-    return Choice(None, Basis.DISTRUSTED if faulty else Basis.UNTAKEN)
+    taking = [row for row in field.rows if field.takes(row)]
+    if any(row.standing is Standing.FREE for row in taking):
+        return Choice(None, Basis.DISTRUSTED)
+    return Choice(None, Basis.UNPROVEN if taking else Basis.UNTAKEN)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attnswitch.machine import one_by_one, registry
-from attnswitch.machine.backend import Backend, Config
+from attnswitch.machine.backend import Backend, Config, Standing
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.candidate import Candidate
@@ -24,31 +24,50 @@ __all__ = ["Field", "Row", "order"]
 _LIGHT, _TIMES, _SHARE = 512 * 2**20, 4, 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A backend and what holds of it for every problem on a device."""
+    """A backend and what holds of it for every problem on a device; it is loaded when that is asked."""
 
-    name: str
-    backend: Backend | Missing
-    #: Why this machine cannot run it, or None; not asked of absent hardware.
-    unavailable: str | None
-    #: Whether it raised when it was asked.
-    broken: bool
+    def __init__(self, name: str, device: Device, *, waits: bool = False) -> None:
+        self.name, self._device = name, device
+        #: Whether its standing is known not to be free without loading it (``registry.Row``).
+        self.waits = waits
+
+    @functools.cached_property
+    def backend(self) -> Backend | Missing:
+        """The backend, or why it could not be loaded."""
+        return registry.load(self.name)
+
+    @functools.cached_property
+    def _known(self) -> tuple[str | None, bool, Standing]:
+        backend = self.backend
+        if isinstance(backend, Missing):
+            return backend.reason, False, Standing.FREE
+        try:
+            unavailable = backend.unavailable() if self._device.present else None
+            return unavailable, False, backend.standing(self._device)
+        except Exception as error:  # a broken plug-in is a reason, not a crash
+            return _raised(error), True, Standing.FREE
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None; not asked of absent hardware."""
+        return self._known[0]
+
+    @property
+    def broken(self) -> bool:
+        """Whether it raised when it was asked."""
+        return self._known[1]
+
+    @property
+    def standing(self) -> Standing:
+        """When it may be chosen without being named."""
+        return self._known[2]
 
 
 @functools.lru_cache(maxsize=64)
 def _rows(device: Device, generation: int) -> tuple[Row, ...]:
-    return tuple(_row(name, device) for name in registry.names())
-
-
-def _row(name: str, device: Device) -> Row:
-    backend = registry.load(name)
-    if isinstance(backend, Missing):
-        return Row(name, backend, backend.reason, False)
-    try:
-        return Row(name, backend, backend.unavailable() if device.present else None, False)
-    except Exception as error:  # a broken plug-in is a reason, not a crash
-        return Row(name, backend, _raised(error), True)
+    waiting = {row.name for row in registry.table() if row.waits}
+    return tuple(Row(name, device, waits=name in waiting) for name in registry.names())
 
 
 def _raised(error: Exception) -> str:
@@ -72,11 +91,13 @@ def _ranked(device: Device, generation: int, expected: Forecast) -> tuple[Row, .
 class Field:
     """Every backend for one problem on one device, in order. What was asked of one is remembered."""
 
-    def __init__(self, problem: Problem, device: Device, named: str | None = None) -> None:
+    def __init__(self, problem: Problem, device: Device, named: str | None = None, *, restarts: bool = False) -> None:
         self.problem, self.device = problem, device
+        #: Whether the caller may have output and lse to start a backward from.
+        self.restarts = restarts
         self.rows = order(problem, device)
         if named is not None and all(row.name != named for row in self.rows):  # a target, which is in no table
-            self.rows = (*self.rows, _row(named, device))
+            self.rows = (*self.rows, Row(named, device))
         self._takes: dict[str, bool] = {}
         #: The first config of those that were asked.
         self.first: dict[str, Config] = {}
@@ -105,11 +126,25 @@ class Field:
         return True
 
     def trusted(self) -> Iterator[Row]:
-        """Those that can be chosen, in order: they take the problem and were not wrong on it here."""
+        """Those that can be chosen, in order: they take the problem and were not wrong on it here.
+
+        What stands back until it was timed has been found right here, on the class of the problem.
+        """
         wisdom = view.current()
         for row in self.rows:
+            if row.waits and not wisdom.knows(row.name):  # nor is it loaded
+                continue
+            if row.standing is not Standing.FREE and not self._proven(row):
+                continue
+            if self.restarts and not getattr(row.backend, "restarts", True):
+                continue
             if self.takes(row) and not wisdom.fault(row.name, self.problem, self.device):
                 yield row
+
+    def _proven(self, row: Row) -> bool:
+        if row.standing is Standing.NAMED or row.unavailable is not None:
+            return False
+        return isinstance(view.current().time(row.name, self.problem, self.device), Time)
 
     def heavy(self, row: Row) -> int:
         """Bytes that it holds beside operands and results, where they are many beside these; else 0."""
@@ -136,7 +171,8 @@ class Field:
         if reasons or row.unavailable is not None:
             return Candidate(row.name, reasons, row.unavailable)
         expected = forecast(problem, device).ms.get(row.name)
-        return replace(self._known(row.name), heavy=self.heavy(row), expected=expected)
+        known = self._known(row.name)
+        return replace(known, heavy=self.heavy(row), expected=expected, standing=row.standing)
 
     def _known(self, name: str) -> Candidate:
         """A backend that takes the problem, with what this machine knows of it."""

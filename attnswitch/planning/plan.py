@@ -11,6 +11,7 @@ from typing import Any, Never
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import one_by_one, registry
+from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
 from attnswitch.names import meant
 from attnswitch.planning import waiting
@@ -54,8 +55,8 @@ class Plan:
         """Whether measuring could change the choice: it is free, and between backends of which not all were."""
         if not self.device.present or self.chosen is None or self.basis is Basis.FORCED:
             return False
-        trusted = [candidate for candidate in self.candidates if candidate.trusted]
-        return len(trusted) > 1 and any(candidate.open for candidate in trusted)
+        rivals = [candidate for candidate in self.candidates if candidate.trusted or candidate.open]
+        return len(rivals) > 1 and any(candidate.open for candidate in rivals)
 
     def __call__(
         self,
@@ -134,6 +135,8 @@ class Plan:
                 return f"backend={self.named!r} was asked for and does not take it"
             case Basis.UNTAKEN:
                 return "no backend takes it"
+            case Basis.UNPROVEN:
+                return "what takes it runs where it is named, or once it was timed here"
             case Basis.DISTRUSTED:
                 return "every backend that takes it was wrong here"
             case Basis.UNMEASURED:
@@ -172,6 +175,8 @@ class Plan:
                 " it is left out until another version gets that case right, or until"
                 f" `attnswitch wisdom forget --backend {candidate.backend}`",
             )
+        elif not candidate.trusted:
+            why = self._stands_back(candidate)
         elif candidate.heavy and chosen is not None and not chosen.heavy:
             extra = f"{candidate.heavy / 1e9:.3g} GB beside the operands, which grow with Lq x Lk"
             why = f"but holds {extra}; {chosen.backend} does without"
@@ -211,6 +216,16 @@ class Plan:
                 lines.append(f"  {name:{width}}  {sentence}")
                 name = ""
         return "\n".join(lines)
+
+    def _stands_back(self, candidate: Candidate) -> str:
+        """Why a candidate that was not wrong is none for a call that does not name it."""
+        if candidate.standing is Standing.NAMED:
+            return f"but is approximate, and runs only with backend={candidate.backend!r}"
+        if untimed := candidate.untimed:
+            return f"but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}"
+        tune = f"attnswitch tune --problem {self.problem}"
+        named = f" --backend {candidate.backend}" if candidate.standing is Standing.ASKED else ""
+        return f"but was not verified and timed here yet: `{tune}{named}`, or name it"
 
     def _slower(self, candidate: Candidate) -> str:
         """What was measured of a candidate against what was of the chosen one, if anything was chosen."""

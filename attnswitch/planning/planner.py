@@ -23,26 +23,41 @@ from attnswitch.wisdom import view
 __all__ = ["build", "choose", "compiled", "forget", "kernel", "make_plan", "ordered", "require"]
 
 
-def choose(problem: Problem, device: Device, backend: str | None = None, policy: Policy = Policy.ESTIMATE) -> Choice:
+def choose(
+    problem: Problem,
+    device: Device,
+    backend: str | None = None,
+    policy: Policy = Policy.ESTIMATE,
+    *,
+    restarts: bool = False,
+) -> Choice:
     """What a plan would choose, without what it says of the others.
 
-    Raises ``InvalidProblem`` for an unknown ``backend``.
+    With ``restarts``, among those alone whose backward starts from what it is given. Raises ``InvalidProblem`` for an
+    unknown ``backend``.
     """
     if backend is not None:
         _check_name(backend)
-    return choice.choose(Field(problem, device, backend), backend, policy)
+    return choice.choose(Field(problem, device, backend, restarts=restarts), backend, policy)
 
 
 def build(
-    problem: Problem, device: Device, backend: str | None, policy: Policy = Policy.ESTIMATE
+    problem: Problem,
+    device: Device,
+    backend: str | None,
+    policy: Policy = Policy.ESTIMATE,
+    *,
+    restarts: bool = False,
 ) -> tuple[Backend, Kernel]:
     """The backend that is chosen and its kernel, for a problem that was not met before.
+
+    With ``restarts``, among those alone whose backward starts from what it is given.
 
     Raises what ``require`` raises, ``InvalidProblem`` for an unknown ``backend``, and ``CompileError``.
     """
     if backend is not None:
         _check_name(backend)
-    field = Field(problem, device, backend)
+    field = Field(problem, device, backend, restarts=restarts)
     chosen = choice.choose(field, backend, policy)
     if chosen.backend is None:
         require(make_plan(problem, device, backend, policy))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -45,10 +45,14 @@ class Tuned:
     trial: Trial
 
 
-def known(problem: Problem, where: str) -> bool:
-    """Whether every backend that may be chosen for the class of ``problem`` was measured, or measuring was tried."""
+def known(problem: Problem, where: str, asked: Collection[str] = ()) -> bool:
+    """Whether every backend that may be chosen for the class of ``problem`` was measured, or measuring was tried.
+
+    So it is of those that were ``asked`` for.
+    """
     plan = planner.make_plan(problem, Device.parse(where))
-    return plan.chosen is not None and not any(candidate.open for candidate in plan.candidates)
+    missing = any(c.time is None and c.untimed is None for c in plan.candidates if c.backend in asked and c.fits)
+    return plan.chosen is not None and not missing and not any(candidate.open for candidate in plan.candidates)
 
 
 def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float) -> Iterator[Tuned]:
@@ -66,7 +70,7 @@ def run(problems: Sequence[Problem], where: str, effort: Effort, timeout: float)
         many = _AHEAD * verifiers.count
         for start in range(0, len(problems), many):
             part = problems[start : start + many]
-            for problem, outcomes in zip(part, verifiers.verified(part, device), strict=True):
+            for problem, outcomes in zip(part, verifiers.verified(part, device, effort.asked), strict=True):
                 before = planner.make_plan(problem, device).backend
                 tried = trial.run(problem, where, effort, functools.partial(_known_by_now, outcomes))
                 view.remember(tried.records)
@@ -100,13 +104,15 @@ class _Verifiers:
             self._idle.put(pool)
         self._threads = ThreadPoolExecutor(count)
 
-    def verified(self, problems: Sequence[Problem], device: Device) -> list[Future[list[Outcome]]]:
-        """For each of ``problems``, the outcomes of all backends that take it. All futures are done."""
+    def verified(
+        self, problems: Sequence[Problem], device: Device, asked: Collection[str]
+    ) -> list[Future[list[Outcome]]]:
+        """For each of ``problems``, the outcomes of all backends that take it and are tried. All futures are done."""
         verifying = dict[Future[list[Outcome]], Problem]()
         # Neighbours share kernels, which the first of them compiles for the others.
         for problem in itertools.chain.from_iterable(problems[first::_AHEAD] for first in range(_AHEAD)):
             plain = trial.plainly(problem)
-            fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.fits]
+            fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.tried(asked)]
             verifying[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
         for future in as_completed(verifying):
             if future.exception() is None:

@@ -62,6 +62,8 @@ class Effort:
     device: float = 20.0
     #: Milliseconds of rest before each loop, beside a program that keeps the same cores busy.
     rest: float = 0.0
+    #: Backends that are tried though nothing tries them unless it is asked (``Standing.ASKED``).
+    asked: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ def build(problem: Problem, where: str, outcomes: Iterable[Outcome]) -> None:
         work = workload.of(problem, where)
         plan = _lying(work)
         for candidate in plan.candidates:
-            if candidate.backend in building and candidate.trusted:
+            if candidate.backend in building and candidate.fits and candidate.fault is None:
                 with contextlib.suppress(Exception):
                     _whole(replace(plan, chosen=Candidate(candidate.backend)), work)
                     wait(where)
@@ -161,7 +163,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
     """Verify, try out and time the candidates."""
     problem = trial.problem
     plan = planner.make_plan(problem, device)
-    fitting = [candidate for candidate in plan.candidates if candidate.fits]
+    fitting = [candidate for candidate in plan.candidates if candidate.tried(effort.asked)]
     try:
         outcomes = examine(cases.of(problem, device.kind), [candidate.backend for candidate in fitting], where)
     except VerificationError as error:  # the verifier could not tell

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from attnswitch.call import recording
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError, out_of_memory
 from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.plan import Plan
@@ -59,11 +60,14 @@ def examine(
         return []
     subject = Subject(case)
     if only and checks[0].alone:
-        return [_probed(subject, backend, device, checks, before) for backend in backends]
+        return [
+            _unjudged(case, backend, device) or _probed(subject, backend, device, checks, before)
+            for backend in backends
+        ]
     ran = []
     for backend in backends:
         before(backend)
-        ran.append(_attempt(subject, backend, device))
+        ran.append(_unjudged(case, backend, device) or _attempt(subject, backend, device))
     judged = []
     for run in ran:
         if isinstance(run, Trial):
@@ -71,6 +75,15 @@ def examine(
             run = _judged(run, checks)
         judged.append(run)
     return judged
+
+
+def _unjudged(case: Case, backend: str, device: str) -> Outcome | None:
+    """No verdict on a backend that is off by more than rounding: no bound follows from what it promises."""
+    loaded = registry.load(backend) if backend != AUTO else None
+    if not (isinstance(loaded, Backend) and loaded.approximate):
+        return None
+    why = "approximate: it is off by more than rounding, so that no bound tells right from wrong"
+    return Outcome(case, backend, device, "refused", reasons=(why,))
 
 
 def _probed(

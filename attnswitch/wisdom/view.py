@@ -94,6 +94,10 @@ class Wisdom:
         of = speed_class(problem)
         return {name: None if (table := self._table(name, device)) is None else table.get(of) for name in backends}
 
+    def knows(self, backend: str) -> bool:
+        """Whether anything was measured of ``backend``, anywhere and with any software: asked without loading it."""
+        return any(name == backend for name, _ in self.times)
+
     def _table(self, backend: str, device: Device) -> _Table | None:
         signature = sign(backend, device)
         return None if isinstance(signature, Missing) else self.times.get((backend, signature))

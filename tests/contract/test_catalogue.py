@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as flex_module
 
 import attnswitch
 from attnswitch import BackendUnavailable, Problem, Unsupported
@@ -92,6 +94,14 @@ def fits(name: str, problem: Problem) -> bool:
 
 
 PAIRS = [pytest.param(PROBLEMS[row], name, id=f"{row}-{name}") for row in SMALL for name in registry.names()]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as torch interprets it: compiling takes half a minute a row (``test_flex`` has one)."""
+    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    backend = importlib.import_module("attnswitch.backends.installed.flex")
+    monkeypatch.setattr(backend, "compiled", lambda function: function)
 
 
 @pytest.fixture

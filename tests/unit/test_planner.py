@@ -17,7 +17,18 @@ from attnswitch.machine.backend import Backend, Config
 from attnswitch.planning import planner
 
 GIB, KIB = 2**30, 2**10
-BUILT_IN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "cuda", "sdpa-math", "tiled", "reference")
+INSTALLED = (
+    "torch-varlen",
+    "torch-flex",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "xformers",
+    "flashinfer",
+    "sage",
+)
+OWN = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "triton", "cuda", "sdpa-math", "tiled", "reference")
+BUILT_IN = (*OWN, *INSTALLED)
 
 
 def gpu(name: str, capability: tuple[int, int], torch: str = "2.15.0", cudnn: str = "9.30.0") -> Device:

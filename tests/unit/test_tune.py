@@ -47,7 +47,7 @@ SMALL = Problem.parse("b1.h2.s16.d8.fp32")
 def test_every_backend_that_takes_it_is_timed(text: str) -> None:
     problem = Problem.parse(text)
     found = trial.run(problem, "cpu", QUICK, examine)
-    takes = {c.backend for c in attnswitch.explain(problem).candidates if c.fits}
+    takes = {c.backend for c in attnswitch.explain(problem).candidates if c.tried(())}
     assert {time.backend for time in found.times} | found.hopeless.keys() == takes
     assert all(ratio > 4 for ratio in found.hopeless.values())
     assert (found.wrong, found.failed) == ([], {})
