@@ -25,6 +25,8 @@ from .portable.tiles import FEW, Tile, fits, mixed, on_tensor_cores, rows, shrun
 
 __all__ = ["CudaConfig", "configs"]
 
+#: Splits that are tried where sequences have lengths of their own, which the host does not know.
+_PARTS = (1, 2, 3, 4, 5, 6, 8, 12)
 #: Rows up to which a tile has all of them, and the fewest that a warp of the ordinary units has.
 _FEWER, _LEAST_ROWS = 64, 4
 
@@ -87,7 +89,9 @@ def _ordinary(problem: Problem, device: Device, backward: HopperGradients | Fuse
             yield replace(_with(problem, device, hopper, 1), backward=backward)
     best = replace(_heuristic(problem, device), backward=backward)
     yield best
-    if best.splits > 1:
+    if problem.page and rows(problem) <= FEW:
+        yield from _divided(problem, on_chip, best)
+    elif best.splits > 1:
         yield replace(best, splits=1)
     tall = (16, 32, 64, 128) if on_tensor_cores(problem) else (8, 16, 32, 64, 128)
     searched = [Tile(*choice) for choice in itertools.product(tall, (32, 64, 128), (1, 2, 4, 8), (1, 2, 3))]
@@ -112,6 +116,16 @@ def _ordinary(problem: Problem, device: Device, backward: HopperGradients | Fuse
     for tile in near("mask_gradient") if "m" in problem.grads else ():
         if tile != best.mask_gradient:
             yield replace(best, mask_gradient=tile)
+
+
+def _divided(problem: Problem, on_chip: int, best: CudaConfig) -> Iterator[CudaConfig]:
+    """Every number of splits, by the tiles that may be first, and by one of more warps and fewer stages."""
+    tiles = _forwards(problem, on_chip)
+    more = replace(tiles[0], warps=12, stages=2)
+    for tile, parts in itertools.product((*tiles, more), _PARTS):
+        config = replace(best, forward=tile, splits=parts)
+        if config != best and fits(tile, "forward", problem, on_chip):
+            yield config
 
 
 def _backward(problem: Problem, device: Device) -> HopperGradients | None:

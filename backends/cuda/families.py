@@ -40,8 +40,9 @@ _LONG = 4096
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
-#: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json).
-_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.4, 1.6), "page": (1.4, 1.6)}
+#: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
+#: that they refuse, and training has the forward of padded lengths, 0.130 ms for 0.232, which is yet to be measured.
+_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.0, 1.45), "page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -102,6 +103,8 @@ def _absent(device: Device) -> str | None:
 
 
 def _backward(p: Problem) -> Iterator[str]:
+    if p.varlen:
+        yield "varlen: its tiles are of batch entries, not of sequences that lie one after another"
     if ordered(p) and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ORDERED:
         yield f"deterministic=True with head dimension {widest}: its blocks add to dQ in turn up to {_WIDEST_ORDERED}"
     if "m" in p.grads:
@@ -122,8 +125,6 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _features(p: Problem) -> Iterator[str]:
-    if p.varlen:
-        yield "varlen: its tiles are of batch entries, not of sequences that lie one after another"
     if p.sinks:
         yield "sinks: it has no key beside the keys"
     if p.alibi:

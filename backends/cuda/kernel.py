@@ -43,6 +43,7 @@ class CudaKernel(Kernel):
         self._config, self._device = config, device
         self._launched = sequences.launched(p)
         self._forward = _forward(self._launched, config, device)
+        self._by_rows = p.varlen and isinstance(config.forward, HopperTile)
 
     @functools.cached_property
     def _backward(self) -> BackwardLaunches:
@@ -77,7 +78,11 @@ class CudaKernel(Kernel):
             p = self.problem
             real = "float64" if p.dtype == "float64" else "float32"
             lse = memory.empty(tuple(inputs.query.shape[:3]), inputs.query, real)
-            self._forward(inputs, out, lse)
+            launches = self._forward
+            if self._by_rows:  # laid out for as many
+                rows = int(inputs.query.shape[2]), int(inputs.key.shape[2])
+                launches = _forward(self._launched, self._config, self._device, rows)
+            launches(inputs, out, lse)
         return out, lse
 
     def prepared(self, inputs: Inputs) -> Forward:
@@ -114,11 +119,11 @@ class CudaKernel(Kernel):
         return differentiate
 
 
-def _forward(p: Problem, config: CudaConfig, device: Device) -> ForwardLaunches:
-    """That of the family whose tile is chosen."""
+def _forward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int, int] = (1, 1)) -> ForwardLaunches:
+    """That of the family whose tile is chosen; ``all_rows`` are those of a call with varlen, of queries and of keys."""
     tile = config.forward
     if isinstance(tile, HopperTile):
-        return hopper_forward.Forward(p, tile, device)
+        return hopper_forward.Forward(p, tile, device, all_rows)
     return portable_forward.Forward(p, tile, config.splits)
 
 

@@ -17,7 +17,7 @@ class Variant(NamedTuple):
 
     ``rows`` and ``columns`` are of a tile of scores, ``dim`` and ``dim_v`` of an operand in shared memory. ``teams`` of
     warps share tiles of keys. ``generic`` kernels read most flags from their arguments (``src/portable/generic.cuh``);
-    ``varlen`` ones find sequences that lie one after another (``src/portable/sequences.cuh``).
+    ``varlen`` ones find sequences that lie one after another (``src/sequences.cuh``).
     """
 
     kernel: str

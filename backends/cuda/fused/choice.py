@@ -18,7 +18,9 @@ __all__ = ["REGIME", "against", "measured", "ranked"]
 _FEW = 64
 #: Head dimensions at which GPUs of a compute capability were measured to be faster with it: there it is the choice, and
 #: elsewhere ``attnswitch tune`` tries it.
-MEASURED: dict[tuple[int, int], tuple[int, ...]] = {}
+MEASURED: dict[tuple[int, int], tuple[int, ...]] = {(9, 0): DIMS}
+#: What a block of two on an SM takes as long as one of twice the keys, on an H200; and what it takes if it is alone.
+_BESIDE, _ALONE = 1.09, 0.65
 #: Keys and queries of a tile, and blocks of an SM, by head dimension: of those whose registers nearly suffice.
 _TILES = {
     32: ((128, 64), (128, 32)),
@@ -51,11 +53,22 @@ def measured(problem: Problem, device: Device) -> bool:
 
 
 def ranked(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
-    """The tiles that fit ``device``."""
+    """The tiles that fit ``device``, the one that is soonest done first."""
     tiles = tuple(FusedTile(*sizes) for sizes in _TILES[dim(problem)])
     if device.kind != "cuda":
         return tiles
-    return tuple(tile for tile in tiles if shared(tile, problem) <= device.on_chip)
+    fitting = (tile for tile in tiles if shared(tile, problem) <= device.on_chip)
+    return tuple(sorted(fitting, key=lambda tile: _time(tile, problem, device)))
+
+
+def _time(tile: FusedTile, problem: Problem, device: Device) -> float:
+    """Rounds of blocks, times the keys of an SM."""
+    blocks = problem.batch * problem.heads_kv * -(-problem.seq_k // tile.keys)
+    rounds, left = divmod(blocks, (device.sms or 64) * tile.resident)
+    if tile.resident == 1:
+        return float(rounds + (left > 0)) * tile.keys
+    last = 0.0 if not left else _ALONE if left <= device.sms else _BESIDE
+    return (rounds * _BESIDE + last) * tile.keys * tile.resident
 
 
 @per_class

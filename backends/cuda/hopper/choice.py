@@ -156,7 +156,7 @@ def _steps(p: Problem, tile: HopperTile) -> tuple[int, int]:
 
 def _uneven(problem: Problem) -> bool:
     """Whether tiles of rows take as long as lengths or a mask say, which the problem does not."""
-    return problem.key_lengths or (problem.mask is not None and problem.mask.is_bool)
+    return problem.key_lengths or problem.varlen or (problem.mask is not None and problem.mask.is_bool)
 
 
 def _crowded(problem: Problem, tile: HopperTile) -> bool:

@@ -29,16 +29,18 @@ _ROWS = 64
 class Forward(ForwardLaunches):
     """Writes output and lse: one launch of as many blocks as SMs, which take tiles of queries as they are done.
 
-    A bool mask takes a launch before it, and memory meanwhile: see ``Survey``.
+    A bool mask takes a launch before it, and memory meanwhile: see ``Survey``. With varlen it is laid out for
+    ``all_rows`` of queries and of keys, those of all sequences together, and needs none to tell of its variants.
     """
 
-    def __init__(self, p: Problem, tile: HopperTile, device: Device) -> None:
-        heads = p.batch * p.heads_q
+    def __init__(self, p: Problem, tile: HopperTile, device: Device, all_rows: tuple[int, int] = (1, 1)) -> None:
+        heads = p.heads_q if p.varlen else p.batch * p.heads_q
         self.constants = arguments.constants(p, min(arithmetic.heads_a_section(p), max(1, heads)))
-        keys = p.batch, p.heads_kv, p.seq_k
+        batch, queries, rows_k = (1, *all_rows) if p.varlen else (p.batch, p.seq_q, p.seq_k)
+        keys = batch, p.heads_kv, max(1, rows_k)
         #: Shapes of query, key, value and a float mask, and rows of each that a load brings.
         self._mapped = [
-            ((p.batch, p.heads_q, p.seq_q, p.dim_qk), _ROWS),
+            ((batch, p.heads_q, queries, p.dim_qk), _ROWS),
             ((*keys, p.dim_qk), tile.keys),
             ((*keys, p.dim_v), tile.keys),
         ]
@@ -47,6 +49,8 @@ class Forward(ForwardLaunches):
             self._mapped.append((p.mask_shape, _ROWS if bias(p) == 1 else 1))
         self._dtype = p.dtype
         rows = heads * arithmetic.tiles(p.seq_q, tile.queries)
+        if p.varlen:  # numbers of tiles, some of which are of none: src/sequences.cuh
+            rows = p.heads_q * (queries // tile.queries + p.batch) if queries else 0
         self.blocks = min(rows, device.sms or SMS)
         self._counts = rows > self.blocks
         self.variant = _forward(p, tile)
@@ -61,7 +65,10 @@ class Forward(ForwardLaunches):
         a = arguments.of_call(self.constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
-        maps = self._maps(*(memory.place(array) for array in inputs[: len(self._mapped)]))
+        operands = list(inputs[: len(self._mapped)])
+        if not inputs.key.shape[2]:  # no rows, and maybe no address, which no map takes, and nobody loads any
+            operands[1:3] = [inputs.query] * 2
+        maps = self._maps(*map(memory.place, operands))
         if self._survey is not None:
             space = self._survey(inputs.attn_mask, a)
             run.start(self.variant, self.blocks, a, out, maps, beside=True)
@@ -131,4 +138,5 @@ def _forward(p: Problem, tile: HopperTile) -> Variant:
             ("BIAS", bias(p)),
         ),
         family="hopper",
+        varlen=p.varlen,
     )

@@ -1,4 +1,4 @@
-"""Sequences that lie one after another (``Problem.varlen``), as ``src/portable/sequences.cuh`` has them."""
+"""Sequences that lie one after another (``Problem.varlen``), as ``src/sequences.cuh`` has them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
@@ -38,6 +39,7 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
 
     Blocks run for about as long, in rounds of as many as fit, and a round takes its steps and a few more to begin and
     to end with. So no SM is left without work while others have some, if that can be, and is worth the merging.
+    In pages sequences have lengths of their own, which the host does not know, and splits share each evenly.
     """
     sm = occupancy.sm(device) if not tile.apart and choice.taken(problem, device) else None
     heads, group, at_once, pace = _of_class(problem, tile, device.on_chip, sm)
@@ -47,7 +49,12 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
         return 0, 1
     sms = device.sms or 64
     launch = (_LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms) / pace
-    return _soonest(blocks, tiles, sms * at_once, tile.teams, tile.apart, launch)
+    work = blocks, tiles, sms * at_once, tile.teams, tile.apart, launch
+    cost, splits = _soonest(*work)
+    # In more rounds than one blocks that end early leave room for others already.
+    if problem.page and splits == 1 and blocks <= sms * at_once:
+        return _soonest_uneven(problem.batch, *work)
+    return cost, splits
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,6 +81,29 @@ def _soonest(blocks: int, tiles: int, slots: int, teams: int, apart: bool, launc
                     best, least = splits, cost
         rounds = max(rounds + 1, -(-blocks * (tried + 1) // slots))
     return least, -(-tiles // -(-tiles // best))  # none is launched for nothing
+
+
+@functools.lru_cache(maxsize=4096)
+def _soonest_uneven(
+    batch: int, blocks: int, tiles: int, slots: int, teams: int, apart: bool, launch: float
+) -> tuple[float, int]:
+    """The same where the lengths of ``batch`` sequences are taken for evenly spread, up to that of the longest.
+
+    Where all run at one time, the longest decides. Where they do not, the longest are begun first, and one begins as
+    another ends, so that all end at about the same time.
+    """
+    best, least = 1, math.inf
+    for splits in range(1, min(tiles if apart else tiles // 2, _MOST_SPLITS) + 1):
+        steps = -(-tiles // (splits * teams))
+        merge = 0 if splits == 1 else _MERGE if apart and splits <= _MOST_MERGED else launch
+        longest = steps + _EXTRA
+        cost = float(longest)
+        if blocks * splits > slots:
+            each = (batch + 1) / (2 * batch) * tiles / (splits * teams) + 0.5 + _EXTRA
+            cost = max(cost, blocks * splits / slots * each)
+        if cost + merge < least:
+            best, least = splits, cost + merge
+    return least, best
 
 
 @per_class

@@ -47,7 +47,7 @@ struct Arguments {
     double factor;     // on q . k, before tanh or within the exponential
     double cap;        // of softcap
     double keep_scale; // 1 / (1 - dropout)
-    int batch, heads, group;  // with VARLEN there is one more than sequences (portable/sequences.cuh)
+    int batch, heads, group;  // with VARLEN there is one more than sequences (sequences.cuh)
     int pack;          // query heads that share a tile of rows: row r is query r / pack of head r % pack
     int packs, tiles;  // of all heads; of all rows
     int queries, padded, keys, dim, dim_v;  // with VARLEN the most queries and keys of any sequence

@@ -9,18 +9,19 @@ struct Place {
     int tile, split;
 };
 
-DEVICE Place place(const Arguments& a, u32 at, int heads, int tiles, bool last_first) {
+// `all` heads, of which each batch entry has `heads`.
+DEVICE Place place(const Arguments& a, u32 at, u32 all, int heads, int tiles, bool last_first) {
     const int split = at % a.splits;
     at /= a.splits;
     const u32 whole = u32(a.section) * tiles;
     const u32 first = at / whole * a.section;
-    const u32 here = smaller<u32>(a.section, u32(a.batch) * heads - first);
+    const u32 here = smaller<u32>(a.section, all - first);
     const int tile = at % whole / here;
     const u32 head = first + at % whole % here;
     return Place{int(head / heads), int(head % heads), last_first ? tiles - 1 - tile : tile, split};
 }
 DEVICE Place place(const Arguments& a, int heads, int tiles, bool last_first) {
-    return place(a, block_index(), heads, tiles, last_first);
+    return place(a, block_index(), u32(a.batch) * heads, heads, tiles, last_first);
 }
 
 // The same for few queries, which would wait for divisions: splits, tiles of rows, heads, batch entries.

@@ -1,6 +1,8 @@
-// How far a batch entry goes, or a sequence of those that lie one after another (VARLEN).
+// How far a batch entry goes, or a sequence of those that lie one after another (VARLEN). The grid is that of as many
+// batch entries of `queries` and `keys`, the most that any sequence has, and a block whose tile lies past its sequence's
+// end returns at once.
 #pragma once
-#include "portable/sequences.cuh"
+#include "sequences.cuh"
 #include "positions.cuh"
 
 #if VARLEN

@@ -3,7 +3,7 @@
 //
 // A block takes one row. Each warp finds the largest maximum and the total, and adds up the numerators of every
 // WARPS-th split; warps are added up in shared memory [WARPS][dim_v]. Maxima are as in together.cuh.
-#include "portable/sequences.cuh"
+#include "sequences.cuh"
 #include "portable/sinks.cuh"
 #include "portable/warps.cuh"
 

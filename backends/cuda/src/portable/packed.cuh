@@ -3,8 +3,8 @@
 // Row r is query r / pack of head r % pack of the pack, so that a few queries still fill a tile and their keys are
 // loaded once. Consecutive rows are the same query of one head after another: what they see grows with r.
 #pragma once
-#include "portable/extents.cuh"
 #include "portable/mask.cuh"
+#include "portable/order.cuh"
 #include "schedule.cuh"
 
 struct PackedRows {
@@ -19,7 +19,8 @@ struct PackedRows {
     DEVICE PackedRows(const Arguments& a) : a(a) {
         all = a.queries * a.pack;
         const Place at = TEAMS > 1 ? place_of_few(a) : place(a, a.packs, ceil_div(all, BLOCK_M), true);
-        batch = at.batch, first_head = at.head * a.pack, first = at.tile * BLOCK_M, split = at.split;
+        batch = PAGED && TEAMS > 1 ? by_length(a, at.batch) : at.batch;
+        first_head = at.head * a.pack, first = at.tile * BLOCK_M, split = at.split;
         head_kv = quotient(first_head, a.by_group);
         extent = VARLEN || LENGTHS ? extent_at(a, batch) : whole(a);
         if (VARLEN) all = queries_in(a, extent) * a.pack;

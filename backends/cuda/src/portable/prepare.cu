@@ -3,7 +3,7 @@
 // Both (batch, heads, padded), in whole tiles of rows: base is +inf for rows that see nothing and for those past the
 // last query, so that they weigh 0 without a test. A warp takes one row. Of sequences that lie one after another they
 // are (heads, saved_rows), as sequences.cuh says.
-#include "portable/sequences.cuh"
+#include "sequences.cuh"
 #include "portable/warps.cuh"
 
 KERNEL prepare(const Arguments a) {
@@ -14,7 +14,7 @@ KERNEL prepare(const Arguments a) {
     i64 first = 0, queries = a.queries;
     if (VARLEN) {
         h = line / a.saved_rows;
-        b = sequence_of(a, line % a.saved_rows / SAVED);
+        b = sequence_of<SAVED>(a, line % a.saved_rows / SAVED, a.batch - 1);
         first = query_offset(a, b), queries = query_offset(a, b + 1) - first;
         i = line - saved_of(a, b, h, first);
     }

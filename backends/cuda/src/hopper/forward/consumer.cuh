@@ -57,7 +57,7 @@ struct Consumer {
         if (index == CONSUMERS - 1) pass_turn(index);
         bool begun = false;  // the first tile, with the last of the rows before
         Schedule schedule{a, shared.ticket};
-        if (MASKED)
+        if (TOLD)
             schedule.follow(index);
         else
             schedule.read();
@@ -224,10 +224,11 @@ struct Consumer {
         product_nn<BLOCK_DV, BLOCK_N>(sums, weights, Matrix(origin + Shared::value_place(value_at.stage)));
         commit_products();
     }
-    // Beyond the end of a sequence may lie NaN, which a weight of 0 does not take away: the first tile may hold some.
+    // Beyond the end of a sequence may lie NaN, or another one, which a weight of 0 does not take away: the first tile
+    // may hold some.
     DEVICE void clear_beyond(const Rows& rows) {
         const int there = rows.work.extent.end - start_of(rows, 0);
-        if (!a.length_bytes || there >= BLOCK_N) return;
+        if (!(VARLEN || a.length_bytes) || there >= BLOCK_N) return;
         shared.value_full[value_at.stage].wait(value_at.parity);
         clear_rows<BLOCK_N, BLOCK_DV>(shared.value[value_at.stage], there);
         meet(index);
@@ -244,14 +245,15 @@ struct Consumer {
         UNROLL for (int m = 0; m < 2; m++) {
             const int r = rows.first + row_of(m);
             const float total = softmax.total[m];
-            const bool there = r < a.queries, empty = total == 0;  // it saw nothing
-            const i64 line = (i64(work.batch) * a.heads + work.head) * a.queries + r;
+            const bool there = r < queries_in(a, work.extent), empty = total == 0;  // it saw nothing
+            const i64 line = line_of(a, work.batch, work.head, first_query(work.extent), r);
             if (a.lse && there && first_column() == 0)
                 // One operation wherever this is inlined: rows end in `change` or in `finish`, as their block comes by.
                 static_cast<float*>(a.lse)[line] =
                     empty ? -INFINITE
                           : multiply_add(softmax.top[m], float(BIAS ? 1 : SOFTCAP ? a.cap : a.scale), logarithm(total));
-            T* const out = reinterpret_cast<T*>(a.out.at) + work.batch * a.out.batch + work.head * a.out.head;
+            T* const out = reinterpret_cast<T*>(a.out.at) + BEGIN_OF(a.out, work.batch, first_query(work.extent)) +
+                           work.head * a.out.head;
             store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : weight_of(total), a.dim_v);
         }
     }

@@ -39,7 +39,7 @@ DEVICE void init_barriers(Shared& shared) {
         shared.value_full[s].init(1), shared.value_free[s].init(4 * CONSUMERS);
     }
     shared.ticket.full.init(1), shared.ticket.free.init(1 + 4 * CONSUMERS);
-    if (!MASKED) shared.ticket.full.arrive();  // the first tile, which all know
+    if (!TOLD) shared.ticket.full.arrive();  // the first tile, which all know
     publish_barriers();
 }
 
@@ -52,12 +52,12 @@ struct Loader {
     Shared& shared;
     const TensorMap &keys, &values, &biases;
     Position<STAGES> key_at, value_at;
-    int start = -1, head_kv = 0, batch = 0;  // values that are still to be loaded
+    int start = -1, head_kv = 0, plane = 0;  // values that are still to be loaded
 
     DEVICE void run() {
         Schedule schedule{a, shared.ticket};
         Left left;
-        if (MASKED) schedule.follow();
+        if (TOLD) schedule.follow();
         for (; schedule.more(); schedule.follow()) {
             const Work& work = schedule.work;
             if (MASKED) left.begin(work);
@@ -67,7 +67,7 @@ struct Loader {
                 const int tile = MASKED ? int(told >> CONSUMERS) : work.end_tile - 1 - i;
                 key(work, tile, told);
                 value();
-                start = tile * BLOCK_N, head_kv = work.head_kv, batch = work.batch;
+                start = work.key_row(tile), head_kv = work.head_kv, plane = work.plane();
             }
             if (work.count == 0) {  // the next keys may be long in coming
                 value();
@@ -81,7 +81,8 @@ struct Loader {
         shared.key_free[s].wait(key_at.parity ^ 1);
         if (MASKED) shared.told[s] = told;
         shared.key_full[s].expect(KEY * sizeof(T) + BIAS_BYTES);
-        copy_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], tile * BLOCK_N, work.head_kv, work.batch);
+        copy_tile<BLOCK_N, BLOCK_D>(shared.key[s], keys, shared.key_full[s], work.key_row(tile), work.head_kv,
+                                    work.plane());
         bias(work, tile);
         key_at.next();
     }
@@ -98,7 +99,7 @@ struct Loader {
         if (start < 0) return;
         const int s = value_at.stage;
         shared.value_free[s].wait(value_at.parity ^ 1);
-        load_tile<BLOCK_N, BLOCK_DV>(shared.value[s], values, shared.value_full[s], start, head_kv, batch);
+        load_tile<BLOCK_N, BLOCK_DV>(shared.value[s], values, shared.value_full[s], start, head_kv, plane);
         value_at.next();
         start = -1;
     }
@@ -113,10 +114,8 @@ struct Dealer {
 
     DEVICE void run() {
         Schedule schedule{a, shared.ticket};
-        if (MASKED) {
-            await_launch_before();
-            schedule.tell();
-        }
+        if (MASKED) await_launch_before();
+        if (TOLD) schedule.tell();
         for (; schedule.more(); schedule.deal())
             if (schedule.work.count) query(schedule.work);
     }
@@ -124,8 +123,8 @@ struct Dealer {
         const int s = query_at.stage;
         UNROLL for (int c = 0; c < CONSUMERS; c++) {
             shared.query_free[s][c].wait(query_at.parity ^ 1);
-            load_tile<64, BLOCK_D>(shared.query[s][c], queries, shared.query_full[s][c], work.first + 64 * c, work.head,
-                                   work.batch);
+            load_tile<64, BLOCK_D>(shared.query[s][c], queries, shared.query_full[s][c], work.query_row() + 64 * c,
+                                   work.head, work.plane());
         }
         query_at.next();
     }

@@ -4,11 +4,19 @@
 // There are as many blocks as SMs, and each that is nearly done takes the next tile, counted in global memory
 // (`a.counter`: BLANK before and after the launch, and null where there is a block for each tile). Dealing them out
 // beforehand evens out worse: 10 % at 16,384 causal.
+//
+// Sequences one after another (VARLEN) come one after another, each from its last tile on. Their tiles are numbered as
+// in sequences.cuh, so that there are a few numbers for nothing, which the dealer leaves out, and not as many as if each
+// were as long as the longest.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "hopper/mask.cuh"
 #include "positions.cuh"
 #include "schedule.cuh"
+#include "sequences.cuh"
+
+// Whether the dealer tells the others the first tile as well, which takes a while to find.
+constexpr bool TOLD = MASKED || VARLEN;
 
 // A tile of rows, and the tiles of keys that any of them sees: an interval, or, MASKED, what a mask leaves of it.
 struct Work {
@@ -21,18 +29,53 @@ struct Work {
 
     // What rows `from` to `to` of it see; those past the last query see nothing.
     DEVICE Reach seen_by(const Arguments& a, int from, int to) const {
-        const int end = smaller(first + to, a.queries);
+        const int end = smaller(first + to, queries_in(a, extent));
         if (first + from >= end) return Reach{{0, 0}, {0, 0}};
         return reach(keys_of(a, extent, first + from), keys_of(a, extent, end - 1));
     }
+    // Where they are in the operands.
+    DEVICE int plane() const { return VARLEN ? 0 : batch; }
+    DEVICE int query_row() const { return int(first_query(extent)) + first; }
+    DEVICE int key_row(int tile) const { return int(first_key(extent)) + tile * BLOCK_N; }
 };
 
+#if VARLEN
+// Of a head.
+DEVICE int tiles_of(const Arguments& a) { return int(a.query_rows / BLOCK_M) + a.batch; }
+DEVICE u32 tiles_of_all(const Arguments& a) { return u32(a.heads) * tiles_of(a); }
+
+// The rows past the last sequence are one that has no keys.
+DEVICE Extent extent_in(const Arguments& a, int b) {
+    const bool past = is_past(a, b);
+    const int next = past ? b : b + 1;
+    const i64 first_query = query_offset(a, b), first_key = key_offset(a, b);
+    const int queries = int((past ? a.query_rows : query_offset(a, next)) - first_query);
+    const int keys = int(key_offset(a, next) - first_key);
+    return Extent{keys, a.bottom_right ? keys - queries : 0, queries, first_query, first_key};
+}
+
+// Without rows where the number is for nothing.
+DEVICE Work begin_at(const Arguments& a, u32 tile) {
+    const Place at = place(a, tile, a.heads, a.heads, tiles_of(a), false);
+    const int batch = sequence_of<BLOCK_M>(a, at.tile, a.batch);
+    const Extent extent = extent_in(a, batch);
+    const int after = at.tile - int(first_tile_of<BLOCK_M>(batch, extent.first_query));
+    const int left = ceil_div(extent.queries, BLOCK_M) - 1 - after;
+    const int first = left < 0 ? extent.queries : left * BLOCK_M;
+    return Work{batch, at.head, at.head / a.group, first, 0, 0, 0, 0, 0, 0, 0, extent};
+}
+#else
 DEVICE int tiles_of(const Arguments& a) { return ceil_div(a.queries, BLOCK_M); }
 DEVICE u32 tiles_of_all(const Arguments& a) { return u32(a.batch) * a.heads * tiles_of(a); }
 
+DEVICE Work begin_at(const Arguments& a, u32 tile) {
+    const Place at = place(a, tile, u32(a.batch) * a.heads, a.heads, tiles_of(a), true);
+    return Work{at.batch, at.head, at.head / a.group, at.tile * BLOCK_M, 0, 0, 0, 0, 0, 0, 0, extent(a, at.batch)};
+}
+#endif
+
 DEVICE Work work_at(const Arguments& a, u32 tile) {
-    const Place at = place(a, smaller(tile, tiles_of_all(a) - 1), a.heads, tiles_of(a), true);
-    Work work{at.batch, at.head, at.head / a.group, at.tile * BLOCK_M, 0, 0, 0, 0, 0, 0, 0, extent(a, at.batch)};
+    Work work = begin_at(a, smaller(tile, tiles_of_all(a) - 1));
     const Reach all = work.seen_by(a, 0, BLOCK_M);
     work.first_tile = all.first_tile(), work.count = all.tiles(), work.end_tile = work.first_tile + work.count;
     if (MASKED) {
@@ -117,13 +160,13 @@ struct Ticket {
     int before[CONSUMERS], seen[CONSUMERS];
 };
 
-// The tiles of a block, one after another; `work` is meaningless once there is none. Without a mask all work out the
-// first one by themselves, and there is no ticket of round 0.
+// The tiles of a block, one after another; `work` is meaningless once there is none. All but those who are TOLD work out
+// the first one by themselves, and there is no ticket of round 0.
 struct Schedule {
     const Arguments& a;
     Ticket& ticket;
     const u32 tiles = tiles_of_all(a);
-    u32 tile = block_index(), round = MASKED ? 0 : 1;
+    u32 tile = block_index(), round = TOLD ? 0 : 1;
     Work work = work_at(a, tile);
 
     DEVICE bool more() const { return tile < tiles; }
@@ -139,8 +182,10 @@ struct Schedule {
     // while another block has nothing to do.
     DEVICE void deal() {
         ticket.free.wait(~round & 1);
-        tile = blocks() + (a.counter ? taken() : 0);
-        work = work_at(a, tile);
+        do {
+            tile = blocks() + (a.counter ? taken() : 0);
+            work = work_at(a, tile);
+        } while (VARLEN && more() && work.first >= queries_in(a, work.extent));
         tell();
     }
     // Tiles that were taken before this one. Every block takes one too many, so that the last has counted them all.

@@ -1,11 +1,11 @@
 // Sequences that lie one after another (VARLEN): where their rows are, in arrays whose batch is 1.
 //
-// Sequence b is rows offsets[b] to offsets[b + 1]. The grid is that of as many batch entries of `queries` and `keys`,
-// the most that any sequence has, and a block whose tile lies past its sequence's end returns at once. One entry more
-// has no sequence: its blocks clear the results of the rows past the last one.
+// Sequence b is rows offsets[b] to offsets[b + 1]. One batch entry more has no sequence: who works on it clears the
+// results of the rows past the last one.
 //
-// What the backward keeps of rows lies in whole tiles of SAVED, as that of batch entries does: that of sequence b from
-// tile offsets[b] / SAVED + b of its head on, which leaves room for its own rounded up and needs no sums over others.
+// Rows are counted in whole tiles as those of batch entries are: sequence b has those from tile offsets[b] / SIZE + b
+// of its head on, which leaves room for its own rounded up and needs no sums over others. What the backward keeps of
+// rows lies so, in tiles of SAVED.
 #pragma once
 #include "numbers.cuh"
 
@@ -32,23 +32,23 @@ DEVICE i64 line_of(const Arguments& a, i64 b, i64 h, i64 first, i64 i) {
     return VARLEN ? h * a.query_rows + first + i : (b * a.heads + h) * a.queries + i;
 }
 
-// The tile of a head from which on base and delta of sequence b lie, which begins at row `first`.
-DEVICE i64 saved_tile(i64 b, i64 first) { return first / SAVED + b; }
-// Where those of query 0 of head h are.
-DEVICE i64 saved_of(const Arguments& a, i64 b, i64 h, i64 first) {
-    return VARLEN ? h * a.saved_rows + saved_tile(b, first) * SAVED : (b * a.heads + h) * a.padded;
-}
-// The sequence that such a tile of a head belongs to.
-DEVICE int sequence_of(const Arguments& a, i64 tile) {
-    int low = 0, high = a.batch - 1;
+// The first tile of sequence b in its head, which begins at row `first`.
+template <int SIZE> DEVICE i64 first_tile_of(i64 b, i64 first) { return first / SIZE + b; }
+// The sequence that a tile of a head belongs to, of the first `high` batch entries.
+template <int SIZE> DEVICE int sequence_of(const Arguments& a, i64 tile, int high) {
+    int low = 0;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (saved_tile(middle, query_offset(a, middle)) <= tile)
+        if (first_tile_of<SIZE>(middle, query_offset(a, middle)) <= tile)
             low = middle;
         else
             high = middle;
     }
     return low;
+}
+// Where base and delta of query 0 of head h are.
+DEVICE i64 saved_of(const Arguments& a, i64 b, i64 h, i64 first) {
+    return VARLEN ? h * a.saved_rows + first_tile_of<SAVED>(b, first) * SAVED : (b * a.heads + h) * a.padded;
 }
 
 // Calls use(row) for the rows `from` to `to`, a warp each; this is block `part` of `parts` that share them.

@@ -1,0 +1,89 @@
+"""Among how many blocks the portable forward divides keys in pages, whose lengths the host does not know."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Problem
+from attnswitch.machine.device import Device
+
+config = importlib.import_module("attnswitch.backends.cuda.config")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
+tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
+
+H200 = Device.named("h200")
+EIGHT = tiles.Tile(16, 16, 8, 3, apart=True)
+
+
+def paged(batch: int, more: str = "") -> Problem:
+    return Problem.parse(f"b{batch}.h32/8.s1x4096.d128.bf16.lengths.page=16{more}")
+
+
+def ended(lengths: list[int], parts: int, slots: int = 132) -> float:
+    """When the last of ``slots`` is done that take blocks, the longest first, of 8 heads: in steps of a tile."""
+    at = [0.0] * slots
+    for length in sorted(lengths, reverse=True):
+        for _ in range(8 * parts):
+            first = at.index(min(at))
+            at[first] += -(-length // (parts * EIGHT.teams * EIGHT.keys)) + splits._EXTRA
+    return max(at) + (splits._MERGE if parts > 1 else 0)
+
+
+def test_where_the_longest_would_decide_keys_are_divided() -> None:
+    """A batch that fills the GPU once is; one that keeps it busy for several rounds is not."""
+    for batch in (12, 16, 32):
+        assert next(config.configs(paged(batch), H200)).splits > 1
+    for batch, before in ((1, 16), (4, 4), (8, 2)):
+        assert next(config.configs(paged(batch), H200)).splits == before
+    for batch in (64, 128):
+        assert next(config.configs(paged(batch), H200)).splits == 1
+    assert splits.schedule(paged(16).replace(page=0), H200, EIGHT)[1] == 1
+
+
+@pytest.mark.parametrize("batch", [9, 16])
+def test_as_many_splits_as_blocks_that_take_turns_would_want(batch: int) -> None:
+    """Beside a simulation of lengths drawn at random: within 6 % of the best number, and far from whole rows."""
+    draw = random.Random(batch)
+    drawn = [[draw.randrange(4096) for _ in range(batch - 1)] + [4096] for _ in range(100)]
+    means = {parts: sum(ended(lengths, parts) for lengths in drawn) / len(drawn) for parts in range(1, 9)}
+    assert means[splits.schedule(paged(batch), H200, EIGHT)[1]] <= 1.06 * min(means.values())
+    assert means[1] > 1.2 * min(means.values())
+
+
+def test_what_is_asked_for_is_what_is_done() -> None:
+    for batch, parts in itertools.product((1, 16, 128), (1, 3, 40)):
+        assert [each.splits for each in config.configs(paged(batch, f".splits={parts}"), H200)] == [parts]
+
+
+def test_others_are_there_to_be_tuned() -> None:
+    """By the tile that is first, and by one of more warps; each once."""
+    found = list(itertools.islice(config.configs(paged(16), H200), 25))
+    assert len(set(found)) == len(found)
+    for warps in (4, 8, 12):
+        assert {1, 2, 3, 4} <= {each.splits for each in found if each.forward.warps == warps}
+
+
+@pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+def test_each_sequence_has_its_own_where_the_longest_come_first(integers: torch.dtype) -> None:
+    """As many as a warp has lanes, and one more, in any order, some of them alike."""
+    draw = torch.Generator().manual_seed(0)
+    for batch in (2, 32, 33):
+        lengths = torch.randint(0, 30, (batch,), generator=draw).to(integers)
+        query = torch.randn(batch, 1, 2, 16, generator=draw)
+        cache = torch.randn(batch * 4, 8, 1, 16, generator=draw)
+        table = torch.randperm(batch * 4, generator=draw).view(batch, 4).int()
+        call: dict[str, Any] = {"block_table": table, "cache_lengths": lengths, "num_splits": 2}
+        found, right = (
+            attnswitch.attention_paged(query, cache, cache, **call, backend=name) for name in ("cuda", "reference")
+        )
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
