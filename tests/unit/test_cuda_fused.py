@@ -84,15 +84,33 @@ def test_it_says_why_it_does_not(problem: Problem, device: Device, words: str) -
 
 def test_it_is_the_choice_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles, and the kernels of more than one pass, are there either way."""
-    tried = [each.backward for each in config.configs(PLAIN, H200)]
-    assert tried[:4] == [None, *choice.ranked(PLAIN, H200)]
-    monkeypatch.setattr(choice, "MEASURED", {(9, 0): (64,)})
     found = [each.backward for each in config.configs(PLAIN, H200)]
     assert found[:3] == list(choice.ranked(PLAIN, H200))
     assert None in found
-    for other, device in ((PLAIN.replace(dim_v=128), H200), (PLAIN, Device.named("a100"))):
+    for other, device in ((PLAIN.replace(softcap=3.0), H200), (PLAIN, Device.named("a100"))):
         assert next(config.configs(other, device)).backward is None
-    assert next(config.configs(PLAIN.replace(softcap=3.0), H200)).backward is None
+    monkeypatch.setattr(choice, "MEASURED", {(9, 0): (64,)})
+    assert next(config.configs(PLAIN.replace(dim_v=128), H200)).backward is None
+    monkeypatch.setattr(choice, "MEASURED", {})
+    tried = [each.backward for each in config.configs(PLAIN, H200)]
+    assert tried[:4] == [None, *choice.ranked(PLAIN, H200)]
+
+
+@pytest.mark.parametrize(
+    ("text", "tile"),
+    [
+        ("b4.h16.s2048.d64.fp32.grad", "fused 128x64 r1"),
+        ("b1.h8.s1024.d64.fp32.grad", "fused 64x64 r2"),
+        ("b16.h12.s300.d64.fp32.grad", "fused 64x64 r2"),
+        ("b1.h2.s4096.d64.fp32.grad", "fused 64x64 r2"),
+        ("b4.h16.s2048.d128.fp32.grad", "fused 64x64 r1"),
+        ("b4.h16.s2048.d96.fp32.grad", "fused 128x64 r1"),
+        ("b4.h16.s2048.d32.fp32.grad", "fused 128x64 r1"),
+    ],
+)
+def test_the_first_tile_is_the_fastest_that_was_measured(text: str, tile: str) -> None:
+    """``h200/bench-fp32-backward.json``."""
+    assert str(choice.ranked(Problem.parse(text), H200)[0]) == tile
 
 
 def test_memory_is_what_the_launches_need() -> None:
