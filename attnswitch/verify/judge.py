@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attnswitch.call import recording
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError, out_of_memory
@@ -21,7 +21,7 @@ from attnswitch.verify.launch.neighbours import Neighbours
 from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
 from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
 
-__all__ = ["check", "examine"]
+__all__ = ["apart", "check", "examine"]
 
 #: One in so many cases is called even if its problem says that it will be refused.
 _ASKED = 4
@@ -84,6 +84,29 @@ def _unjudged(case: Case, backend: str, device: str) -> Outcome | None:
         return None
     why = "approximate: it is off by more than rounding, so that no bound tells right from wrong"
     return Outcome(case, backend, device, "refused", reasons=(why,))
+
+
+@recording.paused()
+def apart(case: Case, wanted: Mapping[str, Sequence[str]], device: str = "cpu") -> list[tuple[str, Outcome]]:
+    """Checks that look alone, by their names for each backend: what each of them says of one run of the backend.
+
+    As in ``examine`` every backend runs first, and a check that makes its own operands needs no run. Checks that do
+    not apply to the case say nothing; where the backend did not run, each has that for its outcome.
+    """
+    subject, ran, said = Subject(case), dict[str, Trial | Outcome](), list[tuple[str, Outcome]]()
+    looking = {backend: [c for c in map(named, names) if c.suits(case, device)] for backend, names in wanted.items()}
+    for backend, checks in looking.items():
+        if not all(c.alone for c in checks):
+            ran[backend] = _attempt(subject, backend, device)
+    for backend, checks in looking.items():
+        for c in checks:
+            if c.alone:
+                found = _probed(subject, backend, device, [c], lambda backend: None)
+            else:
+                run = ran[backend]
+                found = _judged(run, [c]) if isinstance(run, Trial) else run
+            said.append((c.name, found))
+    return said
 
 
 def _probed(

@@ -49,7 +49,7 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
 def test_it_takes_the_gradients(problem: Problem) -> None:
     assert choice.against(problem, H200) == ()
     found = [each.backward for each in config.configs(problem, H200) if each.backward is not None]
-    assert tuple(found) == choice.ranked(problem, H200) != ()
+    assert tuple(dict.fromkeys(found)) == choice.ranked(problem, H200) != ()
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
+from attnswitch.errors import VerificationError
 from attnswitch.machine import registry
 from attnswitch.planning import planner
 from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.drawing import lattice
-from attnswitch.verify.mutants import Mutant, catalogue, matrix, mutants
+from attnswitch.verify.drawing.strategies import Space
+from attnswitch.verify.judge import apart, examine
+from attnswitch.verify.mutants import Mutant, catalogue, columns, matrix, mutants
+from attnswitch.verify.mutants.kills import kills
 from attnswitch.verify.mutants.matrix import Matrix, Row, measure
+from attnswitch.verify.outcome import Outcome
+from attnswitch.verify.session import order
+from attnswitch.verify.session.conduct import run
+from attnswitch.verify.session.explore import draw
+from attnswitch.verify.session.plan import Plan, targets
 
-NAMES = ("bool-mask-inverted", "lse-in-base-2", "output-left-in-accumulator-type")
+NAMES = ("bool-mask-inverted", "lse-in-base-2", "output-left-in-accumulator-type", "query-scaled-in-place")
 #: An edit that changes the source and nothing else.
 NOTHING = Mutant(
     "nothing-changed",
@@ -37,12 +49,24 @@ def measured(told: list[tuple[int, int, str]]) -> Iterator[Matrix]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (catalogue, matrix, __import__("attnswitch.verify.mutants", fromlist=["mutants"])):
             patch.setattr(module, "mutants", lambda: every)
-        patch.setattr(matrix, "COLUMN_CASES", 12)
-        for cases in ("probes", "heads", "long", "extremes"):  # a survivor meets all of them, which takes a while
+        patch.setattr(columns, "COLUMN_CASES", 12)
+        for cases in (
+            "probes",
+            "heads",
+            "sums",
+            "long",
+            "extremes",
+        ):  # a survivor meets all of them, which takes a while
             patch.setattr(lattice, cases, lambda *space: iter(()))
-        yield measure(names=(*NAMES, NOTHING.name), workers=1, examples=50, progress=lambda *what: told.append(what))
+        made = measure(names=(*NAMES, NOTHING.name), workers=1, examples=50, progress=lambda *what: told.append(what))
+    yield made
     registry.forget()
     planner.forget()
+
+
+def target(name: str) -> str:
+    (found,) = (mutant.target for mutant in mutants() if mutant.name == name)
+    return found
 
 
 def row(measured: Matrix, name: str) -> Row:
@@ -86,9 +110,80 @@ def test_it_is_json(measured: Matrix) -> None:
 
 
 def test_progress_is_told(measured: Matrix, told: list[tuple[int, int, str]]) -> None:
-    total = len(measured.checks) + len(measured.rows) + 1  # the true backend too
+    total = len(told)
     assert [(done, of) for done, of, _ in told] == [(n, total) for n in range(1, total + 1)]
-    assert {what for *_, what in told} == {"tiled", *measured.checks, *(found.name for found in measured.rows)}
+    steps = {what for *_, what in told}
+    assert {"a run on tiled", *(f"{check} alone" for check in measured.checks)} < steps
+    assert sum("mutants" in what for what in steps) > 0
+
+
+def test_a_true_backend_that_fails_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "_TRUE", target("lse-in-base-2"))
+    monkeypatch.setattr(columns, "COLUMN_CASES", 3)
+    with pytest.raises(VerificationError, match=r"the true backend fails too, by .*reference"):
+        measure(names=("bool-mask-inverted",), workers=1, examples=10)
+
+
+#: Faults of all sorts: in one call, in what a call leaves behind, now and then, and in few cases.
+ALONE = (
+    "bool-mask-inverted",
+    "one-key-tail-dropped",
+    "no-batch-has-no-longest-length",
+    "missing-barrier-loses-tiles-now-and-then",
+    "layout-cached-by-shape",
+    "saved-output-overwritten",
+    "output-buffer-shared-by-calls",
+    "dead-rows-of-uncleared-output",
+    "order-of-gradient-sums-varies",
+)
+
+
+def test_runs_side_by_side_end_where_each_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes, sums = lattice.probes, lattice.sums
+    # Some of the lattice, with a case that comes twice, which a run counts once.
+    monkeypatch.setattr(lattice, "probes", lambda *space: (*islice(probes(*space), 4), *islice(probes(*space), 2)))
+    monkeypatch.setattr(lattice, "sums", lambda *space: islice(sums(*space), 2))
+    for others in ("heads", "long", "extremes"):
+        monkeypatch.setattr(lattice, others, lambda *space: iter(()))
+    monkeypatch.setattr(order, "_FIRST_CHUNKS", 1)
+    every = tuple(target(name) for name in ALONE)
+    found = kills("tiled", every, 0, 70)
+    ended = {}
+    for name in ("tiled", *every):
+        registry.forget()
+        planner.forget()
+        report = run(Plan(targets(["cpu"], [name]), 70, 0, max_failures=1, shrink_tries=0, lattice=True))
+        first = next(iter(report.failures), None)
+        check = None if first is None or first.outcome.failure is None else first.outcome.failure.check
+        ended[name] = check, report.cases if first is None else first.after
+    assert {name: kill[:2] for name, kill in found.items()} == ended
+    assert ended["tiled"] == (None, 76)
+    assert 2 <= sum(check is None for check, _ in ended.values()) < len(ended) - 2
+    assert all(kill.seconds > 0 for kill in found.values())
+
+
+def _said(outcome: Outcome) -> tuple[object, ...]:
+    """What a check found; its message may name the case, and that its own check."""
+    failure = outcome.failure and replace(outcome.failure, message="")
+    return outcome.verdict, failure, outcome.checks, outcome.reasons
+
+
+def test_checks_that_share_a_run_say_what_each_says_of_its_own() -> None:
+    faulty = tuple(target(name) for name in ALONE[:3])
+    checks = [check.name for check in CHECKS if not check.gpu]
+    seen = Counter[str]()
+    for case in draw(Space(work=2**15, longest=140), 3, 25):
+        together = {(check, said.backend): said for check, said in apart(case, dict.fromkeys(faulty, checks))}
+        alone = {
+            (check, said.backend): said
+            for check in checks
+            for said in examine(case.replace(check=check), faulty, only=True)
+        }
+        assert together.keys() == alone.keys()
+        for key, said in together.items():
+            assert _said(said) == _said(alone[key])
+            seen[said.verdict] += 1
+    assert min(seen["verified"], seen["mismatch"]) > 20
 
 
 @pytest.mark.parametrize(("seconds", "median"), [((3.0, 1.0, 2.0), 2.0), ((4.0, 1.0, 2.0, 3.0), 2.5), ((1.0,), 1.0)])

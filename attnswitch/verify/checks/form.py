@@ -7,7 +7,6 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import expected, missing
 from attnswitch.verify.launch.layouts import host
-from attnswitch.verify.launch.pages import dealt
 from attnswitch.verify.launch.sequences import offsets
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Trial
@@ -48,7 +47,7 @@ def _inputs(trial: Trial) -> Failure | None:
         ("key_lengths", placed.key_lengths, list(case.lengths or ())),
         ("cu_seqlens_q", placed.cu_seqlens_q, offsets(case, "query")),
         ("cu_seqlens_k", placed.cu_seqlens_k, offsets(case, "key")),
-        ("block_table", placed.block_table, dealt(case, trial.data)[0].tolist() if case.page else None),
+        ("block_table", placed.block_table, None if placed.table is None else placed.table.tolist()),
     ]
     for name, array, numbers in beside:
         if array is not None and host(array).tolist() != numbers:

@@ -59,6 +59,8 @@ class Placed:
     block_table: Any = None
     sinks: Any = None
     alibi_slopes: Any = None
+    #: The numbers that ``block_table`` had, in NumPy.
+    table: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
         cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
         beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
+        heads["table"] = table
         return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device), **heads)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}

@@ -28,9 +28,8 @@ def dealt(case: Case, data: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
     numbers, contents = dict[bytes, int](), list[tuple[Array, Array]]()
     named = np.full((case.batch, width), -1)
     for b, length in enumerate(lengths):
-        for at in range(-(-length // page)):
-            rows = slice(at * page, min(at * page + page, length))
-            key, value = (_filled(data[role][b, :, rows], page) for role in ("key", "value"))
+        keys, values = (_paged(data[role][b, :, :length], page) for role in ("key", "value"))
+        for at, (key, value) in enumerate(zip(keys, values, strict=True)):
             number = numbers.setdefault(key.tobytes() + value.tobytes(), len(contents))
             if number == len(contents):
                 contents.append((key, value))
@@ -53,6 +52,10 @@ def placing(kind: str) -> str:
     return "contiguous" if kind in ("expanded-batch", "expanded-rows") else kind
 
 
-def _filled(rows: Array, page: int) -> Array:
-    """``rows`` (H, n, D) and NaN up to a whole page."""
-    return np.pad(rows, ((0, 0), (0, page - rows.shape[1]), (0, 0)), constant_values=math.nan)
+def _paged(rows: Array, page: int) -> Array:
+    """``rows`` (H, n, D) as pages (P, H, page, D), with NaN up to a whole one."""
+    heads, length, columns = rows.shape
+    count = -(-length // page)
+    whole = np.full((heads, count * page, columns), math.nan)
+    whole[:, :length] = rows
+    return whole.reshape(heads, count, page, columns).swapaxes(0, 1)

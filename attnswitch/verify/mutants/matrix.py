@@ -6,34 +6,30 @@ kill. Then every check alone looks at the same cases of every mutant: that shows
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from multiprocessing import active_children, get_context
 from typing import Any
 
 from attnswitch.errors import VerificationError
-from attnswitch.verify.checks import CHECKS, named
-from attnswitch.verify.drawing import lattice
-from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.drawing.strategies import Space
-from attnswitch.verify.judge import examine
-from attnswitch.verify.mutants.catalogue import mutants
-from attnswitch.verify.session.conduct import run
-from attnswitch.verify.session.explore import draw
-from attnswitch.verify.session.plan import EXAMPLES, Plan, targets
+from attnswitch.machine import registry
+from attnswitch.planning import planner
+from attnswitch.verify.checks import CHECKS
+from attnswitch.verify.mutants.catalogue import Mutant, mutants
+from attnswitch.verify.mutants.columns import columns
+from attnswitch.verify.mutants.kills import Kill, kills
+from attnswitch.verify.session.plan import EXAMPLES
 
 __all__ = ["Matrix", "Row", "measure"]
 
-#: Drawn cases that every check looks at alone, of so many that it may apply to.
-COLUMN_CASES, _DRAWN = 40, 400
-#: The backend that the mutants are edits of, and the cases drawn to see that nothing is wrong with it.
+#: The backend that the mutants are edits of, and the cases drawn at the least to see that nothing is wrong with it.
 _TRUE, _CONTROL = "tiled", 500
-#: They are small: a check that needs great lengths gets those of the lattice besides.
-_SPACE = Space(work=2**17, longest=300)
+#: Mutants are dealt to so many runs side by side, and their columns to so many parts, whatever the number of workers.
+_RUNS, _PARTS = 2, 4
+#: Faults in what a call leaves behind: of these each check makes calls of its own, with nothing before them.
+_LEAVING = ("memory", "state")
 
 #: Told how many of how many steps are done, and what was.
 Progress = Callable[[int, int, str], None]
@@ -41,7 +37,9 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One mutant: the check that ended the run, after how many cases and seconds; None if it survived.
+    """One mutant: the check that ended the run, None if it survived; after how many cases, and seconds.
+
+    The seconds are those that a run on the true backend needed for the same cases, in the same process.
 
     ``caught`` has the checks that see it when they look alone, with the number of the case that showed it.
     """
@@ -113,37 +111,71 @@ def measure(
     wanted = None if names is None else set(names)
     chosen = [mutant for mutant in mutants() if wanted is None or mutant.name in wanted]
     checks = tuple(check.name for check in CHECKS if not check.gpu)
-    workers = workers or os.cpu_count() or 1
-    total = len(chosen) + len(checks) + 1
-    kills: dict[str, tuple[str | None, int, float]] = {}
-    columns: dict[str, dict[str, int]] = {}
-    every = [_TRUE, *(m.target for m in chosen)]
-    far = [m.target for m in chosen if m.family == "long"]
-    tasks: list[tuple[Any, ...]] = [(_column, check, every, far, seed) for check in checks]
-    tasks += [(_killed, _TRUE, _TRUE, seed, min(examples, _CONTROL))]
-    tasks += [(_killed, mutant.name, mutant.target, seed, examples) for mutant in chosen]
-    for done, ((do, name, *_), result) in enumerate(_carried_out(tasks, workers), 1):
-        (kills if do is _killed else columns)[name] = result
-        progress(done, total, name)
-    against = [kills[_TRUE][0], *(check for check in checks if _TRUE in columns[check])]
-    if any(against):
-        raise VerificationError(f"the true backend fails too, by {', '.join(filter(None, against))}: nothing was shown")
+    caught: dict[str, dict[str, int]] = {check: {} for check in checks}
+    ended: dict[str, Kill] = {}
+    against: set[str] = set()
+    tasks = [*_runs(chosen, seed, examples), *_columns(chosen, checks, seed)]
+    for done, (task, found) in enumerate(_carried_out(tasks, workers or os.cpu_count() or 1), 1):
+        if task.do is kills:
+            against |= {found[_TRUE].check} - {None}
+            ended |= found
+        else:
+            against |= {check for check, seen in found.items() if _TRUE in seen}
+            for check in found:
+                caught[check] |= found[check]
+        progress(done, len(tasks), task.what)
+    if against:
+        raise VerificationError(f"the true backend fails too, by {', '.join(sorted(against))}: nothing was shown")
     rows = []
     for m in chosen:
-        first, cases, seconds = kills[m.name]
-        caught = {check: columns[check][m.target] for check in checks if m.target in columns[check]}
-        rows.append(Row(m.name, m.family, m.fault, m.seen, first, cases, seconds, caught))
+        seen = {check: caught[check][m.target] for check in checks if m.target in caught[check]}
+        rows.append(Row(m.name, m.family, m.fault, m.seen, *ended[m.target], caught=seen))
     return Matrix(tuple(rows), checks, seed, examples)
 
 
-def _carried_out(tasks: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """``do`` with ``given``, in whatever process; ``what`` says it in words."""
+
+    what: str
+    do: Callable[..., Any]
+    given: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        """Do it with every backend loaded anew: what earlier calls left behind is none of its own."""
+        registry.forget()
+        planner.forget()
+        return self.do(*self.given)
+
+
+def _runs(chosen: list[Mutant], seed: int, examples: int) -> Iterator[_Task]:
+    """The runs on all mutants, dealt out; and one on the true backend, to the end."""
+    for n in range(min(_RUNS, len(chosen))):
+        part = [mutant.target for mutant in chosen[n::_RUNS]]
+        yield _Task(f"runs on {len(part)} mutants", kills, (_TRUE, part, seed, examples))
+    yield _Task(f"a run on {_TRUE}", kills, (_TRUE, (), seed, min(examples, _CONTROL)))
+
+
+def _columns(chosen: list[Mutant], checks: tuple[str, ...], seed: int) -> Iterator[_Task]:
+    """The columns of the matrix: of some mutants those of all checks, and of some each alone."""
+    far = frozenset([_TRUE, *(mutant.target for mutant in chosen if mutant.family == "long")])
+    plain = [mutant.target for mutant in chosen if mutant.family not in _LEAVING]
+    leaving = [mutant.target for mutant in chosen if mutant.family in _LEAVING]
+    for n in range(min(_PARTS, len(plain))):
+        part = [_TRUE, *plain[n::_PARTS]]
+        yield _Task(f"every check alone on {len(part)} backends", columns, (checks, part, far, seed))
+    for check in checks if leaving else ():
+        yield _Task(f"{check} alone", columns, ((check,), [_TRUE, *leaving], far, seed))
+
+
+def _carried_out(tasks: list[_Task], workers: int) -> Iterator[tuple[_Task, Any]]:
     """Each task with its result, as they are finished."""
     if workers == 1:
-        yield from ((task, task[0](*task[1:])) for task in tasks)
+        yield from ((task, task()) for task in tasks)
         return
     executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread)
     try:
-        futures = {executor.submit(task[0], *task[1:]): task for task in tasks}
+        futures = {executor.submit(task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BaseException:  # Ctrl-C does not wait for the tasks that are left
@@ -158,40 +190,3 @@ def _one_thread() -> None:
     """The processes share the cores."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def _killed(name: str, target: str, seed: int, examples: int) -> tuple[str | None, int, float]:
-    """A run on one mutant: the check that ended it, the cases before, and the seconds."""
-    plan = Plan(targets(["cpu"], [target]), examples, seed, max_failures=1, shrink_tries=0, lattice=True)
-    report = run(plan)
-    if not report.failures:
-        return None, report.cases, report.seconds
-    found = report.failures[0]
-    assert found.outcome.failure is not None
-    return found.outcome.failure.check, found.after, found.seconds
-
-
-@functools.cache
-def _drawn(seed: int) -> list[Case]:
-    """The cases that every check chooses from."""
-    return draw(_SPACE, seed, _DRAWN)
-
-
-def _column(check: str, every: list[str], far: list[str], seed: int) -> dict[str, int]:
-    """One check alone on every mutant: those that it sees, with the number of the case.
-
-    Only the mutants of ``far``, which show at great lengths, get the cases of the lattice as well.
-    """
-    left, found = list(every), dict[str, int]()
-    cases = (case.replace(check=check) for case in _drawn(seed))
-    suiting = (case for case in cases if named(check).suits(case, "cpu"))
-    drawn = ((case, every) for case in islice(suiting, COLUMN_CASES))
-    fixed = (*lattice.probes(Space(), False), *lattice.long(Space(), False), *lattice.extremes(Space()))
-    seen = chain(drawn, ((case, far) for case in fixed if case.check == check))
-    for number, (case, wanted) in enumerate(seen, 1):
-        left = [target for target in left if target in wanted]
-        for outcome in examine(case, left, only=True) if left else ():
-            if outcome.verdict == "mismatch":
-                found[outcome.backend] = number
-        left = [target for target in left if target not in found]
-    return found

@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.verify import emulation
-from attnswitch.verify.drawing import lattice
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
-from attnswitch.verify.session import corpus, known
+from attnswitch.verify.session import corpus, known, order
 from attnswitch.verify.session.events import Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.explore import Drawn, Given, Job, Source
 from attnswitch.verify.session.plan import Plan, Target
@@ -27,14 +25,10 @@ from attnswitch.verify.session.tally import INTERRUPTED, Found, Report
 from attnswitch.verify.session.verdicts import of_outcome
 from attnswitch.wisdom import view
 
-__all__ = ["CHUNK", "Progress", "run"]
+__all__ = ["Progress", "run"]
 
-#: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others.
-CHUNK = 50
-#: The same where kernels are emulated and a case takes a second or more; and tries to shrink a failure there.
-_SLOW_CHUNK, _SLOW_TRIES = 10, 100
-#: Jobs of drawn cases before the lattice.
-_FIRST_CHUNKS = 8
+#: Tries to shrink a failure where kernels are emulated and a case takes a second or more.
+_SLOW_TRIES = 100
 #: The search for the worst case runs one case for every so many examples.
 _CLIMB = 20
 #: Tries to shrink a case: one that was given (""), one that ends its process, one that does not end.
@@ -112,11 +106,7 @@ class _Run:
             yield from self._saved(target, self._corpus)
             if self.plan.isolate:  # what they do to a process is not for this one
                 yield from self._divergences(target, self._corpus)
-        chunks = self._chunks(target)
-        if self.plan.lattice:  # most faults show in the first drawn cases, and sooner there
-            yield from islice(chunks, _FIRST_CHUNKS)
-            yield from self._lattice(target)
-        yield from chunks
+        yield from order.fresh(self.plan, target, partial(self._drawn, target))
         if self.plan.targeted and self.plan.drawn(target) is not None:
             yield from self._climbs(target)
 
@@ -140,29 +130,6 @@ class _Run:
         for backend, entry, saved in known.cases(target, every):
             self.divergences[backend, saved.case] = entry.id
             yield Given(target.device, ((saved.case, (backend,)),), source=Source.DIVERGENCE, unguarded=True)
-
-    def _lattice(self, target: Target) -> Iterator[Job]:
-        """The probes, then the long cases, on every backend; not on the dispatcher's choice, which is one of them."""
-        backends = tuple(name for name in target.backends if name != AUTO) or target.backends
-        if target.emulation:
-            probes, laws = [(case, True) for case in lattice.short(target.space)], []
-        else:
-            probes = [(case, True) for case in lattice.probes(target.space, target.on_gpu)]
-            laws = [(case, False) for case in lattice.heads(target.space)]
-            laws += [(case, False) for case in lattice.sums(target.space)]
-            laws += [(case, False) for case in lattice.long(target.space, target.on_gpu)]
-            laws += [(case, False) for case in lattice.extremes(target.space)]
-        for number, (case, only) in enumerate(probes + laws):
-            for backend in backends:
-                yield Given(target.device, ((case, (backend,)),), number, only=only)
-
-    def _chunks(self, target: Target) -> Iterator[Job]:
-        first, limit = 0, self.plan.problems(target)
-        chunk = max(1, (_SLOW_CHUNK if target.emulation else CHUNK) // target.recipes)
-        while limit is None or first < limit:
-            count = chunk if limit is None else min(chunk, limit - first)
-            yield self._drawn(target, first, count)
-            first += count
 
     def _climbs(self, target: Target) -> Iterator[Job]:
         limit = self.plan.problems(target)

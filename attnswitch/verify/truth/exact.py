@@ -44,6 +44,7 @@ class Exact:
         """
         self.case = case
         self._limits: dict[Precision, dict[str, Float]] = {}
+        self._row_errors: dict[Precision, dict[str, Any]] = {}
         self.rows: tuple[Any, Any, Any] | None = None
         #: Where in a result the part that is known stands, by the result's name.
         self._where: dict[str, tuple[Any, ...]] = {}
@@ -83,6 +84,11 @@ class Exact:
 
         Rows that see no key tell nothing of those that do: inf where no other was sampled.
         """
+        if precision not in self._row_errors:
+            self._row_errors[precision] = self._errors_of_rows(precision)
+        return self._row_errors[precision]
+
+    def _errors_of_rows(self, precision: Precision) -> dict[str, Any]:
         found = [bounds.row_errors(answer, precision) for answer in self.answers]
         if self.rows is None:
             return found[0]

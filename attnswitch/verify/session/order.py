@@ -1,0 +1,54 @@
+"""What there is to do in a run with new cases, in its order: drawn ones, the lattice, then the rest of the drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from attnswitch.verify.drawing import lattice
+from attnswitch.verify.outcome import AUTO
+from attnswitch.verify.session.explore import Drawn, Given, Job
+from attnswitch.verify.session.plan import Plan, Target
+
+__all__ = ["fresh"]
+
+#: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others.
+_CHUNK = 50
+#: The same where kernels are emulated and a case takes a second or more.
+_SLOW_CHUNK = 10
+#: Jobs of drawn cases before the lattice.
+_FIRST_CHUNKS = 8
+
+
+def fresh(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Iterator[Job]:
+    """The jobs of ``target``; ``drawn`` makes that of so many drawn cases from a number on."""
+    chunks = _chunks(plan, target, drawn)
+    if plan.lattice:  # most faults show in the first drawn cases, and sooner there
+        yield from islice(chunks, _FIRST_CHUNKS)
+        yield from _lattice(target)
+    yield from chunks
+
+
+def _chunks(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Iterator[Job]:
+    first, limit = 0, plan.problems(target)
+    chunk = max(1, (_SLOW_CHUNK if target.emulation else _CHUNK) // target.recipes)
+    while limit is None or first < limit:
+        count = chunk if limit is None else min(chunk, limit - first)
+        yield drawn(first, count)
+        first += count
+
+
+def _lattice(target: Target) -> Iterator[Job]:
+    """The probes, then the long cases, on every backend; not on the dispatcher's choice, which is one of them."""
+    backends = tuple(name for name in target.backends if name != AUTO) or target.backends
+    if target.emulation:
+        probes, laws = [(case, True) for case in lattice.short(target.space)], []
+    else:
+        probes = [(case, True) for case in lattice.probes(target.space, target.on_gpu)]
+        laws = [(case, False) for case in lattice.heads(target.space)]
+        laws += [(case, False) for case in lattice.sums(target.space)]
+        laws += [(case, False) for case in lattice.long(target.space, target.on_gpu)]
+        laws += [(case, False) for case in lattice.extremes(target.space)]
+    for number, (case, only) in enumerate(probes + laws):
+        for backend in backends:
+            yield Given(target.device, ((case, (backend,)),), number, only=only)
