@@ -41,8 +41,8 @@ _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
-#: that they refuse, and training has the forward of padded lengths, 0.130 ms for 0.232, which is yet to be measured.
-_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.0, 1.45), "page": (1.4, 1.6)}
+#: that they refuse (bench-packed.json).
+_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.0, 1.4), "page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
 
-sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+RESULTS = FIXTURES / "results"
+sys.path.append(str(FIXTURES))
 usage = importlib.import_module("cubin").usage
 sass = importlib.import_module("sass")
 nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
@@ -96,21 +99,17 @@ def test_it_is_the_choice_where_it_was_measured(monkeypatch: pytest.MonkeyPatch)
     assert tried[:4] == [None, *choice.ranked(PLAIN, H200)]
 
 
-@pytest.mark.parametrize(
-    ("text", "tile"),
-    [
-        ("b4.h16.s2048.d64.fp32.grad", "fused 128x64 r1"),
-        ("b1.h8.s1024.d64.fp32.grad", "fused 64x64 r2"),
-        ("b16.h12.s300.d64.fp32.grad", "fused 64x64 r2"),
-        ("b1.h2.s4096.d64.fp32.grad", "fused 64x64 r2"),
-        ("b4.h16.s2048.d128.fp32.grad", "fused 64x64 r1"),
-        ("b4.h16.s2048.d96.fp32.grad", "fused 128x64 r1"),
-        ("b4.h16.s2048.d32.fp32.grad", "fused 128x64 r1"),
-    ],
-)
-def test_the_first_tile_is_the_fastest_that_was_measured(text: str, tile: str) -> None:
-    """``h200/bench-fp32-backward.json``."""
-    assert str(choice.ranked(Problem.parse(text), H200)[0]) == tile
+def test_the_first_tile_is_about_the_fastest_that_was_measured() -> None:
+    document = json.loads((RESULTS / "h200/bench-fp32-backward.json").read_text(encoding="utf-8"))
+    times: dict[str, dict[str, float]] = {}
+    for each in document["records"]:
+        if "fused" in each["candidate"] and each["status"] == "measured":
+            times.setdefault(each["problem"], {})[each["candidate"]] = each["ms"]
+    assert len(times) > 10
+    for text, measured in times.items():
+        tile = str(choice.ranked(Problem.parse(text), H200)[0])
+        (taken,) = (ms for candidate, ms in measured.items() if f"backward {tile}," in candidate)
+        assert taken <= 1.02 * min(measured.values()), text
 
 
 def test_memory_is_what_the_launches_need() -> None:
