@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from attnswitch.errors import InvalidProblem
+from attnswitch.errors import BackendUnavailable, InvalidProblem
 from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Standing
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.names import one_of
 from attnswitch.verify.outcome import AUTO
 
-__all__ = ["first", "named", "present", "reach"]
+__all__ = ["able", "first", "named", "present", "reach"]
 
 
 def first() -> str:
@@ -45,6 +46,20 @@ def named(name: str) -> str:
     loaded = registry.load(name)
     if isinstance(loaded, Missing):
         raise InvalidProblem(f"backend {name!r} is a target, and {loaded}")
+    return name
+
+
+def able(name: str, where: str) -> str:
+    """``name``, if it is a backend that can run here and be chosen on the device ``where``.
+
+    Raises ``InvalidProblem`` if it is not known or is approximate, ``BackendUnavailable`` if it cannot run here.
+    """
+    loaded = registry.load(named(name))
+    why = loaded.reason if isinstance(loaded, Missing) else loaded.unavailable()
+    if why:
+        raise BackendUnavailable(f"backend {name!r} cannot run here: {why}")
+    if isinstance(loaded, Backend) and loaded.standing(Device.parse(where)) is Standing.NAMED:
+        raise InvalidProblem(f"backend {name!r} is approximate: it is never chosen, so there is nothing to tune")
     return name
 
 

@@ -19,8 +19,7 @@ from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 
 from . import files, render
-from .named import named as named_backend
-from .named import present
+from .named import able, present
 
 if TYPE_CHECKING:
     from attnswitch.tune.trial import Effort
@@ -86,7 +85,7 @@ def tune(
     files.check([json])
     tried = tuple(dict.fromkeys(backend or ()))
     for name in tried:
-        named_backend(name)
+        able(name, where)
     asked = _problems(where, problem, model, context, batch, dtype, train, recorded)
     if not asked:
         render.error("nothing to measure: what was named holds no problem, or only such whose output is empty")

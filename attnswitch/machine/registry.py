@@ -39,7 +39,7 @@ class Row(NamedTuple):
     name: str
     target: str
     origin: str = "attnswitch"
-    #: Whether it is chosen where it was timed alone, on every device (``Standing``): it is not loaded before.
+    #: Whether, on every device, it is chosen only where it was timed (``Standing``): it is not loaded before.
     waits: bool = False
 
 

@@ -55,6 +55,6 @@ class Candidate:
         untried = self.time is None and self.untimed is None
         return self.fits and self.fault is None and untried and self.standing in (Standing.FREE, Standing.TIMED)
 
-    def tried(self, asked: Collection[str]) -> bool:
+    def to_try(self, asked: Collection[str]) -> bool:
         """Whether what tunes tries it, given the names of those that were asked for."""
         return self.fits and (self.standing in (Standing.FREE, Standing.TIMED) or self.backend in asked)

@@ -187,7 +187,7 @@ class Plan:
         elif chosen is None or chosen.time is not None or chosen.near is not None:
             why = self._slower(candidate)
             if untimed := candidate.untimed:
-                why = f"but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}"
+                why = f"but was given up when it was tried on {untimed.date[:10]}: {untimed.why}"
         return (f"it takes the problem, {why}",)
 
     def remarks(self, candidate: Candidate) -> tuple[str, ...]:
@@ -222,10 +222,11 @@ class Plan:
         if candidate.standing is Standing.NAMED:
             return f"but is approximate, and runs only with backend={candidate.backend!r}"
         if untimed := candidate.untimed:
-            return f"but was not timed when that was tried on {untimed.date[:10]}: {untimed.why}"
+            return f"but was given up when it was tried on {untimed.date[:10]}: {untimed.why}"
         tune = f"attnswitch tune --problem {self.problem}"
         named = f" --backend {candidate.backend}" if candidate.standing is Standing.ASKED else ""
-        return f"but was not verified and timed here yet: `{tune}{named}`, or name it"
+        where = "here yet" if self.device.present else "there yet, as this machine knows"
+        return f"but was not verified and timed {where}: `{tune}{named}`, or name it"
 
     def _slower(self, candidate: Candidate) -> str:
         """What was measured of a candidate against what was of the chosen one, if anything was chosen."""

@@ -60,7 +60,8 @@ def build(
     field = Field(problem, device, backend, restarts=restarts)
     chosen = choice.choose(field, backend, policy)
     if chosen.backend is None:
-        require(make_plan(problem, device, backend, policy))
+        plan = require(make_plan(problem, device, backend, policy))  # which raises, unless ``restarts`` left out all
+        raise Unsupported(f"no other backend may be chosen, and {plan.backend} starts its backward from its own", plan)
     name = str(chosen.backend)
     if chosen.config:  # one of many: ``kernel`` looks it up by its text
         return kernel(name, problem, device, chosen.config)

@@ -112,7 +112,7 @@ class _Verifiers:
         # Neighbours share kernels, which the first of them compiles for the others.
         for problem in itertools.chain.from_iterable(problems[first::_AHEAD] for first in range(_AHEAD)):
             plain = trial.plainly(problem)
-            fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.tried(asked)]
+            fitting = [c.backend for c in planner.make_plan(plain, device).candidates if c.to_try(asked)]
             verifying[self._threads.submit(self._examine, cases.of(plain, device.kind), fitting)] = problem
         for future in as_completed(verifying):
             if future.exception() is None:

@@ -163,7 +163,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
     """Verify, try out and time the candidates."""
     problem = trial.problem
     plan = planner.make_plan(problem, device)
-    fitting = [candidate for candidate in plan.candidates if candidate.tried(effort.asked)]
+    fitting = [candidate for candidate in plan.candidates if candidate.to_try(effort.asked)]
     try:
         outcomes = examine(cases.of(problem, device.kind), [candidate.backend for candidate in fitting], where)
     except VerificationError as error:  # the verifier could not tell

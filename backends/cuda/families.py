@@ -41,8 +41,8 @@ _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
-#: that they refuse (bench-packed.json).
-_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.0, 1.4), "page": (1.4, 1.6)}
+#: that they refuse: 1.4 times with the lengths of bench-packed.json, 2.1 by its speed where all are as long.
+_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.0, 1.8), "page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the backends of installed libraries share: when one is chosen, operands that fit, results as they should be."""
+"""What the backends of installed libraries share: when they are chosen, how operands and results are adapted."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _kept(operand: Any, past: Any) -> Any:
 
 
 def _empty(problem: Problem, inputs: Inputs, stated: bool) -> tuple[Any, Any]:
-    """Nothing to attend from or to: zeros that are still a function of the operands, and lse -inf."""
+    """Nothing to attend from or to: zeros that are still a function of the operands, and lse -inf, or the sinks."""
     import torch
 
     query = inputs.query
@@ -221,4 +221,8 @@ def _empty(problem: Problem, inputs: Inputs, stated: bool) -> tuple[Any, Any]:
     out = query.new_zeros((*shape, problem.dim_v))
     if problem.grads:
         out = out + sum(operand[..., :0].sum() for operand in inputs[:3])
-    return out, query.new_full(shape, -math.inf, dtype=torch.float32) if stated else None
+    if not stated:
+        return out, None
+    if inputs.sinks is None:
+        return out, query.new_full(shape, -math.inf, dtype=torch.float32)
+    return out, inputs.sinks.to(query.device, torch.float32)[:, None].expand(shape).contiguous()

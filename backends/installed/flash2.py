@@ -52,6 +52,9 @@ class FlashAttnBackend(InstalledBackend):
         small = device.capability in ((8, 6), (8, 9))
         if p.grads and small and p.dim_qk > 192 and p.dropout:
             yield f"gradients with head dimension {p.dim_qk} and dropout: no tile fits the memory of {device.name}"
+        if p.alibi and p.lse and p.reach[1] == 0:
+            lse = "flash_attn_func has it off by slope times position"
+            yield f"return_lse with alibi_slopes under a causal mask: {lse}"
         yield from right_is_dropped(p)
 
     def attend(self, problem: Problem, device: Device) -> Attend:

@@ -5,7 +5,6 @@ Its lse has base 2. It compiles its kernels where no package of them is installe
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -94,17 +93,13 @@ def _paged(problem: Problem) -> Attend:
     (wrapper,) = called("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
     left, _ = sided(p, None)
 
-    @functools.cache
-    def workspace(device: Any) -> Any:
-        import torch
-
-        return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-
     def attend(inputs: Inputs, stated: bool) -> tuple[Any, Any]:
         import torch
 
         pages, indices, last = _tables(p, inputs)
-        decode = wrapper(workspace(inputs.query.device), kv_layout="HND", use_tensor_cores=True)
+        # Of each call its own: calls on two streams may run side by side.
+        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=inputs.query.device)
+        decode = wrapper(workspace, kv_layout="HND", use_tensor_cores=True)
         kind = getattr(torch, p.dtype)
         decode.plan(
             pages,

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from attnswitch.errors import CompileError
 from attnswitch.machine.backend import Inputs, Precision, Standing
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem, cost
@@ -26,6 +27,8 @@ from .takes import HALF, Takes
 __all__ = ["FlexBackend"]
 
 _MODULE = "torch.nn.attention.flex_attention"
+#: What torch raises where it cannot compile.
+_NOT_COMPILED = ("InductorError", "BackendCompilerFailed")
 #: Numbers the code objects: Dynamo counts what it compiles by code, and one problem must not use up another's limit.
 _numbers = itertools.count()
 
@@ -104,7 +107,7 @@ class FlexBackend(InstalledBackend):
             _MODULE, "flex_attention", "create_block_mask", "AuxRequest"
         )
         p, axes = problem, mods.spans(problem)
-        fixed = axes is not None and not any(axes)
+        fixed = axes is not None and not p.key_lengths and (p.mask is None or p.adds_mask)
 
         def blocks(inputs: Inputs) -> Any:
             batch, heads = (p.batch if axes[0] else None), (p.heads_q if axes[1] else None)  # type: ignore[index]
@@ -138,12 +141,24 @@ class FlexBackend(InstalledBackend):
 
         def attend(inputs: Inputs, stated: bool) -> tuple[Any, Any]:
             query, key, value = mods.without_padding(inputs)
+            inputs = inputs._replace(attn_mask=_stepless(inputs.attn_mask), key_lengths=_stepless(inputs.key_lengths))
             block_mask = None if axes is None else ready(inputs.query.device) if fixed else blocks(inputs)
             beside = mods.added(p, inputs), inputs.alibi_slopes, inputs.key_lengths
-            out, lse = run(query, key, value, block_mask, beside, stated)
+            try:
+                out, lse = run(query, key, value, block_mask, beside, stated)
+            except RuntimeError as error:
+                if type(error).__name__ not in _NOT_COMPILED:
+                    raise
+                line = str(error).strip().partition("\n")[0]
+                raise CompileError(f"torch could not compile flex_attention for {p}: {line}") from error
             return out, lse
 
         return attend
+
+
+def _stepless(array: Any) -> Any:
+    """``array``, or a copy where its last axis has steps: the compiler has no loads for those."""
+    return array if array is None or array.stride(-1) in (0, 1) else array.contiguous()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,6 +84,18 @@ def test_it_is_not_chosen_where_it_alone_takes_the_problem(standing: Standing, m
         attnswitch.plan(TEXT)
 
 
+def test_no_backward_starts_from_what_is_given_where_none_can(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register("shy", "attnswitch.backends.tiled:TiledBackend")
+    monkeypatch.setattr(type(registry.loaded("shy")), "restarts", False)
+    monkeypatch.setattr(registry, "names", lambda: ("shy",))
+    view.changed()
+    query, key, value = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    with pytest.raises(Unsupported, match="shy starts its backward from its own"):
+        attnswitch.attention_backward(torch.ones(1, 2, 5, 8), query, key, value)
+
+
 def test_tune_tries_it_where_it_may(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "names", lambda: ("sdpa-flash", "shy"))
     view.changed()

@@ -47,7 +47,7 @@ SMALL = Problem.parse("b1.h2.s16.d8.fp32")
 def test_every_backend_that_takes_it_is_timed(text: str) -> None:
     problem = Problem.parse(text)
     found = trial.run(problem, "cpu", QUICK, examine)
-    takes = {c.backend for c in attnswitch.explain(problem).candidates if c.tried(())}
+    takes = {c.backend for c in attnswitch.explain(problem).candidates if c.to_try(())}
     assert {time.backend for time in found.times} | found.hopeless.keys() == takes
     assert all(ratio > 4 for ratio in found.hopeless.values())
     assert (found.wrong, found.failed) == ([], {})
@@ -180,7 +180,7 @@ def test_what_cannot_be_measured_is_known_for_it_and_not_tried_again(register: R
     plan = attnswitch.plan(SMALL, policy="measure")
     (candidate,) = (candidate for candidate in plan.candidates if candidate.backend == "greedy")
     (why,) = plan.why_not(candidate)
-    assert why.startswith("it takes the problem, but was not timed when that was tried on 2")
+    assert why.startswith("it takes the problem, but was given up when it was tried on 2")
     assert why.endswith(": refused: out of memory: it wants a terabyte")
 
 

@@ -114,7 +114,7 @@ def _saying(**keywords: Any) -> dict[str, Any]:
 
 def _taking(plan: Plan) -> list[str]:
     """The backends that take the problem, as torch's tensors."""
-    names = [candidate.backend for candidate in plan.candidates if candidate.tried(())]
+    names = [candidate.backend for candidate in plan.candidates if candidate.to_try(())]
     return [name for name in names if registry.loaded(name).native("torch") == "torch"]
 
 

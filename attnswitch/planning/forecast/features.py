@@ -25,7 +25,17 @@ _COPIED = 16
 FEATURES = (
     *("batch_heads", "seq_q", "seq_k", "dim", "dim_v", "padding", "group", "waves", "intensity", "visible", "bias"),
     *("float32", "float16", "few", "causal", "bottom_right", "window", "lengths", "ragged"),
-    *("bool_rows", "bool_full", "float_rows", "float_full", "uneven", "softcap", "dropout", "grads", "deterministic"),
+    *(
+        "bool_rows",
+        "bool_full",
+        "float_rows",
+        "float_full",
+        "unaligned",
+        "softcap",
+        "dropout",
+        "grads",
+        "deterministic",
+    ),
 )
 #: Names of what ``host_features`` returns.
 HOST = (

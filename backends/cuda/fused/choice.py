@@ -19,7 +19,7 @@ _FEW = 64
 #: Head dimensions at which GPUs of a compute capability were measured to be faster with it: there it is the choice, and
 #: elsewhere ``attnswitch tune`` tries it.
 MEASURED: dict[tuple[int, int], tuple[int, ...]] = {(9, 0): DIMS}
-#: What a block of two on an SM takes as long as one of twice the keys, on an H200; and what it takes if it is alone.
+#: How long two blocks beside each other on an SM take, over one of twice the keys, on an H200; and one block alone.
 _BESIDE, _ALONE = 1.09, 0.65
 #: Keys and queries of a tile, and blocks of an SM, by head dimension: of those whose registers nearly suffice.
 _TILES = {

@@ -93,7 +93,7 @@ def _soonest_uneven(
     another ends, so that all end at about the same time.
     """
     best, least = 1, math.inf
-    for splits in range(1, min(tiles if apart else tiles // 2, _MOST_SPLITS) + 1):
+    for splits in range(1, max(1, min(tiles if apart else tiles // 2, _MOST_SPLITS)) + 1):
         steps = -(-tiles // (splits * teams))
         merge = 0 if splits == 1 else _MERGE if apart and splits <= _MOST_MERGED else launch
         longest = steps + _EXTRA

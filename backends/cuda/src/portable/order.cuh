@@ -4,8 +4,8 @@
 
 constexpr int MOST_ORDERED = 32;
 
-// Which sequence comes at `place`, by a whole warp. Of more than a lane each has, they come as they are; so do the rows
-// past the last one (VARLEN).
+// Which sequence comes at `place`, by a whole warp. More than MOST_ORDERED come as they are; so do the rows past the last
+// one (VARLEN).
 DEVICE int by_length(const Arguments& a, int place) {
     const int count = a.batch - VARLEN, own = thread_index() % 32;
     if (count < 2 || count > MOST_ORDERED || place >= count) return place;
