@@ -127,7 +127,8 @@ def test_other_devices_and_calls_without_work_have_none() -> None:
 
 def test_what_servers_call_goes_to_the_faster_of_the_own_kernels() -> None:
     times: dict[str, dict[str, float]] = {}  # forward, and with gradients
-    for record in json.loads((RESULTS / "h200/bench-serving.json").read_text(encoding="utf-8"))["records"]:
+    files = (RESULTS / "h200" / f"bench-{name}.json" for name in ("serving", "packed", "paged"))  # the later the newer
+    for record in (each for file in files for each in json.loads(file.read_text(encoding="utf-8"))["records"]):
         if record["candidate"] in ("cuda", "triton") and record["status"] == "measured":
             grads = ".grad" * (record["direction"] == "backward")
             times.setdefault(record["problem"] + grads, {})[record["candidate"]] = record["ms"]

@@ -62,13 +62,14 @@ print(json.dumps([attnswitch.__all__, sorted(public)]))
 
 def test_a_name_stays_what_it_is_once_backends_are_loaded() -> None:
     program = """
-import json, numpy, attnswitch
+import contextlib, json, numpy, attnswitch
 before = {name: getattr(attnswitch, name) for name in attnswitch.__all__}
 named = attnswitch.backends()
 query = numpy.zeros((1, 1, 2, 4))
 for name, why in named.items():
     if why is None:
-        attnswitch.attention(query, query, query, backend=name)
+        with contextlib.suppress(attnswitch.Unsupported):  # it is loaded all the same
+            attnswitch.attention(query, query, query, backend=name)
 changed = [name for name, value in before.items() if getattr(attnswitch, name) is not value]
 print(json.dumps([changed, list(named), attnswitch.backends() == named]))
 """
