@@ -40,16 +40,24 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         {"softcap": 2.0, "scale": 0.0},
     ],
 )
-@pytest.mark.parametrize("shape", [(7, 11), (11,), (1, 1, 1, 11), (3, 1, 7, 11), (1, 4, 7, 1)], ids=str)
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        *(("bool", shape) for shape in ((7, 11), (1, 1, 1, 11), (3, 1, 7, 11), (1, 4, 7, 1))),
+        *(("float", shape) for shape in ((7, 11), (3, 1, 7, 11))),
+    ],
+    ids=str,
+)
 def test_all_that_is_given_applies_together(
-    said: dict[str, Any], mask: str | None, shape: tuple[int, ...], interpreted: None
+    said: dict[str, Any], mask: tuple[str, tuple[int, ...]] | None, interpreted: None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(3, h, n, 16, generator=generator) for h, n in ((4, 7), (2, 11), (2, 11)))
     if mask is not None:
+        kind, shape = mask
         drawn = torch.randn(shape, generator=generator)
-        said = {**said, "attn_mask": drawn > 0 if mask == "bool" else drawn}
+        said = {**said, "attn_mask": drawn > 0 if kind == "bool" else drawn}
     out = attnswitch.attention(query, key, value, backend="torch-flex", **said)
     torch.testing.assert_close(out, attnswitch.attention(query, key, value, backend="tiled", **said))
 
