@@ -12,11 +12,12 @@ from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kerne
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.through_torch import no_gpu
 from . import takes
 from .package import Package
 from .takes import Takes
 
-__all__ = ["Attend", "InstalledBackend", "InstalledKernel", "called", "edges_of", "rows_of", "turned"]
+__all__ = ["Attend", "InstalledBackend", "InstalledKernel", "called", "edges_of", "of_rows", "rows_of", "turned"]
 
 #: Output (B, Hq, Lq, Dv), and lse (B, Hq, Lq) where it is asked for, of inputs that fit.
 Attend = Callable[[Inputs, bool], tuple[Any, Any]]
@@ -33,7 +34,7 @@ class InstalledBackend(Backend):
 
     def unavailable(self) -> str | None:
         """What is not installed, with the command; or for want of a GPU."""
-        return self.package.missing() or _no_gpu()
+        return self.package.missing() or no_gpu()
 
     def standing(self, device: Device) -> Standing:
         """Nothing shipped says how fast it is, nor has it been verified on every machine."""
@@ -179,14 +180,9 @@ def rows_of(array: Any) -> Any:
     return array[0].transpose(0, 1)
 
 
-def _no_gpu() -> str | None:
-    import torch
-
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA; install a CUDA build"
-    if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU; it needs one, with a driver for CUDA " + torch.version.cuda
-    return None
+def of_rows(array: Any) -> Any:
+    """(T, H, D) as (1, H, T, D), or (T, H) as (1, H, T)."""
+    return array.transpose(0, 1)[None]
 
 
 def _leaf(operand: Any) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
-from .base import Attend, edges_of, rows_of, turned
+from .base import Attend, edges_of, of_rows, rows_of, turned
 
 __all__ = ["Call", "dense_or_packed"]
 
-#: From operands as the library lays them out, and keywords, to output and lse, (B, H, L) or (H, T).
-Call = Callable[..., tuple[Any, Any]]
+#: From operands as the library lays them out, and keywords, to the output, or a tuple of it, the lse, (B, H, L) or
+#: (H, T), and maybe more.
+Call = Callable[..., Any]
 
 
 def dense_or_packed(
@@ -23,14 +24,14 @@ def dense_or_packed(
     if not problem.varlen:
 
         def attend(inputs: Inputs, stated: bool) -> tuple[Any, Any]:
-            out, lse = dense(*map(turned, inputs[:3]), **beside(inputs, stated))
+            out, lse = _first_two(dense(*map(turned, inputs[:3]), **beside(inputs, stated)))
             return turned(out), lse
 
         return attend
 
     def attend_packed(inputs: Inputs, stated: bool) -> tuple[Any, Any]:
         query_edges, key_edges = edges_of(inputs)
-        out, lse = packed(
+        found = packed(
             *map(rows_of, inputs[:3]),
             cu_seqlens_q=query_edges,
             cu_seqlens_k=key_edges,
@@ -38,6 +39,12 @@ def dense_or_packed(
             max_seqlen_k=problem.seq_k,
             **beside(inputs, stated),
         )
-        return out.transpose(0, 1)[None], None if lse is None else lse[None]
+        out, lse = _first_two(found)
+        return of_rows(out), None if lse is None else lse[None]
 
     return attend_packed
+
+
+def _first_two(found: Any) -> tuple[Any, Any]:
+    """Output and lse, None where there is none, of what a call returned."""
+    return (found[0], found[1]) if isinstance(found, tuple) else (found, None)

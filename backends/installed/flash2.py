@@ -47,8 +47,6 @@ class FlashAttnBackend(InstalledBackend):
         p = problem
         if p.softcap and p.dropout:
             yield f"softcap={p.softcap} with dropout_p={p.dropout}: flash_attn_func has one or the other"
-        if p.dropout == 1.0:
-            yield "dropout_p=1.0: flash_attn_func takes less than 1"
         small = device.capability in ((8, 6), (8, 9))
         if p.grads and small and p.dim_qk > 192 and p.dropout:
             yield f"gradients with head dimension {p.dim_qk} and dropout: no tile fits the memory of {device.name}"
@@ -74,7 +72,7 @@ class FlashAttnBackend(InstalledBackend):
                 "return_attn_probs": stated,
             }
 
-        return dense_or_packed(p, _first_two(dense), _first_two(packed), beside)
+        return dense_or_packed(p, dense, packed, beside)
 
 
 def _slopes(problem: Problem, inputs: Inputs) -> Any:
@@ -83,11 +81,3 @@ def _slopes(problem: Problem, inputs: Inputs) -> Any:
     if slopes is None:
         return None
     return slopes[0].contiguous() if slopes.shape[0] == 1 else slopes.contiguous()
-
-
-def _first_two(function: Any) -> Any:
-    def call(*operands: Any, **said: Any) -> tuple[Any, Any]:
-        found = function(*operands, **said)
-        return found[:2] if isinstance(found, tuple) else (found, None)
-
-    return call

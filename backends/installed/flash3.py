@@ -62,7 +62,7 @@ class FlashAttn3Backend(InstalledBackend):
             }
             return {**said, "return_attn_probs": stated} if tells else said
 
-        return dense_or_packed(p, _both(dense), _both(packed), beside)
+        return dense_or_packed(p, dense, packed, beside)
 
 
 def _interface() -> list[Any]:
@@ -73,11 +73,3 @@ def _interface() -> list[Any]:
             return called(_MODULES[1], *_NAMES)
         except CompileError:
             raise error from None
-
-
-def _both(function: Any) -> Any:
-    def call(*operands: Any, **said: Any) -> tuple[Any, Any]:
-        found = function(*operands, **said)
-        return (found[0], found[1]) if isinstance(found, tuple) else (found, None)
-
-    return call

@@ -13,7 +13,7 @@ from attnswitch.machine.backend import Inputs, Standing
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from .base import Attend, InstalledBackend, called
+from .base import Attend, InstalledBackend, called, of_rows, rows_of
 from .package import Package
 from .takes import Takes, sided
 
@@ -72,9 +72,9 @@ class FlashInferBackend(InstalledBackend):
 
         def attend(inputs: Inputs, stated: bool) -> tuple[Any, Any]:
             found = single(
-                inputs.query[0].transpose(0, 1).contiguous(),
-                inputs.key[0].transpose(0, 1).contiguous(),
-                inputs.value[0].transpose(0, 1).contiguous(),
+                rows_of(inputs.query).contiguous(),
+                rows_of(inputs.key).contiguous(),
+                rows_of(inputs.value).contiguous(),
                 causal=right == 0,
                 kv_layout="NHD",
                 sm_scale=p.softmax_scale,
@@ -83,7 +83,7 @@ class FlashInferBackend(InstalledBackend):
                 return_lse=stated,
             )
             out, lse = found if stated else (found, None)
-            return out.transpose(0, 1)[None], _natural(lse, lambda x: x.transpose(0, 1)[None])
+            return of_rows(out), _natural(lse, of_rows)
 
         return attend
 

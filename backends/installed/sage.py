@@ -14,7 +14,7 @@ from attnswitch.problem import Problem
 
 from .base import Attend, InstalledBackend, called
 from .package import Package
-from .takes import HALF, Takes
+from .takes import Takes
 
 __all__ = ["SageBackend"]
 
@@ -25,9 +25,7 @@ class SageBackend(InstalledBackend):
     name: ClassVar[str] = "sage"
     approximate: ClassVar[bool] = True
     package: ClassVar[Package] = Package("sageattention", "pip install sageattention", "1.0.6", "3")
-    takes: ClassVar[Takes] = Takes(
-        "sageattn", dtypes=HALF, dims=(64, 128), any_scale=False, bottom_right=False, grads=False
-    )
+    takes: ClassVar[Takes] = Takes("sageattn", dims=(64, 128), any_scale=False, bottom_right=False, grads=False)
 
     def limits(self, problem: Problem, device: Device) -> Iterator[str]:
         """Causal where there are as many queries as keys."""

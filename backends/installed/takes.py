@@ -8,10 +8,14 @@ from typing import NamedTuple
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.through_torch import fits_grid, readable
+
 __all__ = ["HALF", "Takes", "reasons", "right_is_dropped", "sided"]
 
 #: The 16-bit types.
 HALF = ("float16", "bfloat16")
+#: The largest head dimension of every library.
+_WIDEST = 256
 
 
 class Takes(NamedTuple):
@@ -23,8 +27,7 @@ class Takes(NamedTuple):
     #: The least compute capability, and the majors that there are kernels for; empty: all from the least on.
     least: tuple[int, int] = (8, 0)
     majors: tuple[int, ...] = ()
-    #: Head dimensions: up to ``dim``, in steps, or those of ``dims``; whether value may have another.
-    dim: int = 256
+    #: Head dimensions: up to ``_WIDEST``, in steps, or those of ``dims``; whether value may have another.
     step: int = 8
     dims: tuple[int, ...] = ()
     unequal: bool = False
@@ -38,8 +41,7 @@ class Takes(NamedTuple):
     dropout: bool = False
     #: Whether scale may be 0 or negative.
     any_scale: bool = True
-    #: Whether key heads may be shared, and with gradients.
-    grouped: bool = True
+    #: Whether there are gradients of key heads that are shared.
     grouped_grads: bool = True
     grads: bool = True
     #: Whether gradients repeat their bits where they are asked to.
@@ -85,6 +87,8 @@ def _of_form(takes: Takes, problem: Problem) -> Iterator[str]:
         yield f"dropout_p={p.dropout}: {takes.call} has none"
     elif p.dropout and p.seeded:
         yield "a dropout seed was given: the library draws from a generator of its own; leave seed out"
+    if p.dropout == 1.0 and takes.dropout:
+        yield f"dropout_p=1.0: {takes.call} takes less than 1"
     if p.nonfinite:
         yield "NaN, inf or what overflows was seen: hidden positions weigh 0 there, and 0 * NaN is NaN"
 
@@ -98,22 +102,14 @@ def _of_operands(takes: Takes, problem: Problem) -> Iterator[str]:
     for name, dim in (("dim_qk", p.dim_qk), ("dim_v", p.dim_v)):
         if takes.dims and dim not in takes.dims:
             yield f"{name}={dim}: {takes.call} has kernels for {', '.join(map(str, takes.dims))}"
-        elif dim > takes.dim:
-            yield f"{name}={dim}: head dimensions up to {takes.dim}"
+        elif dim > _WIDEST:
+            yield f"{name}={dim}: head dimensions up to {_WIDEST}"
         elif dim % takes.step:
             yield f"{name}={dim}: a multiple of {takes.step} is needed"
-    if p.group > 1 and not takes.grouped:
-        yield f"{p.heads_q} query heads, {p.heads_kv} key heads: {takes.call} wants as many of one as of the other"
-    if max(p.batch, p.heads_q) > 65535:
-        yield f"batch {p.batch}, heads {p.heads_q}: each at most 65535, the limit of a CUDA launch grid"
+    yield from fits_grid(p)
     if not takes.any_scale and p.scale is not None and p.scale <= 0:
         yield f"scale={p.scale}: {takes.call} takes positive ones"
-    for role in ("query", "key", "value", "attn_mask"):
-        memory = getattr(p, role)
-        if memory.negative:
-            yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
-        elif memory.align < 8 and memory.align < p.element(role):
-            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    yield from readable(p)
 
 
 def _of_positions(takes: Takes, problem: Problem) -> Iterator[str]:
@@ -144,7 +140,7 @@ def _of_gradients(takes: Takes, problem: Problem) -> Iterator[str]:
     if not takes.grads:
         yield f"gradients (grad={p.grads}): {takes.call} has none"
         return
-    if p.group > 1 and takes.grouped and not takes.grouped_grads:
+    if p.group > 1 and not takes.grouped_grads:
         yield f"gradients of {p.heads_kv} key heads shared by {p.heads_q} query heads: {takes.call} has none"
     if p.deterministic and not takes.deterministic:
         yield f"deterministic=True with gradients: that those of {takes.call} repeat their bits is not known"

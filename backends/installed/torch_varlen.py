@@ -12,7 +12,7 @@ from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from .base import Attend, InstalledBackend, called, edges_of, rows_of
+from .base import Attend, InstalledBackend, called, edges_of, of_rows, rows_of
 from .package import Package
 from .takes import Takes, right_is_dropped, sided
 
@@ -48,6 +48,6 @@ class TorchVarlenBackend(InstalledBackend):
             aux = {"return_aux": request(lse=True)} if stated else {}
             found = varlen_attn(query, key, value, *edges, problem.seq_q, problem.seq_k, **said, **aux)
             out, lse = found if stated else (found, None)
-            return out.transpose(0, 1)[None], None if lse is None else lse[None]
+            return of_rows(out), None if lse is None else lse[None]
 
         return attend

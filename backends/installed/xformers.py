@@ -30,8 +30,6 @@ class XformersBackend(InstalledBackend):
         p = problem
         if p.causal and p.bottom_right and p.seq_q > p.seq_k:
             yield f"{p.seq_q} queries, {p.seq_k} keys from the bottom right: what rows that see nothing get is not said"
-        if p.dropout == 1.0:
-            yield "dropout_p=1.0: memory_efficient_attention takes less than 1"
         said = p.replace(alignment="bottom_right") if p.causal else p
         yield from super().reasons(said, device)
 

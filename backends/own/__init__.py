@@ -1,1 +1,1 @@
-"""What ``cuda`` and ``triton`` both have."""
+"""What ``cuda`` and ``triton`` both have, and what backends have that are called through torch."""

@@ -13,10 +13,11 @@ from attnswitch.machine.backend import Backend, Backward, Config, Forward, Gradi
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.through_torch import no_gpu
 from . import autocast, masks
 from .backward import Given
 from .grouped import GroupedKernel, grouped
-from .reasons import common, no_gpu, usual
+from .reasons import common, usual
 from .trimmed import TrimmedKernel, trimmed
 
 __all__ = ["Compose", "Fit", "Launch", "SdpaBackend", "SdpaKernel", "comes_to"]

@@ -11,11 +11,12 @@ from attnswitch.machine.backend import Forward
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.through_torch import fits_grid
 from . import biased, memory
 from .backward import Given
 from .base import Compose, Fit, Launch, SdpaBackend
 from .operands import copied_if_expanded, padded
-from .reasons import fits_grid, mask_loses_bits, needs_cuda, needs_half, version
+from .reasons import mask_loses_bits, needs_cuda, needs_half, version
 
 __all__ = ["CudnnBackend"]
 

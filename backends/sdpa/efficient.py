@@ -13,11 +13,12 @@ from attnswitch.machine.backend import Forward
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.through_torch import fits_grid
 from . import biased, memory
 from .backward import Given
 from .base import Compose, Fit, Launch, SdpaBackend
 from .operands import padded
-from .reasons import ATOMIC, fits_grid, mask_loses_bits, needs_cuda, version
+from .reasons import ATOMIC, mask_loses_bits, needs_cuda, version
 
 __all__ = ["EfficientBackend"]
 

@@ -13,6 +13,7 @@ from attnswitch.machine.backend import Forward, Kernel, Precision, Shows
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ..own.through_torch import fits_grid
 from . import memory, raised
 from .arguments import told
 from .backward import Given, no_state, relative
@@ -21,7 +22,7 @@ from .hooks import once_differentiable, with_aligned_gradient
 from .kept import kept
 from .masks import Hiding, added, compose_plain, ends, unsaturated
 from .operands import dense_rows, padded
-from .reasons import ATOMIC, fits_grid, needs_cuda, needs_half, stands_aside
+from .reasons import ATOMIC, needs_cuda, needs_half, stands_aside
 
 __all__ = ["FlashBackend"]
 

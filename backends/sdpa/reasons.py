@@ -11,14 +11,14 @@ import torch.nn.attention
 from attnswitch.machine.device import Device, release
 from attnswitch.problem import Problem
 
+from ..own.through_torch import readable
+
 __all__ = [
     "ATOMIC",
     "common",
-    "fits_grid",
     "mask_loses_bits",
     "needs_cuda",
     "needs_half",
-    "no_gpu",
     "stands_aside",
     "usual",
     "version",
@@ -48,12 +48,7 @@ def common(problem: Problem, *, has_lse: bool) -> Iterator[str]:
         yield "return_lse: this operator returns none"
     if problem.lse and problem.grads and has_lse:
         yield f"return_lse with gradients (grad={problem.grads}): the operator's lse is not differentiable"
-    for role in ("query", "key", "value", "attn_mask"):
-        memory = getattr(problem, role)
-        if memory.negative:
-            yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
-        elif memory.align < 8 and memory.align < problem.element(role):
-            yield f"{role} is aligned to {memory.align} bytes only, less than one element; pass a copy"
+    yield from readable(problem)
 
 
 def version(device: Device, software: str) -> tuple[int, ...]:
@@ -65,15 +60,6 @@ def version(device: Device, software: str) -> tuple[int, ...]:
 
 
 _numbers = functools.lru_cache(maxsize=64)(release)
-
-
-def no_gpu() -> str | None:
-    """Why torch cannot use an NVIDIA GPU on this machine."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA; install a CUDA build"
-    if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU; it needs one, with a driver for CUDA " + torch.version.cuda
-    return None
 
 
 def needs_cuda(device: Device, least: tuple[int, int]) -> str | None:
@@ -98,12 +84,6 @@ def needs_half(problem: Problem) -> Iterator[str]:
     """It exists for the 16-bit types only."""
     if problem.dtype not in ("float16", "bfloat16"):
         yield f"dtype {problem.dtype}: the kernel exists for float16 and bfloat16"
-
-
-def fits_grid(problem: Problem) -> Iterator[str]:
-    """Batch and heads are axes of the launch grid."""
-    if max(problem.batch, problem.heads_q) > 65535:
-        yield f"batch {problem.batch}, heads {problem.heads_q}: each at most 65535, the limit of a CUDA launch grid"
 
 
 def mask_loses_bits(problem: Problem) -> Iterator[str]:

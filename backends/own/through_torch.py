@@ -1,0 +1,37 @@
+"""Reasons against problems, and machines, that backends share which are called through torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnswitch.problem import Problem
+
+from .requirements import aligned
+
+__all__ = ["fits_grid", "no_gpu", "readable"]
+
+
+def readable(problem: Problem) -> Iterator[str]:
+    """A tensor can stand for every operand."""
+    for role in ("query", "key", "value", "attn_mask"):
+        if getattr(problem, role).negative:
+            yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
+        elif reason := aligned(problem, role):
+            yield reason
+
+
+def fits_grid(problem: Problem) -> Iterator[str]:
+    """Batch and heads are axes of the launch grid."""
+    if max(problem.batch, problem.heads_q) > 65535:
+        yield f"batch {problem.batch}, heads {problem.heads_q}: each at most 65535, the limit of a CUDA launch grid"
+
+
+def no_gpu() -> str | None:
+    """Why torch cannot use an NVIDIA GPU on this machine."""
+    import torch  # slow to import
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build"
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU; it needs one, with a driver for CUDA " + torch.version.cuda
+    return None
