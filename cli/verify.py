@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import attnswitch
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
-from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
 from attnswitch.verify.outcome import AUTO, Outcome
@@ -316,6 +315,6 @@ def _backends(names: list[str] | None) -> list[str]:
 def _unasked(name: str, device: Device) -> bool:
     """Whether a backend that can run here is tried though nobody names it. A broken plug-in is."""
     try:
-        return registry.loaded(name).standing(device) in (Standing.FREE, Standing.TIMED)
+        return registry.loaded(name).standing(device).unasked
     except Exception:  # the verifier tells what it was
         return True

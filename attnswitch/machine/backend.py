@@ -130,6 +130,15 @@ class Standing(enum.Enum):
     #: Never.
     NAMED = enum.auto()
 
+    @property
+    def unasked(self) -> bool:
+        """Whether what tunes or verifies tries it though nobody names it."""
+        return self in (Standing.FREE, Standing.TIMED)
+
+    def allows(self, timed: bool) -> bool:
+        """Whether it may be chosen, given whether it was timed here on problems of the class."""
+        return self is Standing.FREE or (timed and self is not Standing.NAMED)
+
 
 class Kernel:
     """What a backend compiles for one problem: ``forward``, and ``backward`` unless torch differentiates the forward.

@@ -46,15 +46,14 @@ class Candidate:
     @property
     def trusted(self) -> bool:
         """Whether it takes the problem and can be chosen for it without being named."""
-        proven = self.standing is Standing.FREE or (self.standing is not Standing.NAMED and self.time is not None)
-        return self.fits and self.fault is None and proven
+        return self.fits and self.fault is None and self.standing.allows(self.time is not None)
 
     @property
     def open(self) -> bool:
         """Whether it could be chosen once it is measured, and nobody has tried that."""
         untried = self.time is None and self.untimed is None
-        return self.fits and self.fault is None and untried and self.standing in (Standing.FREE, Standing.TIMED)
+        return self.fits and self.fault is None and untried and self.standing.unasked
 
     def to_try(self, asked: Collection[str]) -> bool:
         """Whether what tunes tries it, given the names of those that were asked for."""
-        return self.fits and (self.standing in (Standing.FREE, Standing.TIMED) or self.backend in asked)
+        return self.fits and (self.standing.unasked or self.backend in asked)

@@ -134,7 +134,7 @@ class Field:
         for row in self.rows:
             if row.waits and not wisdom.knows(row.name):  # nor is it loaded
                 continue
-            if row.standing is not Standing.FREE and not self._proven(row):
+            if not self._proven(row):
                 continue
             if self.restarts and not getattr(row.backend, "restarts", True):
                 continue
@@ -142,9 +142,10 @@ class Field:
                 yield row
 
     def _proven(self, row: Row) -> bool:
-        if row.standing is Standing.NAMED or row.unavailable is not None:
-            return False
-        return isinstance(view.current().time(row.name, self.problem, self.device), Time)
+        if row.standing is Standing.FREE:  # most are, and no time is looked up for them
+            return True
+        known = row.unavailable is None and view.current().time(row.name, self.problem, self.device)
+        return row.standing.allows(isinstance(known, Time))
 
     def heavy(self, row: Row) -> int:
         """Bytes that it holds beside operands and results, where they are many beside these; else 0."""
