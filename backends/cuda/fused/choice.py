@@ -42,7 +42,7 @@ def against(problem: Problem, device: Device) -> tuple[str, ...]:
         reasons += (f"{problem.seq_q} queries, {problem.seq_k} keys: most of its tiles would be empty",)
     if device.kind == "cuda" and device.capability is not None and device.capability < (8, 0):
         reasons += (f"{device}: its tiles are brought by copies of compute capability 8.0 and later",)
-    if not reasons and not ranked(problem, device):
+    if not reasons and not _fitting(problem, device):
         reasons = (f"{device}: its tiles do not fit shared memory",)
     return reasons
 
@@ -53,17 +53,21 @@ def measured(problem: Problem, device: Device) -> bool:
 
 
 def ranked(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
-    """The tiles that fit ``device``, the one that is soonest done first."""
-    tiles = tuple(FusedTile(*sizes) for sizes in _TILES[dim(problem)])
+    """The tiles that fit ``device``, the one that is soonest done first; in the emulator as they are listed."""
+    fitting = _fitting(problem, device)
     if device.kind != "cuda":
-        return tiles
-    fitting = (tile for tile in tiles if shared(tile, problem) <= device.on_chip)
+        return fitting
     return tuple(sorted(fitting, key=lambda tile: _time(tile, problem, device)))
+
+
+def _fitting(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
+    tiles = (FusedTile(*sizes) for sizes in _TILES[dim(problem)])
+    return tuple(tile for tile in tiles if device.kind != "cuda" or shared(tile, problem) <= device.on_chip)
 
 
 def _time(tile: FusedTile, problem: Problem, device: Device) -> float:
     """Rounds of blocks, times the keys of an SM."""
-    blocks = problem.batch * problem.heads_kv * -(-problem.seq_k // tile.keys)
+    blocks = problem.batch * problem.heads_kv * arithmetic.tiles(problem.seq_k, tile.keys)
     rounds, left = divmod(blocks, (device.sms or 64) * tile.resident)
     if tile.resident == 1:
         return float(rounds + (left > 0)) * tile.keys
