@@ -124,8 +124,8 @@ def emulated(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one for each launch that is built."""
+def built(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one for each launch that is built. No call is like one before: a cache that is full forgets all."""
     seen: list[object] = []
     build = Request.build
 
