@@ -300,13 +300,15 @@ def explain(
     block_table: Array | Sequence[Sequence[int]] | None = None,
     cache_lengths: Array | Sequence[int] | None = None,
     num_splits: int | None = None,
+    key_scale: Array | float | None = None,
+    value_scale: Array | float | None = None,
     sinks: Array | Sequence[float] | None = None,
     alibi_slopes: Array | Sequence[float] | None = None,
     **options: Any,
 ) -> Plan:
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
     policy = effective(policy)
-    cache = block_table, cache_lengths, num_splits
+    cache = block_table, cache_lengths, num_splits, key_scale, value_scale
     if isinstance(query, (Problem, str)):
         sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         beside = key, value, attn_mask, key_lengths, seed, *sequences, *cache, sinks, alibi_slopes
@@ -325,8 +327,8 @@ def explain(
 
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "seed": seed, "cu_seqlens_k": cu_seqlens_k}
         options |= {name: given for name, given in others.items() if given is not None}
-        heads = PerHead(sinks, alibi_slopes)
-        where = paged.Beside(block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits, heads)
+        queries, heads = (cu_seqlens_q, max_seqlen_q, num_splits), PerHead(sinks, alibi_slopes)
+        where = paged.Beside(block_table, cache_lengths, *queries, key_scale, value_scale, heads)
         return _made(*paged.problem_of((query, key, value), where, options, explain), backend, policy)
     said: Options = read.of_keywords(options, "the call has", explain)
     seed = None if seed is None else seed_of(seed)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.problem import CONTIGUOUS, Memory
+from attnswitch.problem import CACHES, CONTIGUOUS, Memory
 
 __all__ = [
     "ROLES",
@@ -83,7 +83,9 @@ class Facts(NamedTuple):
         return Memory(min(16, bits & -bits) if bits else 16, wide and not unit, expanded, negative)
 
 
-_ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_ITEMSIZE = {**dict.fromkeys(("bool", *CACHES), 1), "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: What carries the bits of types that NumPy and torch do not know of each other.
+_CARRIED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
 def library_of(array: Array) -> str:
@@ -325,8 +327,8 @@ def _numpy_to_torch(array: Array, _: Array) -> Array:
         array = numpy.lib.stride_tricks.as_strided(array, array.shape, tuple(strides), writeable=False)
     if not array.flags.writeable:  # torch has no read-only tensors and would warn; inputs are never written here
         array = numpy.asarray(_Writable(array)).view(array.dtype)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(numpy.uint16)).view(torch.bfloat16)
+    if carried := _CARRIED.get(array.dtype.name):
+        return torch.from_numpy(array.view(carried)).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 
@@ -334,7 +336,7 @@ class _Writable:
     """The memory of a read-only array, offered as writable."""
 
     def __init__(self, array: Array) -> None:
-        plain = array.view("uint16") if array.dtype.name == "bfloat16" else array
+        plain = array.view(_CARRIED.get(array.dtype.name, array.dtype))
         interface = plain.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
         self.owner = array
@@ -342,12 +344,10 @@ class _Writable:
 
 def _torch_to_numpy(tensor: Array, _: Array) -> Array:
     torch: Any = sys.modules["torch"]
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.dtype is torch.bfloat16:
-        ml_dtypes: Any = importlib.import_module("ml_dtypes")
-        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    kind = _KINDS[tensor.dtype][0]
+    if carried := _CARRIED.get(kind):
+        return tensor.view(getattr(torch, carried)).numpy().view(getattr(importlib.import_module("ml_dtypes"), kind))
     return tensor.numpy()
 
 

@@ -29,6 +29,8 @@ def attention_paged(
     softcap: float = 0.0,
     return_lse: bool = False,
     num_splits: int | None = None,
+    key_scale: Array | float | None = None,
+    value_scale: Array | float | None = None,
     sinks: Array | Sequence[float] | None = None,
     alibi_slopes: Array | Sequence[float] | None = None,
     deterministic: bool = False,
@@ -45,7 +47,8 @@ def attention_paged(
 
     Args:
         query: (B, Lq, Hq, D), or (T, Hq, D) with cu_seqlens_q; the same dtypes and strides as for ``attention``.
-        key_cache: (P, page, Hkv, D), P pages of any number of rows.
+        key_cache: (P, page, Hkv, D), P pages of any number of rows. Both caches have query's dtype, or both are of 8
+            bits: float8_e4m3fn, float8_e5m2 or int8.
         value_cache: (P, page, Hkv, Dv); may be a view of key_cache, as where it is the first columns of the keys.
         block_table: (B, M) integers from 0 to P - 1. Two sequences may share a page. Entries past the length are not
             read, whatever they hold, nor are rows past the length in the last page.
@@ -64,6 +67,9 @@ def attention_paged(
         num_splits: into how many parts the keys of each sequence are divided, whatever the batch. With it a backend
             gives a sequence the same bits alone and in any batch; name the backend too, as the choice of one may depend
             on the batch. A backend that cannot refuses.
+        key_scale: what an element of a cache of 8 bits stands for is itself times this, in float32 (float64 where query
+            is that): a number, (Hkv,) of each head, or (P, 1) or (P, Hkv) of each page. 1 where it is left out.
+        value_scale: the same of value_cache.
         sinks: see scale; without a gradient.
         alibi_slopes: see scale.
         deterministic: see scale.
@@ -81,7 +87,16 @@ def attention_paged(
         from attnswitch.call.paged import unsaid
 
         raise unsaid(next(iter(unknown)), attention_paged)
-    beside = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q, num_splits, PerHead(sinks, alibi_slopes)
+    beside = (
+        block_table,
+        cache_lengths,
+        cu_seqlens_q,
+        max_seqlen_q,
+        num_splits,
+        key_scale,
+        value_scale,
+        PerHead(sinks, alibi_slopes),
+    )
     said = 0.0, is_causal, scale, None, "bottom_right", window, softcap, return_lse, "BHLD", deterministic
     attend: Any
     if hasattr(query, "is_cuda") and compiling():

@@ -16,7 +16,7 @@ from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kerne
 from attnswitch.machine.device import Device
 from attnswitch.machine.one_by_one import OneByOne
 from attnswitch.machine.pages import Pages
-from attnswitch.problem import Problem
+from attnswitch.problem import CACHES, Problem
 from attnswitch.problem.philox import keep_mask
 
 #: NumPy arrays; their operators are typed too loosely to say more.
@@ -48,6 +48,7 @@ class TiledBackend(Backend):
     library: ClassVar[str] = "numpy"
     varlen: ClassVar[bool] = True
     paged: ClassVar[bool] = True
+    caches: ClassVar[tuple[str, ...]] = CACHES
     splits: ClassVar[bool] = True  # by tiles of one size from the first key on, each sequence alone
     sinks: ClassVar[bool] = True
     alibi: ClassVar[bool] = True

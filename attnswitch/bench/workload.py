@@ -31,6 +31,7 @@ class Workload:
     grad_out (B, Hq, Lq, Dv). With ``problem.varlen`` sequences lie one after another, (T, H, D), and ``offsets`` says
     where those of queries and of keys begin. With ``problem.page`` key and value are caches (P, page, Hkv, D or Dv), of
     whose pages ``block_table`` names those of each sequence in no order, and query is (B, Lq, Hq, D), or (T, Hq, D).
+    With ``problem.cache`` these are stored in 8 bits, with ``scales`` of keys and of values, (P, Hkv).
     sinks are (Hq,), and alibi_slopes those of the paper, (Hq,), in float32. ``problem.grads`` names those that require
     gradients: none for the forward.
     """
@@ -45,6 +46,7 @@ class Workload:
     grad_out: torch.Tensor | None
     offsets: tuple[torch.Tensor, torch.Tensor] | None = None
     block_table: torch.Tensor | None = None
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
 
@@ -60,7 +62,8 @@ class Workload:
         """Batch entry ``b``, (H, L, D), of an operand or a result with the rows of query, key or value (``role``)."""
         if self.block_table is not None and role != "query":
             assert self.key_lengths is not None
-            rows = Pages(tensor.transpose(1, 2), self.block_table[b]).rows(0, int(self.key_lengths[b]))
+            pages = Pages(tensor.transpose(1, 2), self.block_table[b], self.scales[role != "key"])
+            rows = pages.rows(0, int(self.key_lengths[b]))
             return rows[0]  # type: ignore[no-any-return]
         if self.offsets is None:
             return tensor[b] if self.block_table is None else tensor[b].transpose(0, 1)
@@ -80,7 +83,8 @@ class Workload:
         if self.block_table is not None:
             starts = None if self.offsets is None else self.offsets[0]
             cache = {"block_table": self.block_table, "cache_lengths": self.key_lengths, "cu_seqlens_q": starts}
-            return beside | cache
+            scales = zip(("key_scale", "value_scale"), self.scales, strict=True)
+            return beside | cache | {name: scale for name, scale in scales if scale is not None}
         beside["seed"] = SEED if self.problem.seeded else None
         if self.offsets is not None:
             return beside | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
@@ -193,9 +197,24 @@ def _paged(
         row[:count] = places[first : first + count]
     query = normal(sum(queries), p.heads_q, p.dim_qk) if p.varlen else normal(p.batch, p.seq_q, p.heads_q, p.dim_qk)
     key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if p.cache:
+        (key, of_keys), (value, of_values) = (_stored(cache, p.cache) for cache in (key, value))
+        scales = of_keys, of_values
     cache_lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
     offsets = (_offsets(queries, device),) * 2 if p.varlen else None
-    return Workload(p, device, query, key, value, None, cache_lengths, None, offsets, table, **_heads(p, device))
+    return Workload(
+        p, device, query, key, value, None, cache_lengths, None, offsets, table, scales, **_heads(p, device)
+    )
+
+
+def _stored(cache: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache (P, page, Hkv, D) in 8 bits, and the scales (P, Hkv) by which it fills their range."""
+    kind = getattr(torch, dtype)
+    most = torch.finfo(kind).max if kind.is_floating_point else torch.iinfo(kind).max
+    scales = cache.abs().amax((1, 3)).float() / most
+    scaled = cache.float() / scales[:, None, :, None]
+    return (scaled if kind.is_floating_point else scaled.round()).to(kind), scales
 
 
 def _offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ def differentiable(
 
     The kernel takes arrays of ``library``.
     """
-    *operands, key_lengths, seed, offsets, sinks, slopes, _ = inputs
+    query, key, value, mask, key_lengths, seed, offsets, sinks, slopes, *_ = inputs  # pages have no gradients
     beside = (None, None) if offsets is None else offsets
     beside = () if offsets is sinks is slopes is None else (*beside, sinks, slopes)
 
@@ -44,7 +44,7 @@ def differentiable(
 
     same = library == "torch"
     work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed, beside)
-    result = _Attention.apply(*operands, work)
+    result = _Attention.apply(query, key, value, mask, work)
     return result if problem.lse else (result, None)
 
 

@@ -58,14 +58,15 @@ def run_plan(
     seed: Any,
     layout: str,
     cu_seqlens: tuple[Any, Any],
-    cache: tuple[Any, Any],
+    cache: tuple[Any, ...],
     heads: tuple[Any, Any],
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
     if plan.problem.page:
         from attnswitch.call import paged
 
-        beside = paged.Beside(*cache, cu_seqlens[0], heads=PerHead(*heads))
+        table, lengths, key_scale, value_scale = cache
+        beside = paged.Beside(table, lengths, cu_seqlens[0], None, None, key_scale, value_scale, PerHead(*heads))
         return paged.run_plan(plan, (query, key, value), beside)
     if plan.problem.varlen:
         from attnswitch.call import entry_varlen  # which programs without such calls do not wait for

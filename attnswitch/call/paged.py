@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call import finite, forms, per_head
+from attnswitch.call import finite, forms, per_head, scales
 from attnswitch.call import options as read
 from attnswitch.call.describe import INTEGERS, check_alike, check_beside, lengths_beside, swapped
 from attnswitch.call.forms import Asked
@@ -52,6 +52,8 @@ class Beside(NamedTuple):
     cu_seqlens_q: Any = None
     max_seqlen_q: Any = None
     num_splits: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
     heads: PerHead = NONE
 
 
@@ -104,6 +106,8 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         given, facts = arrays.take_all(operands)
         q, k, v = _fitting(facts, options, packed=beside.cu_seqlens_q is not None)
         inputs, batch, seq_q, seq_k = _inputs(given, q, k, beside)
+        said = beside.key_scale, beside.value_scale
+        inputs = inputs._replace(**scales.read(said, q, k) if k.dtype != q.dtype else scales.none(said, k))
         heads = per_head.read(beside.heads, q, q.shape[1], batch, autograd=True)
     except Intercepted:
         raise InvalidProblem(
@@ -135,6 +139,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         alibi=heads.alibi_slopes is not None,
         page=k.shape[2],
         splits=_splits(beside.num_splits),
+        cache=k.dtype if k.dtype != q.dtype else "",
         query=q.memory,
         key=k.memory,
         value=v.memory,
@@ -152,7 +157,7 @@ def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple
     Raises ``InvalidProblem`` where they do not go together.
     """
     q, k, v = facts
-    check_alike(q, k, v)
+    check_alike(q, *scales.widened(q, k, v))
     if q.grad or k.grad or v.grad:
         raise InvalidProblem(_NO_GRADIENT)
     shapes = f"query {q.shape}, key_cache {k.shape}, value_cache {v.shape}"
@@ -272,7 +277,8 @@ def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:
     for b, length in enumerate(lengths.tolist()):
         own = query[b : b + 1] if edges is None else query[:, :, edges[b] : edges[b + 1]]
         if length and own.shape[2]:
-            key, value = (Pages(cache, table[b]).rows(0, length) for cache in (inputs.key, inputs.value))
+            caches = (inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)
+            key, value = (Pages(cache, table[b], scale).rows(0, length) for cache, scale in caches)
             if not finite.finite(problem, kind, (own, key, value)):
                 return False
     return True

@@ -57,7 +57,9 @@ class Inputs(NamedTuple):
     sinks (Hq,) and alibi_slopes (1 or B, Hq) are float32, or float64 where that is the problem's dtype. Of a problem
     with ``page`` key and value are caches (P, Hkv, page, D or Dv), and row j of sequence b is row ``j % page`` of page
     ``block_table[b, j // page]``: (B, Lk / page) integers of 32 or 64 bits, which past the length may be any. Queries
-    alone are told apart by ``offsets``, of which ``key`` then says nothing.
+    alone are told apart by ``offsets``, of which ``key`` then says nothing. Where the problem names a ``cache`` the
+    caches are of that type, and row j stands for its elements times the scale of its page and head: key_scale and
+    value_scale are (P, Hkv) in the type of sinks, and may have strides of 0.
     """
 
     query: Array
@@ -70,6 +72,8 @@ class Inputs(NamedTuple):
     sinks: Array | None = None
     alibi_slopes: Array | None = None
     block_table: Array | None = None
+    key_scale: Array | None = None
+    value_scale: Array | None = None
 
     def map(self, change: Callable[[Array], Array]) -> Inputs:
         """The same inputs with ``change`` applied to every array."""
@@ -297,6 +301,8 @@ class Backend:
     sinks: ClassVar[bool] = False
     alibi: ClassVar[bool] = False
     paged: ClassVar[bool] = False
+    #: Of the types of 8 bits that pages may be stored in (``attnswitch.problem.CACHES``), those its kernels read.
+    caches: ClassVar[tuple[str, ...]] = ()
     #: Whether it divides the keys of a sequence as ``Problem.splits`` says: then the bits of a sequence are the same
     #: alone and in any batch. Where keys are never divided they are that anyway.
     splits: ClassVar[bool] = False

@@ -16,5 +16,7 @@ def refused(backend: Backend, problem: Problem) -> Iterator[str]:
         yield "sinks: its kernels know of none"
     if problem.alibi and not backend.alibi:
         yield "alibi_slopes: it adds nothing that depends on the distance"
+    if problem.cache and backend.paged and problem.cache not in backend.caches:
+        yield f"cache={problem.cache}: its kernels read pages of query's dtype"
     if problem.splits and not backend.splits:
         yield f"num_splits={problem.splits}: how it divides the keys of a sequence may depend on the batch"

@@ -19,7 +19,7 @@ from attnswitch.machine import divergences, forms
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
-from attnswitch.problem import Problem, cost
+from attnswitch.problem import CONTIGUOUS, Problem, cost
 
 __all__ = ["OneByOne", "asked", "compiled", "extra_bytes", "reasons"]
 
@@ -112,14 +112,21 @@ def compiled(backend: Backend, problem: Problem, device: Device, config: Config)
 
 
 def _alone(problem: Problem, queries: int, keys: int) -> Problem:
-    lengths = problem.key_lengths and not problem.page
-    return problem.replace(batch=1, seq_q=queries, seq_k=keys, varlen=False, key_lengths=lengths, page=0, splits=0)
+    """One sequence; of a cache of 8 bits in the type in which its numbers are exact to rounding."""
+    p = problem
+    lengths = p.key_lengths and not p.page
+    alone = p.replace(varlen=False, key_lengths=lengths, page=0, splits=0, cache="")
+    if p.cache:
+        dtype = "float64" if p.dtype == "float64" else "float32"
+        alone = alone.replace(dtype=dtype, key=CONTIGUOUS, value=CONTIGUOUS)
+    return alone.replace(batch=1, seq_q=queries, seq_k=keys)
 
 
 class OneByOne(Kernel):
     """A kernel for each sequence. What lies past the last one gets 0, and an lse of -inf.
 
     Keys in pages are gathered before, unless kernels do so themselves (``paged``): then key and value are ``Pages``.
+    Those of 8 bits stand for numbers of no 16-bit type: queries are widened too, and the output is rounded once.
     """
 
     def __init__(self, problem: Problem, make: Make, *, paged: bool = False) -> None:
@@ -161,8 +168,10 @@ class OneByOne(Kernel):
             lses.append(lse)
         query, p = inputs.query, self.problem
         out = _joined(outs, query, p.dim_v, axis=self._axis)
-        if not outs and arrays.library_of(query) == "torch":  # still a function of the operands
+        if not outs and not p.page and arrays.library_of(query) == "torch":  # still a function of the operands
             out = out + sum(operand[..., :0].sum() for operand in inputs[:3])
+        if p.cache:
+            out = _cast(out, query.dtype)
         if any(lse is None for lse in lses):
             return out, None
         return out, _joined(lses, query, dtype="float64" if p.dtype == "float64" else "float32", axis=self._axis)
@@ -178,6 +187,8 @@ class OneByOne(Kernel):
         for number, (query, (length, part)) in enumerate(
             zip(_split(inputs.query, sizes, self._axis), keys, strict=False)
         ):
+            if self.problem.cache:
+                query = _cast(query, inputs.key_scale.dtype)  # type: ignore[union-attr]
             yield self._kernel(query.shape[_ROWS], length, number), part._replace(query=query)
 
     def _in_rows(self, inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
@@ -195,7 +206,8 @@ class OneByOne(Kernel):
         assert inputs.block_table is not None
         tables = zip(inputs.key_lengths.tolist(), inputs.block_table, strict=True)
         for number, (length, table) in enumerate(tables):
-            parts = (Pages(cache, table) for cache in (inputs.key, inputs.value))
+            caches = (inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)
+            parts = (Pages(cache, table, scales) for cache, scales in caches)
             key, value = parts if self._paged else (part.rows(0, length) for part in parts)
             yield length, Inputs(None, key, value, sinks=inputs.sinks, alibi_slopes=_slopes(inputs, number))
 
@@ -230,6 +242,10 @@ def _split(array: Array | None, sizes: Sequence[int], axis: int = _ROWS) -> Sequ
         parts.append(array[(slice(None),) * axis + (slice(begin, begin + size),)])
         begin += size
     return parts
+
+
+def _cast(array: Array, dtype: Any) -> Array:
+    return array.to(dtype) if arrays.library_of(array) == "torch" else array.astype(dtype)
 
 
 def _joined(

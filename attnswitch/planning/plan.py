@@ -24,6 +24,7 @@ from attnswitch.wisdom.record import Time
 __all__ = ["Plan"]
 
 _OF_CACHES = ("block_table", "cache_lengths")
+_SCALES = ("key_scale", "value_scale")
 _OF_HEADS = ("sinks", "alibi_slopes")
 
 
@@ -72,6 +73,8 @@ class Plan:
         cu_seqlens_k: Any = None,
         block_table: Any = None,
         cache_lengths: Any = None,
+        key_scale: Any = None,
+        value_scale: Any = None,
         sinks: Any = None,
         alibi_slopes: Any = None,
         **unknown: Never,
@@ -95,13 +98,14 @@ class Plan:
                 "cu_seqlens_q",
                 "cu_seqlens_k",
                 *_OF_CACHES,
+                *_SCALES,
                 *_OF_HEADS,
             )
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
                 f" attnswitch.plan takes{meant(name, own)}"
             )
-        cache = block_table, cache_lengths
+        cache, scales = (block_table, cache_lengths), (key_scale, value_scale)
         beside = attn_mask is not None or key_lengths is not None or layout != "BHLD"
         varlen, packed = self.problem.varlen, cu_seqlens_q is not None
         if self.problem.page:
@@ -110,10 +114,12 @@ class Plan:
                 taken = (*(("cu_seqlens_q",) if varlen else ()), *_OF_CACHES)
                 raise InvalidProblem(
                     f"the plan is for a cache in pages: beside query and the caches its call takes {', '.join(taken)},"
-                    f" and {' and '.join(_OF_HEADS)} where the problem has them"
+                    f" {' and '.join(_SCALES)} of one of 8 bits, and {' and '.join(_OF_HEADS)} where the problem has"
+                    " them"
                 )
-        elif any(given is not None for given in cache):
-            raise InvalidProblem(f"the plan is not for a cache in pages, of which {' and '.join(_OF_CACHES)} tell")
+        elif any(given is not None for given in (*cache, *scales)):
+            told = " and ".join((*_OF_CACHES, *_SCALES))
+            raise InvalidProblem(f"the plan is not for a cache in pages, of which {told} tell")
         elif varlen and (not packed or beside):
             raise InvalidProblem(
                 "the plan is for sequences one after another: its call takes cu_seqlens_q and maybe cu_seqlens_k, and"
@@ -123,7 +129,9 @@ class Plan:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
         cu_seqlens, heads = (cu_seqlens_q, cu_seqlens_k), (sinks, alibi_slopes)
-        return self.run(self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, cache, heads)
+        return self.run(
+            self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, (*cache, *scales), heads
+        )
 
     @property
     def why(self) -> str:

@@ -1,6 +1,7 @@
 """One attention call without its arrays: sizes, options, text form, cost."""
 
 from attnswitch.problem.problem import (
+    CACHES,
     CONTIGUOUS,
     DTYPES,
     GRAD_OPERANDS,
@@ -11,4 +12,4 @@ from attnswitch.problem.problem import (
     Window,
 )
 
-__all__ = ["CONTIGUOUS", "DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
+__all__ = ["CACHES", "CONTIGUOUS", "DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]

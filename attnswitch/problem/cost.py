@@ -29,7 +29,7 @@ def flops(problem: Problem, *, backward: bool = False) -> float:
 def kv_bytes(problem: Problem) -> int:
     """Bytes of key and value, which a decoding step has to read once."""
     elements = problem.batch * problem.heads_kv * problem.seq_k * (problem.dim_qk + problem.dim_v)
-    return elements * DTYPES[problem.dtype]
+    return elements * problem.element("key")
 
 
 def query_bytes(problem: Problem) -> int:

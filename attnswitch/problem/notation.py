@@ -12,6 +12,7 @@ first and are required; the others appear only when they differ from the default
     window=1024,0         left,right; * is unlimited        k=expanded,align2  memory of q, k, v or m
     mask=bool  mask=fp16:bhqk   dtype and axes (qk)         nonfinite          NaN, inf or what overflows
     lengths               key_lengths                       scale=0.125        scale
+    cache=fp8e4m3         type of the pages: fp8e4m3 (float8_e4m3fn), fp8e5m2 (float8_e5m2) or int8
     varlen                attention_varlen: s128x256 are the most queries and keys of any of its sequences
     page=16               attention_paged: rows of a page   splits=4           its num_splits
     sinks  alibi          sinks and alibi_slopes are given
@@ -32,6 +33,7 @@ __all__ = ["format_problem", "parse_problem"]
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "bool"}
 _LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
+_CACHES = {"fp8e4m3": "float8_e4m3fn", "fp8e5m2": "float8_e5m2", "int8": "int8"}
 _LONG |= {"f16": "float16", "f32": "float32", "f64": "float64"}
 _OPERANDS = {"q": "query", "k": "key", "v": "value", "m": "attn_mask"}
 _MEMORY = ("strided", "expanded", "negative")
@@ -57,6 +59,7 @@ def format_problem(p: Problem) -> str:
         parts.append(f"mask={_SHORT[p.mask.dtype]}" + (f":{p.mask.axes}" if p.mask.axes != "qk" else ""))
     parts += [name for name, said in (("lengths", p.key_lengths), ("varlen", p.varlen)) if said]
     parts += [f"{name}={number}" for name in ("page", "splits") if (number := getattr(p, name))]
+    parts += [f"cache={short}" for short, long in _CACHES.items() if long == p.cache]
     parts += [name for name in ("sinks", "alibi") if getattr(p, name)]
     if p.scale is not None:
         parts.append(f"scale={float(p.scale)!r}")
@@ -119,6 +122,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "mask": ("mask", _mask),
     "page": ("page", int),
     "splits": ("splits", int),
+    "cache": ("cache", lambda text: _CACHES.get(text, text)),
     "scale": ("scale", float),
     "softcap": ("softcap", float),
     "dropout": ("dropout", float),
@@ -151,6 +155,8 @@ def _meant(part: str) -> str:
         return meant(name, _VALUES)
     if name == "mask":
         return meant(text.partition(":")[0], _LONG)
+    if name == "cache":
+        return meant(text, _CACHES)
     return meant(text, _MEMORY) if name in _OPERANDS else ""
 
 

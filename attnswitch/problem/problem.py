@@ -13,10 +13,12 @@ from typing import Any, Literal, NamedTuple, get_args
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant, one_of
 
-__all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
+__all__ = ["CACHES", "DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
 
 #: Storage types of query, key, value and output, with bytes per element.
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Types of 8 bits that a cache in pages may be stored in; each element is multiplied by a scale of its page and head.
+CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 #: Types an additive mask may have besides ``bool``.
 MASK_DTYPES = ("bool", *DTYPES)
 #: The longest axis that any library's arrays have.
@@ -106,6 +108,8 @@ class _Fields(NamedTuple):
     page: int = 0
     #: Into how many parts the keys of a sequence are divided, whatever the batch; 0 where that may depend on it.
     splits: int = 0
+    #: The type of 8 bits that the pages are stored in, one of ``CACHES``; "" where it is ``dtype``.
+    cache: str = ""
     query: Memory = CONTIGUOUS
     key: Memory = CONTIGUOUS
     value: Memory = CONTIGUOUS
@@ -126,7 +130,8 @@ class Problem(_Fields):
 
     With ``page`` key and value are caches (pages, page, heads_kv, dim) of which each sequence has at most ``seq_k``
     rows, a multiple of ``page``, and ``key_lengths`` of them hold something (``attention_paged``); ``varlen`` then says
-    it of the queries alone.
+    it of the queries alone. With ``cache`` they are stored in 8 bits, and float32 scales of each page and key head
+    (P, heads_kv) say what an element stands for: itself times the scale.
 
     It is a tuple, since every call with a length not met before makes one, in a fifth of a dataclass's time.
     """
@@ -172,7 +177,7 @@ class Problem(_Fields):
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
-            and not (self.varlen or self.sinks or self.alibi or self.page or self.splits)
+            and not (self.varlen or self.sinks or self.alibi or self.page or self.splits or self.cache)
             and self.scale is None
             and self.alignment == "top_left"
             and type(self.softcap) is type(self.dropout) is float
@@ -260,6 +265,9 @@ class Problem(_Fields):
             raise InvalidProblem(f"splits={self.splits!r}: expected a number of parts, or 0 to leave it open")
         if self.splits and not page:
             raise InvalidProblem(f"splits={self.splits}: only the keys of a paged cache are divided as the call says")
+        if self.cache and (not page or self.cache not in CACHES):
+            known = "only a cache in pages has a type of its own" if not page else one_of(self.cache, CACHES)
+            raise InvalidProblem(f"cache={self.cache!r}: {known}")
 
     @property
     def softmax_scale(self) -> float:
@@ -293,6 +301,8 @@ class Problem(_Fields):
         """Bytes of an element of query, key, value or attn_mask; of a mask that is not there, 0."""
         if role == "attn_mask":
             return 0 if self.mask is None else DTYPES.get(self.mask.dtype, 1)
+        if self.cache and role != "query":
+            return 1
         return DTYPES[self.dtype]
 
     @property

@@ -86,6 +86,7 @@ def speed_class(problem: Problem) -> SpeedClass:
         p.varlen,
         p.page,
         p.splits,
+        p.cache,
         p.sinks,
         p.alibi,
     )

@@ -72,7 +72,9 @@ def beside_hopper(problem: Problem, device: Device) -> float:
     1 where Hopper's take neither.
     """
     forms = [slower[bool(problem.grads)] for form, slower in _SLOWER.items() if getattr(problem, form)]
-    if not forms or against_hopper(problem.replace(sinks=False, alibi=False, varlen=False, page=0, splits=0), device):
+    if not forms or against_hopper(
+        problem.replace(sinks=False, alibi=False, varlen=False, page=0, splits=0, cache=""), device
+    ):
         return 1.0
     return max(forms)
 

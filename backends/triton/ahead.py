@@ -66,8 +66,8 @@ def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
     table = (p.batch, p.seq_k // p.page) if p.page else ()
     return Inputs(
         made((batch, p.heads_q, seq_q, p.dim_qk), p.dtype, p.query),
-        cached((*keys, p.dim_qk), p.dtype, p.key),
-        cached((*keys, p.dim_v), p.dtype, p.value),
+        cached((*keys, p.dim_qk), p.cache or p.dtype, p.key),
+        cached((*keys, p.dim_v), p.cache or p.dtype, p.value),
         stand_in(p.mask_shape, p.mask.dtype, p.attn_mask, far=far) if p.mask and p.mask_shape else None,
         torch.empty(p.batch, dtype=torch.int32, device="meta") if p.key_lengths else None,
         seed=1 if p.dropout else None,
@@ -75,6 +75,8 @@ def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
         sinks=torch.empty(p.heads_q, device="meta") if p.sinks else None,
         alibi_slopes=torch.empty(1, p.heads_q, device="meta") if p.alibi else None,
         block_table=torch.empty(table, dtype=torch.int32, device="meta") if p.page else None,
+        key_scale=torch.empty(keys[:2], device="meta") if p.cache else None,
+        value_scale=torch.empty(keys[:2], device="meta") if p.cache else None,
     )
 
 

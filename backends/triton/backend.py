@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from attnswitch.machine.backend import Backend, Kernel, Precision, Regime, Tile
 from attnswitch.machine.device import Device, release
-from attnswitch.problem import Problem
+from attnswitch.problem import CACHES, Problem
 
 from ..own import regimes, requirements
 from . import config as configs
@@ -37,6 +37,7 @@ class TritonBackend(Backend):
     sinks: ClassVar[bool] = True
     alibi: ClassVar[bool] = True
     paged: ClassVar[bool] = True
+    caches: ClassVar[tuple[str, ...]] = CACHES
     splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 
@@ -95,6 +96,8 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
         yield f"{device}: needs compute capability 8.0 or later"
     elif "+cpu" in (pytorch := dict(device.versions).get("torch", "")):
         yield f"torch {pytorch} was built without CUDA; install a CUDA build"
+    if problem.cache == "float8_e4m3fn" and device.capability is not None and device.capability < (8, 9):
+        yield f"cache={problem.cache} on {device}: Triton reads it from compute capability 8.9 on; int8 goes anywhere"
     if problem.dtype == "float64":
         yield "dtype float64: the kernels exist for float16, bfloat16 and float32"
     for name in ("dim_qk", "dim_v"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnswitch.problem import DTYPES, Memory, Problem
+from attnswitch.problem import Memory, Problem
 
 __all__ = ["Upstream", "copied", "even", "in_steps", "mask_even", "mask_in_steps", "uneven"]
 
@@ -19,8 +19,9 @@ def uneven(p: Problem) -> tuple[str, ...]:
         ("key", p.key, p.dim_qk),
         ("value", p.value, p.dim_v),
     )
-    step = 16 // DTYPES[p.dtype]
-    return tuple(role for role, memory, dim in roles if memory.align < 16 or memory.strided or dim % step)
+    return tuple(
+        role for role, memory, dim in roles if memory.align < 16 or memory.strided or dim * p.element(role) % 16
+    )
 
 
 def even(array: Any) -> bool:

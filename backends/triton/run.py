@@ -34,6 +34,8 @@ _COMPILED_FOR = frozenset((Dims, Steps, Strides))
 _POINTERS = {
     torch.bool: "*u8",  # the same memory, in a type whose loads mean the same in every version of Triton
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     **{getattr(torch, f"float{bits}"): f"*fp{bits}" for bits in (16, 32, 64)},
     **{getattr(torch, f"{sign}int{bits}"): f"*{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }

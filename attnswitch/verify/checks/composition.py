@@ -186,8 +186,11 @@ def _sizes(case: Case, b: int) -> tuple[int, int]:
 
 
 def _batch_invariance(trial: Trial) -> Failure | None:
-    alone = trial.subject.derive("alone", lambda: _alone(trial.subject))
-    got, b = trial.run(alone), trial.case.data_seed % trial.case.batch
+    b = trial.case.data_seed % trial.case.batch
+    # What 8 bits and a scale stand for is in no type of rows without pages.
+    make = partial(_one_of_pages, trial.subject, b) if trial.case.cache else partial(_alone, trial.subject)
+    alone = trial.subject.derive("alone", make)
+    got = trial.run(alone)
     rows, _ = _sizes(trial.case, b)
     whole = {name: trial.results[name][b : b + 1, :, :rows] for name in got if name in trial.results}
     return _against(trial, alone, "batch", got, whole, "a batch entry differs from the same entry alone")
@@ -221,6 +224,9 @@ def _one_of_pages(subject: Subject, b: int) -> tuple[Case, dict[str, Any]]:
     width = -(-keys // case.page) * case.page
     data = {role: subject.data[role][b : b + 1] for role in ("query", "grad_out", "grad_lse")}
     data |= {role: subject.data[role][b : b + 1, :, :width] for role in ("key", "value")}
+    if case.cache:
+        scales = ("key_scale", "value_scale")
+        data |= {role: subject.data[role][b : b + 1, :, : width // case.page] for role in scales}
     if case.alibi == "batch":
         data["alibi_slopes"] = subject.data["alibi_slopes"][b : b + 1]
     queries = None if case.query_lengths is None else case.query_lengths[b : b + 1]

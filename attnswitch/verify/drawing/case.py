@@ -58,8 +58,12 @@ class Case:
     query_lengths: tuple[int, ...] | None = None
     #: Rows of a page: the call is ``attention_paged``, with ``lengths`` in tables of ``seq_k`` rows, aligned to the
     #: bottom right, with queries one after another if there are ``query_lengths``. ``splits`` is its num_splits.
+    #: ``cache`` is the type of its pages where they are stored in 8 bits, and ``scales`` how they are scaled; the kinds
+    #: are in ``attnswitch.verify.drawing.stored``.
     page: int = 0
     splits: int = 0
+    cache: str = ""
+    scales: str = ""
     mask: MaskRecipe | None = None
     scale: float | None = None
     softcap: float = 0.0
@@ -157,6 +161,7 @@ class Case:
             varlen=self.varlen,
             page=self.page,
             splits=self.splits,
+            cache=self.cache,
             sinks=bool(self.sinks),
             alibi=bool(self.alibi),
         )
@@ -182,6 +187,8 @@ class Case:
             query_lengths=queries if p.varlen else None,
             page=p.page,
             splits=p.splits,
+            cache=p.cache,
+            scales="page" if p.cache else "",
             mask=None if p.mask is None else MaskRecipe(p.mask.dtype, p.mask.axes),
             scale=p.scale,
             softcap=p.softcap,
@@ -201,6 +208,7 @@ class Case:
         if self.page:
             queries = "" if self.query_lengths is None else f" and {list(self.query_lengths)} queries"
             parts.append(f"cache_lengths {list(self.lengths or ())}{queries}")
+            parts += [f"scales by {self.scales}"] if self.cache else []
         elif self.query_lengths is not None:
             parts.append(f"sequences of {list(self.query_lengths)} queries and {list(self.lengths or ())} keys")
         elif self.lengths is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from attnswitch.arrays import Array
+from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.case import Case
 
 __all__ = [
@@ -52,7 +53,7 @@ _PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 #: Numbers that are made at a time: 256 kB.
 _BLOCK = 2**15
 _STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
-_STREAMS |= {"sinks": 19, "alibi_slopes": 20}
+_STREAMS |= {"sinks": 19, "alibi_slopes": 20, "key_scale": 21, "value_scale": 22}
 
 
 def _signed(word: int) -> int:
@@ -133,7 +134,8 @@ def rounded(x: Array, dtype: str) -> Array:
 def operands(case: Case, xp: Any = np) -> dict[str, Array]:
     """query, key, value, grad_out and grad_lse as float64, and attn_mask, sinks and alibi_slopes where there are any.
 
-    A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq).
+    A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq). Of a cache of 8 bits key and value are what its
+    elements stand for, and key_scale and value_scale (B, Hkv, Lk / page) those of the pages of each sequence.
     Values are exact in the storage types. ``grad_lse`` is zero unless the case asks for lse.
     """
     b, h, lq, lk = case.scores
@@ -160,6 +162,10 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
         made["key"], made["value"] = _poisoned(xp, case, made["key"], made["value"])
     for role in ("query", "key", "value", "grad_out"):
         made[role] = _repeated(xp, made[role], getattr(case.placing, role))
+    if case.cache:
+        for role in ("key", "value"):
+            u = uniform(np, case.data_seed, _STREAMS[f"{role}_scale"], (case.heads_kv, lk // case.page))
+            made[role], made[f"{role}_scale"] = stored.stored(case, made[role], u)
     if case.mask is not None:
         made["attn_mask"] = _mask(xp, case)
     if case.sinks:

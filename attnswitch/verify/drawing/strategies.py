@@ -15,10 +15,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnswitch.machine.backend import Regime
+from attnswitch.problem import CACHES
 from attnswitch.verify.drawing import dims, within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
+from attnswitch.verify.drawing.stored import SCALE_KINDS
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
 
@@ -227,6 +229,9 @@ def cases(draw: Any, space: Space = Space()) -> Case:
         found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
     if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
         found["alignment"] = "bottom_right"
+    narrow, cache, scales = _often(draw, 3), _choice(draw, CACHES), _choice(draw, SCALE_KINDS)
+    if narrow and "page" in found and not (library == "cupy" and cache != "int8"):
+        found |= {"cache": cache, "scales": scales, "poison": False}
     return Case(**found)
 
 

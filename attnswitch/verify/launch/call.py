@@ -15,6 +15,7 @@ import attnswitch
 from attnswitch import arrays
 from attnswitch.call import finite
 from attnswitch.planning.planner import make_plan
+from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch import pages, sequences
 from attnswitch.verify.launch.layouts import Storage, host, place
@@ -59,6 +60,8 @@ class Placed:
     block_table: Any = None
     sinks: Any = None
     alibi_slopes: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
     #: The numbers that ``block_table`` had, in NumPy.
     table: Any = None
 
@@ -85,13 +88,22 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         placed, storage[role] = place(values, dtype, placing, case.library, device)
         return placed
 
-    made = {role: put(role, case.dtype, getattr(case.placing, role)) for role in ("query", "key", "value", "grad_out")}
+    kinds = {"key": case.cache or case.dtype, "value": case.cache or case.dtype}
+    made = {
+        role: put(role, kinds.get(role, case.dtype), getattr(case.placing, role))
+        for role in ("query", "key", "value", "grad_out")
+    }
     grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
     heads = {}
     for role, kind in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
         if kind:
             numbers = data[role][0] if data[role].shape[0] == 1 and role == "alibi_slopes" else data[role]
             heads[role], storage[role] = place(numbers, case.heads_dtype(kind), "contiguous", case.library, device)
+    for role in ("key_scale", "value_scale"):
+        if role in caches:
+            dtype = "float64" if case.dtype == "float64" else "float32"
+            scales = stored.passed(case.scales, caches[role])
+            heads[role], storage[role] = place(scales, dtype, "contiguous", case.library, device)
     if table is not None:
         packed = ("query", "grad_out") if case.varlen else ()
         made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
@@ -219,6 +231,8 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
             "window": case.window,
             "softcap": case.softcap,
             "num_splits": case.splits or None,
+            "key_scale": placed.key_scale,
+            "value_scale": placed.value_scale,
             "deterministic": case.deterministic,
         }
     options = heads | {

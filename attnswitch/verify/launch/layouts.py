@@ -15,11 +15,18 @@ import ml_dtypes
 import numpy as np
 
 from attnswitch.arrays import Array, library_of, passage
+from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.placings import FAR, PLACINGS, TURNED
 
 __all__ = ["Storage", "host", "place"]
 
-_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+_DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+    **stored.DTYPES,
+}
 #: Rows of junk before and after an operand: more than a tile of most kernels.
 _ROWS = 72
 _ALIGNMENT = 64
@@ -96,7 +103,7 @@ def _bytes(flat: Any) -> Any:
 
 
 def place(values: Array, dtype: str, placing: str, library: str, device: str) -> tuple[Array, Storage]:
-    """float64 or bool ``values`` as an array of ``library`` on ``device``, lying as ``placing`` says in junk."""
+    """float64, bool or 8-bit ``values`` as an array of ``library`` on ``device``, lying as ``placing`` says in junk."""
     if placing == FAR:
         return _far(values, dtype, library, device)
     kind: Any = np.bool_ if values.dtype == np.bool_ else _DTYPES[dtype]
@@ -107,7 +114,7 @@ def place(values: Array, dtype: str, placing: str, library: str, device: str) ->
     margin = -(-margin // _ALIGNMENT) * _ALIGNMENT
     start = margin + (1 if placing == "offset" else 0)
     flat = _aligned(start + size + margin, kind)
-    flat.fill(True if kind is np.bool_ else math.nan)
+    flat.fill({np.bool_: True, np.int8: -128}.get(kind, math.nan))
     buffer = flat[start : start + size].reshape(buffer_shape(shape))
     placed = view(buffer, shape)
     with np.errstate(all="ignore"):

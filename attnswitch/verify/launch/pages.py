@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from attnswitch.arrays import Array
+from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.case import Case
 
 __all__ = ["dealt", "placing"]
@@ -23,27 +24,37 @@ _NOBODYS = 3
 
 
 def dealt(case: Case, data: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
-    """The table (B, M), and the caches of "key" and "value", (P, H, page, D), with the values of ``data``."""
+    """The table (B, M), and the caches of "key" and "value", (P, H, page, D), with the values of ``data``.
+
+    Where the case stores them in 8 bits the caches have the elements, and "key_scale" and "value_scale" the scales
+    (P, H). Those of pages of nobody are as those of another.
+    """
     lengths, page, width = case.lengths or (), case.page, case.seq_k // case.page
-    numbers, contents = dict[bytes, int](), list[tuple[Array, Array]]()
+    numbers, contents = dict[bytes, int](), list[tuple[Array, ...]]()
+    roles = ("key", "value", *(("key_scale", "value_scale") if case.cache else ()))
     named = np.full((case.batch, width), -1)
     for b, length in enumerate(lengths):
         keys, values = (_paged(data[role][b, :, :length], page) for role in ("key", "value"))
-        for at, (key, value) in enumerate(zip(keys, values, strict=True)):
-            number = numbers.setdefault(key.tobytes() + value.tobytes(), len(contents))
+        scales = [data[role][b].swapaxes(0, 1) for role in roles[2:]]
+        for at, content in enumerate(zip(keys, values, *(each[: len(keys)] for each in scales), strict=True)):
+            number = numbers.setdefault(b"".join(part.tobytes() for part in content), len(contents))
             if number == len(contents):
-                contents.append((key, value))
+                contents.append(content)
             named[b, at] = number
     count = len(contents) + 1 + case.data_seed % _NOBODYS
     places = np.random.default_rng(case.data_seed).permutation(count)
     unused = np.resize(np.roll(_UNUSED, case.data_seed), named.shape)
     table = np.where(named < 0, unused, places[named])
     caches = {}
-    for which, role in enumerate(("key", "value")):
-        _, heads, _, columns = data[role].shape
-        caches[role] = np.full((count, heads, page, columns), math.nan)
+    for which, role in enumerate(roles):
+        shape = data[role].shape
+        caches[role] = np.full((count, shape[1], page, shape[3]), math.nan) if which < 2 else np.ones((count, shape[1]))
+        if which >= 2 and contents:
+            caches[role][:] = contents[0][which]
         for number, content in enumerate(contents):
             caches[role][places[number]] = content[which]
+    for role in roles[:2] if case.cache else ():
+        caches[role] = stored.elements(caches[role] / caches[f"{role}_scale"][..., None, None], case.cache)
     return table, caches
 
 

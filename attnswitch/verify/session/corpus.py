@@ -16,6 +16,7 @@ from attnswitch.names import one_of
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, MASK_KINDS, SINK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
+from attnswitch.verify.drawing.stored import SCALE_KINDS
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import Report
@@ -150,6 +151,7 @@ def _check(case: Case) -> None:
         ("data", case.data, DISTRIBUTIONS),
         ("sinks", case.sinks, ("", *SINK_KINDS)),
         ("alibi", case.alibi, ("", *ALIBI_KINDS)),
+        ("scales", case.scales, SCALE_KINDS if case.cache else ("",)),
         *(("placing", placing, (*PLACINGS, FAR)) for placing in placings),
         *(("mask kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
     ):

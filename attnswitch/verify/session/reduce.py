@@ -23,6 +23,7 @@ _FEATURES = (
         "poison",
         "window",
         "splits",
+        "cache",
         "page",
         "query_lengths",
         "lengths",
@@ -69,7 +70,8 @@ def _bold(case: Case) -> Iterator[Case]:
     for name in _FEATURES:
         if getattr(case, name) != getattr(_PLAIN, name):
             feature = {name: getattr(case, name), "dropout_seed": case.dropout_seed if name == "dropout" else None}
-            feature |= {"lengths": case.lengths} if name == "page" else {}
+            feature |= {"lengths": case.lengths} if name in ("page", "cache") else {}
+            feature |= {"page": case.page, "scales": case.scales} if name == "cache" else {}
             yield _consistent(plain.replace(batch=case.batch, **feature))
     yield _consistent(
         case.replace(**{name: getattr(_PLAIN, name) for name in (*_FEATURES, "placing") if name != "library"})
@@ -117,7 +119,9 @@ def _consistent(case: Case) -> Case:
         width = max(-(-case.seq_k // case.page), 1) * case.page
         case = case.replace(seq_k=width, **plain) if case.lengths else case.replace(page=0)
     if not case.page:
-        case = case.replace(splits=0)
+        case = case.replace(splits=0, cache="")
+    if not case.cache:
+        case = case.replace(scales="")
     if case.lengths is not None:
         lengths = (case.lengths * case.batch)[: case.batch]
         case = case.replace(lengths=tuple(min(length, case.seq_k) for length in lengths))

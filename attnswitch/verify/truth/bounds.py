@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from attnswitch.machine.backend import Precision
+from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import LARGEST
 from attnswitch.verify.truth.oracle import Answer, Float, grouped, unbroadcast
 
@@ -117,7 +118,7 @@ def _score_error(a: Answer, u: _Units) -> Float:
     """Absolute error of the scores as they enter exp, (B, Hq, Lq, Lk)."""
     case = a.case
     size = abs(case.softmax_scale) * (np.abs(a.q) @ np.abs(a.k).mT)
-    e = ((case.dim_qk + 4) * u.acc + 2 * u.inputs) * size
+    e = ((case.dim_qk + 4) * u.acc + 2 * u.inputs + _scaled(case)) * size
     if case.softcap:
         # tanh is flat where it saturates; the slope at the near end of the interval covers all of it.
         t = np.maximum(np.arctanh(np.minimum(np.abs(a.tanh), 1 - 1e-16)) - e / case.softcap, 0.0)
@@ -127,6 +128,13 @@ def _score_error(a: Answer, u: _Units) -> Float:
     top = np.max(size_s, axis=-1, initial=0.0, keepdims=True, where=a.visible)
     top = np.maximum(top, np.where(a.sink > -np.inf, np.abs(a.sink), 0.0)[..., None])
     return e + 2 * u.acc * a.added + 4 * u.acc * (size_s + top) + _CALL * u.acc + u.exp
+
+
+def _scaled(case: Case) -> float:
+    """What an element of 8 bits is off by, relative to its size, once it is multiplied by its scale."""
+    if not case.cache:
+        return 0.0
+    return UNITS["float64" if case.dtype == "float64" else "float32"]
 
 
 def _sink_error(a: Answer, u: _Units) -> Float:
@@ -151,11 +159,11 @@ def _forward(a: Answer, u: _Units) -> _Forward:
     moved = high - a.p
     spread = (moved * a.z) @ abs_v + (moved.sum(-1) + more)[..., None] * out
     spread = spread / np.maximum(np.where(alive, low, 1.0), 1e-300)[..., None]
-    rounding = ((a.p * a.z) @ abs_v) * (u.weights + n * u.acc)
+    rounding = ((a.p * a.z) @ abs_v) * (u.weights + n * u.acc + _scaled(case))
     reach = np.max(abs_v, axis=-2, initial=0.0, keepdims=True)
     exact = spread + rounding + n * u.weights_tiny * reach * np.max(a.z, initial=1.0)
     if not case.dropout:  # whatever the weights, the output stays within the values that it averages
-        exact = np.minimum(exact, (reach + out) * (1 + 2 * u.weights + n * u.acc))
+        exact = np.minimum(exact, (reach + out) * (1 + 2 * u.weights + n * u.acc + _scaled(case)))
     bound_out = exact * (1 + u.store) + u.store * out + u.store_tiny
 
     up, down = np.log(np.maximum(high.sum(-1) + a.p_sink + more, 1.0)), -np.log(np.maximum(low, 1e-300))

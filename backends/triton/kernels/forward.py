@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .lists import visit
-from .paged import places, share
+from .paged import add_scaled, places, scales_of, share
 from .panels import panel_at, product_of_panels
 from .philox import drop, keeps, origin, seeded
 from .tile import (
@@ -31,6 +31,7 @@ from .tile import (
     store_rows,
     tanh,
     tile_of,
+    widened,
     with_sink,
 )
 from .varlen import clear, sequence
@@ -38,7 +39,7 @@ from .varlen import clear, sequence
 
 @triton.jit
 def _attend(
-    state, q, zero, i, h, b, head, k_at, v_at, paging, mask, tiles, t0, t1, full, span, slope, scores, random,
+    state, q, zero, i, h, b, head, k_at, v_at, paging, scaling, mask, tiles, t0, t1, full, span, slope, scores, random,
     dim, dim_v,
     MASK_KIND: tl.constexpr, LISTED: tl.constexpr, EDGE: tl.constexpr, STRETCH: tl.constexpr, ENDS: tl.constexpr,
     BOUND: tl.constexpr, how: tl.constexpr,
@@ -49,6 +50,7 @@ def _attend(
     see is the keys ``left`` to ``end`` of the span. ENDS: keys may end within a tile. BOUND: the arrays do.
     """
     acc, total, top = state
+    k_scales, v_scales = scaling
     end, left = span[0], span[2]
     factor = scores.factor
     first_full, last_full = full
@@ -75,7 +77,11 @@ def _attend(
                     k_at, b, head, start, end, dim,
                     how.block_n, how.block_d, how.even_d, ENDS, False, how.dropout, how, where,
                 )  # fmt: skip
+                if how.scaled:
+                    k = widened(k, q.dtype)
                 s = product(q, tl.trans(k))
+            if how.scaled:
+                s = s * scales_of(paging, k_scales, start, end, ENDS, how)[None, :]
             if not how.fold:
                 s = s * factor
                 if how.softcap:
@@ -117,14 +123,21 @@ def _attend(
                 v_at, b, head, start, end, dim_v,
                 how.block_n, how.block_dv, how.even_dv, ENDS, how.has_lengths, how.dropout, how, where,
             )  # fmt: skip
-            acc = product(rounded(p, v.dtype), v, acc)
+            if how.scaled:
+                v_scale = scales_of(paging, v_scales, start, end, ENDS, how)
+                if how.panelled:  # q are pointers
+                    acc = add_scaled(acc, p, v, v_scale, q[0].dtype.element_ty)
+                else:
+                    acc = add_scaled(acc, p, v, v_scale, q.dtype)
+            else:
+                acc = product(rounded(p, v.dtype), v, acc)
             top = new_top
     return acc, total, top
 
 
 @triton.jit
 def forward(
-    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SINKS, SLOPES, TABLE,
+    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SINKS, SLOPES, TABLE, K_SCALES, V_SCALES,
     by, visits, sizes, dims, reach, section, splits, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -245,11 +258,17 @@ def forward(
     if how.dropout:
         nothing = tl.zeros((BLOCK_N, BLOCK_D), q.dtype)
         zero = origin(product(q, tl.trans(nothing)), BLOCK_M, BLOCK_N)
-    paging = (0, 0)
+    paging, scaling = (0, 0), ((0, 0), (0, 0))
     if how.paged:
         K += head_kv.to(tl.int64) * by.k.h
         V += head_kv.to(tl.int64) * by.v.h
         paging = (TABLE + b64 * sizes.table, sizes.page)
+        if how.scaled:
+            head64 = head_kv.to(tl.int64)
+            scaling = (
+                (K_SCALES + head64 * sizes.k_head, sizes.k_page),
+                (V_SCALES + head64 * sizes.v_head, sizes.v_page),
+            )
     elif not how.tma:
         K += b64 * by.k.b + head_kv.to(tl.int64) * by.k.h
         V += b64 * by.v.b + head_kv.to(tl.int64) * by.v.h
@@ -303,8 +322,8 @@ def forward(
             t0 = tl.maximum(mixed_end - 1, begin)
         if part == 0 and how.generic:
             acc, total, top = _attend(
-                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, mask,
-                TILES, begin, mixed_end, full, span, slope, scores, dice, dims.qk, width_v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, scaling,
+                mask, TILES, begin, mixed_end, full, span, slope, scores, dice, dims.qk, width_v,
                 how.mask_kind, False, EVERY_EDGE, False, True, True, how,
             )  # fmt: skip
         elif not how.generic and (
@@ -313,8 +332,8 @@ def forward(
             or (part == 2 and ((RAGGED and not MASKED) or (MASKED and not how.even_k)) and not ONE_LOOP)
         ):
             acc, total, top = _attend(
-                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, mask,
-                TILES, t0, t1, full, sees, slope, scores, dice, dims.qk, width_v,
+                (acc, total, top), rows_of_q, zero, i[:, None], h[:, None], b, head_kv, k_at, v_at, paging, scaling,
+                mask, TILES, t0, t1, full, sees, slope, scores, dice, dims.qk, width_v,
                 NO_MASK if part == 0 else how.mask_kind, how.listed and part != 0,
                 EVERY_EDGE if part != 0 else (SOME_EDGES if ONE_LOOP or STRETCH else NO_EDGE), part == 0 and STRETCH,
                 part != 0 and (how.has_lengths or (not how.even_k and (part == 2 or not MASKED))),

@@ -7,7 +7,7 @@ the output, and registers and shared memory are those of a head of one panel, ho
 import triton
 import triton.language as tl
 
-from .tile import load_rows, product, tile_of
+from .tile import load_rows, product, tile_of, widened
 
 
 @triton.jit
@@ -39,6 +39,8 @@ def product_of_panels(
             panel_at(at, column, how), b, head, start, end, dim - column,
             BLOCK, PANEL, EVEN, EDGE, CLEAN, DEALT, how, where,
         )  # fmt: skip
+        if how.scaled:
+            other = widened(other, own.dtype)
         acc = product(own, tl.trans(other), acc)
     return acc
 

@@ -84,7 +84,8 @@ class VarlenSizes(NamedTuple):
 class PagedSizes(NamedTuple):
     """The same of keys in pages: rows of a page, and entries from one sequence's table to the next.
 
-    Queries may lie in sequences one after another, whose rows ``rows_q`` counts.
+    Queries may lie in sequences one after another, whose rows ``rows_q`` counts. Scales of keys and of values lie apart
+    by page and by head, and are all the same one where that is 0.
     """
 
     batch: Number
@@ -96,6 +97,10 @@ class PagedSizes(NamedTuple):
     rows_q: Number
     page: Number
     table: Number
+    k_page: Number = 0
+    k_head: Number = 0
+    v_page: Number = 0
+    v_head: Number = 0
 
 
 class Dims(NamedTuple):

@@ -287,6 +287,16 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(x, dtype: tl.constexpr):
+    """``x`` of 8 bits in ``dtype``, which has each of its numbers."""
+    if x.dtype.is_int8():
+        wide = x.to(tl.float32).to(dtype)
+    else:
+        wide = x.to(tl.float16).to(dtype)
+    return wide
+
+
+@triton.jit
 def weights(s, base, rest, factor, how: tl.constexpr):
     """exp(score - lse). Folded, ``s`` are products q . k and ``base`` is lse for exp2; else both are natural.
 

@@ -57,3 +57,5 @@ class Variant(NamedTuple):
     alibi: bool = False
     #: Keys lie in pages (``paged.py``).
     paged: bool = False
+    #: They are of 8 bits, each times a scale of its page.
+    scaled: bool = False
