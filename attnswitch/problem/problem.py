@@ -13,14 +13,14 @@ from typing import Any, Literal, NamedTuple, get_args
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant, one_of
 
-__all__ = ["DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
+__all__ = ["DTYPES", "GRAD_OPERANDS", "MOST", "Alignment", "Mask", "Memory", "Problem", "Window"]
 
 #: Storage types of query, key, value and output, with bytes per element.
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Types an additive mask may have besides ``bool``.
 MASK_DTYPES = ("bool", *DTYPES)
 #: The longest axis that any library's arrays have.
-_MOST = 2**63 - 1
+MOST = 2**63 - 1
 #: Sizes and the least that each may be.
 _LEAST = {"batch": 0, "heads_q": 1, "heads_kv": 1, "seq_q": 0, "seq_k": 0, "dim_qk": 1, "dim_v": 1}
 #: The operands a gradient can be asked for: query, key, value, float attn_mask.
@@ -163,12 +163,12 @@ class Problem(_Fields):
         b, hq, hk, lq, lk = self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
         return (
             type(b) is type(hq) is type(hk) is type(lq) is type(lk) is type(self.dim_qk) is type(self.dim_v) is int
-            and 0 < b <= _MOST
-            and 0 < hk <= hq <= _MOST
-            and 0 < lq <= _MOST
-            and 0 < lk <= _MOST
-            and 0 < self.dim_qk <= _MOST
-            and 0 < self.dim_v <= _MOST
+            and 0 < b <= MOST
+            and 0 < hk <= hq <= MOST
+            and 0 < lq <= MOST
+            and 0 < lk <= MOST
+            and 0 < self.dim_qk <= MOST
+            and 0 < self.dim_v <= MOST
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
@@ -202,8 +202,8 @@ class Problem(_Fields):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
                 raise InvalidProblem(f"{name}={size!r}: expected an integer of at least {least}")
-            if size > _MOST:
-                raise InvalidProblem(f"{name}={size}: no array is as long; expected at most {_MOST}")
+            if size > MOST:
+                raise InvalidProblem(f"{name}={size}: no array is as long; expected at most {MOST}")
         if self.heads_q % self.heads_kv:
             raise InvalidProblem(
                 f"query has {self.heads_q} heads and key has {self.heads_kv}: the query heads must be a multiple of the"
@@ -215,6 +215,8 @@ class Problem(_Fields):
             number = getattr(self, name)
             if not (number is None and name == "scale") and type(number) not in (float, int):
                 raise InvalidProblem(f"{'dropout_p' if name == 'dropout' else name}={number!r}: expected a number")
+            if isinstance(number, int) and abs(number) > MOST:
+                raise InvalidProblem(f"{name} is an integer beyond 64 bits: no float that a kernel takes is as large")
         if self.scale is not None and not math.isfinite(self.scale):
             raise InvalidProblem(f"scale={self.scale}: expected a finite number, or None for 1/sqrt(D)")
         if not (math.isfinite(self.softcap) and self.softcap >= 0.0):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from attnswitch import files
+from attnswitch import files, reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
@@ -26,6 +26,7 @@ __all__ = ["adopt", "content", "foreign", "held", "newest", "read", "write"]
 
 VERSION = 1
 _HEAD = b'{"wisdom":'
+_FIELDS = {"wisdom": int, "lines": int, "sha256": str}
 
 
 def write(records: Iterable[Record], path: Path) -> None:
@@ -55,9 +56,8 @@ def read(path: Path) -> list[Record]:
             " such files"
         )
     try:
-        fields = json.loads(head)
-        version, lines, digest = fields["wisdom"], int(fields["lines"]), str(fields["sha256"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        version, lines, digest = reading.table(reading.parse(head), _FIELDS).values()
+    except InvalidProblem:
         raise InvalidProblem(f"{path}, line 1: the head is damaged; export it again") from None
     if version != VERSION:
         raise InvalidProblem(f"{path} is of version {version}, and this version reads version {VERSION}")

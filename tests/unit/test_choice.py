@@ -218,6 +218,21 @@ def test_damaged_wisdom_breaks_no_call(no_wisdom: Path) -> None:
         assert attnswitch.attention(*tensors()).shape == (2, 4, 64, 32)
 
 
+def test_wisdom_of_great_sizes_breaks_no_call() -> None:
+    """They share no class with the call, and are near to it as far as anybody knows."""
+    for text in (
+        "b9223372036854775807.h4.s64.d32.fp32",
+        "b2.h4.s9223372036854775807.d32.fp32.window=9223372036854775807,0",
+        "b2.h4.s64x9223372036854775806.d32.fp32.page=3.lengths",
+        "b2.h9223372036854775807.s64.d9223372036854775807.fp32",
+    ):
+        view.remember([time("sdpa-flash", 1e9, text), time("tiled", 1e-6, text)])
+        assert str(attnswitch.plan(text))
+    view.reload()
+    assert attnswitch.attention(*tensors()).shape == (2, 4, 64, 32)
+    assert str(attnswitch.explain(*tensors()))
+
+
 def test_a_store_that_cannot_be_reached_breaks_no_call(
     no_wisdom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

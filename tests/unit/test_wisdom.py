@@ -22,7 +22,7 @@ from attnswitch.problem import Mask, Memory
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom import signature as signatures
 from attnswitch.wisdom.classes import covers, doublings, representative, speed_class, traits
-from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, from_line, to_line
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, _sum, from_line, to_line
 from attnswitch.wisdom.signature import Signature, machine, sign
 from attnswitch.wisdom.store import Store
 
@@ -66,7 +66,7 @@ def test_a_line_is_the_record(record: Record) -> None:
         (lambda line: line[:-10], "it is not JSON: cut off"),
         (lambda line: b"\0" * len(line), "it is not JSON: cut off, or written over"),
         (lambda line: b"{}", "it has no checksum"),
-        (lambda line: 10**5 * b"[", "it is not JSON"),
+        (lambda line: 10**4 * b"[", "nested more than 32 deep"),
         (lambda line: b"[1]", "it is not a line of wisdom"),
     ],
 )
@@ -75,28 +75,57 @@ def test_a_line_that_was_changed_is_refused(change: object, message: str) -> Non
         from_line(change(to_line(time())))  # type: ignore[operator]
 
 
-def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
-    from attnswitch.wisdom.record import _sum
-
-    fields = json.loads(to_line(time()))
+def changed(**change: object) -> bytes:
+    """A line whose checksum is right, and whose fields are not those of a record."""
+    fields = {**json.loads(to_line(time())), **change}
     del fields["sum"]
-    whole = {**fields, "ms": 1, "low": 1, "high": 1}  # as another writer of JSON may have it
-    assert from_line(json.dumps({**whole, "sum": _sum(whole)}).encode()).ms == 1  # type: ignore[union-attr]
-    for name, value, message in (
-        ("schema", 3, "it is of schema 3"),
-        ("kind", "guess", "KeyError"),
-        ("ms", "fast", "expected a float"),
-        ("ms", -1.0, "expected positive numbers"),
-        ("ms", True, "expected a float"),
-        ("ms", 10**400, "OverflowError"),
-        ("runs", 1.5, "expected a int"),
-        ("config", 1, "expected a str"),
-        ("problem", "b1", "missing"),
-        ("versions", None, "not a line of wisdom"),
-    ):
-        changed = {**fields, name: value}
-        with pytest.raises(InvalidProblem, match=message):
-            from_line(json.dumps({**changed, "sum": _sum(changed)}).encode())
+    return json.dumps({**fields, "sum": _sum(fields)}).encode()
+
+
+def test_a_line_may_have_whole_numbers() -> None:
+    assert from_line(changed(ms=1, low=1, high=1)).ms == 1  # type: ignore[union-attr]
+
+
+#: Lines that have the right sum, and what is wrong with them.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schema": 3}, "it is of schema 3"),
+    ({"schema": [3]}, "no schema"),
+    ({"kind": "guess"}, "kind is 'guess': expected one of time, untimed, verdict"),
+    ({"kind": []}, r"kind is \[\]: expected text"),
+    ({"ms": "fast"}, "ms is 'fast': expected a number"),
+    ({"ms": -1.0}, "expected numbers from 1e-06 to 1e[+]09"),
+    ({"ms": 5e-324}, "expected numbers from"),
+    ({"high": 1e300}, "expected numbers from"),
+    ({"low": math.nan}, "expected numbers from"),
+    ({"high": math.inf}, "expected numbers from"),
+    ({"ms": True}, "ms is True: expected a number"),
+    ({"ms": 10**400}, "an integer of 401 digits"),
+    ({"runs": 1.5}, "runs is 1.5: expected an integer"),
+    ({"config": 1}, "config is 1: expected text"),
+    ({"config": "\ud800"}, "half of a surrogate pair"),
+    ({"config": "x" * 2**16}, "more than 65,536 bytes"),
+    ({"backend": ["tiled"]}, "backend is .*: expected text"),
+    ({"problem": "b1"}, "missing"),
+    ({"problem": 3}, "problem is 3: expected text"),
+    ({"problem": "b9223372036854775808.h1.s1.d1.fp32"}, "no array is as long"),
+    ({"device": []}, r"device is \[\]: expected text"),
+    ({"versions": None}, "versions is None: expected an object"),
+    ({"versions": {"torch": []}}, r"versions.torch is \[\]: expected text"),
+    ({"date": "yesterday"}, "date is 'yesterday': expected one such as 2026-11-01"),
+    ({"more": json.loads(100 * "[" + 100 * "]")}, "nested more than 32 deep"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_a_line_with_a_right_sum_and_wrong_content_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        from_line(changed(**change))
+
+
+def test_a_text_of_any_length_fits_a_line() -> None:
+    told = replace(UNTIMED, why="\U0001f600" * 10**5 + "\ud800")
+    assert told.why.startswith(from_line(to_line(told)).why)  # type: ignore[union-attr]
+    assert from_line(to_line(replace(told, why="lost: \ud800"))).why == "lost: ?"  # type: ignore[union-attr]
 
 
 # -- what a record holds for -------------------------------------------------------------------------------------------
