@@ -25,6 +25,7 @@ from attnswitch.wisdom.view import Wisdom
 __all__ = ["adopt", "content", "foreign", "held", "newest", "read", "write"]
 
 VERSION = 1
+_TARGET = "it is a target, which is code to import: what was measured of one stays on its machine"
 _HEAD = b'{"wisdom":'
 _FIELDS = {"wisdom": int, "lines": int, "sha256": str}
 
@@ -129,7 +130,8 @@ def adopt(path: Path, devices: Sequence[Device]) -> int:
     records = read(path)
     among = view.indexed(records)
     for number, record in enumerate(records, 2):
-        if why := foreign(record, devices, among):
+        target = ":" in record.backend  # to sign it would import it
+        if why := _TARGET if target else foreign(record, devices, among):
             raise InvalidProblem(f"{path}, line {number} ({record.backend}): {why}; nothing of it was taken")
     store.here().change(lambda before: newest([*before, *records]))
     view.reload()

@@ -562,6 +562,14 @@ def test_a_backend_that_is_not_here_is_refused(tmp_path: Path) -> None:
         exchange.adopt(path, [CPU])
 
 
+def test_a_target_is_not_imported_for_a_files_sake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('sprung')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    exchange.write([replace(time(), backend="trap:Backend")], tmp_path / "wisdom")
+    with pytest.raises(InvalidProblem, match=r"line 2 .trap:Backend.: it is a target, which is code to import"):
+        exchange.adopt(tmp_path / "wisdom", [CPU])
+
+
 def test_what_backends_share_counts_as_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signature("triton").source, signature("tiled").source
     changed = tmp_path / "arithmetic.py"
