@@ -1,11 +1,11 @@
-"""What a message says of a name that is not known: those that are, and which of them may have been meant."""
+"""What a message says of a name that is not known, which may have been meant, and text of others that it repeats."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
 
-__all__ = ["meant", "one_of", "shown"]
+__all__ = ["meant", "one_of", "printable", "shown"]
 
 #: How alike two names are, from 0 to 1, where one may be a misspelling of the other.
 _ALIKE = 0.65
@@ -38,3 +38,13 @@ def meant(name: object, known: Iterable[str]) -> str:
 def shown(value: object) -> str:
     """``value`` as a message shows it: its repr, cut in the middle where it is long."""
     return _CUT.repr(value)
+
+
+def printable(text: str) -> str:
+    """``text`` that a terminal, a page or a file shows and does not act on.
+
+    Control characters (but the ends of lines, and tabs), invisible ones and halves of surrogate pairs become escapes.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnswitch.names import printable
 from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure
@@ -92,8 +93,7 @@ def _identifier(text: str) -> str:
 
 def _quoted(text: str) -> str:
     """``text`` so that it can stand in a docstring, in which a lone carriage return would be a line's end too."""
-    text = text.replace("\\", "\\\\").replace('"""', "'''")
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+    return printable(text.replace("\\", "\\\\").replace('"""', "'''"))
 
 
 def _literal(value: Any, depth: int = 1) -> str:
