@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import shown
 
-__all__ = ["DEPTH", "SIZE", "checked", "load", "made", "parse", "table"]
+__all__ = ["DEPTH", "SIZE", "checked", "content", "load", "made", "parse", "table"]
 
 #: Bytes of a file, and lists and objects within each other. What this project writes has a hundredth and a fifth of it.
 SIZE, DEPTH = 2**26, 32
@@ -39,14 +39,24 @@ _PLAIN: dict[Any, tuple[type | UnionType, str]] = {
 
 def load(path: Path, most: int = SIZE) -> Any:
     """``parse`` of a file, of which no more than ``most`` bytes are read. Raises ``OSError`` if it cannot be read."""
+    return parse(content(path, most), most)
+
+
+def content(path: Path, most: int = SIZE) -> bytes:
+    """The bytes of a file, of which no more are read. Raises ``OSError`` if it cannot be read."""
     with path.open("rb") as file:
-        return parse(file.read(most + 1), most)
+        return _within(file.read(most + 1), most)
+
+
+def _within(text: bytes, most: int) -> bytes:
+    if len(text) > most:
+        raise InvalidProblem(f"it has more than {most:,} bytes, which no such file needs")
+    return text
 
 
 def parse(text: bytes, most: int = SIZE) -> Any:
     """The value of JSON in UTF-8. Integers have 64 bits at most; NaN and inf are taken, as Python writes them."""
-    if len(text) > most:
-        raise InvalidProblem(f"it has more than {most:,} bytes, which no such file needs")
+    _within(text, most)
     try:
         value = json.loads(text.decode(), parse_int=_integer)
     except InvalidProblem:

@@ -50,7 +50,10 @@ def read(path: Path) -> list[Record]:
         InvalidProblem: it is not such a file, or was cut off or changed; nothing of it may be used.
         OSError: it cannot be read.
     """
-    head, _, body = path.read_bytes().partition(b"\n")
+    try:
+        head, _, body = reading.content(path).partition(b"\n")
+    except InvalidProblem as problem:
+        raise InvalidProblem(f"{path}: {problem}; nothing of it was taken") from None
     if not head.startswith(_HEAD):
         raise InvalidProblem(
             f"{path} is not a file of exported wisdom: its first line is not a head; `attnswitch wisdom export` writes"
