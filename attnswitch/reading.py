@@ -135,9 +135,10 @@ def _object(found: Any, name: str) -> dict[str, Any]:
 
 
 def _field(values: dict[str, Any], field: str, kind: Any, name: str) -> Any:
-    if field not in values and NoneType not in get_args(kind):
+    value = values.get(field)
+    if value is None and field not in values and NoneType not in get_args(kind):
         raise InvalidProblem(f"{name} has no field {field!r}")
-    return checked(values.get(field), kind, field if name == "it" else f"{name}.{field}")
+    return checked(value, kind, field if name == "it" else f"{name}.{field}")
 
 
 def checked(value: Any, kind: Any, name: str = "it") -> Any:

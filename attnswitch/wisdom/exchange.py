@@ -17,8 +17,8 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.wisdom import store, view
-from attnswitch.wisdom.classes import speed_class
-from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
+from attnswitch.wisdom.compact import newest
+from attnswitch.wisdom.record import Record, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
 from attnswitch.wisdom.view import Wisdom
 
@@ -79,21 +79,6 @@ def read(path: Path) -> list[Record]:
     if hashlib.sha256(body).hexdigest() != digest:
         raise InvalidProblem(f"{path} is not as it was written: its lines were changed; nothing of it was taken")
     return records
-
-
-def newest(records: Sequence[Record]) -> list[Record]:
-    """The newest of all records that say the same, in the order of their dates.
-
-    Two times say the same if backend, signature and class of problems are the same; two verdicts, if backend,
-    signature, case, problem and verdict are.
-    """
-    latest: dict[tuple[object, ...], Record] = {}
-    for record in sorted(records, key=lambda record: record.date):
-        said = (record.case, record.right, record.problem) if isinstance(record, Verdict) else None
-        key = (record.backend, record.signature, said or speed_class(record.problem))
-        latest.pop(key, None)  # so that it stands at its own date
-        latest[key] = record
-    return list(latest.values())
 
 
 def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | None:

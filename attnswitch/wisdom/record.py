@@ -133,7 +133,7 @@ def from_line(line: bytes) -> Record:
         raise OtherSchema(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
     if fields.pop("sum") != _sum(fields):
         raise InvalidProblem("its checksum is not that of its content: it was changed by hand, or damaged")
-    kind = reading.table(fields, {"kind": str})["kind"]
+    kind = reading.checked(fields.get("kind"), str, "kind")
     if kind not in _KINDS:
         raise InvalidProblem(f"kind is {shown(kind)}: {one_of(kind, _KINDS)}")
     shared, own = reading.table(fields, _SHARED), reading.table(fields, _FIELDS[kind])

@@ -273,6 +273,45 @@ def test_lines_of_another_schema_are_kept_when_the_others_are_changed(tmp_path: 
     assert kept.path.read_bytes() == b""
 
 
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store that has room for thirty lines."""
+    monkeypatch.setattr(store, "MOST", 30 * len(to_line(time(1.0))))
+    return Store(tmp_path / "wisdom.jsonl")
+
+
+def test_a_store_does_not_grow_for_ever(small: Store) -> None:
+    small.append([fault(), fault(case="b.json")])
+    small.path.write_bytes(small.path.read_bytes() + later())
+    for number in range(200):
+        small.append([time(1.0 + number), time(1.0, Problem.parse(f"b{2 ** (number % 50)}.h4.s64.d32.fp32"))])
+        assert small.path.stat().st_size <= store.MOST
+    contents = small.read()
+    assert [record for record in contents.records if isinstance(record, Verdict)] == [fault(), fault(case="b.json")]
+    assert contents.records[-2] == time(200.0)
+    assert [damage.why[:17] for damage in contents.damaged] == ["it is of schema 3"]
+
+
+def test_the_end_of_a_store_that_is_too_large_is_read(small: Store) -> None:
+    lines = [to_line(fault()), *(to_line(time(1.0 + number)) for number in range(100)), b"damaged\n"]
+    small.path.write_bytes(b"".join(lines))
+    contents = small.read()
+    assert 25 < len(contents.records) < 31
+    assert contents.records[-1] == time(100.0)
+    unread, damaged = contents.damaged
+    assert "bytes are not read, which is too much: `attnswitch wisdom forget --stale` shortens it" in str(unread)
+    assert f"wisdom.jsonl, line {len(contents.records) + 1} after byte " in str(damaged)
+    small.change(lambda records: records[:1] + records[-1:])
+    assert (small.read().records, small.read().damaged) == ([fault(), time(100.0)], [])
+
+
+def test_a_store_that_is_too_large_is_compacted_by_the_next_writer(small: Store) -> None:
+    lines = [to_line(fault()), *(to_line(time(1.0 + number)) for number in range(100)), to_line(time(9.0))[:50]]
+    small.path.write_bytes(b"".join(lines))
+    small.append([time(7.0)])
+    assert (small.read().records, small.read().damaged) == ([fault(), time(100.0), time(7.0)], [])
+
+
 @pytest.mark.parametrize("length", [1, 50, -1])
 def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path, length: int) -> None:
     kept = Store(tmp_path / "wisdom.jsonl")
