@@ -211,6 +211,13 @@ def test_nothing_that_may_be_chosen_raises_with_every_case() -> None:
     assert str(caught.value).count("some-case.json") == len(every)
 
 
+def test_an_explanation_is_printed_as_it_is() -> None:
+    view.remember([replace(fault("tiled"), case="\x1b]0;title\x07", why="\x1b[31m")])
+    text = str(attnswitch.plan(TEXT))
+    assert r"\x1b]0;title\x07" in text
+    assert not {*"\x1b\x07"} & {*text}
+
+
 def test_damaged_wisdom_breaks_no_call(no_wisdom: Path) -> None:
     for content in (b"\xff\xfe\0", b'{"schema":1}\n', b"[]\n" * 3):
         (no_wisdom / store.NAME).write_bytes(content)
