@@ -56,9 +56,10 @@ def _show(found: list[Pair], broken: dict[int, list[str]], notes: list[str]) -> 
         rows.add_row(*map(render.escape, cells), *_judged(pair, broken[index]))
     render.whole(rows)
     for mean in _means(found):
+        suite, candidate = render.escape(mean["suite"]), render.escape(mean["candidate"])
         render.console.print(
-            f"{mean['suite']} {mean['direction']}: {mean['candidate']} takes [bold]{mean['ratio']:.3f}[/] times as much"
-            f" as before (geometric mean, rows: {mean['rows']})",
+            f"{suite} {mean['direction']}: {candidate} takes [bold]{mean['ratio']:.3f}[/] times as much as before"
+            f" (geometric mean, rows: {mean['rows']})",
             soft_wrap=True,
         )
     for note in notes:

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from attnswitch.names import printable
 from attnswitch.planning.plan import Plan as Planned
 from attnswitch.verify.report import facts
 from attnswitch.verify.session.plan import Plan
@@ -57,6 +58,11 @@ console = _Console(highlight=False)
 _errors = Console(stderr=True, highlight=False)
 
 
+def escape(text: str) -> str:
+    """``text`` as it is, in print that has markup: neither rich nor the terminal acts on anything in it."""
+    return markup.escape(printable(text))
+
+
 def error(problem: Exception | str) -> None:
     """One error, on standard error."""
     _errors.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
@@ -99,7 +105,7 @@ def plan(plan: Planned) -> None:
     """A plan: the problem, the choice, and every candidate with its reasons."""
     console.print(f"[bold]problem[/]  {escape(str(plan.problem))}", soft_wrap=True)
     console.print(f"[bold]device[/]   {escape(str(plan.device))}", soft_wrap=True)
-    choice = f"[bold green]{plan.backend}[/]" if plan.backend else "[bold red]none[/]"
+    choice = f"[bold green]{escape(plan.backend)}[/]" if plan.backend else "[bold red]none[/]"
     console.print(f"[bold]choice[/]   {choice} ({escape(plan.why)})\n", soft_wrap=True)
     rows = table("backend", "takes it", "why it was not chosen")
     for candidate in plan.candidates:
@@ -114,7 +120,7 @@ def plan(plan: Planned) -> None:
         )
         reasons = [escape(reason) for reason in plan.why_not(candidate)] or ["[green]chosen[/]"]
         remarks = [f"[dim]{escape(remark)}[/]" for remark in plan.remarks(candidate)]
-        rows.add_row(candidate.backend, takes, "\n".join((*reasons, *remarks)))
+        rows.add_row(escape(candidate.backend), takes, "\n".join((*reasons, *remarks)))
     console.print(rows)
 
 
@@ -154,7 +160,7 @@ def counts(report: Report) -> Table:
         label = ("", "") if previous == (device, backend) else (device, backend)
         previous = (device, backend)
         rows.add_row(
-            *label,
+            *map(escape, label),
             dtype,
             f"[green]{tally.verified}[/]" if tally.verified else "0",
             str(tally.gradients),
@@ -169,12 +175,12 @@ def matrix(report: Report) -> None:
     """How often each check held on each backend, where that fits; the HTML page has it for any number of them."""
     backends = facts.by_backend(report)
     devices = {device for device, _ in backends}
-    heads = [backend if len(devices) == 1 else f"{device} {backend}" for device, backend in backends]
+    heads = [escape(backend if len(devices) == 1 else f"{device} {backend}") for device, backend in backends]
     rows = table("check", *heads, right=tuple(heads))
     for check in facts.checks(backends.values(), report.failures):
         if all(facts.state(tally, check) == "never" for tally in backends.values()):
             continue  # such as the checks of a GPU on a CPU
-        rows.add_row(check, *(_state(tally, check) for tally in backends.values()))
+        rows.add_row(escape(check), *(_state(tally, check) for tally in backends.values()))
     wanted = Console(width=1000).measure(rows).maximum  # a narrow console would fold it to its own width
     if rows.row_count and wanted <= min(MATRIX, console.width):
         console.print()
@@ -192,7 +198,7 @@ def failures(found: list[Found]) -> None:
     for item in found:
         outcome, failure = item.outcome, item.outcome.failure
         assert failure is not None
-        where = f" [dim](chose {outcome.chosen})[/]" if outcome.backend == "auto" and outcome.chosen else ""
+        where = f" [dim](chose {escape(outcome.chosen)})[/]" if outcome.backend == "auto" and outcome.chosen else ""
         place = escape(f"{outcome.backend} on {outcome.device}")
         console.print(f"\n[bold red]mismatch[/] {place}{where}: {escape(failure.title)}", soft_wrap=True)
         for line in (str(outcome.case), failure.message, facts.element(failure)):

@@ -22,7 +22,7 @@ from attnswitch.verify.session.pool import Isolated
 from attnswitch.verify.session.provenance import provenance
 
 from . import render
-from .named import named, present, reach
+from .named import named, present
 
 __all__ = ["replay"]
 
@@ -32,7 +32,10 @@ COLOURS = {"FIXED": "green", "FAILED": "bold red", "ERROR": "bold red"}
 
 def replay(
     files: Annotated[list[Path], typer.Argument(help="Saved cases, or folders of them.", exists=True)],
-    backend: Annotated[str | None, typer.Option(help="Run with this backend instead of the one that failed.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Run with this backend instead of the one that failed. A target must be named here."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the one it failed on.")] = None,
     isolate: Annotated[
         bool, typer.Option(help="Run in a process of its own: a crash is an answer. Without it, a debugger can look.")
@@ -91,10 +94,11 @@ def _paths(named: list[Path]) -> list[Path]:
 
 def _run(again: _Again, saved: Saved, backend: str | None, device: str | None) -> Outcome:
     name, where = backend or saved.backend, device or saved.device
-    if ":" in name:
-        reach(name)  # one that cannot be loaded is absent
-    else:
-        named(name)
+    if backend is None and ":" in name:  # a file is data: what it names is not run for its sake
+        raise InvalidProblem(
+            f"{saved.path} is of the target {name}, which is code to import: name it yourself, --backend {name}"
+        )
+    named(name)
     if device is None:
         try:
             where = present(where)

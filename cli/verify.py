@@ -124,6 +124,7 @@ def verify(
         seconds,
         max_failures=max_failures,
         corpus=None if no_corpus else corpus or default_folder(),
+        pass_over=corpus is None,
         isolate=isolate,
         workers=workers,
         timeout=timeout,
@@ -259,11 +260,15 @@ def _print(report: Report) -> None:
         reasons = (tally.absences + tally.reasons).most_common(1)
         if not tally.verified and not tally.mismatched and reasons:
             why = render.escape(reasons[0][0])
-            render.console.print(f"[dim]nothing verified of {backend} on {device}, mostly:[/] {why}", soft_wrap=True)
+            render.console.print(
+                f"[dim]nothing verified of {render.escape(backend)} on {device}, mostly:[/] {why}", soft_wrap=True
+            )
+    for sentence in report.passed_over:
+        render.console.print(f"[yellow]passed over[/] {render.escape(sentence)}", soft_wrap=True)
     for device, backend, name in report.stale:
         render.console.print(
-            f"[yellow]stale divergence[/] {name} of {backend} on {device}: its cases are right in these versions;"
-            " end the version range of its entry",
+            f"[yellow]stale divergence[/] {name} of {render.escape(backend)} on {device}: its cases are right in these"
+            " versions; end the version range of its entry",
             soft_wrap=True,
         )
     render.console.print(

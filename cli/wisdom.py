@@ -186,7 +186,12 @@ def _print_times(held: list[Record]) -> None:
             before = where, time.problem
             name = render.escape(time.backend)
             spread = f"{(time.high - time.low) / 2:.2g}"
-            cells = [f"[green]{name}[/]" if time is best else name, f"{time.ms:.4g}", spread, time.date[:10]]
+            cells = [
+                f"[green]{name}[/]" if time is best else name,
+                f"{time.ms:.4g}",
+                spread,
+                render.escape(time.date[:10]),
+            ]
             rows.add_row(*map(render.escape, label), *cells)
     if times:
         render.whole(rows)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from attnswitch import reading
 from attnswitch.bench.document import SCHEMA
-from attnswitch.bench.record import PASSES, Record
+from attnswitch.bench.record import Record
 from attnswitch.errors import InvalidProblem
 
 __all__ = ["Measure", "Pair", "Rule", "differences", "load", "means", "pairs", "records"]
@@ -19,10 +19,13 @@ __all__ = ["Measure", "Pair", "Rule", "differences", "load", "means", "pairs", "
 Measure = Literal["ms", "memory"]
 #: What a run is to fail for, with the factor that is still allowed where there is one.
 _RULES = {"slower": True, "larger": True, "missing": False, "wrong": False}
-#: What is read of a document, of its limits, and of a record beside what names it.
-_PARTS = {"device": str, "environment": dict, "limits": dict, "records": list, "schema": int, "date": str}
-_LIMITS = {"tflops": float | int, "gbps": float | int}
-_MEASURED = dict.fromkeys(("ms", "ms_low", "ms_high", "memory", "tflops", "gbps"), float | int | None)
+#: What is read of a document, and of its limits.
+_PARTS = {"device": str, "environment": dict[str, str], "limits": dict, "records": list, "schema": int, "date": str}
+_LIMITS = {"tflops": float, "gbps": float}
+#: Numbers that are compared and drawn: none is negative, or larger than this.
+_MEASURED, _LARGEST = ("ms", "ms_low", "ms_high", "memory", "tflops", "gbps", "percent"), 1e18
+#: The least time in milliseconds, beside which all ratios are numbers.
+_LEAST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,55 +115,50 @@ def load(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        document, fault = None, "it is no JSON"
-    except RecursionError:
-        document, fault = None, "it is nested too deeply"
-    else:
-        fault = _fault(document)
-    if fault:
-        raise InvalidProblem(f"{path} is no result of `attnswitch bench run --json`: {fault}")
+        document = reading.load(path)
+        _check(document)
+    except InvalidProblem as problem:
+        raise InvalidProblem(f"{path} is no result of `attnswitch bench run --json`: {problem}") from None
     return document  # type: ignore[no-any-return]
 
 
-def _fault(document: Any) -> str:
-    """Why it is not the document of a run; "" if it is."""
-    if not isinstance(document, dict):
-        return f"it is a {type(document).__name__}"
-    if "costs" in document:
-        return "it is one of `attnswitch bench overhead`, whose costs are compared with nothing"
-    if document.get("schema", SCHEMA) != SCHEMA:
-        return f"it is of schema {document['schema']}, and this version reads schema {SCHEMA}"
-    fault = _mistyped(document, _PARTS) or _mistyped(document["limits"], _LIMITS, " of its limits")
-    if fault:
-        return fault
-    wanted = {field.name: str for field in fields(Record) if field.default is MISSING} | _MEASURED
-    for record in document["records"]:
-        if not isinstance(record, dict):
-            return f"a record is a {type(record).__name__}"
-        if fault := _mistyped({name: _number(value) for name, value in record.items()}, wanted, " of a record"):
-            return fault
-        if record["direction"] not in PASSES:
-            return f"direction {record['direction']!r} of a record is none of {', '.join(PASSES)}"
-    return ""
+def _check(document: Any) -> None:
+    """Raise ``InvalidProblem`` if it is not the document of a run."""
+    if isinstance(document, dict) and "costs" in document:
+        raise InvalidProblem("it is one of `attnswitch bench overhead`, whose costs are compared with nothing")
+    schema = reading.table(document, {"schema": int})["schema"]
+    if schema != SCHEMA:
+        raise InvalidProblem(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
+    limits = reading.table(reading.table(document, _PARTS)["limits"], _LIMITS, "limits")
+    for name, value in limits.items():
+        _check_number(f"limits.{name}", value)
+    for place, found in enumerate(records(document)):
+        for name in _MEASURED:
+            value = getattr(found, name)
+            if value is not None:
+                _check_number(f"records[{place}].{name}", value, _LEAST if name.startswith("ms") else 0.0)
 
 
-def _mistyped(found: dict[str, Any], wanted: Mapping[str, Any], whose: str = "") -> str:
-    """The first of ``wanted`` that ``found`` has not, or of another type."""
-    names = (name for name, kind in wanted.items() if not isinstance(found.get(name), kind))
-    return next((f"{name!r}{whose} is missing or of another type" for name in names), "")
+def _check_number(name: str, value: float, least: float = 0.0) -> None:
+    if not least <= value <= _LARGEST:
+        raise InvalidProblem(f"{name} is {value}: expected a number from {least:g} to {_LARGEST:g}")
 
 
 def records(document: dict[str, Any]) -> list[Record]:
     """The records of a document. What a later version added to them is left out."""
-    known = {field.name for field in fields(Record)}
-    return [Record(**{name: _number(v) for name, v in r.items() if name in known}) for r in document["records"]]
+    return [
+        reading.made(Record, _numbers(found), f"records[{place}]", others=True)
+        for place, found in enumerate(document["records"])
+    ]
+
+
+def _numbers(found: Any) -> Any:
+    return {name: _number(value) for name, value in found.items()} if isinstance(found, dict) else found
 
 
 def _number(value: Any) -> Any:
     """NaN and inf are text in JSON."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
 def pairs(before: dict[str, Any], after: dict[str, Any]) -> list[Pair]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnswitch.bench.compare import records
 from attnswitch.bench.record import PASSES, Record
 from attnswitch.errors import AttnswitchError, InvalidProblem
+from attnswitch.names import printable
 from attnswitch.problem import Problem, cost
 
 if TYPE_CHECKING:
@@ -50,13 +51,21 @@ def draw(kind: str, document: dict[str, Any], path: Path) -> None:
         KINDS[kind](figure, found, document)
         figure.suptitle(_title(document), fontsize="small")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
+        try:
+            figure.savefig(path, dpi=160)
+        except ValueError as error:
+            raise InvalidProblem(f"{path}: this run makes no picture, as matplotlib says: {error}") from None
 
 
 def _title(document: dict[str, Any]) -> str:
     environment = document["environment"]
     where = environment.get("gpu") if document["device"] != "cpu" else environment.get("system")
-    return f"{where or document['device']}, torch {environment.get('torch', '?')}, {document['date']}"
+    return _text(f"{where or document['device']}, torch {environment.get('torch', '?')}, {document['date']}")
+
+
+def _text(words: str) -> str:
+    """Words of a document as they are, which matplotlib would take for formulas between two dollar signs."""
+    return printable(words).replace("$", r"\$")
 
 
 def _throughput(figure: Figure, found: list[Record], document: dict[str, Any]) -> None:
@@ -67,10 +76,10 @@ def _throughput(figure: Figure, found: list[Record], document: dict[str, Any]) -
     names = sorted({name for lines in panels.values() for name in lines})
     for axes, ((title, unit), lines) in zip(_grid(figure, len(panels)), panels.items(), strict=True):
         for name, line in lines.items():
-            axes.plot(*zip(*sorted(line), strict=True), label=name, **_look(names, name))
+            axes.plot(*zip(*sorted(line), strict=True), label=_text(name), **_look(names, name))
         limit = document["limits"]["tflops" if unit == "TFLOP/s" else "gbps"]
         axes.axhline(limit, color="0.5", linestyle="--", linewidth=1, label="measured limit")
-        axes.set(title=title, xlabel="keys", ylabel=unit, ylim=(0, None))
+        axes.set(title=_text(title), xlabel="keys", ylabel=unit, ylim=(0, None))
         axes.set_xscale("log", base=2)
         axes.title.set_fontsize("small")
     _legend(figure)
@@ -123,7 +132,7 @@ def _roofline(figure: Figure, found: list[Record], document: dict[str, Any]) -> 
     names = sorted(points)
     for name in names:
         across, up = zip(*points[name], strict=True)
-        axes.plot(across, up, label=name, **_look(names, name) | {"linestyle": ""})
+        axes.plot(across, up, label=_text(name), **_look(names, name) | {"linestyle": ""})
     ridge = 1e3 * tflops / gbps
     every = [across for line in points.values() for across, _ in line]
     first, last = min(*every, ridge) / 2, max(*every, ridge) * 2
@@ -149,11 +158,11 @@ def _speedup(figure: Figure, found: list[Record], document: dict[str, Any]) -> N
     for number, name in enumerate(names):
         places = [(place, row[name]) for place, row in enumerate(bars.values()) if name in row]
         heights = [place + (number - (len(names) - 1) / 2) * thick for place, _ in places]
-        axes.barh(heights, [speed for _, speed in places], thick, color=f"C{number % 10}", label=name)
+        axes.barh(heights, [speed for _, speed in places], thick, color=f"C{number % 10}", label=_text(name))
     axes.axvline(1.0, color="0.4", linewidth=1)
     several = len({suite for suite, _, _ in bars}) > 1
     labels = [f"{suite}: {row}, {way}" if several else f"{row}, {way}" for suite, row, way in bars]
-    axes.set_yticks(range(len(bars)), labels, fontsize="x-small")
+    axes.set_yticks(range(len(bars)), [_text(label) for label in labels], fontsize="x-small")
     axes.invert_yaxis()
     axes.set(xlabel=f"times as fast as {_BASE}'s own choice")
     _legend(figure)

@@ -13,7 +13,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
-from attnswitch.names import meant
+from attnswitch.names import meant, printable
 from attnswitch.planning import waiting
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.choice import Basis
@@ -223,7 +223,7 @@ class Plan:
             for sentence in (*(self.why_not(candidate) or ("chosen",)), *self.remarks(candidate)):
                 lines.append(f"  {name:{width}}  {sentence}")
                 name = ""
-        return "\n".join(lines)
+        return printable("\n".join(lines))  # saved cases and compilers have their say in it
 
     def _stands_back(self, candidate: Candidate) -> str:
         """Why a candidate that was not wrong is none for a call that does not name it."""

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.names import meant
+from attnswitch.names import meant, shown
 from attnswitch.problem import CONTIGUOUS, Mask, Memory, Problem, Window
 
 __all__ = ["format_problem", "parse_problem"]
@@ -174,15 +174,16 @@ def parse_problem(text: str) -> Problem:
             raise
         except (KeyError, ValueError):
             raise InvalidProblem(
-                f"problem {text!r}: part {part!r} is not understood; a problem looks like"
+                f"problem {shown(text)}: part {shown(part)} is not understood; a problem looks like"
                 " b2.h16/4.s1024x4096.d128.bf16.causal: batch, heads, lengths, head dimension, dtype (fp16, bf16, fp32,"
                 " fp64), then options such as causal-br, window=128,0, mask=bool, lengths, page=16, sinks, lse, grad"
                 f"{_meant(part)}"
             ) from None
         if twice := fields.keys() & read.keys():
-            raise InvalidProblem(f"problem {text!r}: part {part!r} sets {', '.join(sorted(twice))} a second time")
+            again = ", ".join(sorted(twice))
+            raise InvalidProblem(f"problem {shown(text)}: part {shown(part)} sets {again} a second time")
         fields |= read
     wanted = {"b": "batch", "h": "heads_q", "s": "seq_q", "d": "dim_qk", "a dtype such as bf16": "dtype"}
     if missing := [part for part, name in wanted.items() if name not in fields]:
-        raise InvalidProblem(f"problem {text!r}: missing {', '.join(missing)}, as in b1.h8.s1024.d64.bf16")
+        raise InvalidProblem(f"problem {shown(text)}: missing {', '.join(missing)}, as in b1.h8.s1024.d64.bf16")
     return Problem(**fields)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.names import meant, one_of
+from attnswitch.names import meant, one_of, shown
 
-__all__ = ["CACHES", "DTYPES", "GRAD_OPERANDS", "Alignment", "Mask", "Memory", "Problem", "Window"]
+__all__ = ["CACHES", "DTYPES", "GRAD_OPERANDS", "MOST", "Alignment", "Mask", "Memory", "Problem", "Window"]
 
 #: Storage types of query, key, value and output, with bytes per element.
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -22,7 +22,7 @@ CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 #: Types an additive mask may have besides ``bool``.
 MASK_DTYPES = ("bool", *DTYPES)
 #: The longest axis that any library's arrays have.
-_MOST = 2**63 - 1
+MOST = 2**63 - 1
 #: Sizes and the least that each may be.
 _LEAST = {"batch": 0, "heads_q": 1, "heads_kv": 1, "seq_q": 0, "seq_k": 0, "dim_qk": 1, "dim_v": 1}
 #: The operands a gradient can be asked for: query, key, value, float attn_mask.
@@ -46,7 +46,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         if self.align not in (1, 2, 4, 8, 16):
-            raise InvalidProblem(f"align={self.align}: alignment is a power of two from 1 to 16 bytes")
+            raise InvalidProblem(f"align={shown(self.align)}: alignment is a power of two from 1 to 16 bytes")
 
 
 CONTIGUOUS = Memory()
@@ -64,12 +64,13 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.dtype not in MASK_DTYPES:
+            dtype, added = str(self.dtype)[:100], ", ".join(DTYPES)
             raise InvalidProblem(
-                f"attn_mask of dtype {self.dtype}: a mask is bool (True = attend) or one of {', '.join(DTYPES)} (added)"
+                f"attn_mask of dtype {dtype}: a mask is bool (True = attend) or one of {added} (added)"
                 f"{meant(self.dtype, MASK_DTYPES)}"
             )
         if self.axes != "".join(axis for axis in "bhqk" if axis in self.axes):
-            raise InvalidProblem(f"mask axes {self.axes!r}: expected a subset of 'bhqk' in that order")
+            raise InvalidProblem(f"mask axes {shown(self.axes)}: expected a subset of 'bhqk' in that order")
 
     @property
     def is_bool(self) -> bool:
@@ -168,12 +169,12 @@ class Problem(_Fields):
         b, hq, hk, lq, lk = self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
         return (
             type(b) is type(hq) is type(hk) is type(lq) is type(lk) is type(self.dim_qk) is type(self.dim_v) is int
-            and 0 < b <= _MOST
-            and 0 < hk <= hq <= _MOST
-            and 0 < lq <= _MOST
-            and 0 < lk <= _MOST
-            and 0 < self.dim_qk <= _MOST
-            and 0 < self.dim_v <= _MOST
+            and 0 < b <= MOST
+            and 0 < hk <= hq <= MOST
+            and 0 < lq <= MOST
+            and 0 < lk <= MOST
+            and 0 < self.dim_qk <= MOST
+            and 0 < self.dim_v <= MOST
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
@@ -206,9 +207,9 @@ class Problem(_Fields):
         for name, least in _LEAST.items():
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
-                raise InvalidProblem(f"{name}={size!r}: expected an integer of at least {least}")
-            if size > _MOST:
-                raise InvalidProblem(f"{name}={size}: no array is as long; expected at most {_MOST}")
+                raise InvalidProblem(f"{name}={shown(size)}: expected an integer of at least {least}")
+            if size > MOST:
+                raise InvalidProblem(f"{name}={shown(size)}: no array is as long; expected at most {MOST}")
         if self.heads_q % self.heads_kv:
             raise InvalidProblem(
                 f"query has {self.heads_q} heads and key has {self.heads_kv}: the query heads must be a multiple of the"
@@ -220,6 +221,8 @@ class Problem(_Fields):
             number = getattr(self, name)
             if not (number is None and name == "scale") and type(number) not in (float, int):
                 raise InvalidProblem(f"{'dropout_p' if name == 'dropout' else name}={number!r}: expected a number")
+            if isinstance(number, int) and abs(number) > MOST:
+                raise InvalidProblem(f"{name} is an integer beyond 64 bits: no float that a kernel takes is as large")
         if self.scale is not None and not math.isfinite(self.scale):
             raise InvalidProblem(f"scale={self.scale}: expected a finite number, or None for 1/sqrt(D)")
         if not (math.isfinite(self.softcap) and self.softcap >= 0.0):
@@ -229,19 +232,21 @@ class Problem(_Fields):
 
     def _check_choices(self) -> None:
         if self.dtype not in DTYPES:
-            raise InvalidProblem(f"dtype {self.dtype}: {one_of(self.dtype, DTYPES)}")
+            raise InvalidProblem(f"dtype {str(self.dtype)[:100]}: {one_of(self.dtype, DTYPES)}")
         if self.alignment not in get_args(Alignment):
-            raise InvalidProblem(f"causal_alignment={self.alignment!r}: {one_of(self.alignment, get_args(Alignment))}")
+            raise InvalidProblem(
+                f"causal_alignment={shown(self.alignment)}: {one_of(self.alignment, get_args(Alignment))}"
+            )
         if self.window is not None and (not isinstance(self.window, tuple) or len(self.window) != 2):
-            raise InvalidProblem(f"window={self.window!r}: expected (left, right), each a number of keys or None")
+            raise InvalidProblem(f"window={shown(self.window)}: expected (left, right), each a number of keys or None")
         for side in self.window or ():
             if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
                 raise InvalidProblem(
-                    f"window={self.window}: each side is a number of keys >= 0, or None for unlimited"
+                    f"window={shown(self.window)}: each side is a number of keys >= 0, or None for unlimited"
                     " (flash-attn's -1 is spelled None here)"
                 )
         if self.grads != "".join(operand for operand in GRAD_OPERANDS if operand in self.grads):
-            raise InvalidProblem(f"grads={self.grads!r}: expected a subset of {GRAD_OPERANDS!r} in that order")
+            raise InvalidProblem(f"grads={shown(self.grads)}: expected a subset of {GRAD_OPERANDS!r} in that order")
         self._check_forms()
         if "m" in self.grads and not self.adds_mask:
             raise InvalidProblem("a gradient of attn_mask was asked for, but there is no float attn_mask")
@@ -249,25 +254,29 @@ class Problem(_Fields):
     def _check_forms(self) -> None:
         page = self.page
         if isinstance(page, bool) or not isinstance(page, int) or page < 0:
-            raise InvalidProblem(f"page={page!r}: expected the rows of a page, or 0 where there are no pages")
+            raise InvalidProblem(f"page={shown(page)}: expected the rows of a page, or 0 where there are no pages")
         if page:
             if self.mask is not None or self.grads or self.dropout:
                 raise InvalidProblem(
-                    f"page={page}: a paged cache takes no attn_mask and no dropout, and has no gradient"
+                    f"page={shown(page)}: a paged cache takes no attn_mask and no dropout, and has no gradient"
                 )
             if not self.key_lengths:
-                raise InvalidProblem(f"page={page}: a paged cache has lengths (key_lengths)")
+                raise InvalidProblem(f"page={shown(page)}: a paged cache has lengths (key_lengths)")
             if self.seq_k % page:
-                raise InvalidProblem(f"page={page}: a paged cache has room for whole pages, not for {self.seq_k} keys")
+                raise InvalidProblem(
+                    f"page={shown(page)}: a paged cache has room for whole pages, not for {self.seq_k} keys"
+                )
         elif self.varlen and (self.mask is not None or self.key_lengths):
             raise InvalidProblem("varlen: sequences without padding take no attn_mask, and have lengths of their own")
         if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 0:
-            raise InvalidProblem(f"splits={self.splits!r}: expected a number of parts, or 0 to leave it open")
+            raise InvalidProblem(f"splits={shown(self.splits)}: expected a number of parts, or 0 to leave it open")
         if self.splits and not page:
-            raise InvalidProblem(f"splits={self.splits}: only the keys of a paged cache are divided as the call says")
+            raise InvalidProblem(
+                f"splits={shown(self.splits)}: only the keys of a paged cache are divided as the call says"
+            )
         if self.cache and (not page or self.cache not in CACHES):
             known = "only a cache in pages has a type of its own" if not page else one_of(self.cache, CACHES)
-            raise InvalidProblem(f"cache={self.cache!r}: {known}")
+            raise InvalidProblem(f"cache={shown(self.cache)}: {known}")
 
     @property
     def softmax_scale(self) -> float:

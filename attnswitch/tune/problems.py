@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from attnswitch import reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of
 from attnswitch.problem import Problem
@@ -89,9 +90,11 @@ def recorded(path: Path) -> list[Problem]:
         OSError: it cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = reading.content(path).decode()
     except UnicodeDecodeError as error:
         raise InvalidProblem(f"{path} is not a recording: it is not text in UTF-8 ({error.reason})") from None
+    except InvalidProblem as problem:
+        raise InvalidProblem(f"{path} is not a recording: {problem}") from None
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ __all__ = ["apart", "check", "examine"]
 _ASKED = 4
 #: Results of more bytes than this are not laid between neighbours.
 _SURROUNDED = 2**24
+#: How often a case's operands are in memory at once: as float64, as the caller's, in the reference and its rounding.
+_COPIES = 4
 
 
 def check(case: Case, backend: str, device: str = "cpu") -> Outcome:
@@ -54,6 +57,8 @@ def examine(
     for backend in backends:
         if backend != AUTO:
             registry.load(backend)  # an unknown name is the caller's mistake, not a finding
+    if too_large := _too_large(case):
+        return [Outcome(case, b, device, "refused", reasons=(too_large,), starved=True) for b in backends]
     checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c])]
     checks = [c for c in checks if c.suits(case, device)]
     if only and not checks:
@@ -75,6 +80,19 @@ def examine(
             run = _judged(run, checks)
         judged.append(run)
     return judged
+
+
+def _too_large(case: Case) -> str:
+    """Why the operands of ``case`` cannot be made in the memory of this machine; "" if they can."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # a system that does not say: it fails when it is tried
+        return ""
+    needed = _COPIES * case.operand_bytes
+    if needed <= memory:
+        return ""
+    gib = f"{needed / 2**30:,.0f} GiB as float64, and this machine has {memory / 2**30:,.0f}"
+    return f"out of memory: its operands need {gib}"
 
 
 def _unjudged(case: Case, backend: str, device: str) -> Outcome | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from attnswitch.problem import CONTIGUOUS, DTYPES, Problem, Window
 from attnswitch.problem.cost import kv_bytes
+from attnswitch.problem.problem import MOST
 
 __all__ = [
     "HOPELESS",
@@ -112,11 +113,12 @@ def representative(problem: Problem) -> Problem:
 
 
 def _rounded(size: int) -> int:
-    """The power of two that is nearest by ratio; 0 and 1 are themselves."""
+    """The power of two that is nearest by ratio, and no size that is too large; 0 and 1 are themselves."""
     if size < 2:
         return size
     exponent = size.bit_length() - 1
-    return 2 << exponent if size * size >> (2 * exponent + 1) else 1 << exponent
+    up = size * size >> (2 * exponent + 1) and 2 << exponent <= MOST
+    return 2 << exponent if up else 1 << exponent
 
 
 def _length(size: int) -> int:
@@ -129,7 +131,8 @@ def _keys(problem: Problem) -> int:
     """The number of keys rounded; of keys in pages, that of pages: sequences end anywhere in them."""
     p = problem
     if p.page:
-        return p.page * _rounded(p.seq_k // p.page)
+        pages = _rounded(p.seq_k // p.page)
+        return p.page * (pages if p.page * pages <= MOST else pages // 2)
     return _rounded(p.seq_k) if p.seq_q == 1 else _length(p.seq_k)
 
 

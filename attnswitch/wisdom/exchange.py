@@ -12,20 +12,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from attnswitch import files
+from attnswitch import files, reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.wisdom import store, view
-from attnswitch.wisdom.classes import speed_class
-from attnswitch.wisdom.record import Record, Verdict, from_line, to_line
+from attnswitch.wisdom.compact import newest
+from attnswitch.wisdom.record import Record, from_line, to_line
 from attnswitch.wisdom.signature import machine, sign
 from attnswitch.wisdom.view import Wisdom
 
 __all__ = ["adopt", "content", "foreign", "held", "newest", "read", "write"]
 
 VERSION = 1
+_TARGET = "it is a target, which is code to import: what was measured of one stays on its machine"
 _HEAD = b'{"wisdom":'
+_FIELDS = {"wisdom": int, "lines": int, "sha256": str}
 
 
 def write(records: Iterable[Record], path: Path) -> None:
@@ -48,16 +50,18 @@ def read(path: Path) -> list[Record]:
         InvalidProblem: it is not such a file, or was cut off or changed; nothing of it may be used.
         OSError: it cannot be read.
     """
-    head, _, body = path.read_bytes().partition(b"\n")
+    try:
+        head, _, body = reading.content(path).partition(b"\n")
+    except InvalidProblem as problem:
+        raise InvalidProblem(f"{path}: {problem}; nothing of it was taken") from None
     if not head.startswith(_HEAD):
         raise InvalidProblem(
             f"{path} is not a file of exported wisdom: its first line is not a head; `attnswitch wisdom export` writes"
             " such files"
         )
     try:
-        fields = json.loads(head)
-        version, lines, digest = fields["wisdom"], int(fields["lines"]), str(fields["sha256"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        version, lines, digest = reading.table(reading.parse(head), _FIELDS).values()
+    except InvalidProblem:
         raise InvalidProblem(f"{path}, line 1: the head is damaged; export it again") from None
     if version != VERSION:
         raise InvalidProblem(f"{path} is of version {version}, and this version reads version {VERSION}")
@@ -75,21 +79,6 @@ def read(path: Path) -> list[Record]:
     if hashlib.sha256(body).hexdigest() != digest:
         raise InvalidProblem(f"{path} is not as it was written: its lines were changed; nothing of it was taken")
     return records
-
-
-def newest(records: Sequence[Record]) -> list[Record]:
-    """The newest of all records that say the same, in the order of their dates.
-
-    Two times say the same if backend, signature and class of problems are the same; two verdicts, if backend,
-    signature, case, problem and verdict are.
-    """
-    latest: dict[tuple[object, ...], Record] = {}
-    for record in sorted(records, key=lambda record: record.date):
-        said = (record.case, record.right, record.problem) if isinstance(record, Verdict) else None
-        key = (record.backend, record.signature, said or speed_class(record.problem))
-        latest.pop(key, None)  # so that it stands at its own date
-        latest[key] = record
-    return list(latest.values())
 
 
 def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | None:
@@ -129,7 +118,8 @@ def adopt(path: Path, devices: Sequence[Device]) -> int:
     records = read(path)
     among = view.indexed(records)
     for number, record in enumerate(records, 2):
-        if why := foreign(record, devices, among):
+        target = ":" in record.backend  # to sign it would import it
+        if why := _TARGET if target else foreign(record, devices, among):
             raise InvalidProblem(f"{path}, line {number} ({record.backend}): {why}; nothing of it was taken")
     store.here().change(lambda before: newest([*before, *records]))
     view.reload()

@@ -6,20 +6,28 @@ edited, cut off or overwritten.
 
 from __future__ import annotations
 
+import datetime
 import json
-import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from attnswitch import reading
 from attnswitch.errors import InvalidProblem
+from attnswitch.names import one_of, shown
 from attnswitch.problem import Problem, cost
 from attnswitch.wisdom.signature import Signature
 
-__all__ = ["SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
+__all__ = ["LONGEST", "SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
 
 #: In schema 1 times were those of the device's clock.
 SCHEMA = 2
+#: Bytes of a line: most have 500, and a compiler's whole message may be in one.
+LONGEST = 2**16
+#: Letters of a text on it, each of up to twelve bytes.
+_LETTERS = 2500
+#: Milliseconds that a time may have: a cycle of the clock, and more than a week.
+_SHORTEST_MS, _LONGEST_MS = 1e-6, 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +51,10 @@ class Time:
     date: str
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(ms) and ms > 0 for ms in (self.ms, self.low, self.high)):
-            raise InvalidProblem(f"{self.ms} ms, {self.low} to {self.high}: expected positive numbers")
+        if not all(_SHORTEST_MS <= ms <= _LONGEST_MS for ms in (self.ms, self.low, self.high)):
+            raise InvalidProblem(
+                f"{self.ms} ms, {self.low} to {self.high}: expected numbers from {_SHORTEST_MS:g} to {_LONGEST_MS:g}"
+            )
 
     @property
     def pace(self) -> float:
@@ -79,6 +89,7 @@ class Untimed:
 Record = Time | Untimed | Verdict
 
 _KINDS: dict[str, type[Time] | type[Untimed] | type[Verdict]] = {"time": Time, "untimed": Untimed, "verdict": Verdict}
+_SHARED = {"problem": str, "backend": str, "device": str, "versions": dict[str, str], "source": str, "date": str}
 _FIELDS: dict[str, dict[str, type]] = {
     "time": {"config": str, "ms": float, "low": float, "high": float, "runs": int, "threads": int},
     "untimed": {"why": str},
@@ -98,7 +109,7 @@ def to_line(record: Record) -> bytes:
         "kind": kind,
         "problem": str(record.problem),
         "backend": record.backend,
-        **{name: getattr(record, name) for name in _FIELDS[kind]},
+        **{name: _short(getattr(record, name)) for name in _FIELDS[kind]},
         "device": record.signature.device,
         "versions": dict(record.signature.versions),
         "source": record.signature.source,
@@ -114,36 +125,34 @@ def from_line(line: bytes) -> Record:
         OtherSchema: another version wrote the line.
         InvalidProblem: the line is damaged; the text says how.
     """
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        raise InvalidProblem("it is not JSON: cut off, or written over") from None
+    fields = reading.parse(line, LONGEST)
     schema = fields.get("schema") if isinstance(fields, dict) else None
-    if schema not in (None, SCHEMA):
-        raise OtherSchema(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
-    if schema is None or "sum" not in fields:
+    if type(schema) is not int or "sum" not in fields:
         raise InvalidProblem("it is not a line of wisdom: it has no checksum, or no schema")
+    if schema != SCHEMA:
+        raise OtherSchema(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
     if fields.pop("sum") != _sum(fields):
         raise InvalidProblem("its checksum is not that of its content: it was changed by hand, or damaged")
+    kind = reading.checked(fields.get("kind"), str, "kind")
+    if kind not in _KINDS:
+        raise InvalidProblem(f"kind is {shown(kind)}: {one_of(kind, _KINDS)}")
+    shared, own = reading.table(fields, _SHARED), reading.table(fields, _FIELDS[kind])
     try:
-        kind = fields["kind"]
-        own = {name: _typed(name, fields[name], wanted) for name, wanted in _FIELDS[kind].items()}
-        return _KINDS[kind](
-            problem=Problem.parse(fields["problem"]),
-            backend=str(fields["backend"]),
-            signature=Signature(fields["device"], tuple(sorted(fields["versions"].items())), fields["source"]),
-            date=str(fields["date"]),
-            **own,
-        )
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InvalidProblem(f"it is not a line of wisdom: {type(error).__name__}: {error}") from None
+        datetime.datetime.fromisoformat(shared["date"])
+    except ValueError:
+        raise InvalidProblem(f"date is {shown(shared['date'])}: expected one such as 2026-11-01") from None
+    return _KINDS[kind](
+        problem=Problem.parse(shared["problem"]),
+        backend=shared["backend"],
+        signature=Signature(shared["device"], tuple(sorted(shared["versions"].items())), shared["source"]),
+        date=shared["date"],
+        **own,
+    )
 
 
-def _typed(name: str, value: Any, wanted: type) -> Any:
-    taken = float | int if wanted is float else wanted
-    if isinstance(value, bool) is not (wanted is bool) or not isinstance(value, taken):
-        raise TypeError(f"{name}={value!r}: expected a {wanted.__name__}")
-    return value
+def _short(value: Any) -> Any:
+    """Text so that it fits a line; what a kernel says may be of any length, and hold what is no letter."""
+    return value[:_LETTERS].encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def _text(fields: dict[str, Any]) -> str:

@@ -4,23 +4,32 @@ Writers take turns by a lock beside the file; the system releases it when its ho
 the disk before ``append`` returns. So a process that is killed, or a machine that loses power, can leave at most an
 unfinished last line, which nobody was told is there. Readers take no lock and ignore such a line; the next writer cuts
 it off. A change to anything but the end is written as a new file that replaces the old one.
+
+A file has at most ``MOST`` bytes: a writer that would pass it keeps the newest of all lines that say the same, and no
+more of them than half of it holds. Readers read no more than the end of a file that is larger nevertheless.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnswitch import files
 from attnswitch.errors import InvalidProblem
-from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
+from attnswitch.wisdom.compact import fitting, newest
+from attnswitch.wisdom.record import LONGEST, OtherSchema, Record, Verdict, from_line, to_line
 
-__all__ = ["NAME", "Contents", "Damage", "Store", "here"]
+__all__ = ["MOST", "NAME", "Contents", "Damage", "Store", "here"]
 
 NAME = "wisdom.jsonl"
+#: Bytes of a file: thousands of records, which are read in half a second.
+MOST = 2**22
+#: Mismatches that are looked for in what is not read.
+_OLD = 1000
 #: Seconds to wait for other writers. Each needs milliseconds.
 _PATIENCE = 60.0
 _POLL = 0.005
@@ -28,16 +37,19 @@ _POLL = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A line that is no record: where it is, and what is wrong with it."""
+    """A line that is no record: where it is, and what is wrong with it. Line 0 is all that is not read."""
 
     path: Path
     line: int
     why: str
     #: The line itself if another version can read it, else empty.
     other: bytes = b""
+    #: Bytes before the first line that is counted.
+    before: int = 0
 
     def __str__(self) -> str:
-        return f"{self.path}, line {self.line}: {self.why}"
+        place = f", line {self.line}" if self.line else ""
+        return f"{self.path}{place}{f' after byte {self.before:,}' if self.line and self.before else ''}: {self.why}"
 
 
 @dataclass(slots=True)
@@ -46,6 +58,11 @@ class Contents:
 
     records: list[Record] = field(default_factory=list)
     damaged: list[Damage] = field(default_factory=list)
+
+    @property
+    def others(self) -> list[bytes]:
+        """The lines that another version can read."""
+        return [damage.other for damage in self.damaged if damage.other]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +85,13 @@ class Store:
         lines = b"".join(map(to_line, records))
         if not lines:
             return
-        with self._locked(), self._opened() as handle:
-            end = self.path.read_bytes().rfind(b"\n") + 1  # after it: what a writer left unfinished
+        with self._locked():
+            self._make_room(len(lines))
+            self._add(lines)
+
+    def _add(self, lines: bytes) -> None:
+        with self._opened() as handle:
+            end = _end(handle)
             os.ftruncate(handle, end)
             try:
                 files.write(handle, end, lines)
@@ -77,6 +99,13 @@ class Store:
             except BaseException:  # a full disk, or Ctrl-C
                 os.ftruncate(handle, end)
                 raise
+
+    def _make_room(self, size: int) -> None:
+        """Compact the file if ``size`` bytes more would be too much."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_size + size > MOST:
+                before = _everything(self.path)
+                files.replace(self.path, b"".join(_lines(newest(before.records), before.others, MOST // 2)))
 
     def check(self) -> None:
         """Raise ``InvalidProblem`` if nothing can be appended: for use before a long run."""
@@ -96,14 +125,11 @@ class Store:
         change. After an ``OSError`` nothing has changed.
         """
         with self._locked():
-            before = Contents()
-            with contextlib.suppress(FileNotFoundError):
-                _read(self.path, self.path.read_bytes(), before)
-            after = [to_line(record) for record in decide(before.records)]
-            whole = [damage.other for damage in before.damaged if damage.other]
-            lines = [*whole, *after] if others else after
+            before = _everything(self.path)
+            whole = before.others if others else []
+            lines = _lines([*decide(before.records)], whole, MOST)
             files.replace(self.path, b"".join(lines))
-            return len(before.records) + len(whole) - len(lines)
+            return len(before.records) + len(before.others) - len(lines)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -131,11 +157,32 @@ def _all(*paths: Path) -> Contents:
     contents = Contents()
     for path in paths:
         with contextlib.suppress(OSError):
-            _read(path, path.read_bytes(), contents)
+            _read(path, contents)
     return contents
 
 
-def _read(path: Path, content: bytes, into: Contents) -> None:
+def _everything(path: Path) -> Contents:
+    """What a file holds, and the mismatches in what is not read of it."""
+    contents = Contents()
+    with contextlib.suppress(FileNotFoundError):
+        start = _read(path, contents)
+        contents.records[:0] = _verdicts(path, start)
+    return contents
+
+
+def _read(path: Path, into: Contents) -> int:
+    """Read the last ``MOST`` bytes of a file; how many come before them."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - MOST)
+        file.seek(start)
+        content = file.read(MOST)
+    if start:
+        cut = content.find(b"\n") + 1  # the end of a line that begins before
+        start, content = start + cut, content[cut:]
+        why = (
+            f"its first {start:,} bytes are not read, which is too much: `attnswitch wisdom forget --stale` shortens it"
+        )
+        into.damaged.append(Damage(path, 0, why))
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1], 1):  # after the last newline: nothing, or a line that is being written
         if not line or line.startswith(b'{"wisdom":'):  # the head of a file that was exported
@@ -143,9 +190,47 @@ def _read(path: Path, content: bytes, into: Contents) -> None:
         try:
             into.records.append(from_line(line))
         except OtherSchema as other:
-            into.damaged.append(Damage(path, number, str(other), line + b"\n"))
+            into.damaged.append(Damage(path, number, str(other), line + b"\n", start))
         except InvalidProblem as problem:
-            into.damaged.append(Damage(path, number, str(problem)))
+            into.damaged.append(Damage(path, number, str(problem), before=start))
+    return start
+
+
+def _verdicts(path: Path, end: int) -> list[Record]:
+    """The last verdicts before byte ``end`` of a file, of which only these are looked at."""
+    found = deque[bytes](maxlen=_OLD)
+    with path.open("rb") as file:
+        while file.tell() < end and (line := file.readline(LONGEST)):
+            if b'"kind":"verdict"' in line:
+                found.append(line)
+    records = []
+    for line in found:
+        with contextlib.suppress(InvalidProblem):
+            records.append(from_line(line))
+    return [record for record in records if isinstance(record, Verdict)]
+
+
+def _lines(records: list[Record], others: list[bytes], size: int) -> list[bytes]:
+    """The lines of a new file of at most ``size`` bytes; those of another version have a quarter of it."""
+    kept, room = list[bytes](), size // 4
+    for line in reversed(others):
+        room -= len(line)
+        if room < 0:
+            break
+        kept.append(line)
+    return [*reversed(kept), *fitting(records, size - sum(map(len, kept)))]
+
+
+def _end(handle: int) -> int:
+    """Where the last whole line of a file ends: after it is what a writer left unfinished."""
+    at = os.lseek(handle, 0, os.SEEK_END)
+    while at:
+        start = max(0, at - LONGEST)
+        os.lseek(handle, start, os.SEEK_SET)
+        if found := os.read(handle, at - start).rfind(b"\n") + 1:
+            return start + found
+        at = start
+    return 0
 
 
 def here() -> Store:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -152,28 +153,35 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "it is no JSON"),
-        ("[]", "it is a list"),
-        ("{}", "'device' is missing"),
+        ("", "it is not JSON"),
+        ("[]", r"it is \[\]: expected an object"),
+        ("{}", "it has no field 'schema'"),
         ('{"schema": 2}', "it is of schema 2, and this version reads schema 1"),
-        ('{"schema": 1, "records": [], "environment": {}}', "'device' is missing"),
-        ("[" * 100_000, "it is nested too deeply"),
-        (changed(date=None), "'date' is missing or of another type"),
-        (changed(records=[{**record().to_json(), "direction": "up"}]), "direction 'up' of a record is none of forward"),
-        (changed(records=[{**record().to_json(), "tflops": "many"}]), "'tflops' of a record is missing or of another"),
-        (changed(records=None), "'records' is missing or of another type"),
-        (changed(records={}), "'records' is missing or of another type"),
-        (changed(records=[1]), "a record is a int"),
-        (changed(records=[{"suite": "x"}]), "'row' of a record is missing"),
-        (changed(records=[{**record().to_json(), "ms": "fast"}]), "'ms' of a record is missing or of another type"),
-        (changed(environment="here"), "'environment' is missing or of another type"),
-        (changed(limits={"tflops": 1.0}), "'gbps' of its limits is missing"),
+        ('{"schema": 1, "records": [], "environment": {}}', "it has no field 'device'"),
+        ("[" * 100_000, "it is not JSON that can be read: nested more than 32 deep"),
+        (changed(date=None), "it has no field 'date'"),
+        (changed(records=[{**record().to_json(), "direction": "up"}]), "direction is 'up': expected one of forward"),
+        (changed(records=[{**record().to_json(), "tflops": "many"}]), "tflops is 'many': expected a number"),
+        (changed(records=None), "it has no field 'records'"),
+        (changed(records={}), "records is {}: expected a list"),
+        (changed(records=[1]), r"records\[0\] is 1: expected an object"),
+        (changed(records=[{"suite": "x"}]), r"records\[0\] has no field 'row'"),
+        (changed(records=[{**record().to_json(), "ms": "fast"}]), r"records\[0\].ms is 'fast': expected a number"),
+        (changed(records=[{**record().to_json(), "ms": 10**400}]), "it has an integer of 401 digits"),
+        (changed(records=[{**record().to_json(), "ms": 5e-324}]), r"records\[0\].ms is 5e-324: expected a number from"),
+        (changed(records=[{**record().to_json(), "ms": "nan"}]), r"records\[0\].ms is nan: expected a number from"),
+        (changed(records=[{**record().to_json(), "memory": -1}]), r"records\[0\].memory is -1: expected a number"),
+        (changed(records=[{**record().to_json(), "suite": []}]), r"records\[0\].suite is \[\]: expected text"),
+        (changed(limits={"tflops": 1e300, "gbps": 1}), "limits.tflops is 1e[+]300: expected a number from"),
+        (changed(environment={"torch": 2}), "environment.torch is 2: expected text"),
+        (changed(environment="here"), "environment is 'here': expected an object"),
+        (changed(limits={"tflops": 1.0}), "limits has no field 'gbps'"),
         (json.dumps({"schema": 1, "costs": []}), "it is one of `attnswitch bench overhead`"),
     ],
 )
 def test_what_is_no_run(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(InvalidProblem, match=f"run.json is no result of `attnswitch bench run --json`: {why}"):
+    with pytest.raises(InvalidProblem, match=f"run.json is no result of `attnswitch bench run --json`: .*{why}"):
         compare.load(tmp_path / "run.json")
 
 
@@ -271,6 +279,22 @@ def test_rows_of_two_suites_that_are_named_alike_have_a_bar_each(
     assert labels == ["grid: S 1024, forward", "quick: S 1024, forward"]
 
 
+#: Text that a terminal, rich, matplotlib or XML would act on.
+NASTY = "[/] [bold]x[/bold] $x^^$ \x1b]0;title\x07\x1b[31m \x00 \u202e <a> \\"
+
+
+@pytest.mark.usefixtures("matplotlib")
+@pytest.mark.parametrize("kind", plots.KINDS)
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_words_of_a_run_are_drawn_as_they_are(kind: str, ending: str, tmp_path: Path) -> None:
+    made = [replace(record(name, length), suite=NASTY, row=NASTY) for length in (64, 128) for name in (NASTY, "torch")]
+    document = {**run(*made, gpu=NASTY, torch=NASTY), "date": NASTY}
+    plots.draw(kind, document, tmp_path / f"run.{ending}")
+    assert (tmp_path / f"run.{ending}").stat().st_size > 1000
+    if ending == "svg":
+        ElementTree.parse(tmp_path / "run.svg")
+
+
 @pytest.mark.usefixtures("matplotlib")
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     for kind, made, message in (
@@ -319,6 +343,16 @@ def test_compare(cli: Cli) -> None:
     assert [mean["ratio"] for mean in read["means"]] == [1.2, 1.01]
 
 
+def test_words_of_a_run_are_printed_as_they_are(cli: Cli) -> None:
+    made = [replace(record(NASTY, ms=ms), suite=NASTY, row=NASTY) for ms in (1.0, 2.0)]
+    for name, one in zip("ab", made, strict=True):
+        Path(f"{name}.json").write_text(json.dumps({**run(one, torch=f"{name}{NASTY}"), "device": f"{name}{NASTY}"}))
+    ran = cli("compare", "a.json", "b.json")
+    assert ran.code == 0
+    assert r"[/] [bold]x[/bold] $x^^$ \x1b]0;title\x07\x1b[31m \x00 \u202e <a>" in ran.out
+    assert not {*"\x1b\x07\x00\u202e"} & {*ran.out}
+
+
 def test_compare_what_has_nothing_in_common(cli: Cli) -> None:
     Path("b.json").write_text(json.dumps(run(record("another"))))
     assert cli("compare", "a.json", "b.json").code == 3
@@ -330,7 +364,7 @@ def test_compare_what_has_nothing_in_common(cli: Cli) -> None:
     [
         (("compare", "a.json", "c.json"), "does not exist"),
         (("compare", "a.json", "b.json", "--fail-if", "late"), "expected slower=F"),
-        (("compare", "a.json", "part.json"), "'device' is missing"),
+        (("compare", "a.json", "part.json"), "it has no field 'device'"),
         (("plot", "a.json", "a.bmp"), "ends in .png"),
         (("plot", "a.json", "a.png", "--kind", "pie"), "Invalid value for '--kind'"),
     ],

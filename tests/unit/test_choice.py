@@ -211,11 +211,33 @@ def test_nothing_that_may_be_chosen_raises_with_every_case() -> None:
     assert str(caught.value).count("some-case.json") == len(every)
 
 
+def test_an_explanation_is_printed_as_it_is() -> None:
+    view.remember([replace(fault("tiled"), case="\x1b]0;title\x07", why="\x1b[31m")])
+    text = str(attnswitch.plan(TEXT))
+    assert r"\x1b]0;title\x07" in text
+    assert not {*"\x1b\x07"} & {*text}
+
+
 def test_damaged_wisdom_breaks_no_call(no_wisdom: Path) -> None:
     for content in (b"\xff\xfe\0", b'{"schema":1}\n', b"[]\n" * 3):
         (no_wisdom / store.NAME).write_bytes(content)
         view.reload()
         assert attnswitch.attention(*tensors()).shape == (2, 4, 64, 32)
+
+
+def test_wisdom_of_great_sizes_breaks_no_call() -> None:
+    """They share no class with the call, and are near to it as far as anybody knows."""
+    for text in (
+        "b9223372036854775807.h4.s64.d32.fp32",
+        "b2.h4.s9223372036854775807.d32.fp32.window=9223372036854775807,0",
+        "b2.h4.s64x9223372036854775806.d32.fp32.page=3.lengths",
+        "b2.h9223372036854775807.s64.d9223372036854775807.fp32",
+    ):
+        view.remember([time("sdpa-flash", 1e9, text), time("tiled", 1e-6, text)])
+        assert str(attnswitch.plan(text))
+    view.reload()
+    assert attnswitch.attention(*tensors()).shape == (2, 4, 64, 32)
+    assert str(attnswitch.explain(*tensors()))
 
 
 def test_a_store_that_cannot_be_reached_breaks_no_call(

@@ -228,7 +228,9 @@ def test_a_target_is_found_in_the_current_folder_and_may_crash(cli: Cli, tmp_pat
     assert "mismatch own_kernels:Kills on cpu: crash" in ran.out
     assert "the process died of SIGSEGV" in ran.out
     assert "a saved case" in ran.out
-    replayed = cli("replay", str(tmp_path / "corpus"), "--emit-pytest", "new/test_crash.py")
+    refused = cli("replay", str(path))
+    assert (refused.code, "name it yourself, --backend own_kernels:Kills" in refused.out) == (2, True)
+    replayed = cli("replay", str(path), *target[:2], "--emit-pytest", "new/test_crash.py")
     assert (replayed.code, replayed.out.split()[0], "SIGSEGV" in replayed.out) == (1, "FAILED", True)
     assert "run it alone" in (tmp_path / "new" / "test_crash.py").read_text()
     assert cli("replay", str(path), "--backend", "tiled").out.split()[0] == "FIXED"
@@ -409,6 +411,17 @@ def test_a_damaged_file_is_explained(name: str, cli: Cli, tmp_path: Path) -> Non
     ran = cli("replay", "--no-isolate", str(path))
     assert (ran.code, ran.out.split()[:2]) == (2, ["ERROR", "damaged.json"])
     assert len(ran.out.splitlines()) > 1
+
+
+def test_a_target_that_a_file_names_is_not_imported(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text("open('sprung', 'w').close()\n")
+    path = saved(tmp_path / "corpus", "trap:Backend")
+    for options in ((), ("--no-isolate",), ("--emit-pytest", "test_trap.py")):
+        ran = cli("replay", str(path), *options)
+        assert (ran.code, "name it yourself, --backend trap:Backend" in ran.out) == (2, True)
+    assert not (tmp_path / "sprung").exists()
+    assert "has no attribute 'Backend'" in cli("replay", str(path), "--backend", "trap:Backend").err
+    assert (tmp_path / "sprung").exists()
 
 
 def test_a_damaged_file_in_the_corpus_stops_a_run(cli: Cli, tmp_path: Path) -> None:

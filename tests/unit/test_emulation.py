@@ -246,9 +246,9 @@ def test_the_commands_from_a_finding_to_its_test(tmp_path: Path) -> None:
     assert ran.out.startswith("emulated on cpu (SLOWGPU_EMULATE=1): small cases;")
     (path,) = (tmp_path / "corpus").glob("*.json")
     assert load(path).backend == WRONG
-    again = cli(tmp_path, "replay", str(path))
+    again = cli(tmp_path, "replay", str(path), "--backend", WRONG)
     assert (again.code, again.out.split()[0], "on cpu, emulated" in again.out) == (1, "FAILED", True)
-    here = cli(tmp_path, "replay", "--no-isolate", "--json", str(path))
+    here = cli(tmp_path, "replay", "--no-isolate", "--json", str(path), "--backend", WRONG)
     (document,) = json.loads(here.out)
     assert (here.code, document["result"], document["emulated"]) == (1, "FAILED", {VARIABLE: "1"})
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]

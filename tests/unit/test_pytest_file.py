@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnswitch.verify import Case, Failure, to_pytest
+from attnswitch.verify.drawing.case import Placing
 from attnswitch.verify.report import file_name
 
 #: What a kernel may say, to break out of a docstring.
@@ -65,6 +66,19 @@ def test_a_test_is_python_whatever_the_message(device: str) -> None:
     ]
     assert "# heading" in (ast.get_docstring(tree) or "")
     assert ("device_count() <= 1" in source) == (device == "cuda:1")
+
+
+@pytest.mark.parametrize(
+    "text", ['cuda"+str(open("sprung", "w"))+"', "cuda\"\"\"\nopen('sprung', 'w')\n", "cuda:{case}'\\"]
+)
+def test_no_text_of_a_failure_is_run(text: str) -> None:
+    case = Case(library=text, check=text, placing=Placing(query=text))
+    source = to_pytest(case, text, text, Failure(text, text, text), {text: text})
+    tree = ast.parse(source.encode(errors="replace"))
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert "open" not in calls
+    (checked,) = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "check")
+    assert [ast.literal_eval(argument) for argument in checked.args[1:]] == [text, text]
 
 
 def test_failures_of_different_kinds_have_different_files() -> None:

@@ -22,7 +22,7 @@ from attnswitch.problem import Mask, Memory
 from attnswitch.wisdom import exchange, store, view
 from attnswitch.wisdom import signature as signatures
 from attnswitch.wisdom.classes import covers, doublings, representative, speed_class, traits
-from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, from_line, to_line
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, _sum, from_line, to_line
 from attnswitch.wisdom.signature import Signature, machine, sign
 from attnswitch.wisdom.store import Store
 
@@ -66,7 +66,7 @@ def test_a_line_is_the_record(record: Record) -> None:
         (lambda line: line[:-10], "it is not JSON: cut off"),
         (lambda line: b"\0" * len(line), "it is not JSON: cut off, or written over"),
         (lambda line: b"{}", "it has no checksum"),
-        (lambda line: 10**5 * b"[", "it is not JSON"),
+        (lambda line: 10**4 * b"[", "nested more than 32 deep"),
         (lambda line: b"[1]", "it is not a line of wisdom"),
     ],
 )
@@ -75,28 +75,57 @@ def test_a_line_that_was_changed_is_refused(change: object, message: str) -> Non
         from_line(change(to_line(time())))  # type: ignore[operator]
 
 
-def test_a_line_with_a_right_sum_and_wrong_content_is_refused() -> None:
-    from attnswitch.wisdom.record import _sum
-
-    fields = json.loads(to_line(time()))
+def changed(**change: object) -> bytes:
+    """A line whose checksum is right, and whose fields are not those of a record."""
+    fields = {**json.loads(to_line(time())), **change}
     del fields["sum"]
-    whole = {**fields, "ms": 1, "low": 1, "high": 1}  # as another writer of JSON may have it
-    assert from_line(json.dumps({**whole, "sum": _sum(whole)}).encode()).ms == 1  # type: ignore[union-attr]
-    for name, value, message in (
-        ("schema", 3, "it is of schema 3"),
-        ("kind", "guess", "KeyError"),
-        ("ms", "fast", "expected a float"),
-        ("ms", -1.0, "expected positive numbers"),
-        ("ms", True, "expected a float"),
-        ("ms", 10**400, "OverflowError"),
-        ("runs", 1.5, "expected a int"),
-        ("config", 1, "expected a str"),
-        ("problem", "b1", "missing"),
-        ("versions", None, "not a line of wisdom"),
-    ):
-        changed = {**fields, name: value}
-        with pytest.raises(InvalidProblem, match=message):
-            from_line(json.dumps({**changed, "sum": _sum(changed)}).encode())
+    return json.dumps({**fields, "sum": _sum(fields)}).encode()
+
+
+def test_a_line_may_have_whole_numbers() -> None:
+    assert from_line(changed(ms=1, low=1, high=1)).ms == 1  # type: ignore[union-attr]
+
+
+#: Lines that have the right sum, and what is wrong with them.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schema": 3}, "it is of schema 3"),
+    ({"schema": [3]}, "no schema"),
+    ({"kind": "guess"}, "kind is 'guess': expected one of time, untimed, verdict"),
+    ({"kind": []}, r"kind is \[\]: expected text"),
+    ({"ms": "fast"}, "ms is 'fast': expected a number"),
+    ({"ms": -1.0}, "expected numbers from 1e-06 to 1e[+]09"),
+    ({"ms": 5e-324}, "expected numbers from"),
+    ({"high": 1e300}, "expected numbers from"),
+    ({"low": math.nan}, "expected numbers from"),
+    ({"high": math.inf}, "expected numbers from"),
+    ({"ms": True}, "ms is True: expected a number"),
+    ({"ms": 10**400}, "an integer of 401 digits"),
+    ({"runs": 1.5}, "runs is 1.5: expected an integer"),
+    ({"config": 1}, "config is 1: expected text"),
+    ({"config": "\ud800"}, "half of a surrogate pair"),
+    ({"config": "x" * 2**16}, "more than 65,536 bytes"),
+    ({"backend": ["tiled"]}, "backend is .*: expected text"),
+    ({"problem": "b1"}, "missing"),
+    ({"problem": 3}, "problem is 3: expected text"),
+    ({"problem": "b9223372036854775808.h1.s1.d1.fp32"}, "no array is as long"),
+    ({"device": []}, r"device is \[\]: expected text"),
+    ({"versions": None}, "versions is None: expected an object"),
+    ({"versions": {"torch": []}}, r"versions.torch is \[\]: expected text"),
+    ({"date": "yesterday"}, "date is 'yesterday': expected one such as 2026-11-01"),
+    ({"more": json.loads(100 * "[" + 100 * "]")}, "nested more than 32 deep"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_a_line_with_a_right_sum_and_wrong_content_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        from_line(changed(**change))
+
+
+def test_a_text_of_any_length_fits_a_line() -> None:
+    told = replace(UNTIMED, why="\U0001f600" * 10**5 + "\ud800")
+    assert told.why.startswith(from_line(to_line(told)).why)  # type: ignore[union-attr]
+    assert from_line(to_line(replace(told, why="lost: \ud800"))).why == "lost: ?"  # type: ignore[union-attr]
 
 
 # -- what a record holds for -------------------------------------------------------------------------------------------
@@ -242,6 +271,45 @@ def test_lines_of_another_schema_are_kept_when_the_others_are_changed(tmp_path: 
     assert kept.path.read_bytes() == later() + to_line(time(2.0))
     assert kept.change(lambda records: [], others=False) == 2
     assert kept.path.read_bytes() == b""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store that has room for thirty lines."""
+    monkeypatch.setattr(store, "MOST", 30 * len(to_line(time(1.0))))
+    return Store(tmp_path / "wisdom.jsonl")
+
+
+def test_a_store_does_not_grow_for_ever(small: Store) -> None:
+    small.append([fault(), fault(case="b.json")])
+    small.path.write_bytes(small.path.read_bytes() + later())
+    for number in range(200):
+        small.append([time(1.0 + number), time(1.0, Problem.parse(f"b{2 ** (number % 50)}.h4.s64.d32.fp32"))])
+        assert small.path.stat().st_size <= store.MOST
+    contents = small.read()
+    assert [record for record in contents.records if isinstance(record, Verdict)] == [fault(), fault(case="b.json")]
+    assert contents.records[-2] == time(200.0)
+    assert [damage.why[:17] for damage in contents.damaged] == ["it is of schema 3"]
+
+
+def test_the_end_of_a_store_that_is_too_large_is_read(small: Store) -> None:
+    lines = [to_line(fault()), *(to_line(time(1.0 + number)) for number in range(100)), b"damaged\n"]
+    small.path.write_bytes(b"".join(lines))
+    contents = small.read()
+    assert 25 < len(contents.records) < 31
+    assert contents.records[-1] == time(100.0)
+    unread, damaged = contents.damaged
+    assert "bytes are not read, which is too much: `attnswitch wisdom forget --stale` shortens it" in str(unread)
+    assert f"wisdom.jsonl, line {len(contents.records) + 1} after byte " in str(damaged)
+    small.change(lambda records: records[:1] + records[-1:])
+    assert (small.read().records, small.read().damaged) == ([fault(), time(100.0)], [])
+
+
+def test_a_store_that_is_too_large_is_compacted_by_the_next_writer(small: Store) -> None:
+    lines = [to_line(fault()), *(to_line(time(1.0 + number)) for number in range(100)), to_line(time(9.0))[:50]]
+    small.path.write_bytes(b"".join(lines))
+    small.append([time(7.0)])
+    assert (small.read().records, small.read().damaged) == ([fault(), time(100.0), time(7.0)], [])
 
 
 @pytest.mark.parametrize("length", [1, 50, -1])
@@ -531,6 +599,14 @@ def test_a_backend_that_is_not_here_is_refused(tmp_path: Path) -> None:
     exchange.write([replace(time(), backend="bygone")], path)
     with pytest.raises(InvalidProblem, match="backend 'bygone' is not known here"):
         exchange.adopt(path, [CPU])
+
+
+def test_a_target_is_not_imported_for_a_files_sake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('sprung')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    exchange.write([replace(time(), backend="trap:Backend")], tmp_path / "wisdom")
+    with pytest.raises(InvalidProblem, match=r"line 2 .trap:Backend.: it is a target, which is code to import"):
+        exchange.adopt(tmp_path / "wisdom", [CPU])
 
 
 def test_what_backends_share_counts_as_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from attnswitch import Device, Problem, explain
 from attnswitch.wisdom import exchange, store, view
-from attnswitch.wisdom.record import Time, Verdict
+from attnswitch.wisdom.record import Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign
 
 PROBLEM = Problem.parse("b2.h4.s64.d32.fp32")
@@ -69,6 +69,24 @@ def test_what_holds_and_what_does_not(cli: Cli) -> None:
     assert [record.get("ms") for record in document["records"]] == [1.5, None]
     assert len(document["unused"]) == 2
     assert len(document["damaged"]) == 1
+
+
+def test_words_of_wisdom_are_printed_as_they_are(cli: Cli) -> None:
+    nasty = "[/] [bold] \x1b[31m \x07 \u202e \\"
+    view.remember(
+        [
+            replace(FAULT, why=nasty, case=nasty),
+            Untimed(PROBLEM, "tiled", nasty, signature(), "2026-11-02"),
+            replace(time(1.0), backend=nasty),
+            replace(time(1.0), signature=replace(signature(), device=nasty)),
+            replace(time(1.0), signature=replace(signature(), versions=((nasty, nasty),))),
+        ]
+    )
+    ran = cli("show")
+    assert ran.code == 0
+    assert ran.out.count(r"[/] [bold] \x1b[31m \x07 \u202e") >= 5
+    assert not {*"\x1b\x07\u202e"} & {*ran.out}
+    assert cli("show", "--json").code == 0
 
 
 def test_times_of_a_class_are_ranked_as_the_planner_ranks_them(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

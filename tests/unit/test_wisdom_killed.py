@@ -31,7 +31,7 @@ kept, name = store.Store(Path(sys.argv[1])), sys.argv[2]
 signature, problem = Signature("cpu", (), ""), Problem.parse("b1.h1.s8.d8.fp32")
 whole(1, b"ready\\n")
 for number in range(1, 100_000):
-    kept.append([Time(problem, name, "", float(number), 1.0, 1.0, 1, 1, signature, "")])
+    kept.append([Time(problem, name, "", float(number), 1.0, 1.0, 1, 1, signature, "2026-11-01")])
     whole(1, b"%d\\n" % number)
 """
 WRITERS = 16

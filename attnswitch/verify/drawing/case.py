@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from attnswitch import reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Mask, Problem, Window
 
@@ -127,6 +128,13 @@ class Case:
         return self.batch * self.heads_q * self.seq_q * self.seq_k * max(self.dim_qk, self.dim_v, 32)
 
     @property
+    def operand_bytes(self) -> int:
+        """Bytes of query, key, value, upstream gradients and mask as float64, which the references start from."""
+        dims, (b, h, lq, lk) = self.dim_qk + self.dim_v, self.scores
+        mask = math.prod(self.problem().mask_shape or (0,))
+        return 8 * (b * h * lq * (dims + 1) + b * self.heads_kv * lk * dims + mask)
+
+    @property
     def scores(self) -> tuple[int, int, int, int]:
         """(B, Hq, Lq, Lk)."""
         return self.batch, self.heads_q, self.seq_q, self.seq_k
@@ -233,23 +241,25 @@ class Case:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Case:
         """The case that ``to_json`` wrote. Raises ``InvalidProblem`` for what is not one."""
-        known = {field.name for field in fields(Case)}
-        if not isinstance(data, dict) or (unknown := data.keys() - known):
-            raise InvalidProblem(f"not a case: unknown fields {sorted(unknown) if isinstance(data, dict) else data!r}")
-        values = dict(data)
-        try:
-            for name in ("window", "lengths", "query_lengths"):
-                if values.get(name) is not None:
-                    values[name] = tuple(values[name])
-            if values.get("mask") is not None:
-                values["mask"] = MaskRecipe(**values["mask"])
-            values["placing"] = Placing(**values.get("placing", {}))
-            case = Case(**values)
-            case.problem()
-            if case.varlen and not len(case.query_lengths or ()) == len(case.lengths or ()) == case.batch:
-                raise InvalidProblem("not a case: expected as many query_lengths and lengths as batch entries")
-            if case.page and case.alignment != "bottom_right":
-                raise InvalidProblem("not a case: queries of a cache in pages are aligned to the bottom right")
-        except TypeError as error:
-            raise InvalidProblem(f"not a case: {error}") from None
+        case = reading.made(Case, data, "case")
+        case.problem()
+        case._check_lengths()
+        rank, axes = (4, "") if case.mask is None else (case.mask.rank, case.mask.axes)
+        if not (1 <= rank <= 4 and set(axes) <= set("bhqk"[-rank:])):
+            raise InvalidProblem(f"case.mask has axes {axes!r}: no mask of rank {rank} has them all")
         return case
+
+    def _check_lengths(self) -> None:
+        """Raise ``InvalidProblem`` for lengths that sequences of this batch and these sizes cannot have."""
+        for name, most in (("lengths", self.seq_k), ("query_lengths", self.seq_q)):
+            lengths = getattr(self, name)
+            if lengths is None:
+                continue
+            if len(lengths) != self.batch:
+                raise InvalidProblem(f"case.{name} has {len(lengths)} entries: expected one for each of {self.batch}")
+            if wrong := [length for length in lengths if not 0 <= length <= most]:
+                raise InvalidProblem(f"case.{name} has {wrong[0]}: expected lengths from 0 to {most}")
+        if self.varlen and self.lengths is None:
+            raise InvalidProblem("case.query_lengths is without lengths: expected those of the keys as well")
+        if self.page and self.alignment != "bottom_right":
+            raise InvalidProblem("case.alignment: queries of a cache in pages are aligned to the bottom right")

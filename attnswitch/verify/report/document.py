@@ -30,6 +30,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "seed": report.seed,
         "cases": report.cases,
         "replayed": report.replayed,
+        "passed_over": report.passed_over,
         "verified": report.verified,
         "seconds": round(report.seconds, 3),
         "divergences": [

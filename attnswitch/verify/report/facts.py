@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -55,8 +56,9 @@ _BY_NAME = {check.name: check for check in CHECKS}
 
 
 def replay_command(found: Found) -> str:
-    """The line that runs a failure again."""
-    return f"attnswitch replay {found.path}" if found.path else "(not saved)"
+    """The line that runs a failure again. A target is named in it: replay imports none for a file's sake."""
+    target = ("--backend", found.outcome.backend) if ":" in found.outcome.backend else ()
+    return shlex.join(("attnswitch", "replay", str(found.path), *target)) if found.path else "(not saved)"
 
 
 def number(x: float | None) -> float | str | None:

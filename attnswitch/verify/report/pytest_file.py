@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnswitch.names import printable
 from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure
@@ -15,7 +15,7 @@ from attnswitch.verify.report.facts import element
 __all__ = ["file_name", "to_pytest"]
 
 _TEMPLATE = '''\
-"""{title}, {backend} on {device}.
+"""{title}.
 
 {what}
 
@@ -34,7 +34,7 @@ CASE = Case.from_json(
 
 
 {mark}def test_{name}() -> None:
-    outcome = check(CASE, "{backend}", "{device}")
+    outcome = check(CASE, {backend}, {device})
     if outcome.verdict {skipped}:
         pytest.skip("; ".join(outcome.reasons))
     failure = outcome.failure
@@ -46,7 +46,7 @@ CASE = Case.from_json(
     )
 '''
 _MARK = """\
-@pytest.mark.skipif(torch.cuda.device_count() <= {index}, reason="{device} is not in this machine")
+@pytest.mark.skipif(torch.cuda.device_count() <= {index}, reason={reason})
 """
 
 
@@ -54,9 +54,11 @@ def to_pytest(case: Case, backend: str, device: str, failure: Failure, environme
     """The source of a test that runs ``case`` and fails as long as ``failure``, or any other, is there.
 
     It names everything it needs and draws nothing. Unless the backend is emulated, it does not import Hypothesis.
+    Text stands in it as literals and in the docstring, so that none of it is run.
     """
     file, on_gpu = file_name(backend, device, failure), device.startswith("cuda")
     what = "\n".join(line for line in (str(case), failure.message, element(failure)) if line)
+    index = int(number) if (number := device.partition(":")[2]).isdecimal() else 0
     emulated = emulation.text(emulation.variables((backend,), device))
     alone = f"\n{backend} must be importable." if ":" in backend else ""
     if emulated:
@@ -64,18 +66,18 @@ def to_pytest(case: Case, backend: str, device: str, failure: Failure, environme
     if failure.check in ("crash", "hang", "lost"):
         alone += "\nThe failure may end the process, or never return: run it alone."
     return _TEMPLATE.format(
-        title=_quoted(failure.title),
-        backend=backend,
+        title=_quoted(f"{failure.title}, {backend} on {device}"),
+        backend=_text(backend),
         # A target that is not there is no reason to pass over its failure.
         check="session.apart" if emulated else "judge",
         skipped='== "refused"' if ":" in backend else 'in ("refused", "unavailable")',
-        device=device,
+        device=_text(device),
         what=_quoted(what),
         environment=_quoted(", ".join(f"{key} {value}" for key, value in environment.items())),
-        alone=alone,
+        alone=_quoted(alone),
         case=_literal(case.to_json()),
         torch="\nimport torch" if on_gpu else "",
-        mark=_MARK.format(index=int(device.partition(":")[2] or 0), device=device) if on_gpu else "",
+        mark=_MARK.format(index=index, reason=_text(f"{device} is not in this machine")) if on_gpu else "",
         name=file.removeprefix("test_").removesuffix(".py"),
     )
 
@@ -90,16 +92,20 @@ def _identifier(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """``text`` so that it can stand in a docstring."""
-    return text.replace("\\", "\\\\").replace('"""', "'''").replace("\0", "\\0")
+    """``text`` so that it can stand in a docstring, in which a lone carriage return would be a line's end too."""
+    return printable(text.replace("\\", "\\\\").replace('"""', "'''"))
 
 
 def _literal(value: Any, depth: int = 1) -> str:
     """Python for what JSON can hold, a field a line."""
     indent = "    " * depth
     if isinstance(value, dict):
-        fields = (
-            f"{indent}    {json.dumps(key)}: {_literal(item, depth + 1).lstrip()},\n" for key, item in value.items()
-        )
+        fields = (f"{indent}    {_text(key)}: {_literal(item, depth + 1).lstrip()},\n" for key, item in value.items())
         return f"{indent}{{\n{''.join(fields)}{indent}}}"
-    return indent + (json.dumps(value) if isinstance(value, str) else repr(value))
+    return indent + _text(value)
+
+
+def _text(value: Any) -> str:
+    """A literal, with the quotes that a formatter prefers where either will do."""
+    quoted = isinstance(value, str) and value.isprintable() and not {*value} & {*"'\"\\"}
+    return f'"{value}"' if quoted else repr(value)

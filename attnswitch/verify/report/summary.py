@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnswitch.names import printable
 from attnswitch.verify.report import facts
 from attnswitch.verify.session.tally import Found, Report
 
@@ -50,13 +51,13 @@ def _failure(number: int, found: Found) -> list[str]:
     head = f"#### {number}. {where}, {facts.when(found)}"
     body = (str(outcome.case), failure.message, facts.element(failure), facts.replay_command(found))
     # An indented block has no end that a message could hold.
-    indented = [f"    {line}" for text in body if text for line in text[:LONGEST].splitlines()]
+    indented = [f"    {line}" for text in body if text for line in printable(text[:LONGEST]).splitlines()]
     return [head, "", *indented]
 
 
 def _escape(text: str) -> str:
     """Shown as it is, in a table and outside."""
-    text = " ".join(text[:LONGEST].split()).replace("&", "&amp;").replace("<", "&lt;")
+    text = printable(" ".join(text[:LONGEST].split())).replace("&", "&amp;").replace("<", "&lt;")
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]|~#" else letter for letter in text)
 
 

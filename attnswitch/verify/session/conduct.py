@@ -112,10 +112,12 @@ class _Run:
 
     @functools.cached_property
     def _corpus(self) -> list[corpus.Saved]:
-        """Read once, before the first job. Raises ``InvalidProblem``."""
+        """Read once, before the first job. Raises ``InvalidProblem``, unless the plan passes over what is damaged."""
         if self.plan.corpus is None or not self.plan.corpus.is_dir():
             return []
-        return [*corpus.read_all(self.plan.corpus), *corpus.read_all(self.plan.corpus / corpus.WORST)]
+        folders = self.plan.corpus, self.plan.corpus / corpus.WORST
+        passed_over = self.report.passed_over if self.plan.pass_over else None
+        return [saved for folder in folders for saved in corpus.read_all(folder, passed_over)]
 
     def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
         """Saved cases of the target's backends. All run cases of the dispatcher's choice, and that runs all cases."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from attnswitch import files
+from attnswitch import files, reading
 from attnswitch.errors import InvalidProblem
-from attnswitch.names import one_of
+from attnswitch.names import one_of, shown
+from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, MASK_KINDS, SINK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
@@ -24,6 +26,15 @@ from attnswitch.verify.session.tally import Report
 __all__ = ["WORST", "Saved", "default_folder", "digest", "load", "read_all", "save", "save_worst"]
 
 SCHEMA = 1
+_FIELDS = {
+    "backend": str,
+    "device": str,
+    "case": dict,
+    "failure": dict | None,
+    "note": str | None,
+}
+_BACKEND = re.compile(r"[\w.@+-]+(:[\w.]+)?")
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 #: Folder, within the corpus, of each backend's worst case.
 WORST = "worst"
 
@@ -90,7 +101,7 @@ def save_worst(report: Report, folder: Path) -> list[Path]:
     written = []
     for (device, backend), (ratio, case) in sorted(worst.items()):
         path = folder / WORST / f"{device}-{backend}.json"
-        if path.is_file() and json.loads(path.read_text())["ratio"] >= ratio:
+        if _ratio(path) >= ratio:
             continue
         record = {
             "schema": SCHEMA,
@@ -114,6 +125,15 @@ def digest(case: Case) -> str:
     return hashlib.sha256(json.dumps(case.to_json(), sort_keys=True).encode()).hexdigest()[:8]
 
 
+def _ratio(path: Path) -> float:
+    """How bad a saved worst case is; 0 if there is none that can be read."""
+    try:
+        ratio: float = reading.table(reading.load(path), {"ratio": float})["ratio"]
+    except (InvalidProblem, OSError):
+        return 0.0
+    return ratio
+
+
 def load(path: Path) -> Saved:
     """Read a saved case.
 
@@ -122,23 +142,27 @@ def load(path: Path) -> Saved:
         OSError: it cannot be read.
     """
     try:
-        record = json.loads(path.read_text())
-        if not isinstance(record, dict) or "case" not in record:
-            raise InvalidProblem(f"{path} is not a saved case: it has no field 'case'")
-        if record["schema"] != SCHEMA:
-            raise InvalidProblem(f"{path} has schema {record['schema']}, and this version reads schema {SCHEMA}")
-        case = Case.from_json(record["case"])
+        record = reading.load(path)
+        schema = reading.table(record, {"schema": int})["schema"]
+        if schema != SCHEMA:
+            raise InvalidProblem(f"it is of schema {schema}, and this version reads schema {SCHEMA}")
+        values = reading.table(record, _FIELDS)
+        failure = reading.table(values["failure"] or {}, {"check": str | None}, "failure")
+        _check_names(values["backend"], values["device"])
+        case = Case.from_json(values["case"])
         _check(case)
-        return Saved(
-            path,
-            case,
-            str(record["backend"]),
-            str(record["device"]),
-            (record.get("failure") or {}).get("check", ""),
-            record.get("note", ""),
-        )
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidProblem(f"{path} is not a saved case: {type(error).__name__}: {error}") from None
+    except InvalidProblem as problem:
+        raise InvalidProblem(f"{path} is not a saved case: {problem}") from None
+    check, note = failure["check"] or "", values["note"] or ""
+    return Saved(path, case, values["backend"], values["device"], check, note)
+
+
+def _check_names(backend: str, device: str) -> None:
+    """Raise ``InvalidProblem`` for what names neither: both are handed on, to commands and to files."""
+    if not _BACKEND.fullmatch(backend):
+        raise InvalidProblem(f"backend is {shown(backend)}: expected a name, or a target such as package.module:Class")
+    if not _DEVICE.fullmatch(device):
+        raise InvalidProblem(f"device is {shown(device)}: expected cpu, cuda, or one of many such as cuda:1")
 
 
 def _check(case: Case) -> None:
@@ -152,19 +176,26 @@ def _check(case: Case) -> None:
         ("sinks", case.sinks, ("", *SINK_KINDS)),
         ("alibi", case.alibi, ("", *ALIBI_KINDS)),
         ("scales", case.scales, SCALE_KINDS if case.cache else ("",)),
+        ("check", case.check, [check.name for check in CHECKS]),
         *(("placing", placing, (*PLACINGS, FAR)) for placing in placings),
-        *(("mask kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
+        *(("mask.kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),
     ):
         if value not in known:
-            raise InvalidProblem(f"{what} {value!r} of the case is not known; {one_of(value, known)}")
+            raise InvalidProblem(f"case.{what} is {shown(value)}: {one_of(value, known)}")
     for what, number in (("data_seed", case.data_seed), ("dropout_seed", case.dropout_seed or 0)):
-        if not isinstance(number, int) or not 0 <= number < 2**64:
-            raise InvalidProblem(f"{what} {number!r} of the case is not an integer from 0 to 2**64 - 1")
-    if case.lengths is not None and len(case.lengths) != case.batch:
-        raise InvalidProblem(f"the case has {len(case.lengths)} key lengths and batch {case.batch}")
+        if number < 0:
+            raise InvalidProblem(f"case.{what} is {number}: expected an integer from 0 to 2**64 - 1")
 
 
-def read_all(folder: Path) -> Iterator[Saved]:
-    """The saved cases of a folder, by name. Raises what ``load`` raises."""
+def read_all(folder: Path, passed_over: list[str] | None = None) -> Iterator[Saved]:
+    """The saved cases of a folder, by name.
+
+    Of what ``load`` raises, ``passed_over`` takes the sentences; without it, the first is raised.
+    """
     for path in sorted(folder.glob("*.json")):
-        yield load(path)
+        try:
+            yield load(path)
+        except (InvalidProblem, OSError) as problem:
+            if passed_over is None:
+                raise
+            passed_over.append(str(problem))

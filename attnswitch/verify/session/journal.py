@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnswitch import files
+from attnswitch import files, reading
+from attnswitch.errors import InvalidProblem
 from attnswitch.verify.drawing.case import Case
 
 __all__ = ["Entry", "path", "read", "write"]
@@ -33,9 +34,9 @@ def write(path: Path, entry: Entry) -> None:
 
 
 def read(path: Path) -> Entry | None:
-    """The last entry; None if nothing was about to run."""
+    """The last entry; None if nothing was about to run, or the process wrote over it as it died."""
     try:
-        record = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        entry = reading.table(reading.load(path), {"count": int, "backend": str, "case": dict})
+        return Entry(entry["count"], entry["backend"], Case.from_json(entry["case"]))
+    except (FileNotFoundError, InvalidProblem):
         return None
-    return Entry(record["count"], record["backend"], Case.from_json(record["case"]))

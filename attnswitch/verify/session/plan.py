@@ -65,6 +65,8 @@ class Plan:
     seconds: float | None = None
     max_failures: int = 10
     corpus: Path | None = None
+    #: Pass over files of the corpus that are no saved cases, and report them; else the first ends the run.
+    pass_over: bool = False
     #: Cases that may be tried to shrink one failure; a count, so that the same seed ends at the same case.
     shrink_tries: int = 500
     isolate: bool = False

@@ -108,6 +108,8 @@ class Report:
     #: Environment variables under which kernels were emulated, by device.
     emulated: dict[str, dict[str, str]] = field(default_factory=dict)
     replayed: int = 0
+    #: What was wrong with files of the corpus that were passed over.
+    passed_over: list[str] = field(default_factory=list)
     seconds: float = 0.0
     stopped: str = ""
     #: Whether the verifier itself failed, and the run could not go on.
