@@ -158,6 +158,35 @@ def test_time_ends_it_and_no_process_is_left() -> None:
     assert not _children()
 
 
+@pytest.mark.parametrize("fault", ["HangsDeaf", "Aborts", "Exits", "Interrupts"])
+def test_time_ends_it_whatever_a_backend_does(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a failure that ends its process is made smaller, each try of which takes a process of its own."""
+    began: list[float] = []
+    seen = conduct._Run._take
+
+    def take(*arguments: Any) -> None:
+        began.append(time.monotonic())
+        seen(*arguments)
+
+    monkeypatch.setattr(conduct._Run, "_take", take)
+    report = isolated(fault, examples=10**6, seconds=3.0, timeout=1.0 if fault == "Aborts" else 60.0)
+    assert time.monotonic() - began[0] < 3.0 + 5.0
+    assert report.stopped == "time limit of 3 s"
+    assert not _children()
+
+
+@pytest.mark.parametrize("fault", ["Exits", "Interrupts"])
+def test_what_would_end_the_process_is_a_finding(fault: str) -> None:
+    report = isolated(fault, examples=60, shrink_tries=40)
+    (found,) = report.failures
+    assert found.outcome.failure is not None
+    assert found.outcome.failure.check == "crash"
+    name = {"Exits": "SystemExit", "Interrupts": "KeyboardInterrupt"}[fault]
+    assert found.outcome.failure.message == f"{name}: its licence has run out (inputs)"
+    assert report.cases == 60
+    assert report.verified > 10
+
+
 def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:
     script = f"""
 import signal, sys

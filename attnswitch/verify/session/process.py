@@ -12,7 +12,7 @@ from typing import Any
 from attnswitch.child import Child
 from attnswitch.errors import VerificationError
 from attnswitch.verify.session import journal
-from attnswitch.verify.session.events import Event
+from attnswitch.verify.session.events import Event, Ready
 from attnswitch.verify.session.explore import Job
 
 __all__ = ["Died", "Process"]
@@ -60,8 +60,8 @@ class Process:
         except BrokenPipeError:
             raise self._dead() from None
 
-    def receive(self) -> Event | None:
-        """The next event, which must be waiting on ``events``; None for its greeting.
+    def receive(self) -> Event:
+        """The next event, which must be waiting on ``events``.
 
         Raises:
             Died: it ended instead.
@@ -74,7 +74,7 @@ class Process:
         self._moved = time.monotonic()
         if isinstance(message, dict):
             self.provenance, self.ready = message, True
-            return None
+            return Ready()
         if isinstance(message, Exception):
             raise message
         event: Event = message
