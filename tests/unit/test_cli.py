@@ -550,6 +550,14 @@ def test_a_reader_that_leaves_is_not_a_mismatch(tmp_path: Path) -> None:
     assert process.returncode == 2
 
 
+def test_a_cache_folder_of_others_is_told_of(cli: Cli, no_wisdom: Path) -> None:
+    assert json.loads(cli("backends", "--json").out)["distrusted"] is None
+    no_wisdom.chmod(0o777)
+    told = f"{no_wisdom} can be written by other users: nothing compiled is kept there"
+    assert json.loads(cli("backends", "--json").out)["distrusted"].startswith(told)
+    assert "other users: nothing compiled" in " ".join(cli("backends").out.split())
+
+
 def test_help_and_version(cli: Cli) -> None:
     assert cli("--version") == (0, f"attnswitch {metadata.version('attnswitch')}\n", "")
     for command in ("verify", "replay", "backends", "explain"):

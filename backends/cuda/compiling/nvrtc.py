@@ -74,7 +74,7 @@ def _remembered() -> Facts | None:
 
 
 def _kept() -> Path:
-    return files.cache_folder() / "cuda" / "nvrtc.json"
+    return cache.folder() / "nvrtc.json"
 
 
 def _asked() -> Facts:
@@ -200,7 +200,7 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = (), name: str = 
     headers = sources.of_gpus()
     options = (f"-arch={arch}", *_OPTIONS, *options)
     parts = (source, *options, "nvrtc", *map(str, version()), *(text for pair in headers.items() for text in pair))
-    return cache.kept(parts, ".cubin", lambda: _compile(source, options, name, what or name)).read_bytes()
+    return cache.kept(parts, ".cubin", lambda: _compile(source, options, name, what or name))
 
 
 def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> bytes:
