@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["beside", "cache_folder", "distrust", "is_stream", "read_own", "replace", "sync", "write"]
+__all__ = ["beside", "cache_folder", "distrust", "house_cupy", "is_stream", "read_own", "replace", "sync", "write"]
 
 
 def replace(path: Path, content: bytes, *, durable: bool = True, private: bool = False) -> None:
@@ -131,6 +131,12 @@ def cache_folder() -> Path:
     except RuntimeError:  # no home
         return _homeless()
     return folder if folder.is_absolute() else _homeless()  # an older platformdirs leaves "~" as it is
+
+
+def house_cupy() -> None:
+    """Before CuPy is imported: without a home it would keep its kernels in a folder "~" of the current one."""
+    if "CUPY_CACHE_DIR" not in os.environ and not os.path.isabs(os.path.expanduser("~")):
+        os.environ["CUPY_CACHE_DIR"] = str(cache_folder() / "cupy")
 
 
 @functools.cache

@@ -49,6 +49,7 @@ def backends(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
 
 def _library(name: str, remedy: str) -> str:
     """Its version, or why it is not there."""
+    files.house_cupy()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:

@@ -18,11 +18,11 @@ from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.record import OtherSchema, Record, from_line, to_line
 
-__all__ = ["NAME", "Contents", "Damage", "Store", "here"]
+__all__ = ["BRIEF", "NAME", "Contents", "Damage", "Store", "here"]
 
 NAME = "wisdom.jsonl"
-#: Seconds to wait for other writers. Each needs milliseconds.
-_PATIENCE = 60.0
+#: Seconds to wait for other writers, of which each needs milliseconds; and where an application waits for its result.
+_PATIENCE, BRIEF = 60.0, 2.0
 _POLL = 0.005
 
 
@@ -63,12 +63,15 @@ class Store:
         """The contents of the files beneath alone."""
         return _all(*self.beneath)
 
-    def append(self, records: Iterable[Record]) -> None:
-        """Add ``records``; they are on the disk when this returns. After an ``OSError`` none of them was added."""
+    def append(self, records: Iterable[Record], patience: float = _PATIENCE) -> None:
+        """Add ``records``; they are on the disk when this returns. After an ``OSError`` none of them was added.
+
+        It is a ``TimeoutError`` if another process was writing for ``patience`` seconds, such as one that is stopped.
+        """
         lines = b"".join(map(to_line, records))
         if not lines:
             return
-        with self._locked(), self._opened() as handle:
+        with self._locked(patience), self._opened() as handle:
             end = self.path.read_bytes().rfind(b"\n") + 1  # after it: what a writer left unfinished
             os.ftruncate(handle, end)
             try:
@@ -106,12 +109,22 @@ class Store:
             return len(before.records) + len(whole) - len(lines)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        from filelock import FileLock
+    def _locked(self, patience: float = _PATIENCE) -> Iterator[None]:
+        from filelock import FileLock, Timeout
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_suffix(".lock"), timeout=_PATIENCE, poll_interval=_POLL):
+        lock = FileLock(self.path.with_suffix(".lock"), timeout=patience, poll_interval=_POLL)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise TimeoutError(
+                f"{self.path} could not be written for {patience:g} s, as another process holds {lock.lock_file}: see"
+                " whether one is stopped, and end it"
+            ) from None
+        try:
             yield
+        finally:
+            lock.release()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:

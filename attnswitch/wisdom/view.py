@@ -226,14 +226,17 @@ def current() -> Wisdom:
         return _wisdom
 
 
-def remember(records: Iterable[Record]) -> None:
-    """Plan by ``records`` from now on, and write them to the user's store.
+def remember(records: Iterable[Record], *, brief: bool = False) -> None:
+    """Plan by ``records`` from now on, and write them to the user's store; ``brief``: without a long wait for others.
 
     Raises ``OSError`` if they cannot be written; they count in this process all the same.
     """
     kept = list(records)
     take(kept)
-    store.here().append(kept)
+    if brief:
+        store.here().append(kept, store.BRIEF)
+    else:
+        store.here().append(kept)
 
 
 def take(records: Iterable[Record]) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,37 @@ def test_what_would_end_the_process_is_a_finding(fault: str) -> None:
     assert found.outcome.failure.message == f"{name}: its licence has run out (inputs)"
     assert report.cases == 60
     assert report.verified > 10
+
+
+#: Hypothesis draws by itself, as it does while a search climbs, and writes down the constants of local sources.
+DRAWS = """
+import sys
+sys.path.append("../modules")
+import local
+from hypothesis import given, settings, strategies
+settings(max_examples=200, database=None)(given(strategies.integers())(lambda n: None))()
+"""
+
+
+def test_hypothesis_leaves_nothing_in_the_current_folder(
+    tmp_path: Path, no_wisdom: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HYPOTHESIS_STORAGE_DIRECTORY", raising=False)
+    given: list[dict[str, str]] = []
+
+    def child(*_: str, variables: dict[str, str]) -> Any:
+        given.append(variables)
+        return SimpleNamespace(events=None)
+
+    monkeypatch.setattr("attnswitch.verify.session.process.Child", child)
+    Process("cpu")
+    for folder in ("here", "modules"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "modules" / "local.py").write_text("CONSTANT = 65537\n")
+    command = [sys.executable, "-c", DRAWS]
+    subprocess.run(command, cwd=tmp_path / "here", env={**os.environ, **given[0]}, check=True)
+    assert os.listdir(tmp_path / "here") == []
+    assert (no_wisdom / "hypothesis" / "constants").is_dir()
 
 
 def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:

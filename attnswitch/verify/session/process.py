@@ -11,6 +11,7 @@ from typing import Any
 
 from attnswitch.child import Child
 from attnswitch.errors import VerificationError
+from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Ready
 from attnswitch.verify.session.explore import Job
@@ -46,7 +47,7 @@ class Process:
         if threads is not None:
             usual = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # its threads spin while they wait
             variables = {**{name: usual[name] for name in usual.keys() - os.environ.keys()}, **variables}
-        self._child = Child(_WORKER, device, variables=variables)
+        self._child = Child(_WORKER, device, variables={**provider.storage(), **variables})
         self.events = self._child.events
         self._moved, self._count = time.monotonic(), -1
         self.provenance: dict[str, str] = {}

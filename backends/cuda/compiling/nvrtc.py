@@ -54,6 +54,7 @@ class Facts(NamedTuple):
 
 
 def _library() -> Any:
+    files.house_cupy()
     from cupy_backends.cuda.libs import nvrtc
 
     return nvrtc
