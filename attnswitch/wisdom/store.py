@@ -77,8 +77,10 @@ class Store:
             try:
                 files.write(handle, end, lines)
                 os.fsync(handle)
-            except BaseException:  # a full disk, or Ctrl-C
+            except BaseException as error:  # a full disk, or Ctrl-C
                 os.ftruncate(handle, end)
+                if isinstance(error, OSError):
+                    error.filename = str(self.path)  # of an open file it is not told
                 raise
 
     def check(self) -> None:

@@ -108,7 +108,7 @@ def _keep(path: Path, facts: Facts) -> None:
         mapped = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
         loaded = next(line.split()[-1] for line in mapped if "/libnvrtc.so" in line)
         kept = {"file": loaded, "surroundings": _surroundings(loaded), "facts": facts}
-        files.replace(path, json.dumps(kept).encode(), durable=False)
+        files.replace(path, json.dumps(kept).encode(), durable=False, private=True)
     except (OSError, StopIteration, ValueError):  # it is asked again next time
         pass
 
