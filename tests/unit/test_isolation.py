@@ -171,7 +171,7 @@ def test_time_ends_it_whatever_a_backend_does(fault: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(conduct._Run, "_take", take)
     report = isolated(fault, examples=10**6, seconds=3.0, timeout=1.0 if fault == "Aborts" else 60.0)
-    assert time.monotonic() - began[0] < 3.0 + 5.0
+    assert time.monotonic() - began[0] < 3.0 + 10.0  # on a busy machine
     assert report.stopped == "time limit of 3 s"
     assert not _children()
 
