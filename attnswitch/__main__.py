@@ -1,6 +1,9 @@
 """``python -m attnswitch`` is the command ``attnswitch``."""
 
+import sys
 from importlib import import_module
 
 if __name__ == "__main__":  # workers import this too
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, which may be anybody's; the installed script does not have it there
     import_module("attnswitch.cli.app").main()

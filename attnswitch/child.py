@@ -1,4 +1,8 @@
-"""``Child``: a Python process that works for this one, as both ends see it: two pipes, and an end with its parent."""
+"""``Child``: a Python process that works for this one, as both ends see it: two pipes, and an end with its parent.
+
+``command``, ``environment`` and ``follow`` are for every process of Python that this package starts, and
+``safe_path`` is for those that ``concurrent.futures`` starts for it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,15 +24,46 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Child", "Parent", "begin"]
+__all__ = ["Child", "Parent", "begin", "command", "environment", "follow", "safe_path"]
 
 #: Environment variable with the folders that the parent imports from. The child adds them behind its own: a folder of
 #: the user's may hold a file that is named like a module of the standard library.
 _PATHS = "ATTNSWITCH_WORKER_PATHS"
+#: Python's own, which says what its option -P says.
+_SAFE_PATH = "PYTHONSAFEPATH"
 _PR_SET_PDEATHSIG = 1
 
 _Process = subprocess.Popen[bytes]
 _Start = Callable[[], _Process]
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What starts ``python -m module``, with nothing imported from the current folder, which may be anybody's."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """That of this process and ``variables``, with which another can ``follow`` it."""
+    return {**os.environ, **variables, _PATHS: os.pathsep.join(path for path in sys.path if path)}
+
+
+def follow() -> None:
+    """In a process that was started so: import from wherever its parent does as well."""
+    sys.path += [path for path in os.environ.get(_PATHS, "").split(os.pathsep) if path and path not in sys.path]
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Within the context, processes that ``multiprocessing`` spawns import nothing from the current folder either."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_SAFE_PATH, None)
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 class Child:
@@ -50,16 +85,16 @@ class Child:
         read_requests, self.requests = Pipe(duplex=False)
         self.events, write_events = Pipe(duplex=False)
         ends = (read_requests.fileno(), write_events.fileno())
-        command = [sys.executable, "-m", module, *map(str, ends), str(self.folder), *arguments]
-        environment = {**os.environ, **variables, _PATHS: os.pathsep.join(path for path in sys.path if path)}
+        started_by = command(module, *map(str, ends), str(self.folder), *arguments)
+        variables = environment(variables)
         self._output = (self.folder / "output.txt").open("a+b")
         self._apart = apart
 
         def start() -> _Process:
             return subprocess.Popen(
-                command,
+                started_by,
                 pass_fds=ends,
-                env=environment,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -160,7 +195,7 @@ def begin() -> Parent:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # a kernel that hangs must not outlive it; elsewhere the pipe tells, between two jobs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    sys.path += [path for path in os.environ.get(_PATHS, "").split(os.pathsep) if path and path not in sys.path]
+    follow()
     read, write, folder, *arguments = sys.argv[1:]
     requests, events = Connection(int(read), writable=False), Connection(int(write), readable=False)
     return Parent(requests, events, Path(folder), arguments)

@@ -8,32 +8,36 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["beside", "cache_folder", "is_stream", "replace", "sync", "write"]
+__all__ = ["beside", "cache_folder", "distrust", "house_cupy", "is_stream", "read_own", "replace", "sync", "write"]
 
 
-def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
+def replace(path: Path, content: bytes, *, durable: bool = True, private: bool = False) -> None:
     """Replace what ``path`` holds by ``content``; after an ``OSError`` the file is as it was.
 
     Readers see the old content or the new one, also while other processes and threads replace the same file. If
     ``durable``, the content is on the disk when this returns; else a crash of the machine may lose it. Folders are made
-    as needed. A link stays a link, and the file keeps its mode. A pipe or a device is written to.
+    as needed. A link stays a link, and the file keeps its mode. A pipe or a device is written to. If ``private``,
+    whatever is there is replaced, and no other user may read the file, nor the folders that are made.
     """
-    if is_stream(path):
+    if not private and is_stream(path):
         path.write_bytes(content)
         return
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent, 0o700 if private else 0o777)
     new = beside(path)
     try:
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+        handle = os.open(
+            new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600 if private else 0o644
+        )
         try:
             write(handle, 0, content)
             if durable:
                 os.fsync(handle)
         finally:
             os.close(handle)
-        with contextlib.suppress(FileNotFoundError):
-            new.chmod(stat.S_IMODE(path.stat().st_mode))
+        if not private:
+            with contextlib.suppress(FileNotFoundError):
+                new.chmod(stat.S_IMODE(path.stat().st_mode))
         os.replace(new, path)
     except BaseException:  # a full disk, or Ctrl-C
         with contextlib.suppress(OSError):
@@ -41,6 +45,46 @@ def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         sync(path.parent)
+
+
+def _make(folder: Path, mode: int) -> None:
+    """Make it and those above it that are missing: ``Path.mkdir`` would give ``mode`` to the last alone."""
+    if not folder.is_dir():
+        _make(folder.parent, mode)
+        folder.mkdir(mode, exist_ok=True)
+
+
+def read_own(path: Path) -> bytes:
+    """What a file holds that only this user or the administrator can have written.
+
+    Raises ``PermissionError`` where another can have, and any other ``OSError`` where it cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if why := _of_another(facts, stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} {why}, and is not used: remove it")
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(f"{path} is no file")
+        return file.read()
+
+
+def distrust(folder: Path) -> str | None:
+    """Why code that lies in ``folder`` is not run: another user can put it there. None where none can, or it is new."""
+    try:
+        why = _of_another(folder.stat(), stat.S_IWOTH)
+    except OSError:
+        return None
+    return why and f"{folder} {why}: nothing compiled is kept there, nor run from there; name a folder of your own"
+
+
+def _of_another(facts: os.stat_result, writable: int) -> str | None:
+    """Whose it is, if not this user's or the administrator's; or that others may write to it, by the bits named."""
+    if not hasattr(os, "getuid"):  # Windows keeps a user's folders to the user
+        return None
+    if facts.st_uid not in (0, os.getuid()):
+        return f"belongs to user {facts.st_uid}"
+    return "can be written by other users" if facts.st_mode & writable else None
 
 
 def beside(path: Path) -> Path:
@@ -87,6 +131,12 @@ def cache_folder() -> Path:
     except RuntimeError:  # no home
         return _homeless()
     return folder if folder.is_absolute() else _homeless()  # an older platformdirs leaves "~" as it is
+
+
+def house_cupy() -> None:
+    """Before CuPy is imported: without a home it would keep its kernels in a folder "~" of the current one."""
+    if "CUPY_CACHE_DIR" not in os.environ and not os.path.isabs(os.path.expanduser("~")):
+        os.environ["CUPY_CACHE_DIR"] = str(cache_folder() / "cupy")
 
 
 @functools.cache

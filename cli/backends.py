@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import attnswitch
+from attnswitch import files
 from attnswitch.machine.device import Device
 
 from . import render
@@ -23,8 +24,10 @@ def backends(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
     libraries = {name: _library(name, remedy) for name, remedy in LIBRARIES.items()}
     devices = Device.all()
     states = attnswitch.backends()
+    distrusted = files.distrust(files.cache_folder())
     if json:
         document = {"backends": states, "libraries": libraries, "devices": [str(device) for device in devices]}
+        document["distrusted"] = distrusted
         render.write_json(document, None)
         return
     rows = render.table("", "name", "state")
@@ -39,11 +42,14 @@ def backends(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
         rows.add_row("" if number else "device", device.kind, render.escape(str(device)))
     if not any(device.kind == "cuda" for device in devices):
         rows.add_row("", "cuda", "[yellow]no GPU was found by torch or CuPy; a driver and an NVIDIA GPU are needed[/]")
+    if distrusted:
+        rows.add_row("cache", "compiled", f"[yellow]{render.escape(distrusted)} by ATTNSWITCH_CACHE_DIR[/]")
     render.console.print(rows)
 
 
 def _library(name: str, remedy: str) -> str:
     """Its version, or why it is not there."""
+    files.house_cupy()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:

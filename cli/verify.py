@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
+from attnswitch.verify.drawing import provider
 from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.report import EventLog, facts, file_name, to_html, to_json, to_junit, to_markdown, to_pytest
 from attnswitch.verify.report.facts import environment_of
@@ -135,6 +137,7 @@ def verify(
     )
     outputs = Outputs(json, junit, html, summary, emit_pytest)
     outputs.check(plan.corpus, ndjson)
+    os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:
         _only_mutants(backend, device, time, junit, ndjson, emit_pytest)
         raise typer.Exit(_mutants(plan, outputs))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import attnswitch
+from attnswitch import child
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.candidates import AUTO, Attend, Refused, of_backend
 from attnswitch.bench.loops import Loop, loops
@@ -108,14 +109,14 @@ def build(problems: Sequence[Problem], where: str, processes: int) -> Iterator[P
 
     A process that dies takes the rest with it: they are compiled when they are timed.
     """
-    with (
-        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
-        contextlib.suppress(Exception),
-    ):
-        asked = {pool.submit(_run_all, str(problem), where): problem for problem in problems}
-        for done in as_completed(asked):
-            done.result()
-            yield asked[done]
+    with contextlib.suppress(Exception):
+        with child.safe_path():
+            pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+            asked = {pool.submit(_run_all, str(problem), where): problem for problem in problems}
+        with pool:
+            for done in as_completed(asked):
+                done.result()
+                yield asked[done]
 
 
 def _run_all(text: str, where: str) -> None:

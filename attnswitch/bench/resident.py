@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from attnswitch import child
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.problem import DTYPES, Problem
 
@@ -65,9 +66,9 @@ def resident(text: str, backend: str = AUTO, timeout: float = TIMEOUT) -> Reside
         raise InvalidProblem(f"{p}: the memory of a call is measured without gradients")
     if not _STATUS.exists():
         raise Unsupported("resident memory is read from /proc, which only Linux has")
-    command = [sys.executable, "-m", "attnswitch.bench.resident", str(p), backend]
+    command, environment = child.command("attnswitch.bench.resident", str(p), backend), child.environment()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return _failed(p, backend, f"it took longer than {timeout:g} s")
     if done.returncode:  # such as -9, by the system, for want of memory
@@ -118,6 +119,7 @@ def _status(name: str) -> int:
 
 
 def _main(text: str, backend: str) -> None:
+    child.follow()
     try:
         made = _measure(text, backend)
     except Exception as error:  # a kernel may fail in any way

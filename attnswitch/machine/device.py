@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant
 
@@ -212,6 +213,7 @@ def _through_torch(index: int) -> Device:
 
 
 def _through_cupy(index: int) -> Device:
+    files.house_cupy()
     cupy: Any = importlib.import_module("cupy")
     facts = cupy.cuda.runtime.getDeviceProperties(index)
     versions = dict(_installed_versions()) | {"cupy": cupy.__version__, **_driver()}

@@ -126,7 +126,7 @@ def _load(name: str) -> Backend | Missing:
     module, _, attribute = row.target.partition(":")
     try:
         backend = getattr(import_module(module), attribute)()
-    except Exception as error:  # a plug-in may fail in any way; the dispatcher carries on without it
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way; the dispatcher carries on without it
         return Missing(f"it could not be loaded from {row.origin} ({row.target}): {type(error).__name__}: {error}")
     if not isinstance(backend, Backend):
         return Missing(f"{row.target} from {row.origin} is not a Backend: see attnswitch.machine.backend")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -38,8 +39,12 @@ def measure(plan: Plan, where: str) -> bool:
             sighted.add(key)
             with _aside(where):
                 tried = trial.run(plan.problem, where, EFFORT, examine)
-            with contextlib.suppress(OSError):  # it counts in this process all the same
-                view.remember(tried.lasting)
+            try:
+                view.remember(tried.lasting, brief=True)
+            except TimeoutError as error:
+                warnings.warn(f"what was measured counts in this process alone: {error}", RuntimeWarning, stacklevel=2)
+            except OSError:  # it counts in this process all the same
+                pass
     return True
 
 

@@ -22,7 +22,7 @@ from attnswitch.verify.launch.neighbours import Neighbours
 from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
 from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
 
-__all__ = ["apart", "check", "examine"]
+__all__ = ["apart", "check", "crash", "examine"]
 
 #: One in so many cases is called even if its problem says that it will be refused.
 _ASKED = 4
@@ -166,7 +166,7 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
         except Exception as error:  # whatever a kernel raises is a finding
             if out_of_memory(error):
                 return Outcome(case, backend, device, "refused", reasons=(f"out of memory: {error}",), starved=True)
-            return Outcome(case, backend, device, "mismatch", forced, failure=_crash(error))
+            return Outcome(case, backend, device, "mismatch", forced, failure=crash(error))
     trial = Trial(subject, backend, device, placed, returned)
     trial.seconds = time.perf_counter() - started
     if neighbours is not None and (beside := neighbours.look(returned.results)):
@@ -213,7 +213,7 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
                 raise
             if out_of_memory(cause):
                 continue
-            failure = _crash(cause)
+            failure = crash(cause)
         except Exception as error:
             if out_of_memory(error):
                 reasons = (f"out of memory while {c.name} was looked at: {error}",)
@@ -222,7 +222,7 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             odd = malformed(case, trial.returned.results) if trial.returned.results else ""
             if c.name != "form" and not odd:
                 raise VerificationError(f"the check {c.name} failed itself on {case}: {error!r}") from error
-            failure = Failure("crash", odd) if odd else _crash(error)
+            failure = Failure("crash", odd) if odd else crash(error)
     verdict: Verdict = "mismatch" if failure else "verified"
     ratios = {name: ratio for name, (ratio, _) in trial.ratios.items()}
     worst = {name: where for name, (_, where) in trial.ratios.items()}
@@ -242,7 +242,8 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
     )
 
 
-def _crash(error: Exception) -> Failure:
+def crash(error: BaseException) -> Failure:
+    """The finding that a kernel raised ``error``."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return Failure("crash", f"{type(error).__name__}: {error} ({last.name})")
 

@@ -23,15 +23,15 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.wisdom.compact import fitting, newest
 from attnswitch.wisdom.record import LONGEST, OtherSchema, Record, Verdict, from_line, to_line
 
-__all__ = ["MOST", "NAME", "Contents", "Damage", "Store", "here"]
+__all__ = ["BRIEF", "MOST", "NAME", "Contents", "Damage", "Store", "here"]
 
 NAME = "wisdom.jsonl"
 #: Bytes of a file: thousands of records, which are read in half a second.
 MOST = 2**22
 #: Mismatches that are looked for in what is not read.
 _OLD = 1000
-#: Seconds to wait for other writers. Each needs milliseconds.
-_PATIENCE = 60.0
+#: Seconds to wait for other writers, of which each needs milliseconds; and where an application waits for its result.
+_PATIENCE, BRIEF = 60.0, 2.0
 _POLL = 0.005
 
 
@@ -80,12 +80,15 @@ class Store:
         """The contents of the files beneath alone."""
         return _all(*self.beneath)
 
-    def append(self, records: Iterable[Record]) -> None:
-        """Add ``records``; they are on the disk when this returns. After an ``OSError`` none of them was added."""
+    def append(self, records: Iterable[Record], patience: float = _PATIENCE) -> None:
+        """Add ``records``; they are on the disk when this returns. After an ``OSError`` none of them was added.
+
+        It is a ``TimeoutError`` if another process was writing for ``patience`` seconds, such as one that is stopped.
+        """
         lines = b"".join(map(to_line, records))
         if not lines:
             return
-        with self._locked():
+        with self._locked(patience):
             self._make_room(len(lines))
             self._add(lines)
 
@@ -96,8 +99,10 @@ class Store:
             try:
                 files.write(handle, end, lines)
                 os.fsync(handle)
-            except BaseException:  # a full disk, or Ctrl-C
+            except BaseException as error:  # a full disk, or Ctrl-C
                 os.ftruncate(handle, end)
+                if isinstance(error, OSError):
+                    error.filename = str(self.path)  # of an open file it is not told
                 raise
 
     def _make_room(self, size: int) -> None:
@@ -132,12 +137,22 @@ class Store:
             return len(before.records) + len(before.others) - len(lines)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        from filelock import FileLock
+    def _locked(self, patience: float = _PATIENCE) -> Iterator[None]:
+        from filelock import FileLock, Timeout
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_suffix(".lock"), timeout=_PATIENCE, poll_interval=_POLL):
+        lock = FileLock(self.path.with_suffix(".lock"), timeout=patience, poll_interval=_POLL)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise TimeoutError(
+                f"{self.path} could not be written for {patience:g} s, as another process holds {lock.lock_file}: see"
+                " whether one is stopped, and end it"
+            ) from None
+        try:
             yield
+        finally:
+            lock.release()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:

@@ -69,10 +69,14 @@ class Wisdom:
         return made
 
     def add(self, record: Record) -> None:
-        """Index one record. A newer time replaces an older one of the same class."""
+        """Index one record. A newer time replaces an older one of the same class.
+
+        One of the future is no newer than what comes after it: the clock was wrong then, and has been put back.
+        """
         if isinstance(record, Time | Untimed):
             table, of = self.times.setdefault((record.backend, record.signature), {}), speed_class(record.problem)
-            if of not in table or table[of].date <= record.date:
+            before = table.get(of)
+            if before is None or before.date <= record.date or before.date > now():
                 table[of] = record
             self._nearest.clear()
         elif record.right:
@@ -226,14 +230,17 @@ def current() -> Wisdom:
         return _wisdom
 
 
-def remember(records: Iterable[Record]) -> None:
-    """Plan by ``records`` from now on, and write them to the user's store.
+def remember(records: Iterable[Record], *, brief: bool = False) -> None:
+    """Plan by ``records`` from now on, and write them to the user's store; ``brief``: without a long wait for others.
 
     Raises ``OSError`` if they cannot be written; they count in this process all the same.
     """
     kept = list(records)
     take(kept)
-    store.here().append(kept)
+    if brief:
+        store.here().append(kept, store.BRIEF)
+    else:
+        store.here().append(kept)
 
 
 def take(records: Iterable[Record]) -> None:

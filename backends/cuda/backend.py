@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+from attnswitch import files
 from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Regime
 from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
@@ -224,6 +225,7 @@ def _no_gpu() -> str | None:
         return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
     try:  # CuPy's arrays need no torch with CUDA; without a driver there is no need to import it
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        files.house_cupy()
         import cupy
 
         count = cupy.cuda.runtime.getDeviceCount()

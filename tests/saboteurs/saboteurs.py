@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 from typing import Any, ClassVar
 
@@ -143,6 +144,40 @@ class Hangs(Saboteur):
         if inputs.key.shape[2] % 16 in (1, 2):
             threading.Event().wait()
         return inputs
+
+
+class HangsDeaf(Saboteur):
+    """It never answers, nor heeds what asks a process to end."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(asked, signal.SIG_IGN)
+        threading.Event().wait()
+        return inputs
+
+
+class Aborts(Saboteur):
+    """It ends the process, whatever it is asked for."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        os.abort()
+
+
+class Exits(Saboteur):
+    """It raises what ends a process, where the last tile of keys has one key or two."""
+
+    ends: ClassVar[type[BaseException]] = SystemExit
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.key.shape[2] % 16 in (1, 2):
+            raise self.ends("its licence has run out")
+        return inputs
+
+
+class Interrupts(Exits):
+    """It raises what Ctrl-C does."""
+
+    ends: ClassVar[type[BaseException]] = KeyboardInterrupt
 
 
 class ReadsPastTile(Saboteur):

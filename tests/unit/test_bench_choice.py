@@ -12,7 +12,7 @@ import pytest
 
 from attnswitch import Problem
 from attnswitch.bench import choice
-from attnswitch.bench.choice import TORCH, Judged, summaries
+from attnswitch.bench.choice import TORCH, Judged, build, summaries
 from attnswitch.bench.drawn import draw
 from attnswitch.bench.loops import Loop, loops
 from attnswitch.bench.measure import Budget
@@ -169,3 +169,13 @@ def test_the_command_writes_what_it_shows(command: Callable[[str], Any]) -> None
     assert row["problem"] == "b1.h2.s16.d8.fp32"
     assert row["times"][row["chosen"]]["median"] > 0
     assert {each["ratio"] for each in document["summaries"]} == {"regret", "beside_torch"}
+
+
+def test_processes_that_compile_import_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pickle", "runpy", "socket"):  # what a spawned process imports first
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    problem = Problem.parse("b1.h1.s8.d8.fp32")
+    assert list(build([problem], "cpu", 1)) == [problem]

@@ -44,6 +44,15 @@ def test_what_a_process_raises_is_told() -> None:
     assert "seed" in made.why
 
 
+def test_its_process_imports_what_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the current folder, and a target of the folders that this process imports from."""
+    for name in ("typing", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    made = resident("b1.h1.s8.d8.fp32", "saboteurs:Saboteur")
+    assert (made.why, made.chosen) == (None, "saboteurs:Saboteur")
+
+
 def test_a_call_that_takes_too_long_is_given_up() -> None:
     assert resident("b1.h1.s8.d8.fp32", timeout=0.01).why == "it took longer than 0.01 s"
 

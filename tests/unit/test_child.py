@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import attnswitch
 from attnswitch.child import Child
 
 ECHO = """
@@ -56,6 +57,17 @@ fork = os.fork()
 in_a_thread() if fork == 0 else os.waitpid(fork, 0)
 if fork == 0:
     print(sum(answers), flush=True)
+"""
+#: Imports what may lie in the current folder, and says why one of them cannot be had.
+LOOKS = """
+import json, queue, typing
+from attnswitch import child
+parent = child.begin()
+try:
+    import stranger
+except ImportError as error:
+    parent.events.send(str(error))
+parent.requests.recv()
 """
 HANGS = "import time; from attnswitch import child; parent = child.begin(); parent.events.send(0); time.sleep(600)"
 
@@ -108,6 +120,30 @@ def test_a_fork_starts_children_of_its_own(tmp_path: Path) -> None:
     program = FORKS.replace("PATHS", repr(str(tmp_path)))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (ran.returncode, ran.stdout) == (0, "2\n"), ran.stderr
+
+
+def test_nothing_is_imported_from_the_current_folder(
+    started: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent may lie anywhere: a file there that is called like a module of the standard library is not it."""
+    here, modules = tmp_path / "here", tmp_path / "modules"
+    for folder in (here, modules):
+        folder.mkdir()
+    for name in ("typing", "json", "queue", "stranger"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    (modules / "looks.py").write_text(LOOKS)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as an interpreter has it that was given no file
+    started.append(Child("looks", variables={"PYTHONPATH": str(modules)}))
+    assert started[-1].events.poll(60)
+    assert started[-1].events.recv() == "No module named 'stranger'"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_module_says_how_python_is_started() -> None:
+    root = Path(attnswitch.__file__).parents[1]
+    sources = [path for folder in ("attnswitch", "backends", "cli") for path in (root / folder).rglob("*.py")]
+    assert [path.name for path in sources if "sys.executable" in path.read_text()] == ["child.py"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the pipe tells, between two jobs")

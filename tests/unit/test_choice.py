@@ -250,6 +250,22 @@ def test_a_store_that_cannot_be_reached_breaks_no_call(
     assert attnswitch.plan(TEXT).chosen.time is not None  # type: ignore[union-attr]
 
 
+def test_a_clock_that_was_put_back_hides_no_later_time() -> None:
+    def known() -> float:
+        found = view.current().time("tiled", Problem.parse(TEXT), Device.parse("cpu"))
+        assert isinstance(found, Time)
+        return found.ms
+
+    view.remember([replace(time("tiled", 1.0), date="2999-01-01T00:00:00")])
+    assert known() == 1.0
+    view.remember([replace(time("tiled", 3.0), date=view.now())])
+    assert known() == 3.0
+    view.reload()  # as another process reads it
+    assert known() == 3.0
+    view.remember([time("tiled", 1.0)])  # of an earlier date, as an import may have it
+    assert known() == 3.0
+
+
 def test_a_config_is_compiled_as_it_was_measured(register: Register) -> None:
     register("tunable", f"{__name__}:Tunable")
     view.remember([time("tunable", 0.1)])

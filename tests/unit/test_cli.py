@@ -539,6 +539,19 @@ def test_the_package_is_the_same_command(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "found.json").read_text())["failures"] == []
 
 
+@pytest.mark.parametrize("start", [[str(SCRIPT)], [sys.executable, "-m", "attnswitch"]], ids=["script", "package"])
+def test_the_current_folder_runs_nothing(start: list[str], tmp_path: Path) -> None:
+    """But a target that is named: neither in the command's process nor in a worker's, which begin in other ways."""
+    strangers = ("csv", "random", "queue", "flash_attn", "xformers")  # of the standard library, and absent packages
+    for name in strangers:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    command = [*start, "verify", "--quick", "--recipes", "1", "--examples", "3", "--no-corpus", "--workers", "1"]
+    command += ["--device", "cpu", "--backend", "tiled"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_reader_that_leaves_is_not_a_mismatch(tmp_path: Path) -> None:
     """As with ``attnswitch explain ... | head``: exit code 1 would say that a kernel is wrong."""
     command = [str(SCRIPT), "explain", "b1.h1.s8.d8.fp32"]
@@ -548,6 +561,14 @@ def test_a_reader_that_leaves_is_not_a_mismatch(tmp_path: Path) -> None:
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
     assert process.returncode == 2
+
+
+def test_a_cache_folder_of_others_is_told_of(cli: Cli, no_wisdom: Path) -> None:
+    assert json.loads(cli("backends", "--json").out)["distrusted"] is None
+    no_wisdom.chmod(0o777)
+    told = f"{no_wisdom} can be written by other users: nothing compiled is kept there"
+    assert json.loads(cli("backends", "--json").out)["distrusted"].startswith(told)
+    assert "other users: nothing compiled" in " ".join(cli("backends").out.split())
 
 
 def test_help_and_version(cli: Cli) -> None:

@@ -122,15 +122,6 @@ def test_half_a_file_is_never_seen(empty_cache: Path) -> None:
     assert not kept(empty_cache)
 
 
-def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("ATTNSWITCH_CACHE_DIR", str(file))
-    path = cache.kept(("a",), ".cubin", lambda: b"made")
-    assert path.read_bytes() == b"made"
-    path.unlink()
-
-
 def test_the_log_is_in_the_error() -> None:
     with pytest.raises(CompileError) as error:
         nvrtc.compiled('extern "C" __global__ void k() { nonsense(); }', "sm_80", name="mine.cu")

@@ -10,6 +10,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -408,3 +409,20 @@ def test_the_command_finds_out_beforehand_that_it_cannot_write(tmp_path: Path, c
     ran = CliRunner().invoke(app, ["build", "--device", "all", "--device", "h200", "--out", str(file)])
     assert isinstance(ran.exception, FileExistsError)
     assert compiles == []
+
+
+@pytest.mark.parametrize("what", ["pack", "folder"])
+def test_a_pack_that_another_user_may_have_written_is_not_used(
+    what: str, tmp_path: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pack,) = packed(H200)
+    del compiles[:]
+    packs._opened.cache_clear()
+    (pack.path if what == "pack" else tmp_path).chmod(0o777)
+    told = pytest.warns(RuntimeWarning, match="can be written by other users") if what == "pack" else nullcontext()
+    with told:
+        assert next(cubins.cubins(kernels(SMALL, H200)[0], (9, 0)))[:4] == b"\x7fELF"
+    assert compiles == ["sm_90a"]
+    if what == "folder":
+        with pytest.raises(CompileError, match="can be written by other users: nothing compiled is kept there"):
+            packed(H200)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import pytest
 from attnswitch import InvalidProblem
 from attnswitch import files as library
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.session import journal
+from attnswitch.verify.session import corpus, journal
 from attnswitch.wisdom import store, view
 
 files: Any = importlib.import_module("attnswitch.cli.files")
@@ -195,6 +197,43 @@ def test_an_unexpanded_home_is_none(homeless: Path, monkeypatch: pytest.MonkeyPa
     assert library.cache_folder().parent == homeless
 
 
+#: As a user whom the system does not know, without HOME: what is asked for raises nothing, and nothing is left here.
+UNKNOWN = """
+import os, pwd
+def unknown(*_):
+    raise KeyError("no such user")
+pwd.getpwuid = unknown
+import numpy as np
+import attnswitch
+q = np.ones((1, 1, 2, 4), np.float32)
+assert attnswitch.attention(q, q, q).tolist() == q.tolist()
+from attnswitch.machine.device import Device
+from attnswitch.verify.session import corpus, plan
+from attnswitch.wisdom import store
+assert plan._has_cupy() in (True, False)
+assert os.listdir() == [], os.listdir()
+print(corpus.default_folder())
+print(store.here().path)
+"""
+
+
+def test_a_user_whom_the_system_does_not_know_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "ATTNSWITCH_CACHE_DIR")}
+    environment = {name: value for name, value in environment.items() if not name.startswith("XDG_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", UNKNOWN],
+        cwd=tmp_path / "here",
+        env={**environment, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    own = tmp_path / f"attnswitch-{os.getuid()}"
+    assert ran.stdout.split() == [str(own / "corpus"), str(own / "wisdom.jsonl")]
+
+
 def test_wisdom_is_empty_where_no_folder_can_be_had(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> str:
         raise FileNotFoundError("no usable temporary directory")
@@ -202,3 +241,22 @@ def test_wisdom_is_empty_where_no_folder_can_be_had(homeless: Path, monkeypatch:
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     view.reload()
     assert not view.current().times
+
+
+# -- the corpus --------------------------------------------------------------------------------------------------------
+
+
+def test_cases_that_lie_in_the_current_folder_are_used_in_the_clone_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATTNSWITCH_CORPUS", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    (tmp_path / "fixtures" / "corpus").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "attnswitch"\n')
+    monkeypatch.chdir(tmp_path)
+    assert corpus.default_folder() == tmp_path / "data" / "attnswitch" / "corpus"
+    monkeypatch.chdir(Path(library.__file__).parents[1])
+    assert corpus.default_folder() == Path("fixtures/corpus")
+    monkeypatch.setenv("ATTNSWITCH_CORPUS", "fixtures/corpus")
+    monkeypatch.chdir(tmp_path)
+    assert corpus.default_folder() == Path("fixtures/corpus")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,66 @@ def test_time_ends_it_and_no_process_is_left() -> None:
     assert time.monotonic() - before < 40.0
     assert report.verified > 0
     assert not _children()
+
+
+@pytest.mark.parametrize("fault", ["HangsDeaf", "Aborts", "Exits", "Interrupts"])
+def test_time_ends_it_whatever_a_backend_does(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a failure that ends its process is made smaller, each try of which takes a process of its own."""
+    began: list[float] = []
+    seen = conduct._Run._take
+
+    def take(*arguments: Any) -> None:
+        began.append(time.monotonic())
+        seen(*arguments)
+
+    monkeypatch.setattr(conduct._Run, "_take", take)
+    report = isolated(fault, examples=10**6, seconds=3.0, timeout=1.0 if fault == "Aborts" else 60.0)
+    assert time.monotonic() - began[0] < 3.0 + 10.0  # on a busy machine
+    assert report.stopped == "time limit of 3 s"
+    assert not _children()
+
+
+@pytest.mark.parametrize("fault", ["Exits", "Interrupts"])
+def test_what_would_end_the_process_is_a_finding(fault: str) -> None:
+    report = isolated(fault, examples=60, shrink_tries=40)
+    (found,) = report.failures
+    assert found.outcome.failure is not None
+    assert found.outcome.failure.check == "crash"
+    name = {"Exits": "SystemExit", "Interrupts": "KeyboardInterrupt"}[fault]
+    assert found.outcome.failure.message == f"{name}: its licence has run out (inputs)"
+    assert report.cases == 60
+    assert report.verified > 10
+
+
+#: Hypothesis draws by itself, as it does while a search climbs, and writes down the constants of local sources.
+DRAWS = """
+import sys
+sys.path.append("../modules")
+import local
+from hypothesis import given, settings, strategies
+settings(max_examples=200, database=None)(given(strategies.integers())(lambda n: None))()
+"""
+
+
+def test_hypothesis_leaves_nothing_in_the_current_folder(
+    tmp_path: Path, no_wisdom: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HYPOTHESIS_STORAGE_DIRECTORY", raising=False)
+    given: list[dict[str, str]] = []
+
+    def child(*_: str, variables: dict[str, str]) -> Any:
+        given.append(variables)
+        return SimpleNamespace(events=None)
+
+    monkeypatch.setattr("attnswitch.verify.session.process.Child", child)
+    Process("cpu")
+    for folder in ("here", "modules"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "modules" / "local.py").write_text("CONSTANT = 65537\n")
+    command = [sys.executable, "-c", DRAWS]
+    subprocess.run(command, cwd=tmp_path / "here", env={**os.environ, **given[0]}, check=True)
+    assert os.listdir(tmp_path / "here") == []
+    assert (no_wisdom / "hypothesis" / "constants").is_dir()
 
 
 def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -160,6 +161,16 @@ def test_runs_side_by_side_end_where_each_ends_alone(monkeypatch: pytest.MonkeyP
     assert ended["tiled"] == (None, 76)
     assert 2 <= sum(check is None for check, _ in ended.values()) < len(ended) - 2
     assert all(kill.seconds > 0 for kill in found.values())
+
+
+def test_processes_side_by_side_import_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pickle", "runpy", "socket"):  # what a spawned process imports first
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    tasks = [matrix._Task("a sum", sum, ((n, n),)) for n in range(3)]
+    assert sorted(result for _, result in matrix._carried_out(tasks, 2)) == [0, 2, 4]
 
 
 def _said(outcome: Outcome) -> tuple[object, ...]:

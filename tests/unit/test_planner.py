@@ -268,7 +268,7 @@ class NotABackend:
     name = "plugin"
 
 
-def fails(error: Exception) -> Callable[..., Any]:
+def fails(error: BaseException) -> Callable[..., Any]:
     def method(*_: Any) -> Any:
         raise error
 
@@ -277,6 +277,7 @@ def fails(error: Exception) -> Callable[..., Any]:
 
 SupportsRaises = type("SupportsRaises", (Plugin,), {"reasons": fails(ZeroDivisionError("halved"))})
 UnavailableRaises = type("UnavailableRaises", (Plugin,), {"unavailable": fails(OSError("no driver"))})
+InitExits = type("InitExits", (Plugin,), {"__init__": fails(SystemExit("no licence"))})
 InitRaises = type("InitRaises", (Plugin,), {"__init__": fails(RuntimeError("no licence"))})
 NoConfigs = type("NoConfigs", (Plugin,), {"reasons": lambda *_: (), "configs": lambda *_: iter(())})
 ReasonsInAList = type("ReasonsInAList", (Plugin,), {"reasons": lambda *_: ["it never does"]})
@@ -321,6 +322,7 @@ BROKEN = {
     f"{__name__}:ReasonsInAList": "",  # taken for what they mean, or refused: not a crash
     f"{__name__}:ReasonsInASentence": "",
     f"{__name__}:InitRaises": "RuntimeError: no licence",
+    f"{__name__}:InitExits": "SystemExit: no licence",
     f"{__name__}:NotABackend": "is not a Backend: see attnswitch.machine.backend",
     f"{__name__}:Missing": "AttributeError",
     f"{__name__}": "it could not be loaded from extra",

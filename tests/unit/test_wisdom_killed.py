@@ -1,13 +1,24 @@
-"""Sixteen processes write into one store at once and are killed at random: what was acknowledged is there, whole."""
+"""Sixteen processes write into one store at once and are killed at random: what was acknowledged is there, whole.
+
+One that is stopped keeps no call waiting.
+"""
 
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import attnswitch
+from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 from attnswitch.wisdom.store import Store
 
@@ -75,3 +86,51 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_damaged(tmp_path: Path) -> 
     assert promised <= set(there)
     # One of each may have been on the disk when its writer died before it could say so.
     assert len(there) == len(set(there)) <= len(promised) + WRITERS
+
+
+# -- a writer that is stopped ------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+Q = torch.ones(1, 1, 8, 8)
+
+
+@pytest.fixture
+def stopped(no_wisdom: Path) -> Iterator[Path]:
+    """The lock of this user's wisdom, held by a process that is stopped."""
+    lock = store.here().path.with_suffix(".lock")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        holder.send_signal(signal.SIGSTOP)
+        yield lock
+        holder.kill()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing can be stopped there")
+def test_a_call_does_not_wait_for_a_writer_that_is_stopped(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    append = Store.append
+
+    def timed(*arguments: Any) -> None:
+        began = time.monotonic()
+        try:
+            append(*arguments)
+        finally:
+            waited.append(time.monotonic() - began)
+
+    monkeypatch.setattr(Store, "append", timed)
+    with pytest.warns(RuntimeWarning, match=rf"in this process alone: .* another process holds {stopped}: see whether"):
+        out = attnswitch.attention(Q, Q, Q, policy="measure")
+    torch.testing.assert_close(out, Q)
+    assert len(waited) == 1
+    assert 1.0 < waited[0] < 5.0
+    attnswitch.attention(Q, Q, Q, policy="measure")
+    assert len(waited) == 1
+    assert attnswitch.plan(Q, Q, Q).chosen.time is not None  # type: ignore[union-attr]
+    assert not store.here().path.exists()

@@ -8,15 +8,19 @@ Hypothesis' own. This uses its interface for alternative backends (``hypothesis.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
 
-__all__ = ["NAME", "CounterProvider", "position", "start"]
+from attnswitch import files
+
+__all__ = ["NAME", "CounterProvider", "position", "start", "storage"]
 
 NAME = "attnswitch"
+_STORAGE = "HYPOTHESIS_STORAGE_DIRECTORY"
 
 
 class _Counter:
@@ -34,6 +38,12 @@ def start(seed: int, number: int) -> None:
 def position() -> int:
     """Number of the case that will be drawn next."""
     return _Counter.number
+
+
+def storage() -> dict[str, str]:
+    """The variable by which Hypothesis keeps what it reads off sources in the cache folder, not in the current one."""
+    named = os.environ.get(_STORAGE)
+    return {_STORAGE: named or str(files.cache_folder() / "hypothesis")}
 
 
 class CounterProvider(PrimitiveProvider):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing import active_children, get_context
 from typing import Any
 
+from attnswitch import child
 from attnswitch.errors import VerificationError
 from attnswitch.machine import registry
 from attnswitch.planning import planner
@@ -173,9 +174,11 @@ def _carried_out(tasks: list[_Task], workers: int) -> Iterator[tuple[_Task, Any]
     if workers == 1:
         yield from ((task, task()) for task in tasks)
         return
-    executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread)
+    with child.safe_path():
+        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread)
     try:
-        futures = {executor.submit(task): task for task in tasks}
+        with child.safe_path():  # processes are started as tasks are given
+            futures = {executor.submit(task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BaseException:  # Ctrl-C does not wait for the tasks that are left

@@ -18,7 +18,7 @@ from attnswitch.verify.session import corpus, known, order
 from attnswitch.verify.session.events import Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.explore import Drawn, Given, Job, Source
 from attnswitch.verify.session.plan import Plan, Target
-from attnswitch.verify.session.pool import Here, Isolated, Pool
+from attnswitch.verify.session.pool import Here, Isolated, Late, Pool
 from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.reduce import reduced
 from attnswitch.verify.session.tally import INTERRUPTED, Found, Report
@@ -63,7 +63,7 @@ class _Run:
     progress: Progress
     report: Report
     started: float = field(default_factory=time.monotonic)
-    #: When the first event came: a time limit does not count the start of workers.
+    #: When the first worker was ready: a time limit does not count how long that takes.
     began: float | None = None
     kinds: set[Kind] = field(default_factory=set)
     #: Failures that are being shrunk, in the smallest form so far.
@@ -149,9 +149,13 @@ class _Run:
         """How many cases may be tried to shrink one failure."""
         return min(self.plan.shrink_tries, _SLOW_TRIES if device in self.report.emulated else 2**31)
 
+    def _late(self) -> bool:
+        """Whether the time is over."""
+        now = time.monotonic()
+        return self.plan.seconds is not None and now - (self.began or now) > self.plan.seconds
+
     def _enough(self) -> bool:
-        began = self.began or time.monotonic()
-        if self.plan.seconds is not None and time.monotonic() - began > self.plan.seconds:
+        if self._late():
             self.report.stopped = f"time limit of {self.plan.seconds:g} s"
         elif len({failure.outcome.kind for failure in self.report.failures}) >= self.plan.max_failures:
             self.report.stopped = f"{self.plan.max_failures} distinct failures"
@@ -235,7 +239,10 @@ class _Run:
         def fails(case: Case) -> bool:
             nonlocal best
             only = failure.check == case.check
-            again = pool.attempt(case, outcome.backend, outcome.device, only, timeout)
+            try:
+                again = pool.attempt(case, outcome.backend, outcome.device, only, timeout, self._late)
+            except Late:  # the smallest so far is kept
+                return False
             if again.verdict == "mismatch" and again.kind == outcome.kind:
                 best = again
                 self._see(again)
@@ -255,7 +262,7 @@ class _Run:
         """Put the outcome in this machine's wisdom, unless it ran under an emulation."""
         if self.plan.remember and outcome.device not in self.report.emulated:
             with contextlib.suppress(OSError):  # the failure is reported even if it cannot be saved
-                view.remember(of_outcome(outcome, case))
+                view.remember(of_outcome(outcome, case), brief=True)
 
     def _record(self, outcome: Outcome) -> None:
         self.smallest.pop(outcome.kind, None)

@@ -52,15 +52,28 @@ class Saved:
 
 
 def default_folder() -> Path:
-    """ATTNSWITCH_CORPUS if set; a clone's ``fixtures/corpus`` if that is where we are; else the user's data folder."""
+    """ATTNSWITCH_CORPUS if set; ``fixtures/corpus`` in the clone that this package is of; else the user's data folder.
+
+    A folder of that name elsewhere may be anybody's. A user without a home has it in the cache folder.
+    """
     if named := os.environ.get("ATTNSWITCH_CORPUS"):
         return Path(named)
     here = Path("fixtures/corpus")
-    if here.is_dir():
+    if here.is_dir() and _in_its_clone():
         return here
     from platformdirs import user_data_path
 
-    return user_data_path("attnswitch") / "corpus"
+    try:
+        folder = user_data_path("attnswitch")
+    except RuntimeError:  # no home
+        folder = files.cache_folder()
+    return (folder if folder.is_absolute() else files.cache_folder()) / "corpus"
+
+
+def _in_its_clone() -> bool:
+    """Whether the current folder is the clone that this package runs from."""
+    root = Path(files.__file__).parents[1]
+    return (root / "pyproject.toml").is_file() and root.samefile(Path.cwd())
 
 
 def save(outcome: Outcome, folder: Path, facts: Mapping[str, str] = MappingProxyType({})) -> Path:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from attnswitch.verify.outcome import Outcome
 
-__all__ = ["Done", "Event", "Examined", "Lost", "Shrunk", "Smaller"]
+__all__ = ["Done", "Event", "Examined", "Lost", "Ready", "Shrunk", "Smaller"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker process has started, and begins with its job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,4 +54,4 @@ class Done:
     """A job is finished."""
 
 
-Event = Examined | Smaller | Shrunk | Lost | Done
+Event = Ready | Examined | Smaller | Shrunk | Lost | Done

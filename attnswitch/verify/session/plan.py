@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from attnswitch import files
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Regime
@@ -153,6 +154,7 @@ def _builds_per_shape(name: str) -> bool:
 def _has_cupy() -> bool:
     """Whether CuPy is here and sees a GPU."""
     try:
+        files.house_cupy()
         import cupy
 
         return bool(cupy.cuda.runtime.getDeviceCount())

@@ -21,7 +21,7 @@ from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.process import Died, Process
 from attnswitch.verify.session.worker import recording
 
-__all__ = ["Here", "Isolated", "Pool"]
+__all__ = ["Here", "Isolated", "Late", "Pool"]
 
 #: Workers of the CPU at the most, and of a GPU, with bytes of its memory for each.
 _MOST, _MOST_OF_GPU, _MEMORY = 8, 16, 4 * 2**30
@@ -31,6 +31,14 @@ _GLANCE = 0.5
 Jobs = dict[str, Iterator[Job]]
 Stop = Callable[[], bool]
 Take = Callable[[str, Source, Event], None]
+
+
+class Late(Exception):
+    """A case was dropped, as there was no more time for it."""
+
+
+def _never() -> bool:
+    return False
 
 
 class Pool(Protocol):
@@ -46,9 +54,18 @@ class Pool(Protocol):
         """
 
     def attempt(
-        self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
+        self,
+        case: Case,
+        backend: str,
+        device: str,
+        only: bool = False,
+        timeout: float | None = None,
+        stop: Stop = _never,
     ) -> Outcome:
-        """The outcome of one case on one backend, also if it crashes or hangs the process that it runs in."""
+        """The outcome of one case on one backend, also if it crashes or hangs the process that it runs in.
+
+        Raises ``Late`` once ``stop()`` is true.
+        """
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -84,9 +101,17 @@ class Here:
             return
 
     def attempt(
-        self, case: Case, backend: str, device: str, only: bool = False, timeout: float | None = None
+        self,
+        case: Case,
+        backend: str,
+        device: str,
+        only: bool = False,
+        timeout: float | None = None,
+        stop: Stop = _never,
     ) -> Outcome:
         """See ``Pool``. A case that crashes the process ends the run."""
+        if stop():
+            raise Late
         return _only(recording(None)(case, (backend,), device, only), case, backend, device)
 
     @property
@@ -229,7 +254,7 @@ class Isolated:
         elif isinstance(event, Lost):
             seat.at = max(seat.at, event.number + 1)
             self._replace(seat)
-        if event is not None and not isinstance(event, Done):
+        if not isinstance(event, Done):
             take(seat.device, source, event)
 
     def _buried(self, seat: _Seat, death: Died) -> Lost:
@@ -262,10 +287,11 @@ class Isolated:
         device: str,
         only: bool = False,
         timeout: float | None = None,
+        stop: Stop = _never,
         unguarded: bool = False,
     ) -> Outcome:
         """See ``Pool``. ``unguarded`` runs the backend on what it refuses."""
-        ran = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout)
+        ran = self._launch(Given(device, ((case, (backend,)),), only=only, unguarded=unguarded), timeout, stop)
         return ran if isinstance(ran, Outcome) else _only(ran, case, backend, device)
 
     def examine(self, case: Case, backends: Sequence[str], device: str) -> list[Outcome]:
@@ -278,8 +304,10 @@ class Isolated:
             return [self.attempt(case, backend, device) for backend in backends]
         return list(ran)
 
-    def _launch(self, job: Given, timeout: float | None) -> tuple[Outcome, ...] | Outcome:
+    def _launch(self, job: Given, timeout: float | None, stop: Stop = _never) -> tuple[Outcome, ...] | Outcome:
         """The outcomes of a job of one case, or the single outcome of a backend that ended the process."""
+        if stop():
+            raise Late
         device, ((case, backends),) = job.device, job.cases
         process = self._spare.pop(device, None) or self._process(device)
         timeout = timeout or self._plan.timeout
@@ -289,6 +317,8 @@ class Isolated:
             while True:
                 while not wait([process.events], timeout=_GLANCE):
                     self._go_on()
+                    if stop():
+                        raise Late
                     process.watch(timeout)
                 event = process.receive()
                 if isinstance(event, Examined):

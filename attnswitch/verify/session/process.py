@@ -11,8 +11,9 @@ from typing import Any
 
 from attnswitch.child import Child
 from attnswitch.errors import VerificationError
+from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
-from attnswitch.verify.session.events import Event
+from attnswitch.verify.session.events import Event, Ready
 from attnswitch.verify.session.explore import Job
 
 __all__ = ["Died", "Process"]
@@ -46,7 +47,7 @@ class Process:
         if threads is not None:
             usual = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # its threads spin while they wait
             variables = {**{name: usual[name] for name in usual.keys() - os.environ.keys()}, **variables}
-        self._child = Child(_WORKER, device, variables=variables)
+        self._child = Child(_WORKER, device, variables={**provider.storage(), **variables})
         self.events = self._child.events
         self._moved, self._count = time.monotonic(), -1
         self.provenance: dict[str, str] = {}
@@ -60,8 +61,8 @@ class Process:
         except BrokenPipeError:
             raise self._dead() from None
 
-    def receive(self) -> Event | None:
-        """The next event, which must be waiting on ``events``; None for its greeting.
+    def receive(self) -> Event:
+        """The next event, which must be waiting on ``events``.
 
         Raises:
             Died: it ended instead.
@@ -74,7 +75,7 @@ class Process:
         self._moved = time.monotonic()
         if isinstance(message, dict):
             self.provenance, self.ready = message, True
-            return None
+            return Ready()
         if isinstance(message, Exception):
             raise message
         event: Event = message

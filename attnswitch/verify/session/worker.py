@@ -19,7 +19,7 @@ from typing import Any
 from attnswitch import child
 from attnswitch.errors import AttnswitchError, VerificationError
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.judge import examine
+from attnswitch.verify.judge import crash, examine
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Lost
@@ -45,6 +45,14 @@ def recording(path: Path | None) -> Examine:
 
         try:
             return examine(case, backends, device, only=only, before=before)
+        except Exception:
+            raise
+        except BaseException as error:  # of a kernel, which has no say in when a worker ends
+            if path is None and isinstance(error, KeyboardInterrupt):  # of the user
+                raise
+            if len(backends) == 1:
+                return [Outcome(case, backends[0], device, "mismatch", failure=crash(error))]
+            return [outcome for backend in backends for outcome in launch(case, (backend,), device, only)]
         finally:
             if device != "cpu":
                 _share(device)

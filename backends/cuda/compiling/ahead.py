@@ -16,7 +16,7 @@ from attnswitch.machine.builds import cores
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
-from . import nvrtc, packs
+from . import cache, nvrtc, packs
 from .variant import Variant
 
 __all__ = ["architecture", "pack", "usual", "variants"]
@@ -70,6 +70,8 @@ def pack(by_architecture: dict[str, list[Variant]], folder: Path | None, progres
     """
     if why := nvrtc.unavailable():
         raise CompileError(why)
+    if folder is None and (why := cache.distrust()):
+        raise CompileError(f"{why}, or a folder for packs")
     if unknown := [arch for arch in by_architecture if not nvrtc.honours(arch)]:
         raise CompileError(f"{nvrtc.full_name()} does not compile for {', '.join(unknown)}: install a newer one")
     done, of_all = itertools.count(1), sum(map(len, by_architecture.values()))

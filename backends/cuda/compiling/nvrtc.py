@@ -54,6 +54,7 @@ class Facts(NamedTuple):
 
 
 def _library() -> Any:
+    files.house_cupy()
     from cupy_backends.cuda.libs import nvrtc
 
     return nvrtc
@@ -74,7 +75,7 @@ def _remembered() -> Facts | None:
 
 
 def _kept() -> Path:
-    return files.cache_folder() / "cuda" / "nvrtc.json"
+    return cache.folder() / "nvrtc.json"
 
 
 def _asked() -> Facts:
@@ -107,7 +108,7 @@ def _keep(path: Path, facts: Facts) -> None:
         mapped = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
         loaded = next(line.split()[-1] for line in mapped if "/libnvrtc.so" in line)
         kept = {"file": loaded, "surroundings": _surroundings(loaded), "facts": facts}
-        files.replace(path, json.dumps(kept).encode(), durable=False)
+        files.replace(path, json.dumps(kept).encode(), durable=False, private=True)
     except (OSError, StopIteration, ValueError):  # it is asked again next time
         pass
 
@@ -200,7 +201,7 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = (), name: str = 
     headers = sources.of_gpus()
     options = (f"-arch={arch}", *_OPTIONS, *options)
     parts = (source, *options, "nvrtc", *map(str, version()), *(text for pair in headers.items() for text in pair))
-    return cache.kept(parts, ".cubin", lambda: _compile(source, options, name, what or name)).read_bytes()
+    return cache.kept(parts, ".cubin", lambda: _compile(source, options, name, what or name))
 
 
 def _compile(source: str, options: tuple[str, ...], name: str, what: str) -> bytes:

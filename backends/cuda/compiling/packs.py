@@ -17,6 +17,8 @@ from pathlib import Path
 
 from attnswitch import files
 
+from . import cache
+
 __all__ = ["OWN", "Pack", "any_there", "cached", "compilers", "has", "kept", "kernel", "there", "write"]
 
 #: What comes with the package.
@@ -26,14 +28,15 @@ _INDEX = "index.json"
 
 def cached() -> Path:
     """The folder of this machine's own packs."""
-    return files.cache_folder() / "cuda" / "packs"
+    return cache.folder() / "packs"
 
 
 class Pack:
     """One archive, opened: its ``compiler``, a digest of the ``sources``, and the digests of its kernels."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._archive = path, zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        content = path.read_bytes() if path.parent == OWN else files.read_own(path)
+        self.path, self._archive = path, zipfile.ZipFile(io.BytesIO(content))
         index = json.loads(self._archive.read(_INDEX))
         self.compiler: str = index["compiler"]
         self.sources: str = index["sources"]
@@ -75,7 +78,7 @@ def write(path: Path, compiler: str, sources: str, kernels: Mapping[str, bytes])
         members = {_INDEX: json.dumps(index).encode(), **kernels}
         for name in sorted(members):
             archive.writestr(zipfile.ZipInfo(name), members[name], zipfile.ZIP_LZMA)
-    files.replace(path, content.getvalue())
+    files.replace(path, content.getvalue(), private=path.parent == cached())
 
 
 def kernel(arch: str, digest: str) -> bytes | None:
@@ -96,7 +99,7 @@ def has(arch: str, digest: str) -> bool:
 
 def any_there() -> bool:
     """Whether there is any pack."""
-    return any(path for folder in (cached(), OWN) for path in folder.glob("*.zip"))
+    return any(path for folder in _folders() for path in folder.glob("*.zip"))
 
 
 def there(arch: str) -> bool:
@@ -109,8 +112,12 @@ def compilers(arch: str, sources: str) -> tuple[str, ...]:
     return tuple(pack.compiler for pack in _packs(arch) if pack.sources == sources)
 
 
+def _folders() -> tuple[Path, ...]:
+    return (OWN,) if cache.distrust() else (cached(), OWN)
+
+
 def _packs(arch: str) -> Iterator[Pack]:
-    for folder in (cached(), OWN):
+    for folder in _folders():
         pack = _opened(folder / f"{arch}.zip")
         if pack is not None:
             yield pack

@@ -98,8 +98,11 @@ def _fixed(variant: Variant) -> bool:
 class Library:
     """A kernel that was compiled for this machine."""
 
-    def __init__(self, path: Path, kernel: str) -> None:
-        library = ctypes.CDLL(str(path))
+    def __init__(self, content: bytes, kernel: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:  # a file that is cut short while it runs ends the process
+            path = Path(folder) / "kernel.so"
+            path.write_bytes(content)
+            library = ctypes.CDLL(str(path))
         self._name = kernel
         self._flags = (ctypes.c_int * 32).in_dll(library, "flags")
         self._emulate = library.emulate
