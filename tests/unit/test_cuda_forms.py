@@ -1,6 +1,7 @@
-"""Sinks, ALiBi and pages by the portable CUDA kernels in the emulator, beside ``reference`` and laws that it obeys.
+"""Sinks, ALiBi and pages: which CUDA kernels take them, and the portable ones' results in the emulator.
 
-A sink scales the output by sigmoid(lse - sink), ALiBi is a float mask, and pages are keys that were gathered.
+These are held to ``reference`` and laws that it obeys. A sink scales the output by sigmoid(lse - sink), ALiBi is a
+float mask, and pages are keys that were gathered.
 """
 
 from __future__ import annotations
@@ -229,14 +230,12 @@ def _variants(p: Problem, where: Device) -> Any:
 
 
 def test_hoppers_gradients_know_of_sinks_by_the_lse_alone() -> None:
-    where = Device.named("h200")
-    for more in ("", ".mask=bool:bk", ".deterministic"):
-        p = Problem.parse(f"b4.h16/4.s1024.d128.bf16{more.replace('.deterministic', '')}.sinks.grad")
-        p = p.replace(deterministic=more == ".deterministic")
+    where, with_sinks = Device.named("h200"), Problem.parse("b4.h16/4.s1024.d128.bf16.sinks.grad")
+    for p in (with_sinks, with_sinks.replace(mask=Mask("bool", "bk")), with_sinks.replace(deterministic=True)):
         kernels, plain = ({v.kernel: v for v in _variants(each, where)} for each in (p, p.replace(sinks=False)))
         assert {name for name in plain if plain[name] != kernels[name]} == {"forward"}
         assert dict(kernels["forward"].flags)["SINKS"] == 1
-    added = {v.kernel: dict(v.flags) for v in _variants(p.replace(mask=Mask("bfloat16"), deterministic=False), where)}
+    added = {v.kernel: dict(v.flags) for v in _variants(with_sinks.replace(mask=Mask("bfloat16")), where)}
     assert (added["forward"]["SINKS"], added["prepare_added"]["SINKS"]) == (1, 1)
 
 
