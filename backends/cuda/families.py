@@ -42,7 +42,7 @@ _OPERANDS = ("query", "key", "value")
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
 #: that they refuse: 1.4 times with the lengths of bench-packed.json, 2.1 by its speed where all are as long.
-_SLOWER = {"sinks": (2.2, 2.6), "alibi": (2.4, 2.7), "varlen": (1.0, 1.8), "page": (1.4, 1.6)}
+_SLOWER = {"alibi": (2.4, 2.7), "varlen": (1.0, 1.8), "page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -67,14 +67,13 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
 
 
 def beside_hopper(problem: Problem, device: Device) -> float:
-    """How many times as long the portable kernels take ``problem`` as Hopper's do without its sinks, pages and so on.
+    """How many times as long the portable kernels take ``problem`` as Hopper's do without its slopes, pages and so on.
 
     1 where Hopper's take neither.
     """
     forms = [slower[bool(problem.grads)] for form, slower in _SLOWER.items() if getattr(problem, form)]
-    if not forms or against_hopper(
-        problem.replace(sinks=False, alibi=False, varlen=False, page=0, splits=0, cache=""), device
-    ):
+    plain = problem.replace(alibi=False, varlen=False, page=0, splits=0, cache="")
+    if not forms or against_hopper(plain, device):
         return 1.0
     return max(forms)
 
@@ -127,8 +126,6 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _features(p: Problem) -> Iterator[str]:
-    if p.sinks:
-        yield "sinks: it has no key beside the keys"
     if p.alibi:
         yield "alibi_slopes: it adds nothing that depends on the distance"
     if p.page:

@@ -55,6 +55,9 @@ def first(problem: Problem, device: Device = H200) -> Any:
         PLAIN.replace(dropout=0.1),
         PLAIN.replace(batch=1, heads_q=32, seq_q=128, seq_k=16384, causal=False),
         *(PLAIN.replace(mask=Mask("bfloat16", axes), softcap=3.0) for axes in ("k", "bk", "qk", "bhqk")),
+        *(PLAIN.replace(sinks=True, mask=mask) for mask in (None, Mask("bool", "bk"), Mask("bfloat16"))),
+        Problem.parse("b1.h64/8.s8192.d64.bf16.causal.window=127,0.sinks"),
+        PLAIN.replace(sinks=True, varlen=True, dropout=0.1),
     ],
     ids=str,
 )
@@ -311,7 +314,8 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])
 def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, variant, _, arguments, *_),) = launches(PLAIN.replace(softcap=softcap, scale=0.6), monkeypatch)
-    assert dict(variant.flags) == {"CONTINUED": 0, "MASKED": 0, "SOFTCAP": flag, "DROPOUT": 0, "BIAS": 0}
+    others = ("CONTINUED", "MASKED", "DROPOUT", "BIAS", "SINKS")
+    assert dict(variant.flags) == {"SOFTCAP": flag, **dict.fromkeys(others, 0)}
     assert arguments.cap == softcap
     assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)
 

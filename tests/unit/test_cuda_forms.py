@@ -1,6 +1,7 @@
-"""Sinks, ALiBi and pages by the portable CUDA kernels in the emulator, beside ``reference`` and laws that it obeys.
+"""Sinks, ALiBi and pages: which CUDA kernels take them, and the portable ones' results in the emulator.
 
-A sink scales the output by sigmoid(lse - sink), ALiBi is a float mask, and pages are keys that were gathered.
+These are held to ``reference`` and laws that it obeys. A sink scales the output by sigmoid(lse - sink), ALiBi is a
+float mask, and pages are keys that were gathered.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ FORMS = {"sinks": ".sinks", "alibi": ".alibi", "both": ".sinks.alibi"}
 
 
 @pytest.mark.parametrize("device", ["h200", "a100", "rtx3090"])
-@pytest.mark.parametrize("form", ["sinks", "alibi", "sinks.alibi", "lengths.page=16", "varlen.sinks"])
+@pytest.mark.parametrize("form", ["alibi", "sinks.alibi", "lengths.page=16", "varlen.alibi"])
 def test_it_takes_them_by_portable_kernels_and_hoppers_say_why_not(form: str, device: str) -> None:
     cuda, where = backend.CudaBackend(), Device.named(device)
     p = Problem.parse(f"b4.h16/4.s1024x2048.d128.bf16.causal-br.{form}{'' if 'page' in form else '.grad'}")
@@ -210,7 +211,32 @@ def test_it_takes_them_by_portable_kernels_and_hoppers_say_why_not(form: str, de
     for against in (families.against_hopper, families.against_hopper_backward):
         for name in ("sinks", "alibi", "page"):
             said = [reason for reason in against(p, Device.named("h200")) if reason.startswith(name)]
-            assert bool(said) == (name in form)
+            assert bool(said) == (name in form and name != "sinks")
+    assert families.beside_hopper(p, Device.named("h200")) > 1
+
+
+def test_hopper_takes_sinks_and_costs_what_it_does_without() -> None:
+    p, where = Problem.parse("b4.h16/4.s1024x2048.d128.bf16.causal-br.sinks.grad"), Device.named("h200")
+    chosen, plain = (next(config.configs(each, where)) for each in (p, p.replace(sinks=False)))
+    assert str(chosen) == str(plain)
+    assert chosen.backward is not None
+    assert families.beside_hopper(p, where) == 1.0
+    assert not {"hopper", "fused"} & {each.family for each in _variants(p, Device.named("a100"))}
+
+
+def _variants(p: Problem, where: Device) -> Any:
+    cuda = backend.CudaBackend()
+    return cuda.compile(p, where, next(cuda.configs(p, where))).variants()
+
+
+def test_hoppers_gradients_know_of_sinks_by_the_lse_alone() -> None:
+    where, with_sinks = Device.named("h200"), Problem.parse("b4.h16/4.s1024.d128.bf16.sinks.grad")
+    for p in (with_sinks, with_sinks.replace(mask=Mask("bool", "bk")), with_sinks.replace(deterministic=True)):
+        kernels, plain = ({v.kernel: v for v in _variants(each, where)} for each in (p, p.replace(sinks=False)))
+        assert {name for name in plain if plain[name] != kernels[name]} == {"forward"}
+        assert dict(kernels["forward"].flags)["SINKS"] == 1
+    added = {v.kernel: dict(v.flags) for v in _variants(with_sinks.replace(mask=Mask("bfloat16")), where)}
+    assert (added["forward"]["SINKS"], added["prepare_added"]["SINKS"]) == (1, 1)
 
 
 @pytest.mark.parametrize("form", [{"sinks": True}, {"alibi": True}, {"page": 16}], ids=str)

@@ -31,7 +31,7 @@ DIMS = ("64", *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("96", "1
 SPILLED = {2: 16, 3: 64}
 #: The same behind a mask or a softcap, where loader and dealer spill what they look tiles up by.
 SPILLED_MORE = {2: 64, 3: 128}
-MORE = ("", ".mask=bool:bk", ".softcap=30.0", ".dropout=0.1", ".mask=bf16:hqk")
+MORE = ("", ".mask=bool:bk", ".softcap=30.0", ".dropout=0.1", ".mask=bf16:hqk", ".sinks")
 
 
 def variants(dims: str, dtype: str = "bfloat16", more: str = "", causal: str = ".causal") -> list[Any]:

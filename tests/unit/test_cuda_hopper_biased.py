@@ -85,6 +85,10 @@ def test_the_rest_is_not_taken(problem: Problem, words: str) -> None:
 def test_times_of_the_portable_kernels_are_of_the_past() -> None:
     assert is_outdated(PLAIN, H200, "h100/choice-fit-2.json")
     assert not is_outdated(PLAIN.replace(mask=None), H200, "h100/choice-fit-2.json")
+    for sinks in (True, False):
+        p = PLAIN.replace(mask=None, sinks=sinks, grads="")
+        assert is_outdated(p, H200, "h200/bench-serving.json") == sinks
+        assert not is_outdated(p.replace(alibi=True), H200, "h200/bench-serving.json")
 
 
 # -- what is launched --------------------------------------------------------------------------------------------------

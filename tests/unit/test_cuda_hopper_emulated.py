@@ -28,8 +28,15 @@ DIMS = (
 )
 
 
-def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = None, seed: int | None = None) -> None:
-    """Output and lse of a tile beside ``reference``; what lies past the lengths is NaN."""
+def check(
+    text: str,
+    which: int,
+    lengths: list[int] | None = None,
+    mask: Any = None,
+    seed: int | None = None,
+    sinks: tuple[float, ...] | None = None,
+) -> tuple[Any, Any]:
+    """Output and lse of a tile, which are near those of ``reference``; what lies past the lengths is NaN."""
     p = Problem.parse(text)
     rng = np.random.default_rng(p.seq_k)
     shapes = (
@@ -42,9 +49,13 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
         "is_causal": p.causal,
         "causal_alignment": p.alignment,
         "window": p.window,
+        "scale": p.scale,
         "softcap": p.softcap,
     }
     call |= {"attn_mask": mask, "key_lengths": lengths, "dropout_p": p.dropout, "seed": seed}
+    of_heads = None if sinks is None else np.array(sinks, np.float32)
+    if of_heads is not None:
+        call["sinks"] = of_heads.astype(np.float64)
     if mask is not None and mask.dtype != bool:
         mask = mask.astype(q.dtype)
         call["attn_mask"] = mask.astype(np.float64)
@@ -56,11 +67,12 @@ def check(text: str, which: int, lengths: list[int] | None = None, mask: Any = N
     ranked = choice.ranked(p, device)
     tile = ranked[which % len(ranked)]
     out, lse = np.full(right.shape, np.nan, q.dtype), np.full(right_lse.shape, np.nan, np.float32)
-    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths), seed)
+    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths), seed, sinks=of_heads)
     hopper.Forward(p, tile, device)(inputs, out, lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(out.astype(np.float64), right, rtol=2 * unit, atol=2 * unit)
     np.testing.assert_allclose(lse, right_lse, rtol=1e-4, atol=1e-4)
+    return out, lse
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -107,6 +119,64 @@ def test_a_float_mask_is_added(dims: str, axes: str) -> None:
     check(f"b2.h2/1.s201x312.d{dims}.fp16.causal.lengths.mask=fp16:{axes}", 1, lengths=[311, 150], mask=mask)
     if axes == "bhqk":
         check(f"b2.h2/1.s201x312.d{dims}.fp16.mask=fp16:{axes}.softcap=4.0.dropout=0.3", 0, mask=mask, seed=4)
+
+
+#: Of four heads: one that has none, one above all scores, an ordinary one, one below all.
+SINKS = (-np.inf, 1e4, 0.5, -1e4)
+
+
+@pytest.mark.parametrize("which", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", DIMS)
+def test_a_sink_is_counted_once_whatever_its_size(dims: str, which: int) -> None:
+    """A row that sees nothing has its lse, and -inf leaves every bit as it is without sinks."""
+    text = f"b3.h4/2.s201x310.d{dims}.fp16.causal-br.lengths"
+    out, lse = check(f"{text}.sinks", which, [290, 0, 130], sinks=SINKS)
+    without, of_keys = check(text, which, [290, 0, 130])
+    assert out[:, 0].tobytes() == without[:, 0].tobytes()
+    assert lse[:, 0].tobytes() == of_keys[:, 0].tobytes()
+    assert not out[1].any()
+    assert not out[2, :, :71].any(), "before the first key"
+    right = np.broadcast_to(np.array(SINKS, np.float32)[:, None], lse[1].shape)
+    np.testing.assert_array_equal(lse[1], right)
+    np.testing.assert_array_equal(lse[2, :, :71], right[:, :71])
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 12.0])
+def test_a_sink_joins_rows_that_rise_late(scale: float) -> None:
+    """Weights are relative to the largest score of a tile before, and so their sum may be up to 2^8 times as large."""
+    check(f"b1.h4/2.s201x309.d64.fp16.scale={scale}.sinks", 0, sinks=(0.0, 3.0, 8.0, 30.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", ["64", "128", "192/128", "256"])
+def test_sinks_go_together_with_all_else(dims: str) -> None:
+    rng = np.random.default_rng(5)
+    shown = rng.random((1, 1, 201, 312)) < 0.5
+    shown[..., :64, :] = False
+    numbers = rng.standard_normal((1, 4, 201, 312))
+    numbers[rng.random(numbers.shape) < 0.3] = -np.inf
+    numbers[..., 70:80, :] = -np.inf
+    numbers[..., 80:90, :] = -6e4
+    text = f"b1.h4/2.s201x312.d{dims}.fp16"
+    check(f"{text}.mask=bool:bqk.sinks", 0, mask=shown, sinks=SINKS)
+    check(f"{text}.mask=fp16:hqk.sinks", 0, mask=numbers, sinks=SINKS)
+    check(f"{text}.mask=fp16:hqk.softcap=4.0.dropout=0.3.sinks", 0, mask=numbers, seed=4, sinks=(-6e4, 3.0, 0.0, -3.0))
+    check(f"{text}.causal.softcap=5.0.sinks", 0, sinks=SINKS)
+    check(f"{text}.causal.dropout=0.4.sinks", 0, seed=2**33 + 5, sinks=SINKS)
+
+
+def test_a_sink_that_is_no_number_makes_none() -> None:
+    """As in arithmetic: calls on a CPU refuse it, and on a GPU nobody looks."""
+    p = Problem.parse("b1.h3.s70x200.d64.bf16.sinks.lse")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 3, n, 64)).astype(ml_dtypes.bfloat16) for n in (70, 200, 200))
+    device = Device.cpu()
+    out, lse = np.zeros((1, 3, 70, 64), q.dtype), np.zeros((1, 3, 70), np.float32)
+    sinks = np.array([np.nan, np.inf, 1.0], np.float32)
+    hopper.Forward(p, choice.ranked(p, device)[0], device)(Inputs(q, k, v, sinks=sinks), out, lse)
+    assert np.isnan(out[:, :2].astype(float)).all()
+    assert np.isnan(lse[:, :2]).all()
+    assert np.isfinite(out[:, 2].astype(float)).all()
 
 
 def test_a_float_mask_hides_what_is_no_number() -> None:

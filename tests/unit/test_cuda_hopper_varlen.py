@@ -37,14 +37,16 @@ def tile_of(p: Problem, which: int) -> Any:
     return ranked[which % len(ranked)]
 
 
-def ran(p: Problem, tile: Any, arrays: Any, where: Offsets, seed: int | None = None) -> tuple[Any, Any]:
+def ran(
+    p: Problem, tile: Any, arrays: Any, where: Offsets, seed: int | None = None, sinks: Any = None
+) -> tuple[Any, Any]:
     """Output and lse of (rows, heads, columns), in memory that is NaN before."""
     q, k, v = (array.swapaxes(0, 1)[None] for array in arrays)
     rows, heads = q.shape[2], q.shape[1]
     out = torch.full((1, heads, rows, p.dim_v), torch.nan, dtype=q.dtype)
     lse = torch.full((1, heads, rows), torch.nan)
     launches = hopper.Forward(sequences.launched(p), tile, Device.cpu(), (rows, k.shape[2]))
-    launches(Inputs(q, k, v, seed=seed, offsets=where), out, lse)
+    launches(Inputs(q, k, v, seed=seed, offsets=where, sinks=sinks), out, lse)
     return out[0].swapaxes(0, 1), lse[0]
 
 
@@ -56,6 +58,7 @@ def check(
     past: tuple[int, int] = (70, 40),
     seed: int | None = None,
     integers: torch.dtype = torch.int32,
+    sinks: tuple[float, ...] | None = None,
 ) -> None:
     """Each sequence has what ``reference`` makes of it alone, whatever its neighbours hold: every other one is NaN."""
     named = Problem.parse(text)
@@ -70,6 +73,9 @@ def check(
     where = Offsets(torch.tensor(at_q, dtype=integers), torch.tensor(at_k, dtype=integers))
     call: dict[str, Any] = {"is_causal": p.causal, "causal_alignment": p.alignment, "window": p.window}
     call |= {"softcap": p.softcap, "dropout_p": p.dropout, "seed": seed}
+    of_heads = None if sinks is None else torch.tensor(sinks, dtype=torch.float32)
+    if of_heads is not None:
+        call["sinks"] = of_heads.double()
     exact: list[Any] = [*(array.double() for array in arrays), where.query, where.key]
     right, right_lse = attnswitch.attention_varlen(*exact, return_lse=True, backend="reference", **call)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
@@ -82,7 +88,7 @@ def check(
                 spoilt[2][at_k[b] : at_k[b + 1]] = torch.inf
         for array, end in zip(spoilt, (at_q[-1], at_k[-1], at_k[-1]), strict=True):
             array[end:] = torch.nan
-        out, lse = ran(p, tile_of(p, which), spoilt, where, seed)
+        out, lse = ran(p, tile_of(p, which), spoilt, where, seed, of_heads)
         for b in range(parity, len(queries), 2):
             own = slice(at_q[b], at_q[b + 1])
             np.testing.assert_allclose(out[own].double(), right[own], rtol=2 * unit, atol=2 * unit)
@@ -102,7 +108,7 @@ def test_the_forward_takes_them_and_the_backward_says_why_not(text: str) -> None
     assert any(reason.startswith("varlen") for reason in families.against_hopper_backward(problem, H200))
 
 
-@pytest.mark.parametrize("form", ["lengths.page=64", "sinks", "alibi"])
+@pytest.mark.parametrize("form", ["lengths.page=64", "alibi"])
 def test_other_forms_beside_are_refused(form: str) -> None:
     problem = Problem.parse(f"b4.h16.s1024.d128.bf16.{form}")
     assert families.against_hopper(problem.replace(varlen=True), H200)
@@ -150,6 +156,13 @@ def test_sequences_may_be_empty(queries: Any, keys: Any, past: tuple[int, int], 
 def test_dropout_is_that_of_the_seed_and_softcaps_bend(dims: str) -> None:
     check(f"b1.h2/1.s1.d{dims}.fp16.causal.varlen.dropout=0.4", seed=2**33 + 5)
     check(f"b1.h2/1.s1.d{dims}.bf16.varlen.softcap=5.0")
+
+
+@compiled
+@pytest.mark.parametrize("which", [0, *(pytest.param(which, marks=pytest.mark.slow) for which in (1, 2))])
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_row_of_a_sequence_has_its_sink_and_those_past_the_last_have_none(dims: str, which: int) -> None:
+    check(f"b1.h4/2.s1.d{dims}.fp16.causal-br.window=40,0.varlen.sinks", which, sinks=(-np.inf, 1e4, 0.5, -1e4))
 
 
 @compiled

@@ -15,8 +15,9 @@
 // CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
 // loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
 // need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh. BIAS: a float mask is added to them, a tile of which
-// comes with every tile of keys (bias.cuh). DROPOUT: weights of some keys become 0 once they are summed. VARLEN: operands
-// hold sequences one after another, of which TMA brings rows of the next one too.
+// comes with every tile of keys (bias.cuh). DROPOUT: weights of some keys become 0 once they are summed. SINKS: every
+// row has one more key, which joins it at the end (sinks.cuh). VARLEN: operands hold sequences one after another, of
+// which TMA brings rows of the next one too.
 #include "hopper/forward/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % 32 == 0 && BLOCK_DV % 32 == 0, "whole products, and rows to store");

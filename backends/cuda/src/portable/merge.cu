@@ -4,8 +4,8 @@
 // A block takes one row. Each warp finds the largest maximum and the total, and adds up the numerators of every
 // WARPS-th split; warps are added up in shared memory [WARPS][dim_v]. Maxima are as in together.cuh.
 #include "sequences.cuh"
-#include "portable/sinks.cuh"
 #include "portable/warps.cuh"
+#include "sinks.cuh"
 
 // The head of a row of lse, and where its output is.
 DEVICE i64 head_of(const Arguments& a, i64 line) { return line / (VARLEN ? a.query_rows : a.queries) % a.heads; }
@@ -44,7 +44,7 @@ KERNEL merge(const Arguments a) {
     }
     barrier();
     Real natural = FOLD ? top / UNIT : top, rescale = 1;
-    if (SINKS) rescale = join_sink(a, head_of(a, line), top, natural, total);
+    if (SINKS) rescale = join_sink(sink_of(a, head_of(a, line)), top, natural, total);
     const bool empty = total == 0;
     const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total) * rescale;
     T* const out = out_of(a, line);

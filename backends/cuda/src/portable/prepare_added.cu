@@ -8,10 +8,10 @@
 // Shared memory: query [BLOCK_M][BLOCK_D], then STAGES times key [BLOCK_N][BLOCK_D].
 #include "portable/alibi.cuh"
 #include "portable/rest.cuh"
-#include "portable/sinks.cuh"
 #include "portable/softmax.cuh"
 #include "portable/tiles.cuh"
 #include "portable/warps.cuh"
+#include "sinks.cuh"
 
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, KEY = BLOCK_N * PITCH<BLOCK_D>;
 static_assert((QUERY + STAGES * KEY) * sizeof(T) == SHARED_BYTES, "tiles.py counts the same shared memory");
@@ -90,7 +90,9 @@ DEVICE Softmax normaliser(const Arguments& a, int b, int h, int first) {
         softmax.weigh(s, no_sums, UNIT, BLOCK_M);
     });
     softmax.finish();
-    if (SINKS) UNROLL for (int m = 0; m < ROWS; m++) join_sink(a, h, softmax.top[m], softmax.top[m], softmax.total[m]);
+    if (SINKS)
+        UNROLL for (int m = 0; m < ROWS; m++)
+            join_sink(sink_of(a, h), softmax.top[m], softmax.top[m], softmax.total[m]);
     return softmax;
 }
 

@@ -6,9 +6,9 @@
 // it, and wait for nobody. Parts add up exactly where they do (together.cuh).
 #pragma once
 #include "portable/packed.cuh"
-#include "portable/sinks.cuh"
 #include "portable/softmax.cuh"
 #include "portable/together.cuh"
+#include "sinks.cuh"
 
 enum { WHOLE, PARTS, MERGED };  // of SPLIT
 
@@ -74,7 +74,7 @@ struct Results {
                 store_sums<Real, BLOCK_DV>(parts + part * a.dim_v, sums[m], a.dim_v);
             } else {
                 Real natural = FOLD ? top * Real(a.scale) : top, rescale = 1;
-                if (SINKS) rescale = join_sink(a, rows.head(r), FOLD ? rounded(top, factor) : top, natural, total);
+                if (SINKS) rescale = join_sink(sink_of(r), FOLD ? rounded(top, factor) : top, natural, total);
                 if (lse && score_column(0) == 0) lse[line] = lse_of(natural, total);
                 const Real weight = weight_of(total) * rescale;
                 UNROLL for (int c = 0; c < COLUMNS<BLOCK_DV>; c++) sums[m][c] *= weight;
@@ -109,6 +109,7 @@ private:
         return reinterpret_cast<T*>(a.out.at) + BEGIN_OF(a.out, rows.batch, first_query(rows.extent)) +
                rows.head(r) * a.out.head + rows.query(r) * a.out.row;
     }
+    DEVICE Real sink_of(int r) const { return ::sink_of(a, rows.head(r)); }
     // `natural` is the largest score in natural units.
     DEVICE Real lse_of(Real natural, Real total) const { return total == 0 ? -INFINITE : natural + logarithm(total); }
     // An exact quotient: the mean of a power of two of equal weights is exact too.
@@ -117,7 +118,7 @@ private:
     // Columns d and d + 1 of row r.
     DEVICE void store_pair_of(int r, int d, Pair all, bool even) const {
         Real natural = FOLD ? all.top / UNIT : all.top, rescale = 1;
-        if (SINKS) rescale = join_sink(a, rows.head(r), all.top, natural, all.total);
+        if (SINKS) rescale = join_sink(sink_of(r), all.top, natural, all.total);
         if (lse && d == 0) lse[line_of(r)] = lse_of(natural, all.total);
         const Real weight = weight_of(all.total) * rescale;
         all.at[0] *= weight, all.at[1] *= weight;

@@ -8,6 +8,7 @@
 #include "hopper/forward/loader.cuh"
 #include "hopper/forward/softmax.cuh"
 #include "hopper/store.cuh"
+#include "sinks.cuh"
 
 // A consumer's rows, and which of the block's tiles of keys they see: `count`, with `before` and `after` others around.
 // Of tiles `plain` to `plain + plains` every row sees every key by position. A mask may hide all of some of them.
@@ -117,6 +118,7 @@ struct Consumer {
     }
     // A step where tile i is the first of other rows, so that the products go on while results are stored.
     DEVICE void change(const Rows& rows, const Rows& next) {
+        const float sink = sink_of(rows);
         free_query();
         await_query();
         ask_scores(next);
@@ -132,13 +134,14 @@ struct Consumer {
         got_sums();
         fresh.weigh(weights, scores, factor, true);
         if (DROPOUT) dropout.drop(weights);
-        store(rows);
+        store(rows, sink);
         UNROLL for (float& sum : sums) sum = 0;
         softmax = fresh;
         clear_beyond(next);
     }
     // The values of the last tile, and results.
     DEVICE void finish(const Rows& rows) {
+        const float sink = sink_of(rows);
         if (rows.count) {
             free_query();
             ask_sums();
@@ -147,7 +150,7 @@ struct Consumer {
         }
         pass_by(rows.after);
         softmax.finish();
-        store(rows);
+        store(rows, sink);
     }
     // Tiles that these rows do not see.
     DEVICE void pass_by(int count) {
@@ -239,22 +242,30 @@ struct Consumer {
         value_at.next();
     }
 
+    // Asked for beside the last product. The rows past the last sequence have none.
+    DEVICE float sink_of(const Rows& rows) const {
+        return SINKS && !is_past(a, rows.work.batch) ? ::sink_of(a, rows.work.head) : -INFINITE;
+    }
     DEVICE float weight_of(float total) const { return (DROPOUT ? float(a.keep_scale) : 1) / total; }
-    DEVICE void store(const Rows& rows) const {
+    DEVICE void store(const Rows& rows, float sink) const {
         const Work& work = rows.work;
         UNROLL for (int m = 0; m < 2; m++) {
             const int r = rows.first + row_of(m);
-            const float total = softmax.total[m];
+            float total = softmax.total[m], rescale = 1, higher = -INFINITE;  // the sink, where no score is as high
+            if (SINKS) rescale = join_sink(sink, softmax.base[m], higher, total);
+            const bool sunk = higher > -INFINITE;
             const bool there = r < queries_in(a, work.extent), empty = total == 0;  // it saw nothing
             const i64 line = line_of(a, work.batch, work.head, first_query(work.extent), r);
             if (a.lse && there && first_column() == 0)
                 // One operation wherever this is inlined: rows end in `change` or in `finish`, as their block comes by.
                 static_cast<float*>(a.lse)[line] =
                     empty ? -INFINITE
-                          : multiply_add(softmax.top[m], float(BIAS ? 1 : SOFTCAP ? a.cap : a.scale), logarithm(total));
+                          : multiply_add(sunk ? higher : softmax.top[m],
+                                         float(sunk || BIAS ? 1 : SOFTCAP ? a.cap : a.scale), logarithm(total));
             T* const out = reinterpret_cast<T*>(a.out.at) + BEGIN_OF(a.out, work.batch, first_query(work.extent)) +
                            work.head * a.out.head;
-            store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m, empty ? 0 : weight_of(total), a.dim_v);
+            store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m,
+                                empty ? 0 : weight_of(total) * rescale, a.dim_v);
         }
     }
 };

@@ -13,6 +13,7 @@
 #include "hopper/scores.cuh"
 
 constexpr float MOST = 256;
+constexpr bool FOLD = !BIAS;  // the factor is a part of the exponential
 
 // The largest, or the sum, over the four lanes that share a row.
 template <class Merge> DEVICE float over_row(float x, Merge merge) {
