@@ -27,7 +27,7 @@ __all__ = ["BRIEF", "MOST", "NAME", "Contents", "Damage", "Store", "here"]
 
 NAME = "wisdom.jsonl"
 #: Bytes of a file: thousands of records, which are read in half a second.
-MOST = 2**22
+MOST = 2**20
 #: Mismatches that are looked for in what is not read.
 _OLD = 1000
 #: Seconds to wait for other writers, of which each needs milliseconds; and where an application waits for its result.
