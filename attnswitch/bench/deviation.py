@@ -109,7 +109,7 @@ def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
     wide: torch.dtype = getattr(torch, _WIDE[p.dtype])
     heads = slice(h * p.group, (h + 1) * p.group)
     query = work.entry(work.query, b, "query")[heads].detach().to(wide)
-    key, value = (work.entry(tensor, b, "key")[h].detach().to(wide) for tensor in (work.key, work.value))
+    key, value = (work.entry(getattr(work, role), b, role)[h].detach().to(wide) for role in ("key", "value"))
     grad_out = None if work.grad_out is None else work.entry(work.grad_out, b, "query")[heads].to(wide)
     queries = query.shape[1]
     step = max(1, _CHUNK // max(1, p.group * p.seq_k))

@@ -11,7 +11,7 @@ import torch
 
 import attnswitch
 from attnswitch import InvalidProblem, Problem, attention_paged
-from attnswitch.bench import workload
+from attnswitch.bench import deviation, workload
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.problem import CACHES, cost
@@ -144,6 +144,8 @@ def test_the_text_form_bytes_and_workload(text: str) -> None:
     expected = work.function(work.query.float(), *caches, **plain)
     got = work.function(work.query, work.key, work.value, **work.keywords())
     torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
+    least, most = deviation.allowed(problem)
+    assert least <= deviation.make(work).deviation([got]) <= most
 
 
 @pytest.mark.parametrize(
