@@ -320,24 +320,24 @@ def passage(array: Array, source: str, target: str, like: Array = None) -> Array
 def _numpy_to_torch(array: Array, _: Array) -> Array:
     numpy: Any = importlib.import_module("numpy")
     torch: Any = importlib.import_module("torch")
+    kind = array.dtype.name
+    array = array.view(_CARRIED.get(kind, array.dtype))
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         # On axes of length 1 such strides mean nothing, and elsewhere the backend has refused them; torch takes none.
         plain = numpy.empty(array.shape, array.dtype).strides
         strides = (s if n > 1 else p for n, s, p in zip(array.shape, array.strides, plain, strict=True))
         array = numpy.lib.stride_tricks.as_strided(array, array.shape, tuple(strides), writeable=False)
     if not array.flags.writeable:  # torch has no read-only tensors and would warn; inputs are never written here
-        array = numpy.asarray(_Writable(array)).view(array.dtype)
-    if carried := _CARRIED.get(array.dtype.name):
-        return torch.from_numpy(array.view(carried)).view(getattr(torch, array.dtype.name))
-    return torch.from_numpy(array)
+        array = numpy.asarray(_Writable(array))
+    tensor = torch.from_numpy(array)
+    return tensor.view(getattr(torch, kind)) if kind in _CARRIED else tensor
 
 
 class _Writable:
     """The memory of a read-only array, offered as writable."""
 
     def __init__(self, array: Array) -> None:
-        plain = array.view(_CARRIED.get(array.dtype.name, array.dtype))
-        interface = plain.__array_interface__
+        interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
         self.owner = array
 

@@ -19,7 +19,7 @@ from attnswitch.machine import divergences, forms
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
-from attnswitch.problem import CONTIGUOUS, Problem, cost
+from attnswitch.problem import Memory, Problem, cost
 
 __all__ = ["OneByOne", "asked", "compiled", "extra_bytes", "reasons"]
 
@@ -118,7 +118,8 @@ def _alone(problem: Problem, queries: int, keys: int) -> Problem:
     alone = p.replace(varlen=False, key_lengths=lengths, page=0, splits=0, cache="")
     if p.cache:
         dtype = "float64" if p.dtype == "float64" else "float32"
-        alone = alone.replace(dtype=dtype, key=CONTIGUOUS, value=CONTIGUOUS)
+        lie = (Memory(negative=memory.negative) for memory in (p.key, p.value))  # once they are gathered
+        alone = alone.replace(dtype=dtype, **dict(zip(("key", "value"), lie, strict=True)))
     return alone.replace(batch=1, seq_q=queries, seq_k=keys)
 
 

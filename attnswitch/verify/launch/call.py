@@ -82,7 +82,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     def put(role: str, dtype: str, placing: str) -> Any:
         values = data[role]
         if role in caches:
-            values, placing = caches[role], pages.placing(placing)
+            values, placing = caches[role], pages.placing(placing, case.scales)
         elif case.varlen:  # rows that repeat within a sequence do not from one to the next
             values, placing = sequences.joined(case, role, values), placing.replace("expanded-rows", "contiguous")
         placed, storage[role] = place(values, dtype, placing, case.library, device)

@@ -49,7 +49,8 @@ def _swapped(shape: Shape) -> Shape:
 def _garbage(buffer: Array, shape: Shape) -> Array:
     """Meaningless strides on axes of length 1."""
     strides = tuple(s if n > 1 else 99990001 * buffer.itemsize for s, n in zip(buffer.strides, shape, strict=True))
-    return np.lib.stride_tricks.as_strided(buffer, shape, strides) if buffer.size else buffer
+    bits = buffer.view(f"u{buffer.itemsize}")  # NumPy knows no stride tricks of every type from elsewhere
+    return np.lib.stride_tricks.as_strided(bits, shape, strides).view(buffer.dtype) if buffer.size else buffer
 
 
 def _last(columns: int) -> int:

@@ -58,9 +58,13 @@ def dealt(case: Case, data: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
     return table, caches
 
 
-def placing(kind: str) -> str:
-    """How a cache lies where its operand was to lie as ``kind``: its pages do not repeat, nor do their rows."""
-    return "contiguous" if kind in ("expanded-batch", "expanded-rows") else kind
+def placing(kind: str, scales: str) -> str:
+    """How a cache lies where its operand was to lie as ``kind``: its pages do not repeat, nor do their rows.
+
+    Nor do the elements of heads, where each has ``scales`` of its own.
+    """
+    repeats = ("expanded-batch", "expanded-rows", *(("expanded-heads",) if "head" in scales else ()))
+    return "contiguous" if kind in repeats else kind
 
 
 def _paged(rows: Array, page: int) -> Array:
