@@ -5,5 +5,7 @@ from importlib import import_module
 
 if __name__ == "__main__":  # workers import this too
     if not sys.flags.safe_path:
-        del sys.path[0]  # the current folder, which may be anybody's; the installed script does not have it there
+        del sys.path[
+            0
+        ]  # the current folder, for what is imported from here on; the script and ``python -P`` never have it
     import_module("attnswitch.cli.app").main()

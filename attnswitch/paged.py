@@ -29,8 +29,8 @@ def attention_paged(
     softcap: float = 0.0,
     return_lse: bool = False,
     num_splits: int | None = None,
-    key_scale: Array | float | None = None,
-    value_scale: Array | float | None = None,
+    key_scale: Array | Sequence[float] | float | None = None,
+    value_scale: Array | Sequence[float] | float | None = None,
     sinks: Array | Sequence[float] | None = None,
     alibi_slopes: Array | Sequence[float] | None = None,
     deterministic: bool = False,
@@ -68,7 +68,8 @@ def attention_paged(
             gives a sequence the same bits alone and in any batch; name the backend too, as the choice of one may depend
             on the batch. A backend that cannot refuses.
         key_scale: what an element of a cache of 8 bits stands for is itself times this, in float32 (float64 where query
-            is that): a number, (Hkv,) of each head, or (P, 1) or (P, Hkv) of each page. 1 where it is left out.
+            is that): a number, (Hkv,) of each head, or (P, 1) or (P, Hkv) of each page. 1 where it is left out. An
+            array beside query, or a number or a list. Scales of pages that no sequence uses may hold anything.
         value_scale: the same of value_cache.
         sinks: see scale; without a gradient.
         alibi_slopes: see scale.

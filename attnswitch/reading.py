@@ -65,8 +65,8 @@ def parse(text: bytes, most: int = SIZE) -> Any:
         raise InvalidProblem("it is not JSON: not text in UTF-8") from None
     except RecursionError:
         raise InvalidProblem(_TOO_DEEP) from None
-    except ValueError:
-        raise InvalidProblem("it is not JSON: cut off, or written over") from None
+    except ValueError as error:
+        raise InvalidProblem(f"it is not JSON: cut off, or written over: {error}") from None
     if text.count(b"[") + text.count(b"{") > DEPTH and _is_deep(value):
         raise InvalidProblem(_TOO_DEEP)
     if b"\\u" in text and not _is_text(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from attnswitch import arrays
@@ -21,8 +22,14 @@ _ROLES = ("key_scale", "value_scale")
 def widened(query: Facts, key: Facts, value: Facts) -> tuple[Facts, Facts]:
     """Facts of both caches as if those of 8 bits were of query's dtype, which they stand for.
 
-    Raises ``InvalidProblem`` where one is of 8 bits and the other is not of the same type.
+    Raises ``InvalidProblem`` where one is of no type that a cache has, or of 8 bits and the other not of the same type.
     """
+    for role, cache in (("key_cache", key), ("value_cache", value)):
+        if cache.dtype not in (*CACHES, *DTYPES):
+            raise InvalidProblem(
+                f"{role} has dtype {cache.dtype}: expected query's {query.dtype}, or one of {', '.join(CACHES)}, as"
+                " which .view reads what is kept as bytes"
+            )
     if key.dtype not in CACHES and value.dtype not in CACHES:
         return key, value
     if key.dtype != value.dtype:
@@ -51,29 +58,21 @@ def read(said: tuple[Any, Any], query: Facts, cache: Facts) -> dict[str, Array]:
 
 def _read(given: Any, role: str, query: Facts, cache: Facts) -> Array:
     pages, heads = cache.shape[:2]
-    kind = "float64" if query.dtype == "float64" else "float32"
-    expected = f"a number, or an array of shape ({heads},), ({pages}, 1) or ({pages}, {heads})"
-    if given is None:
-        given = 1.0
-    if isinstance(given, numbers.Real) and not isinstance(given, bool) and not arrays.library_of(given):
-        library = query.library if query.library in ("numpy", "cupy") else "torch"
-        array = arrays.lengths_as_array(float(given), library, query.device, kind)
-    else:
-        array = _array(given, role, query, kind, expected)
+    expected = f"a number, or numbers of shape (1,), ({heads},), ({pages}, 1), (1, {heads}) or ({pages}, {heads})"
+    array = _array(1.0 if given is None else given, role, query, expected)
     if tuple(array.shape) not in ((), (1,), (heads,), (pages, 1), (1, heads), (pages, heads)):
         raise InvalidProblem(f"{role} has shape {tuple(array.shape)}: expected {expected}")
-    if query.device[0] == "cpu":  # elsewhere reading them would cost a synchronisation
-        for number in array.reshape(-1).tolist():
-            if not abs(number) < float("inf"):
-                raise InvalidProblem(f"{role} holds {number}: expected finite numbers")
     if arrays.library_of(array) == "torch":
         return array.expand(pages, heads)
     return sys.modules[arrays.library_of(array)].broadcast_to(array, (pages, heads))
 
 
-def _array(given: Any, role: str, query: Facts, kind: str, expected: str) -> Array:
+def _array(given: Any, role: str, query: Facts, expected: str) -> Array:
+    """``given`` as an array beside query, in the type that kernels take."""
+    kind = "float64" if query.dtype == "float64" else "float32"
     if not arrays.library_of(given):
-        raise InvalidProblem(f"{role}={text_of(given)}: expected {expected}")
+        library = query.library if query.library in ("numpy", "cupy") else "torch"
+        return arrays.lengths_as_array(_numbers(given, role, kind, expected), library, query.device, kind)
     array, facts = arrays.take(given, role)
     if facts.grad:
         raise InvalidProblem(f"{role} requires a gradient, which a cache has none of: pass {role}.detach()")
@@ -82,4 +81,21 @@ def _array(given: Any, role: str, query: Facts, kind: str, expected: str) -> Arr
         raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
     if arrays.library_of(array) == "torch":
         return array.to(getattr(sys.modules["torch"], kind))
-    return array.astype(kind)
+    with sys.modules["numpy"].errstate(over="ignore"):
+        return array.astype(kind)
+
+
+def _numbers(given: Any, role: str, kind: str, expected: str) -> Any:
+    """A number or a list as NumPy has it; all are finite. Of an array those of pages in use are looked at elsewhere."""
+    import numpy
+
+    try:
+        with numpy.errstate(over="ignore"):
+            made = numpy.asarray(given if isinstance(given, numbers.Real | Sequence) else None, dtype=kind)
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # ragged, or of what is no number
+        made = None
+    if made is None or isinstance(given, bool | str | bytes) or given is None:
+        raise InvalidProblem(f"{role}={text_of(given)}: expected {expected}")
+    if not numpy.isfinite(made).all():
+        raise InvalidProblem(f"{role}={text_of(given)}: expected finite numbers")
+    return made

@@ -46,6 +46,8 @@ def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]
         yield from _own(backend, problem, device)
         return
     yield from _against(problem, device)
+    if problem.cache and device.kind != "cpu":  # of rows that nobody gathers there is nothing to say
+        return
     told = set()
     for reason in itertools.chain(
         forms.refused(backend, problem), *(_own(backend, alone, device) for alone in _kinds(problem))
@@ -118,7 +120,8 @@ def _alone(problem: Problem, queries: int, keys: int) -> Problem:
     alone = p.replace(varlen=False, key_lengths=lengths, page=0, splits=0, cache="")
     if p.cache:
         dtype = "float64" if p.dtype == "float64" else "float32"
-        lie = (Memory(negative=memory.negative) for memory in (p.key, p.value))  # once they are gathered
+        # Once they are gathered they lie plainly; but a cache that runs backwards has to become torch's before that.
+        lie = (Memory(negative=memory.negative) for memory in (p.key, p.value))
         alone = alone.replace(dtype=dtype, **dict(zip(("key", "value"), lie, strict=True)))
     return alone.replace(batch=1, seq_q=queries, seq_k=keys)
 

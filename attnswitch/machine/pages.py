@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any, NamedTuple
 
@@ -34,4 +35,5 @@ class Pages(NamedTuple):
         bits = self.cache.view(xp.uint8)  # no library picks elements of every type of 8 bits
         rows, scales = bits[pages, :, at % page].view(self.cache.dtype), self.scales[pages][..., None]
         wide = rows.to(scales.dtype) if library == "torch" else rows.astype(scales.dtype)
-        return (wide * scales).swapaxes(0, 1)[None]
+        with sys.modules["numpy"].errstate(all="ignore") if library == "numpy" else contextlib.nullcontext():
+            return (wide * scales).swapaxes(0, 1)[None]

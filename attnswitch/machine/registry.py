@@ -18,7 +18,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend
 from attnswitch.names import one_of
 
-__all__ = ["ENTRY_POINTS", "Missing", "Row", "forget", "load", "loaded", "names", "standing_in", "table"]
+__all__ = ["ENTRY_POINTS", "Missing", "Row", "forget", "is_known", "load", "loaded", "names", "standing_in", "table"]
 
 ENTRY_POINTS = "attnswitch.backends"
 
@@ -110,6 +110,15 @@ def standing_in(name: str, backend: Backend) -> Iterator[None]:
         del _standing_in[name]
 
 
+def is_known(name: str) -> bool:
+    """Whether asking for ``name`` runs no code that nobody named yet: it is no target, or one that was asked for."""
+    return ":" not in name or name in _asked_for
+
+
+#: The targets that were.
+_asked_for: set[str] = set()
+
+
 def forget() -> None:
     """Read the table, and load every backend, anew."""
     table.cache_clear()
@@ -121,6 +130,7 @@ def _load(name: str) -> Backend | Missing:
     row = next((row for row in table() if row.name == name), None)
     if row is None and ":" in name:
         row = Row(name, name, "its name")
+        _asked_for.add(name)
     if row is None:
         raise InvalidProblem(f"backend {name!r} is not known; {one_of(name, names(), ', or None to choose')}")
     module, _, attribute = row.target.partition(":")

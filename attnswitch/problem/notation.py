@@ -27,7 +27,7 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant, shown
-from attnswitch.problem import CONTIGUOUS, Mask, Memory, Problem, Window
+from attnswitch.problem import CACHES, CONTIGUOUS, Mask, Memory, Problem, Window
 
 __all__ = ["format_problem", "parse_problem"]
 
@@ -122,7 +122,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "mask": ("mask", _mask),
     "page": ("page", int),
     "splits": ("splits", int),
-    "cache": ("cache", lambda text: _CACHES.get(text, text)),
+    "cache": ("cache", lambda text: _CACHES.get(text) or {long: long for long in CACHES}[text]),
     "scale": ("scale", float),
     "softcap": ("softcap", float),
     "dropout": ("dropout", float),
@@ -176,7 +176,8 @@ def parse_problem(text: str) -> Problem:
             raise InvalidProblem(
                 f"problem {shown(text)}: part {shown(part)} is not understood; a problem looks like"
                 " b2.h16/4.s1024x4096.d128.bf16.causal: batch, heads, lengths, head dimension, dtype (fp16, bf16, fp32,"
-                " fp64), then options such as causal-br, window=128,0, mask=bool, lengths, page=16, sinks, lse, grad"
+                " fp64), then options such as causal-br, window=128,0, mask=bool, lengths, page=16, cache=fp8e4m3,"
+                " sinks, lse, grad"
                 f"{_meant(part)}"
             ) from None
         if twice := fields.keys() & read.keys():

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnswitch.wisdom.classes import speed_class
-from attnswitch.wisdom.record import Record, Verdict, to_line
+from attnswitch.wisdom.record import Record, Verdict, now, to_line
 
 __all__ = ["fitting", "newest"]
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """The newest of all records that say the same, in the order of their dates.
+    """The newest of all records that say the same, in the order of their dates; those of the future come first.
 
     Two times say the same if backend, signature and class of problems are the same; two verdicts, if backend,
     signature, case, problem and verdict are.
     """
     latest: dict[tuple[object, ...], Record] = {}
-    for record in sorted(records, key=lambda record: record.date):
+    present = now()
+    for record in sorted(records, key=lambda record: (record.date <= present, record.date)):
         said = (record.case, record.right, record.problem) if isinstance(record, Verdict) else None
         key = (record.backend, record.signature, said or speed_class(record.problem))
         latest.pop(key, None)  # so that it stands at its own date

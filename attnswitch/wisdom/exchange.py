@@ -14,6 +14,7 @@ from pathlib import Path
 
 from attnswitch import files, reading
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.wisdom import store, view
@@ -89,6 +90,10 @@ def foreign(record: Record, devices: Sequence[Device], among: Wisdom) -> str | N
     device = next((device for device in devices if machine(device) == record.signature.device), None)
     if device is None:
         return f"it was measured on {record.signature.device}, which is not in this machine"
+    if not registry.is_known(
+        record.backend
+    ):  # a line is no reason to run code, so it is given the benefit of the doubt
+        return None
     signature = sign(record.backend, device)
     if isinstance(signature, Missing):
         return signature.reason

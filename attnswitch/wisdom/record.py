@@ -18,7 +18,7 @@ from attnswitch.names import one_of, shown
 from attnswitch.problem import Problem, cost
 from attnswitch.wisdom.signature import Signature
 
-__all__ = ["LONGEST", "SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "to_line"]
+__all__ = ["LONGEST", "SCHEMA", "OtherSchema", "Record", "Time", "Untimed", "Verdict", "from_line", "now", "to_line"]
 
 #: In schema 1 times were those of the device's clock.
 SCHEMA = 2
@@ -99,6 +99,11 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 class OtherSchema(InvalidProblem):
     """A line that another version of this package wrote, and can read."""
+
+
+def now() -> str:
+    """The current time in UTC, as records write it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def to_line(record: Record) -> bytes:

@@ -186,7 +186,9 @@ def _everything(path: Path) -> Contents:
 
 
 def _read(path: Path, into: Contents) -> int:
-    """Read the last ``MOST`` bytes of a file; how many come before them."""
+    """Read the last ``MOST`` bytes of a file; how many come before them. Raises ``OSError`` for what is no file."""
+    if files.is_stream(path):  # which may never end
+        raise OSError(f"{path} is no file")
     with path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - MOST)
         file.seek(start)

@@ -7,7 +7,6 @@ Records that this process adds count at once, and those of other processes after
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import os
 import threading
@@ -19,7 +18,7 @@ from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 from attnswitch.wisdom import classes, store
 from attnswitch.wisdom.classes import SpeedClass, Traits, speed_class
-from attnswitch.wisdom.record import Record, Time, Untimed, Verdict
+from attnswitch.wisdom.record import Record, Time, Untimed, Verdict, now
 from attnswitch.wisdom.signature import Signature, sign
 
 __all__ = ["Near", "Wisdom", "changed", "current", "generation", "indexed", "now", "reload", "remember", "take"]
@@ -259,8 +258,3 @@ def reload() -> None:
     with _lock:
         _wisdom = None
         changed()
-
-
-def now() -> str:
-    """The current time in UTC, as records write it."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

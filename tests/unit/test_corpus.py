@@ -20,6 +20,8 @@ from attnswitch.verify.session.tally import Tally
 Cli = Callable[..., Any]
 CASE = Case(seq_q=3, seq_k=4, lengths=(2,), mask=MaskRecipe(rank=2))
 
+PAGED = {"page": 2, "alignment": "bottom_right", "mask": None}
+
 
 def record(**changes: Any) -> dict[str, Any]:
     """A saved case as plain data."""
@@ -64,6 +66,14 @@ DAMAGED = {
     "negative": (of(lengths=[-1]), "case.lengths has -1: expected lengths from 0 to 4"),
     "queries": (of(query_lengths=[9], mask=None), "case.query_lengths has 9: expected lengths from 0 to 3"),
     "seed": (of(data_seed=-1), "case.data_seed is -1: expected an integer from 0"),
+    "cupy": (of(library="cupy"), "CuPy has arrays on GPUs alone"),
+    "poison": (
+        of(**PAGED, cache="int8", scales="head", poison=True),
+        "what is stored in 8 bits has no NaN and no inf to hide",
+    ),
+    "far": (of(group=2, placing={"query": "far"}), "expected one batch entry and head, without pages"),
+    "far pages": (of(**PAGED, placing={"key": "far"}), "expected one batch entry and head, without pages"),
+    "scales": (of(**PAGED, cache="int8", scales="row"), "case.scales is 'row': expected one of tensor"),
     "size": (of(batch=2**63, lengths=None), "no array is as long"),
 }
 

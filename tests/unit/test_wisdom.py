@@ -312,6 +312,19 @@ def test_a_store_that_is_too_large_is_compacted_by_the_next_writer(small: Store)
     assert (small.read().records, small.read().damaged) == ([fault(), time(100.0), time(7.0)], [])
 
 
+def test_a_time_of_the_future_outlives_none_that_is_measured_later(small: Store) -> None:
+    ahead = replace(time(9.0), date="2099-01-01T00:00:00.000+00:00")
+    lines = [to_line(time(1.0 + number)) for number in range(100)]
+    small.path.write_bytes(b"".join([*lines[:50], to_line(ahead), *lines[50:]]))
+    small.append([fault()])
+    assert small.read().records == [time(100.0), fault()]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "wisdom.jsonl")
+    assert Store(tmp_path / "wisdom.jsonl").read().records == []
+
+
 @pytest.mark.parametrize("length", [1, 50, -1])
 def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path, length: int) -> None:
     kept = Store(tmp_path / "wisdom.jsonl")
@@ -607,6 +620,14 @@ def test_a_target_is_not_imported_for_a_files_sake(tmp_path: Path, monkeypatch: 
     exchange.write([replace(time(), backend="trap:Backend")], tmp_path / "wisdom")
     with pytest.raises(InvalidProblem, match=r"line 2 .trap:Backend.: it is a target, which is code to import"):
         exchange.adopt(tmp_path / "wisdom", [CPU])
+
+
+def test_what_a_store_says_of_a_target_does_not_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('sprung')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = replace(time(), backend="trap:Backend")
+    assert exchange.held([told], [CPU]) == ([told], {})  # kept, as nobody can tell
+    assert "trap" not in sys.modules
 
 
 def test_what_backends_share_counts_as_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

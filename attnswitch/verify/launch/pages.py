@@ -27,7 +27,7 @@ def dealt(case: Case, data: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
     """The table (B, M), and the caches of "key" and "value", (P, H, page, D), with the values of ``data``.
 
     Where the case stores them in 8 bits the caches have the elements, and "key_scale" and "value_scale" the scales
-    (P, H). Those of pages of nobody are as those of another.
+    (P, H). Those of pages of nobody are NaN, unless the caller has no scale of each page.
     """
     lengths, page, width = case.lengths or (), case.page, case.seq_k // case.page
     numbers, contents = dict[bytes, int](), list[tuple[Array, ...]]()
@@ -50,7 +50,7 @@ def dealt(case: Case, data: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
         shape = data[role].shape
         caches[role] = np.full((count, shape[1], page, shape[3]), math.nan) if which < 2 else np.ones((count, shape[1]))
         if which >= 2 and contents:
-            caches[role][:] = contents[0][which]
+            caches[role][:] = math.nan if "page" in case.scales else contents[0][which]
         for number, content in enumerate(contents):
             caches[role][places[number]] = content[which]
     for role in roles[:2] if case.cache else ():

@@ -262,7 +262,7 @@ class _Run:
         """Put the outcome in this machine's wisdom, unless it ran under an emulation."""
         if self.plan.remember and outcome.device not in self.report.emulated:
             with contextlib.suppress(OSError):  # the failure is reported even if it cannot be saved
-                view.remember(of_outcome(outcome, case), brief=True)
+                view.remember(of_outcome(outcome, case))
 
     def _record(self, outcome: Outcome) -> None:
         self.smallest.pop(outcome.kind, None)

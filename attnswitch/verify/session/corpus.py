@@ -163,7 +163,7 @@ def load(path: Path) -> Saved:
         failure = reading.table(values["failure"] or {}, {"check": str | None}, "failure")
         _check_names(values["backend"], values["device"])
         case = Case.from_json(values["case"])
-        _check(case)
+        _check(case, values["device"])
     except InvalidProblem as problem:
         raise InvalidProblem(f"{path} is not a saved case: {problem}") from None
     check, note = failure["check"] or "", values["note"] or ""
@@ -178,9 +178,9 @@ def _check_names(backend: str, device: str) -> None:
         raise InvalidProblem(f"device is {shown(device)}: expected cpu, cuda, or one of many such as cuda:1")
 
 
-def _check(case: Case) -> None:
+def _check(case: Case, device: str) -> None:
     """Raise ``InvalidProblem`` for a recipe that names what there is not."""
-    placings = asdict(case.placing).values()
+    placings = tuple(asdict(case.placing).values())
     kinds = MASK_KINDS if case.mask is not None else ()
     for what, value, known in (
         ("library", case.library, ("numpy", "torch", "cupy")),
@@ -195,6 +195,12 @@ def _check(case: Case) -> None:
     ):
         if value not in known:
             raise InvalidProblem(f"case.{what} is {shown(value)}: {one_of(value, known)}")
+    if case.library == "cupy" and device == "cpu":
+        raise InvalidProblem("case.library is 'cupy' and the device cpu: CuPy has arrays on GPUs alone")
+    if case.cache and case.poison:
+        raise InvalidProblem("case.poison with case.cache: what is stored in 8 bits has no NaN and no inf to hide")
+    if FAR in placings and (case.page or case.batch * case.heads_q > 1):
+        raise InvalidProblem(f"case.placing is {FAR}: expected one batch entry and head, without pages")
     for what, number in (("data_seed", case.data_seed), ("dropout_seed", case.dropout_seed or 0)):
         if number < 0:
             raise InvalidProblem(f"case.{what} is {number}: expected an integer from 0 to 2**64 - 1")
