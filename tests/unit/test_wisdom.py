@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import re
 from collections.abc import Callable
 from dataclasses import replace
