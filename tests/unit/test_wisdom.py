@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
