@@ -229,7 +229,9 @@ def test_plans() -> None:
     np.testing.assert_array_equal(found, attention_paged(query, *cache.arrays, num_splits=3, softcap=2.0))
     with pytest.raises(InvalidProblem, match=r"the plan is for b3.*and the call is b3.*make a plan"):
         plan(queries(1), cache.key, cache.value, **call)
-    with pytest.raises(InvalidProblem, match="takes block_table, cache_lengths, and sinks and alibi_slopes where"):
+    with pytest.raises(
+        InvalidProblem, match="takes block_table, cache_lengths, key_scale and value_scale of one of 8 bits, and sinks"
+    ):
         plan(query, cache.key, cache.value, **call, seed=1)
     with pytest.raises(InvalidProblem, match="takes block_table, cache_lengths"):
         plan(query, cache.key, cache.value)

@@ -56,19 +56,20 @@ NARROWER: dict[tuple[str, str], set[Any]] = {
 #: What a kernel never asks of its variant.
 UNASKED = {
     "forward": {"even_q"},
-    "key_gradients": {"overlap", "packed", "paged", "sinks", "split", "tma_rows"},
-    "query_gradient": {"even_q", "overlap", "packed", "paged", "sinks", "split", "tma_rows"},
+    "key_gradients": {"overlap", "packed", "paged", "scaled", "sinks", "split", "tma_rows"},
+    "query_gradient": {"even_q", "overlap", "packed", "paged", "scaled", "sinks", "split", "tma_rows"},
     "mask_gradient": {
-        "aligned", "even_k", "even_q", "listed", "overlap", "packed", "paged", "sinks", "split", "tma",
+        "aligned", "even_k", "even_q", "listed", "overlap", "packed", "paged", "scaled", "sinks", "split", "tma",
         "tma_rows", "varlen", "wide",
     },
     "prepare_added": {
-        "aligned", "dropout", "even_k", "even_q", "listed", "overlap", "packed", "paged", "split", "tma",
+        "aligned", "dropout", "even_k", "even_q", "listed", "overlap", "packed", "paged", "scaled", "split", "tma",
         "tma_rows", "varlen", "wide",
     },
     "classify": {
         "alibi", "aligned", "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "generic",
-        "listed", "packed", "paged", "panelled", "sinks", "softcap", "split", "tma", "tma_rows", "varlen", "wide",
+        "listed", "packed", "paged", "panelled", "scaled", "sinks", "softcap", "split", "tma", "tma_rows", "varlen",
+        "wide",
     },
 }  # fmt: skip
 CASES = [(problem, far, device) for problem, far in make_builds.PROBLEMS for device in make_builds.DEVICES]

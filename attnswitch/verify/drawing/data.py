@@ -50,8 +50,7 @@ DISTRIBUTIONS = (
 
 #: Bits of precision of the storage types.
 _PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-#: Numbers that are made at a time: 256 kB.
-_BLOCK = 2**15
+_BLOCK = 2**15  # numbers that are made at a time: 256 kB
 _STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
 _STREAMS |= {"sinks": 19, "alibi_slopes": 20, "key_scale": 21, "value_scale": 22}
 
@@ -134,9 +133,9 @@ def rounded(x: Array, dtype: str) -> Array:
 def operands(case: Case, xp: Any = np) -> dict[str, Array]:
     """query, key, value, grad_out and grad_lse as float64, and attn_mask, sinks and alibi_slopes where there are any.
 
-    A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq). Of a cache of 8 bits key and value are what its
-    elements stand for, and key_scale and value_scale (B, Hkv, Lk / page) those of the pages of each sequence.
-    Values are exact in the storage types. ``grad_lse`` is zero unless the case asks for lse.
+    A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq). Of a cache of 8 bits key and value are what it
+    stands for, with key_scale and value_scale (B, Hkv, Lk / page). Values are exact in the storage types, or in 8 bits.
+    ``grad_lse`` is zero unless the case asks for lse.
     """
     b, h, lq, lk = case.scores
     shapes: dict[str, tuple[int, ...]] = {
@@ -162,10 +161,9 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
         made["key"], made["value"] = _poisoned(xp, case, made["key"], made["value"])
     for role in ("query", "key", "value", "grad_out"):
         made[role] = _repeated(xp, made[role], getattr(case.placing, role))
-    if case.cache:
-        for role in ("key", "value"):
-            u = uniform(np, case.data_seed, _STREAMS[f"{role}_scale"], (case.heads_kv, lk // case.page))
-            made[role], made[f"{role}_scale"] = stored.stored(case, made[role], u)
+    for role in ("key", "value") if case.cache else ():
+        u = uniform(np, case.data_seed, _STREAMS[f"{role}_scale"], (case.heads_kv, lk // case.page))
+        made[role], made[f"{role}_scale"] = stored.stored(case, made[role], u)
     if case.mask is not None:
         made["attn_mask"] = _mask(xp, case)
     if case.sinks:
