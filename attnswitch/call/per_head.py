@@ -13,7 +13,7 @@ from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import DTYPES
 
-__all__ = ["NONE", "PerHead", "Read", "read"]
+__all__ = ["NONE", "PerHead", "Read", "as_floats", "read", "taken"]
 
 
 class PerHead(NamedTuple):
@@ -43,8 +43,8 @@ def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool)
 
     ``autograd`` says whether torch's is to know of it. Raises ``InvalidProblem``.
     """
-    sinks, grad = _taken(said.sinks, "sinks", query)
-    slopes, slopes_grad = _taken(said.alibi_slopes, "alibi_slopes", query)
+    sinks, grad = taken(said.sinks, "sinks", query)
+    slopes, slopes_grad = taken(said.alibi_slopes, "alibi_slopes", query)
     if sinks is not None and grad and not autograd:
         sinks, grad = sinks.detach(), False
     if slopes_grad and autograd:
@@ -55,7 +55,7 @@ def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool)
     _check_shape(sinks, "sinks", ((heads,),), f"({heads},), one score for each query head")
     either = f"({heads},) or ({batch}, {heads}), for each query head, or each batch entry and query head"
     _check_shape(slopes, "alibi_slopes", ((heads,), (batch, heads)), either)
-    wide, plain = _plain(sinks, query), _plain(slopes, query)
+    wide, plain = as_floats(sinks, query), as_floats(slopes, query)
     if plain is not None and len(plain.shape) == 1:
         plain = plain[None]
     if query.device[0] == "cpu":  # elsewhere reading them would cost a synchronisation
@@ -64,8 +64,17 @@ def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool)
     return Read(sinks, grad, wide, plain)
 
 
-def _taken(given: Any, role: str, query: Facts) -> tuple[Array | None, bool]:
-    """``given`` as an array beside query, and whether its gradient is asked for."""
+def taken(
+    given: Any,
+    role: str,
+    query: Facts,
+    kinds: tuple[type, ...] = (Sequence,),
+    expected: str = "an array, or a list of numbers",
+) -> tuple[Array | None, bool]:
+    """``given`` as an array beside query, and whether its gradient is asked for.
+
+    What is no array is of one of ``kinds``. Raises ``InvalidProblem``.
+    """
     if given is None:
         return None, False
     if arrays.library_of(given):
@@ -77,11 +86,11 @@ def _taken(given: Any, role: str, query: Facts) -> tuple[Array | None, bool]:
     import numpy
 
     try:
-        host = numpy.asarray(given) if isinstance(given, Sequence) else numpy.asarray(None)
+        host = numpy.asarray(given) if isinstance(given, kinds) else numpy.asarray(None)
     except (RuntimeError, TypeError, ValueError):  # ragged, or of what is no number
         host = numpy.asarray(None)
     if host.dtype.kind not in "fiu":
-        raise InvalidProblem(f"{role}={text_of(given)}: expected an array, or a list of numbers")
+        raise InvalidProblem(f"{role}={text_of(given)}: expected {expected}")
     library = query.library if query.library in ("numpy", "cupy") else "torch"
     return arrays.lengths_as_array(host, library, query.device, "float64"), False
 
@@ -91,7 +100,8 @@ def _check_shape(array: Array | None, role: str, shapes: tuple[tuple[int, ...], 
         raise InvalidProblem(f"{role} has shape {tuple(array.shape)}: expected {expected}")
 
 
-def _plain(array: Array | None, query: Facts) -> Array | None:
+def as_floats(array: Array | None, query: Facts) -> Array | None:
+    """``array`` as kernels take it: contiguous, in float32, or float64 where query is that."""
     if array is None:
         return None
     kind, library = "float64" if query.dtype == "float64" else "float32", arrays.library_of(array)

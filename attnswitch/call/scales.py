@@ -9,7 +9,7 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
-from attnswitch.call.describe import check_beside
+from attnswitch.call import per_head
 from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CACHES, DTYPES
@@ -59,43 +59,16 @@ def read(said: tuple[Any, Any], query: Facts, cache: Facts) -> dict[str, Array]:
 def _read(given: Any, role: str, query: Facts, cache: Facts) -> Array:
     pages, heads = cache.shape[:2]
     expected = f"a number, or numbers of shape (1,), ({heads},), ({pages}, 1), (1, {heads}) or ({pages}, {heads})"
-    array = _array(1.0 if given is None else given, role, query, expected)
+    given = 1.0 if given is None else given
+    found, grad = per_head.taken(given, role, query, (numbers.Real, Sequence), expected)
+    if grad:
+        raise InvalidProblem(f"{role} requires a gradient, which a cache has none of: pass {role}.detach()")
+    array: Array = per_head.as_floats(found, query)
+    # Of an array those of pages in use are looked at elsewhere.
+    if not arrays.library_of(given) and not all(abs(n) < float("inf") for n in array.reshape(-1).tolist()):
+        raise InvalidProblem(f"{role}={text_of(given)}: expected finite numbers")
     if tuple(array.shape) not in ((), (1,), (heads,), (pages, 1), (1, heads), (pages, heads)):
         raise InvalidProblem(f"{role} has shape {tuple(array.shape)}: expected {expected}")
     if arrays.library_of(array) == "torch":
         return array.expand(pages, heads)
     return sys.modules[arrays.library_of(array)].broadcast_to(array, (pages, heads))
-
-
-def _array(given: Any, role: str, query: Facts, expected: str) -> Array:
-    """``given`` as an array beside query, in the type that kernels take."""
-    kind = "float64" if query.dtype == "float64" else "float32"
-    if not arrays.library_of(given):
-        library = query.library if query.library in ("numpy", "cupy") else "torch"
-        return arrays.lengths_as_array(_numbers(given, role, kind, expected), library, query.device, kind)
-    array, facts = arrays.take(given, role)
-    if facts.grad:
-        raise InvalidProblem(f"{role} requires a gradient, which a cache has none of: pass {role}.detach()")
-    check_beside(facts, role, query)
-    if facts.dtype not in DTYPES:
-        raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
-    if arrays.library_of(array) == "torch":
-        return array.to(getattr(sys.modules["torch"], kind))
-    with sys.modules["numpy"].errstate(over="ignore"):
-        return array.astype(kind)
-
-
-def _numbers(given: Any, role: str, kind: str, expected: str) -> Any:
-    """A number or a list as NumPy has it; all are finite. Of an array those of pages in use are looked at elsewhere."""
-    import numpy
-
-    try:
-        with numpy.errstate(over="ignore"):
-            made = numpy.asarray(given if isinstance(given, numbers.Real | Sequence) else None, dtype=kind)
-    except (OverflowError, RuntimeError, TypeError, ValueError):  # ragged, or of what is no number
-        made = None
-    if made is None or isinstance(given, bool | str | bytes) or given is None:
-        raise InvalidProblem(f"{role}={text_of(given)}: expected {expected}")
-    if not numpy.isfinite(made).all():
-        raise InvalidProblem(f"{role}={text_of(given)}: expected finite numbers")
-    return made
