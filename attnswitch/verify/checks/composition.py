@@ -191,8 +191,7 @@ def _batch_invariance(trial: Trial) -> Failure | None:
     make = partial(_one_of_pages, trial.subject, b) if trial.case.cache else partial(_alone, trial.subject)
     alone = trial.subject.derive("alone", make)
     got = trial.run(alone)
-    rows, _ = _sizes(trial.case, b)
-    whole = {name: trial.results[name][b : b + 1, :, :rows] for name in got if name in trial.results}
+    whole = {name: trial.results[name][b : b + 1, :, : alone.case.seq_q] for name in got if name in trial.results}
     return _against(trial, alone, "batch", got, whole, "a batch entry differs from the same entry alone")
 
 
