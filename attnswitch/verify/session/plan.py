@@ -17,6 +17,7 @@ from attnswitch.verify import emulation
 from attnswitch.verify.checks import DRAWN
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.outcome import AUTO
+from attnswitch.verify.terms import Terms
 
 __all__ = ["EMULATED", "EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
 
@@ -80,6 +81,8 @@ class Plan:
     keep_worst: bool = False
     #: Remember in this machine's wisdom what is found wrong, and what is right again.
     remember: bool = False
+    #: On which the backends are judged.
+    terms: Terms = Terms()  # noqa: RUF009
 
     def drawn(self, target: Target) -> int | None:
         """How many cases to draw for ``target``; None if there is no limit."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.machine import builds
 from attnswitch.machine.device import Device
-from attnswitch.verify import emulation
+from attnswitch.verify import emulation, terms
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
@@ -95,7 +95,8 @@ class Here:
                     job = next(queues[device], None)
                     if job is None:
                         del queues[device]
-                    else:
+                        continue
+                    with terms.within(self._plan.terms):
                         carry_out(job, recording(None), partial(_give, stop, take, device, job.source))
         except _Stopped:
             return
@@ -112,7 +113,8 @@ class Here:
         """See ``Pool``. A case that crashes the process ends the run."""
         if stop():
             raise Late
-        return _only(recording(None)(case, (backend,), device, only), case, backend, device)
+        with terms.within(self._plan.terms):
+            return _only(recording(None)(case, (backend,), device, only), case, backend, device)
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -197,9 +199,8 @@ class Isolated:
     def _process(self, device: str, number: int = 1) -> Process:
         """A new process. On the CPU each has one thread; the first has two, as some faults need two threads to show."""
         self._go_on()
-        if device == "cpu":
-            return Process(device, 2 if number == 0 else 1, self._emulation[device])
-        return Process(device, max(1, builds.cores() // self.size), self._emulation[device])
+        threads = (2 if number == 0 else 1) if device == "cpu" else max(1, builds.cores() // self.size)
+        return Process(device, threads, self._emulation[device], self._plan.terms)
 
     def _go_on(self) -> None:
         """Raise ``VerificationError`` if the pool was closed while another thread ran a case."""

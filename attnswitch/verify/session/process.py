@@ -15,6 +15,7 @@ from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Ready
 from attnswitch.verify.session.explore import Job
+from attnswitch.verify.terms import Terms
 
 __all__ = ["Died", "Process"]
 
@@ -38,16 +39,21 @@ class Process:
     """Starts a worker; a context manager that ends it.
 
     ``threads`` is how many its libraries may use, None for as many as they like. ``variables`` are added to its
-    environment.
+    environment. It judges on ``terms``.
     """
 
     def __init__(
-        self, device: str, threads: int | None = None, variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        device: str,
+        threads: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        terms: Terms = Terms(),  # noqa: B008
     ) -> None:
         if threads is not None:
             usual = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # its threads spin while they wait
             variables = {**{name: usual[name] for name in usual.keys() - os.environ.keys()}, **variables}
         self._child = Child(_WORKER, device, variables={**provider.storage(), **variables})
+        self._terms = terms
         self.events = self._child.events
         self._moved, self._count = time.monotonic(), -1
         self.provenance: dict[str, str] = {}
@@ -57,7 +63,7 @@ class Process:
         """Give it a job; its events follow on ``events``."""
         self._moved = time.monotonic()
         try:
-            self._child.requests.send(job)
+            self._child.requests.send((self._terms, job))
         except BrokenPipeError:
             raise self._dead() from None
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from attnswitch import child
 from attnswitch.errors import AttnswitchError, VerificationError
+from attnswitch.verify import terms
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import crash, examine
 from attnswitch.verify.outcome import Outcome
@@ -25,6 +26,7 @@ from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Lost
 from attnswitch.verify.session.explore import Examine, Job, carry_out
 from attnswitch.verify.session.provenance import provenance
+from attnswitch.verify.terms import Terms
 
 __all__ = ["main", "recording"]
 
@@ -88,12 +90,15 @@ def main() -> None:
     torch.zeros(1, device=device)
     events.send(provenance())
     while not lost:
+        demanded: Terms
+        job: Job
         try:
-            job: Job = jobs.recv()
+            demanded, job = jobs.recv()
         except EOFError:
             break
         try:
-            carry_out(job, recording(journal.path(folder)), tell)
+            with terms.within(demanded):
+                carry_out(job, recording(journal.path(folder)), tell)
         except AttnswitchError as error:
             events.send(error)
         except Exception:  # the verifier's own mistake, for the conductor to raise; the trace would not travel

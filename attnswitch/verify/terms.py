@@ -1,0 +1,34 @@
+"""``Terms``: what a run demands of the backends that it judges. Every process that judges is told them first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+__all__ = ["Terms", "now", "within"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The usual ones demand nothing: a backend may refuse what it likes, and declares its precision itself."""
+
+
+_USUAL = Terms()
+_now = ContextVar("terms", default=_USUAL)
+
+
+def now() -> Terms:
+    """The terms on which this process judges."""
+    return _now.get()
+
+
+@contextlib.contextmanager
+def within(terms: Terms) -> Iterator[None]:
+    """Judge on these terms within the context."""
+    token = _now.set(terms)
+    try:
+        yield
+    finally:
+        _now.reset(token)
