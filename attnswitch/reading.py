@@ -1,8 +1,8 @@
 """Reading files that anybody may have written: JSON within limits, whose values are held against types.
 
-``parse`` takes text, ``load`` a file; ``table`` and ``made`` say what the values must be, in the types of Python's
-annotations. Whatever is wrong raises ``InvalidProblem``, whose text is the end of a sentence that begins with the
-file's name and a colon.
+``parse`` takes text, ``load`` a file, ``tables`` one of TOML; ``table`` and ``made`` say what the values must be, in
+the types of Python's annotations. Whatever is wrong raises ``InvalidProblem``, whose text is the end of a sentence
+that begins with the file's name and a colon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import shown
 
-__all__ = ["DEPTH", "SIZE", "checked", "content", "load", "made", "parse", "table"]
+__all__ = ["DEPTH", "SIZE", "checked", "content", "load", "made", "parse", "table", "tables"]
 
 #: Bytes of a file, and lists and objects within each other. What this project writes has a hundredth and a fifth of it.
 SIZE, DEPTH = 2**26, 32
@@ -72,6 +72,22 @@ def parse(text: bytes, most: int = SIZE) -> Any:
     if b"\\u" in text and not _is_text(value):
         raise InvalidProblem("it is not JSON: it has half of a surrogate pair, which is no letter")
     return value
+
+
+def tables(path: Path, most: int = SIZE) -> dict[str, Any]:
+    """The tables of a TOML file, of which no more than ``most`` bytes are read. Raises ``OSError``, as ``load``."""
+    import tomllib  # slow to import
+
+    try:
+        return tomllib.loads(content(path, most).decode())
+    except InvalidProblem:
+        raise
+    except UnicodeDecodeError:
+        raise InvalidProblem("it is not TOML: not text in UTF-8") from None
+    except RecursionError:
+        raise InvalidProblem("it is not TOML that can be read: nested too deep") from None
+    except ValueError as error:
+        raise InvalidProblem(f"it is not TOML: {error}") from None
 
 
 _TOO_DEEP = f"it is not JSON that can be read: nested more than {DEPTH} deep"

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from attnswitch.errors import InvalidProblem, VerificationError
-from attnswitch.verify import emulation
+from attnswitch.verify import emulation, terms
+from attnswitch.verify.demands.precision import read as level
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import check
 from attnswitch.verify.outcome import Failure, Outcome
@@ -20,6 +21,7 @@ from attnswitch.verify.session import apart
 from attnswitch.verify.session.corpus import Saved, load
 from attnswitch.verify.session.pool import Isolated
 from attnswitch.verify.session.provenance import provenance
+from attnswitch.verify.terms import Terms
 
 from . import render
 from .named import named, present
@@ -48,6 +50,9 @@ def replay(
         Path | None,
         typer.Option(metavar="FILE", help="Write the case, which must be one, to FILE as a test without Hypothesis."),
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="Hold the backend to this precision, as verify --precision.")
+    ] = None,
 ) -> None:
     """Run saved cases: FIXED, FAILED, REFUSED (the backend does not take it now), ABSENT or ERROR (not judged).
 
@@ -58,8 +63,9 @@ def replay(
     paths = _paths(files)
     if emit_pytest is not None and len(paths) > 1:
         raise InvalidProblem(f"--emit-pytest takes one case, and {len(paths)} were named")
+    demanded = Terms(None if precision is None else level(precision))
     words, documents = [], []
-    with _Again(isolate, timeout) as again:
+    with _Again(isolate, timeout, demanded) as again:
         for path in paths:
             outcome, error = None, ""
             try:
@@ -115,6 +121,7 @@ class _Again:
 
     isolate: bool
     timeout: float
+    demanded: Terms
     _pools: dict[tuple[str, str], Isolated] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -122,10 +129,11 @@ class _Again:
         wanted = emulation.variables((backend,), device)
         if not self.isolate:
             emulation.begin(wanted)
-            return check(case, backend, device)
+            with terms.within(self.demanded):
+                return check(case, backend, device)
         place = device, emulation.text(wanted)
         if place not in self._pools:
-            self._pools[place] = self._stack.enter_context(apart.pool(device, backend, self.timeout))
+            self._pools[place] = self._stack.enter_context(apart.pool(device, backend, self.timeout, self.demanded))
         return self._pools[place].attempt(case, backend, device)
 
     def __enter__(self) -> _Again:

@@ -16,6 +16,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
+from attnswitch.verify.demands import precision as demanded
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.report import EventLog, facts, to_html
@@ -23,6 +24,7 @@ from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, Plan, Target, targets
 from attnswitch.verify.session.tally import Report
+from attnswitch.verify.terms import Terms
 
 from . import files, render
 from . import mutants as measured
@@ -107,6 +109,13 @@ def verify(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write a test for each failure to FOLDER, which needs no Hypothesis."),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVEL",
+            help="Hold every backend to this precision, whatever it declares: bf16, fp16, tf32, fp32, or a TOML file.",
+        ),
+    ] = None,
 ) -> None:
     """Fuzz every attention kernel of this machine against float64, outputs and gradients, and report.
 
@@ -134,6 +143,8 @@ def verify(
         targeted=not quick,
         keep_worst=keep_worst,
         remember=True,
+        terms=Terms(None if precision is None else demanded.read(precision)),
+        replayed_with=() if precision is None else ("--precision", precision),
     )
     outputs = Outputs(json, junit, html, summary, emit_pytest)
     outputs.check(plan.corpus, ndjson)

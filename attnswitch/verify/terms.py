@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from attnswitch.machine.backend import Precision
+
 __all__ = ["Terms", "now", "within"]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The usual ones demand nothing: a backend may refuse what it likes, and declares its precision itself."""
+    """The usual ones demand nothing: a backend may refuse what it likes, and declares its precision itself.
+
+    ``precision`` is the least that it is held to, whatever it declares; None leaves that to it.
+    """
+
+    precision: Precision | None = None
 
 
 _USUAL = Terms()

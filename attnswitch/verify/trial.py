@@ -12,6 +12,8 @@ from attnswitch.machine import registry
 from attnswitch.machine.backend import Config, Precision
 from attnswitch.machine.device import Device
 from attnswitch.planning.planner import make_plan
+from attnswitch.verify import terms
+from attnswitch.verify.demands.precision import demanded
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import operands
 from attnswitch.verify.launch.call import (
@@ -133,9 +135,9 @@ class Trial:
         return Device.parse(self.device)
 
     def precision(self, case: Case) -> Precision:
-        """What the backend promises for ``case``."""
-        precision: Precision = self._backend.precision(case.problem(), self._device)
-        return precision
+        """What the backend is held to for ``case``: the stricter of what it promises and what the run demands."""
+        declared: Precision = self._backend.precision(case.problem(), self._device)
+        return demanded(declared, terms.now().precision, case.dtype)
 
     def takes(self, case: Case) -> bool:
         """Whether the backend takes ``case``, as far as its problem says."""

@@ -88,6 +88,13 @@ class ScaledOutput(Saboteur):
         return (out * np.float64(1.004)).astype(out.dtype), lse
 
 
+class Overstates(ScaledOutput):
+    """The same, which it excuses by the roughest precision that can be declared."""
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        return Precision("float32", "storage", "tf32", "storage", "lse", exp=0.5)
+
+
 class Hasty(Saboteur):
     """Faster than all others: it computes nothing."""
 
@@ -119,6 +126,19 @@ class Raises(Saboteur):
         if inputs.key.shape[2] % 64 == 63:
             raise RuntimeError("unspecified launch failure")
         return inputs
+
+
+class Evades(Saboteur):
+    """It is right, as it refuses whatever is hard: a mask, gradients, and more than one tile of causal keys."""
+
+    def reasons(self, problem: Problem, device: Device) -> Any:
+        if problem.mask is not None:
+            yield f"mask of {problem.mask.dtype}: it takes none"
+        if problem.causal and problem.seq_k > 64:
+            yield f"causal with {problem.seq_k} keys: it takes up to 64"
+        if problem.grads:
+            yield f"grads={problem.grads}: it has no backward"
+        yield from super().reasons(problem, device)
 
 
 # -- what takes another process, great lengths or patience to notice: tests/unit/test_isolation.py ---------------------

@@ -58,7 +58,8 @@ _BY_NAME = {check.name: check for check in CHECKS}
 def replay_command(found: Found) -> str:
     """The line that runs a failure again. A target is named in it: replay imports none for a file's sake."""
     target = ("--backend", found.outcome.backend) if ":" in found.outcome.backend else ()
-    return shlex.join(("attnswitch", "replay", str(found.path), *target)) if found.path else "(not saved)"
+    options = (*target, *found.replayed_with)
+    return shlex.join(("attnswitch", "replay", str(found.path), *options)) if found.path else "(not saved)"
 
 
 def number(x: float | None) -> float | str | None:

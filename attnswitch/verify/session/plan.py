@@ -83,6 +83,8 @@ class Plan:
     remember: bool = False
     #: On which the backends are judged.
     terms: Terms = Terms()  # noqa: RUF009
+    #: Options with which ``attnswitch replay`` judges on the same terms.
+    replayed_with: tuple[str, ...] = ()
 
     def drawn(self, target: Target) -> int | None:
         """How many cases to draw for ``target``; None if there is no limit."""

@@ -30,6 +30,8 @@ class Found:
     seconds: float = 0.0
     #: Cases tried until it was seen.
     after: int = 0
+    #: Options of ``attnswitch replay`` that it takes to judge it as the run did.
+    replayed_with: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
