@@ -26,7 +26,7 @@ from attnswitch.verify.session.plan import EMULATED, EXAMPLES, Plan, Target, tar
 from attnswitch.verify.session.tally import Report
 from attnswitch.verify.terms import Terms
 
-from . import files, render
+from . import demands, files, render
 from . import mutants as measured
 from .named import named, present
 from .outputs import Outputs
@@ -116,6 +116,18 @@ def verify(
             help="Hold every backend to this precision, whatever it declares: bf16, fp16, tf32, fp32, or a TOML file.",
         ),
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Problems that each backend named, else the dispatcher, has to take (repeatable), such as"
+            " causal,gqa,mask=bool,D<=128,dtype=bf16: these features, alone and together. A refusal is a failure.",
+        ),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="The same under a name (repeatable): llm-training, serving-paged, ..."),
+    ] = None,
 ) -> None:
     """Fuzz every attention kernel of this machine against float64, outputs and gradients, and report.
 
@@ -144,6 +156,8 @@ def verify(
         keep_worst=keep_worst,
         remember=True,
         terms=Terms(None if precision is None else demanded.read(precision)),
+        requirements=demands.read(require, profile),
+        held=tuple(backends) if backend is not None else (AUTO,),
         replayed_with=() if precision is None else ("--precision", precision),
     )
     outputs = Outputs(json, junit, html, summary, emit_pytest)
@@ -220,6 +234,7 @@ def _print(report: Report) -> None:
         soft_wrap=True,
     )
     render.matrix(report)
+    demands.show(report)
     render.failures(report.failures)
     rate = report.cases / report.seconds if report.seconds else 0.0
     stopped = f", stopped: {report.stopped}" if report.stopped else ""

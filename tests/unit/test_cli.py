@@ -121,7 +121,7 @@ def test_verify_writes_files(cli: Cli, tmp_path: Path) -> None:
     assert ran.code == 0
     assert "every result is within its error bound" in ran.out
     document = json.loads(files["--json"].read_text())
-    assert (document["schema"], document["verified"] > 0) == (2, True)
+    assert (document["schema"], document["verified"] > 0) == (3, True)
     (suite,) = ElementTree.parse(files["--junit"]).getroot()
     assert (suite.get("tests"), suite.get("failures")) == (str(len(CHECKS)), "0")
     assert "every result is within its error bound" in files["--html"].read_text()

@@ -138,6 +138,7 @@ def test_a_right_backend_is_right_at_every_level_it_keeps() -> None:
         assert check(CASE, "tiled").verdict == "verified"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_run_reaches_its_workers(isolate: bool) -> None:
     space = Space(libraries=("numpy",), dtypes=("float32",), work=2**12, longest=70)

@@ -1,4 +1,7 @@
 """What a run demands of backends beside right results: a precision, and problems that they have to take.
 
-precision  levels, and the stricter of a level and what a backend declares
+precision    levels, and the stricter of a level and what a backend declares
+words        features that a requirement may name      limits    bounds of sizes, such as D<=128
+requirement  problems that have to be taken            profiles  requirements under a name
+steering     cases within a requirement                figures   how many of them were taken
 """

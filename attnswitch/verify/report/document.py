@@ -6,13 +6,14 @@ import datetime
 from dataclasses import asdict
 from typing import Any
 
-from attnswitch.verify.report import facts
+from attnswitch.verify.report import demands, facts
 from attnswitch.verify.session.tally import Found, Report, Tally
 
 __all__ = ["SCHEMA", "to_json"]
 
-#: 2 added checks, ratios, places, variants and seconds to the results, and triggers; what 1 had is unchanged.
-SCHEMA = 2
+#: 2 added checks, ratios, places, variants and seconds to the results, and triggers; 3 demanded and verdict. What 1 had
+#: is unchanged.
+SCHEMA = 3
 #: Reasons written out for each device, backend and dtype, the most frequent ones; most differ in a number only.
 REASONS = 20
 
@@ -22,7 +23,8 @@ def to_json(report: Report) -> dict[str, Any]:
 
     Bin ``i`` of a histogram in ``ratios`` counts what is above ``ratio_edges[i - 1]`` and at most ``ratio_edges[i]``;
     the last, beyond the edges, what is above the bound. ``places`` maps the cell of an output element, "row,column" of
-    its query and dimension modulo the tile, to the largest error / bound seen there, cut at 2.
+    its query and dimension modulo the tile, to the largest error / bound seen there, cut at 2. ``verdict``, the last,
+    is all that a program needs which trains on it.
     """
     return {
         "schema": SCHEMA,
@@ -51,6 +53,8 @@ def to_json(report: Report) -> dict[str, Any]:
             for (device, backend, dtype), tally in sorted(report.tallies.items())
         ],
         "failures": [_failure(found) for found in report.failures],
+        "demanded": demands.document(report),
+        "verdict": demands.verdict(report),
     }
 
 

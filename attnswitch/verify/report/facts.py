@@ -172,10 +172,12 @@ def refused_only(tally: Tally) -> str:
 
 def verdict(report: Report) -> str:
     """The end of a run in a few words."""
-    count = len(report.failures)
+    count, refused, never = len(report.failures), len(report.demanded.refused), len(report.demanded.never)
+    wrong = [f"{count} distinct mismatch{'es' * (count != 1)}"] if count else []
+    lacking = [f"{refused} demanded class{'es' * (refused != 1)} refused"] if refused else []
     return {
         0: "every result is within its error bound",
-        1: f"{count} distinct mismatch{'es' * (count != 1)}",
+        1: ", ".join(wrong + lacking),
         2: "interrupted; what ran is within its error bound",
-        3: "nothing was verified",
+        3: f"{never} demanded class{'es' * (never != 1)} never tried" if report.verified else "nothing was verified",
     }[report.exit_code]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 import attnswitch
-from attnswitch.verify.report import facts
+from attnswitch.verify.report import demands, facts
 from attnswitch.verify.session.tally import LOWEST, Found, Report, Tally
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def _view(report: Report) -> dict[str, Any]:
             (name, facts.says(name), [_matrix_cell(name, *item) for item in backends.items()])
             for name in facts.checks(backends.values(), report.failures)
         ],
+        "demanded": demands.rows(report),
         "results": results,
         "histograms": [
             (place, [_histogram(tally.ratios.get(name, ())) for name in results]) for place, tally in backends.items()

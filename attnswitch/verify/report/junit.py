@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from attnswitch.verify.report import facts
+from attnswitch.verify.report import demands, facts
 from attnswitch.verify.session.tally import Found, Report, Tally
 
 __all__ = ["to_junit"]
@@ -15,7 +15,10 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def to_junit(report: Report) -> str:
-    """A test case for each device, backend and check; what was never verified is skipped, never passed."""
+    """A test case for each device, backend and check, and for each demanded class.
+
+    What was never verified is skipped, never passed; a class of which a case was refused has failed.
+    """
     suite = ElementTree.Element("testsuite", name="attnswitch verify", time=f"{report.seconds:.3f}")
     counts = {"tests": 0, "failures": 0, "skipped": 0}
     backends = facts.by_backend(report)
@@ -34,11 +37,27 @@ def to_junit(report: Report) -> str:
                 ElementTree.SubElement(test, "skipped", message=_clean(_why_not(tally)))
             said = f"{facts.says(check)}\n{tally.held[check]} held, {tally.broken[check]} broken"
             ElementTree.SubElement(test, "system-out").text = said
+    for row in demands.rows(report):
+        counts["tests"] += 1
+        _demanded(suite, row, counts)
     suite.attrib.update({name: str(count) for name, count in counts.items()})
     root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _demanded(suite: ElementTree.Element, row: demands.Row, counts: dict[str, int]) -> None:
+    """A test case for a demanded class, whose requirement its name tells as well."""
+    where = f"attnswitch.{row.device}.{row.backend}.demanded"
+    test = ElementTree.SubElement(suite, "testcase", classname=where, name=f"{row.word} of {row.requirement}")
+    if row.share.refused:
+        counts["failures"] += 1
+        reasons = "\n".join(f"{count} {reason}" for reason, count in row.share.reasons.most_common(demands.SHOWN))
+        ElementTree.SubElement(test, "failure", message=_clean(demands.says(row))).text = _clean(reasons)
+    elif not row.share.drawn:
+        counts["skipped"] += 1
+        ElementTree.SubElement(test, "skipped", message=_clean(demands.says(row)))
 
 
 def _fail(test: ElementTree.Element, found: list[Found], broken: int) -> None:

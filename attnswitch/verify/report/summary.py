@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnswitch.names import printable
-from attnswitch.verify.report import facts
+from attnswitch.verify.report import demands, facts
 from attnswitch.verify.session.tally import Found, Report
 
 __all__ = ["LIMIT", "to_markdown"]
@@ -34,6 +34,7 @@ def to_markdown(report: Report) -> str:
             f"| {_escape(device)} | {_escape(backend)} | {tally.verified} | {tally.gradients} | {worst}"
             f" | {tally.refused} | {wrong} |"
         )
+    lines += _demanded(report)
     for number, found in enumerate(report.failures[:SHOWN], 1):
         lines += ["", *_failure(number, found)]
     if (more := len(report.failures) - SHOWN) > 0:
@@ -41,6 +42,17 @@ def to_markdown(report: Report) -> str:
     environment = ", ".join(f"{name} {value}" for name, value in facts.environment_of(report).items())
     lines += ["", f"Coverage: {_escape(facts.met(report))}.", "", f"Environment: {_escape(environment)}."]
     return _within(lines)
+
+
+def _demanded(report: Report) -> list[str]:
+    """A table of what was demanded, if anything was."""
+    rows = [
+        f"| {' | '.join(map(_escape, (row.requirement, row.word, row.device, row.backend)))} | {row.share.drawn}"
+        f" | {row.share.taken} | {row.percent} | {_escape(row.reason)} |"
+        for row in demands.rows(report)
+    ]
+    head = "| required | demanded | device | backend | drawn | taken | share | refused, mostly |"
+    return ["", head, "|---|---|---|---|---:|---:|---:|---|", *rows] if rows else []
 
 
 def _failure(number: int, found: Found) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.verify import emulation
+from attnswitch.verify.demands.figures import Demanded
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
 from attnswitch.verify.session import corpus, known, order
@@ -45,14 +46,17 @@ def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -
     """Carry out ``plan``.
 
     Raises:
-        InvalidProblem: a corpus file is damaged, or there is nothing to run.
+        InvalidProblem: a corpus file is damaged, there is nothing to run, or a requirement admits nothing.
         VerificationError: the references disagree, or a worker could not start.
     """
     if not plan.targets or not any(target.backends for target in plan.targets):
         raise InvalidProblem("nothing to verify: no backend was named that this machine has")
     recipes = {target.device: target.recipes for target in plan.targets if target.recipes > 1}
     emulated = {target.device: dict(target.emulation) for target in plan.targets if target.emulation}
-    return _Run(plan, progress, Report(plan.seed, recipes=recipes, emulated=emulated))()
+    held = [(target.device, name) for target in plan.targets for name in plan.held_on(target)]
+    demands = {target.device: list(order.demanded(plan, target)) for target in plan.targets}
+    report = Report(plan.seed, recipes=recipes, emulated=emulated, demanded=Demanded(plan.requirements, held))
+    return _Run(plan, progress, report, demands)()
 
 
 @dataclass
@@ -62,6 +66,8 @@ class _Run:
     plan: Plan
     progress: Progress
     report: Report
+    #: Jobs of cases that are demanded, by device.
+    demands: dict[str, list[Given]]
     started: float = field(default_factory=time.monotonic)
     #: When the first worker was ready: a time limit does not count how long that takes.
     began: float | None = None
@@ -106,6 +112,7 @@ class _Run:
             yield from self._saved(target, self._corpus)
             if self.plan.isolate:  # what they do to a process is not for this one
                 yield from self._divergences(target, self._corpus)
+        yield from self.demands[target.device]
         yield from order.fresh(self.plan, target, partial(self._drawn, target))
         if self.plan.targeted and self.plan.drawn(target) is not None:
             yield from self._climbs(target)
@@ -177,7 +184,7 @@ class _Run:
                 self._diverged(event.outcome)
         elif isinstance(event, Examined):
             for outcome in event.outcomes:
-                self.report.add(outcome)
+                self._add(source, outcome)
             if event.outcomes:
                 self._examined(pool, source, event.outcomes)
         elif isinstance(event, Smaller):
@@ -186,6 +193,12 @@ class _Run:
             self._record(event.outcome)
         elif isinstance(event, Lost):
             self._lost(pool, source, event.outcome)
+
+    def _add(self, source: Source, outcome: Outcome) -> None:
+        """Count an outcome, and whether what is demanded was taken; a probe alone does not say."""
+        self.report.add(outcome)
+        if source in (Source.DEMANDED, Source.DRAWN, Source.CLIMBED):
+            self.report.demanded.add(outcome)
 
     def _diverged(self, *outcomes: Outcome) -> None:
         """Count whether known divergences still show."""
@@ -220,7 +233,7 @@ class _Run:
         assert outcome.failure is not None
         if source is not Source.SAVED:
             self._drew(source, outcome.case)
-        self.report.add(outcome)
+        self._add(source, outcome)
         if outcome.kind in self.kinds:
             return
         if isinstance(pool, Here):

@@ -32,6 +32,8 @@ class Source(enum.Enum):
     DIVERGENCE = "known divergences"
     #: Drawn by the workers, which shrink what fails.
     DRAWN = "fuzzing"
+    #: Drawn so that each demanded class is met.
+    DEMANDED = "what is demanded"
     #: The lattice, where a case comes once for each backend.
     FIXED = "tile edges and great lengths"
     CLIMBED = "searching for the worst"

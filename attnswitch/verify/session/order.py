@@ -1,23 +1,40 @@
-"""What there is to do in a run with new cases, in its order: drawn ones, the lattice, then the rest of the drawn."""
+"""What there is to do in a run with new cases, in its order: demanded, drawn, the lattice, the rest of the drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from attnswitch.verify.demands import steering
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.outcome import AUTO
-from attnswitch.verify.session.explore import Drawn, Given, Job
+from attnswitch.verify.session.explore import Drawn, Given, Job, Source
 from attnswitch.verify.session.plan import Plan, Target
 
-__all__ = ["fresh"]
+__all__ = ["demanded", "fresh"]
 
 #: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others.
 _CHUNK = 50
 #: The same where kernels are emulated and a case takes a second or more.
 _SLOW_CHUNK = 10
+#: Cases of a job of demanded ones, and of each word where kernels are emulated.
+_FEW, _SLOW_EACH = 8, 2
 #: Jobs of drawn cases before the lattice.
 _FIRST_CHUNKS = 8
+
+
+def demanded(plan: Plan, target: Target) -> Iterator[Given]:
+    """The jobs of cases within each requirement of the plan, on the backends that are held to it.
+
+    Raises ``InvalidProblem`` if the words of one exclude each other.
+    """
+    each = _SLOW_EACH if target.emulation else steering.EACH
+    held = plan.held_on(target)
+    for requirement in plan.requirements if held else ():
+        cases = steering.cases(requirement, target.space, plan.seed, each)
+        for first in range(0, len(cases), _FEW):
+            given = tuple((case, held) for case in cases[first : first + _FEW])
+            yield Given(target.device, given, first, Source.DEMANDED)
 
 
 def fresh(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Iterator[Job]:

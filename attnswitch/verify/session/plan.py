@@ -15,6 +15,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.verify import emulation
 from attnswitch.verify.checks import DRAWN
+from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.outcome import AUTO
 from attnswitch.verify.terms import Terms
@@ -85,6 +86,13 @@ class Plan:
     terms: Terms = Terms()  # noqa: RUF009
     #: Options with which ``attnswitch replay`` judges on the same terms.
     replayed_with: tuple[str, ...] = ()
+    #: What has to be taken, and by which backends; by all where none is named.
+    requirements: tuple[Requirement, ...] = ()
+    held: tuple[str, ...] = ()
+
+    def held_on(self, target: Target) -> tuple[str, ...]:
+        """The backends of ``target`` that are held to the requirements."""
+        return tuple(name for name in target.backends if not self.held or name in self.held)
 
     def drawn(self, target: Target) -> int | None:
         """How many cases to draw for ``target``; None if there is no limit."""

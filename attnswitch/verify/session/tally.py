@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from attnswitch.verify.demands.figures import Demanded
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.coverage import triggers
@@ -123,6 +124,8 @@ class Report:
     triggers: Counter[str] = field(default_factory=Counter)
     #: Device, backend and name of each divergence whose case was run, and whether it still shows.
     divergences: list[tuple[str, str, str, bool]] = field(default_factory=list)
+    #: What the backends had to take.
+    demanded: Demanded = field(default_factory=Demanded)
     #: Versions and devices, as the process that ran the kernels saw them.
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -149,9 +152,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 good, 1 a mismatch was found, 2 it was interrupted or broke, 3 nothing was verified."""
-        if self.failures:
+        """0 good, 1 a mismatch was found, 2 it was interrupted or broke, 3 nothing was verified.
+
+        1 as well if a demanded case was refused, and 3 if of a demanded class none was tried.
+        """
+        if self.failures or self.demanded.refused:
             return 1
         if self.stopped == INTERRUPTED or self.broke:
             return 2
-        return 0 if self.verified else 3
+        return 0 if self.verified and not self.demanded.never else 3

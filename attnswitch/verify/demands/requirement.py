@@ -1,0 +1,115 @@
+"""``Requirement``: problems that a backend has to take, as words and bounds, such as ``causal,gqa,D<=128,dtype=bf16``.
+
+A requirement demands every problem that has no feature but those it names (``words``), alone and together, and whose
+sizes and dtype are within what it names. What it does not name is usual: float16, bfloat16 or float32; a dense call;
+D of 64 or 128, and Dv the same; any batch, heads and lengths. Each of its words is a demanded class: the problems
+within the requirement that are what the word says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.names import meant, shown
+from attnswitch.problem import DTYPES
+from attnswitch.verify.demands.limits import SIZES, Limit, Range, range_of
+from attnswitch.verify.demands.words import ALIASES, FEATURES, FORMS, covered, forms
+from attnswitch.verify.drawing.case import Case
+
+__all__ = ["Requirement"]
+
+_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_USUAL_DTYPES = ("float16", "bfloat16", "float32")
+_USUAL_DIMS = (64, 128)
+#: Words of a requirement, at the most.
+_MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """``words`` are features, forms, dtypes and limits as they were named; the rest is read from them."""
+
+    words: tuple[str, ...]
+    features: frozenset[str]
+    dtypes: tuple[str, ...]
+    limits: tuple[Limit, ...]
+
+    @staticmethod
+    def parse(text: str) -> Requirement:
+        """Read a requirement. Raises ``InvalidProblem`` for a word that is unknown, or none at all."""
+        named = [word.strip() for word in text.split(",") if word.strip()]
+        if not 0 < len(named) <= _MOST:
+            raise InvalidProblem(f"{shown(text)}: expected 1 to {_MOST} words such as causal, gqa, D<=128, dtype=bf16")
+        words, features, dtypes, limits = [], set(), [], []
+        for word in named:
+            word = ALIASES.get(word, word)
+            name, _, value = word.partition("=")
+            if word in FEATURES or word in FORMS:
+                features.add(word)
+            elif name == "dtype":
+                dtypes.append(_dtype(value))
+            elif name == "mask" and not value:
+                raise InvalidProblem("'mask' is of two kinds: expected mask=bool or mask=float, or both")
+            elif Limit.is_meant(word):
+                limits.append(Limit.parse(word))
+            else:
+                known = (*FEATURES, *FORMS)
+                raise InvalidProblem(
+                    f"{shown(word)} is not understood: expected {', '.join(known)}, dtype=bf16 (fp16, fp32, fp64), or a"
+                    f" bound of {', '.join(SIZES)} such as D<=128, D=64, D%8, Lq=Lk{meant(word, (*known, *ALIASES))}"
+                )
+            words.append(f"dtype={value}" if name == "dtype" else word)
+        if any(limit.name == "page" for limit in limits):
+            features.add("page")
+        return Requirement(
+            tuple(dict.fromkeys(words)), frozenset(features), tuple(dict.fromkeys(dtypes)), tuple(limits)
+        )
+
+    def __str__(self) -> str:
+        return ",".join(self.words)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Forms of the call that it demands."""
+        return tuple(form for form in FORMS if form in self.features) or ("dense",)
+
+    @property
+    def any_dtype(self) -> tuple[str, ...]:
+        """The dtypes that it demands."""
+        return self.dtypes or _USUAL_DTYPES
+
+    def range(self, name: str) -> Range:
+        """Sizes called ``name`` that it demands."""
+        return range_of(name, self.limits, _USUAL_DIMS if name == "D" else ())
+
+    def admits(self, case: Case) -> bool:
+        """Whether ``case`` is a problem that has to be taken."""
+        if case.dtype not in self.any_dtype or not covered(case, self.features):
+            return False
+        if not any(limit.name == "Dv" for limit in self.limits) and case.dim_v != case.dim_qk:
+            return False
+        alike = all(limit.holds(case) for limit in self.limits if not limit.number)
+        sizes = {name: getattr(case, field) for name, field in SIZES.items()}  # 0 is what words are there for
+        return alike and all(size in self.range(name) for name, size in sizes.items() if size)
+
+    def classes(self, case: Case) -> list[str]:
+        """Those of its words that say something of ``case``, which it admits."""
+        return [word for word in self.words if self._says(word, case)]
+
+    def _says(self, word: str, case: Case) -> bool:
+        if word in FORMS:
+            return word in forms(case)
+        if word in FEATURES:
+            return FEATURES[word](case)
+        if word.startswith("dtype="):
+            return case.dtype == _dtype(word.removeprefix("dtype="))
+        limit = Limit.parse(word)
+        return (limit.name != "page" or case.page > 0) and limit.holds(case)
+
+
+def _dtype(name: str) -> str:
+    long = _SHORT.get(name, name)
+    if long not in DTYPES:
+        raise InvalidProblem(f"dtype={shown(name)}: expected {', '.join(_SHORT)}{meant(name, _SHORT)}")
+    return long

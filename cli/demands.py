@@ -1,0 +1,46 @@
+"""What ``attnswitch verify`` demands of backends: read from the options, and shown at the end of a run."""
+
+from __future__ import annotations
+
+from attnswitch.verify.demands.profiles import named
+from attnswitch.verify.demands.requirement import Requirement
+from attnswitch.verify.report import demands
+from attnswitch.verify.session.tally import Report
+
+from . import render
+
+__all__ = ["read", "show"]
+
+
+def read(require: list[str] | None, profiles: list[str] | None) -> tuple[Requirement, ...]:
+    """The requirements of ``--require`` and ``--profile``. Raises ``InvalidProblem``."""
+    found = [Requirement.parse(text) for text in require or ()]
+    for name in profiles or ():
+        found += named(name).requirements
+    return tuple(dict.fromkeys(found))
+
+
+def show(report: Report) -> None:
+    """A table of the demanded classes: how many of their cases were drawn, and which part of them was taken."""
+    found = demands.rows(report)
+    if not found:
+        return
+    columns = ("demanded", "device", "backend", "drawn", "taken", "right", "share", "refused, mostly")
+    table = render.table(*columns, right=("drawn", "taken", "right", "share"))
+    previous = ""
+    for row in found:
+        if row.requirement != previous and len(report.demanded.requirements) > 1:
+            table.add_row(f"[bold]{render.escape(row.requirement)}[/]")
+        previous = row.requirement
+        share, refused = row.share, row.share.refused or not row.share.drawn
+        table.add_row(
+            render.escape(row.word),
+            *map(render.escape, (row.device, row.backend)),
+            str(share.drawn),
+            str(share.taken),
+            str(share.right),
+            f"[bold red]{row.percent}[/]" if refused else f"[green]{row.percent}[/]",
+            render.escape(row.reason),
+        )
+    render.console.print()
+    render.console.print(table)
