@@ -131,8 +131,8 @@ def verify(
 ) -> None:
     """Fuzz every attention kernel of this machine against float64, outputs and gradients, and report.
 
-    Exit code 0: all that ran was right. 1: a mismatch was found. 2: the tool could not do its work. 3: nothing was
-    verified.
+    Exit code 0: all that ran was right. 1: a mismatch was found, or a demanded case refused. 2: the tool could not do
+    its work. 3: nothing was verified, or a demanded class never tried.
     """
     seconds = None if time is None else _seconds(time)
     devices, backends = _devices(device), _backends(backend)

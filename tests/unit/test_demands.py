@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -267,3 +268,41 @@ def test_a_backend_that_evades_is_found_in_a_real_run() -> None:
     share = report.demanded.classes[Class(str(requirements[0]), "mask=bool", "cpu", "saboteurs:Evades")]
     assert (share.taken, share.reasons["mask of bool: it takes none"]) == (0, share.drawn)
     assert {each.backend for each in report.demanded.refused} == {"saboteurs:Evades"}
+
+
+# -- from the command line ---------------------------------------------------------------------------------------------
+
+HERE = ("--quick", "--no-isolate", "--no-corpus", "--examples", "2", "--longest", "40")
+
+
+def test_the_command_shows_which_part_was_taken(command: Callable[..., Any]) -> None:
+    ran = command("verify")(*HERE, "--backend", "saboteurs:Evades", "--require", "mask=bool,dtype=fp32")
+    assert ran.code == 1
+    rows = [line.split() for line in ran.out.splitlines() if line.startswith(("mask=bool", "dtype=fp32"))]
+    assert [row[0] for row in rows] == ["mask=bool", "dtype=fp32"]
+    assert "mask of bool: it takes none" in ran.out
+    assert "2 demanded classes refused" in ran.out
+
+
+def test_the_dispatcher_is_held_to_it_where_no_backend_is_named(command: Callable[..., Any]) -> None:
+    ran = command("verify")(*HERE, "--json", "-", "--device", "cpu", "--require", "softcap,D=8,dtype=fp32")
+    document = json.loads(ran.out)
+    assert {row["backend"] for row in document["demanded"]} == {AUTO}
+    assert (ran.code, document["verdict"]["correct"]) == (0, True)
+    assert {each["of"] for each in document["verdict"]["backends"]} == {"demanded", "drawn"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--require", "causl", "'causl' is not understood"),
+        ("--require", "page,grad", "no problem within it is grad"),
+        ("--profile", "llm", "profile 'llm' is not known"),
+        ("--precision", "double", "precision 'double' is not known"),
+    ],
+)
+def test_a_demand_that_makes_no_sense_is_the_callers_mistake(
+    option: str, value: str, says: str, command: Callable[..., Any]
+) -> None:
+    ran = command("verify")(*HERE, "--backend", "tiled", option, value)
+    assert (ran.code, says in ran.out) == (2, True)

@@ -23,12 +23,15 @@ from attnswitch.verify import (
     Report,
     Space,
     Target,
+    to_html,
     to_json,
     to_junit,
     to_markdown,
 )
 from attnswitch.verify.checks import CHECKS
-from attnswitch.verify.report import facts, summary
+from attnswitch.verify.demands.figures import Demanded, Share
+from attnswitch.verify.demands.requirement import Requirement
+from attnswitch.verify.report import demands, facts, summary
 from attnswitch.verify.session.coverage import TRIGGERS
 
 #: What a kernel may say, to break out of each format.
@@ -321,3 +324,99 @@ def test_a_message_stays_in_its_block() -> None:
     text = to_markdown(nasty())
     assert not re.search(r"^(# heading|```)", text, re.MULTILINE)
     assert not re.search(r"^(?!    ).*<script>", text, re.MULTILINE)
+
+
+# -- what was demanded -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demanding(report: Report) -> Report:
+    """The same report, of a run that demanded two classes of three backends."""
+    places = [("cpu", name) for name in ("one", "two", "three")]
+    report.demanded = Demanded([Requirement.parse("causal,Lq<=20")], places)
+    case = Case(seq_q=20, seq_k=33, dim_qk=64, dim_v=64)
+    for each in (case, case.replace(causal=True)):
+        report.demanded.add(outcome("one", case=each))
+        report.demanded.add(outcome("two", "refused" if each.causal else "verified", case=each, reasons=(NASTY,)))
+    return report
+
+
+def test_the_document_says_what_was_demanded(demanding: Report) -> None:
+    document = json.loads(json.dumps(to_json(demanding), allow_nan=False))
+    figures = {
+        (row["backend"], row["class"]): (row["drawn"], row["taken"], row["share"]) for row in document["demanded"]
+    }
+    assert figures == {
+        ("one", "causal"): (1, 1, 1.0),
+        ("one", "Lq<=20"): (2, 2, 1.0),
+        ("two", "causal"): (1, 0, 0.0),
+        ("two", "Lq<=20"): (2, 1, 0.5),
+        ("three", "causal"): (0, 0, None),
+        ("three", "Lq<=20"): (0, 0, None),
+    }
+    assert document["demanded"][2]["reasons"] == {NASTY: 1}
+
+
+def test_the_document_ends_with_a_verdict_for_programs(demanding: Report) -> None:
+    document = json.loads(json.dumps(to_json(demanding), allow_nan=False))
+    assert list(document)[-1] == "verdict"
+    assert document["verdict"]["correct"] is False
+    one, three, two = document["verdict"]["backends"]
+    assert one == {
+        "device": "cpu",
+        "backend": "one",
+        "correct": True,
+        "of": "demanded",
+        "share": 1.0,
+        "worst": 0.25,
+        "told": [],
+        "refused": [],
+    }
+    assert (two["correct"], two["share"], two["worst"]) == (False, 0.5, 40.0)
+    assert two["told"] == ["reference: grad query: wrong on purpose"]
+    assert two["refused"][0].startswith("causal: 0 of 1 cases taken, refused: ")
+    assert (three["correct"], three["share"]) == (False, None)
+    assert three["refused"] == ["causal: never tried", "Lq<=20: never tried"]
+
+
+def test_a_verdict_without_demands_is_of_what_was_drawn(report: Report) -> None:
+    verdict = to_json(report)["verdict"]
+    one, three, two = verdict["backends"]
+    assert [(each["correct"], each["of"], each["share"]) for each in (one, two, three)] == [
+        (True, "drawn", 1.0),
+        (False, "drawn", 2 / 3),
+        (False, "drawn", 0.0),
+    ]
+    assert three["refused"] == ["softcap: it has none"]
+    assert to_json(Report(seed=0))["verdict"] == {"correct": False, "backends": []}
+
+
+def test_a_class_that_was_refused_fails_in_junit(demanding: Report) -> None:
+    suite = ElementTree.fromstring(to_junit(demanding)).find("testsuite")
+    assert suite is not None
+    tests = {
+        (case.get("classname"), case.get("name")): [part.tag for part in case]
+        for case in suite
+        if ".demanded" in case.get("classname", "")
+    }
+    assert tests == {
+        (f"attnswitch.cpu.{backend}.demanded", f"{word} of causal,Lq<=20"): tags
+        for backend, tags in (("one", []), ("two", ["failure"]), ("three", ["skipped"]))
+        for word in ("causal", "Lq<=20")
+    }
+    assert suite.get("failures") == str(len(list(suite.iter("failure"))))
+
+
+def test_markdown_and_html_have_a_table_of_what_was_demanded(demanding: Report) -> None:
+    markdown, page = to_markdown(demanding), to_html(demanding)
+    assert r"| causal,Lq&lt;=20 | causal | cpu | two | 1 | 0 | 0 % | " in markdown
+    assert "<script>" not in markdown.replace("&lt;", "")
+    assert "<h2>Demanded</h2>" in page
+    assert "<script>" not in page
+    assert "<h2>Demanded</h2>" not in to_html(Report(seed=0))
+    assert "1 distinct mismatch, 2 demanded classes refused" in markdown
+
+
+@pytest.mark.parametrize(("taken", "drawn", "says"), [(999, 1000, "99 %"), (1000, 1000, "100 %"), (0, 0, "–")])
+def test_nearly_all_is_not_all(taken: int, drawn: int, says: str) -> None:
+    assert demands.Row("lse", "lse", "cpu", "one", Share(drawn, taken)).percent == says

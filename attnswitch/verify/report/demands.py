@@ -73,13 +73,13 @@ def document(report: Report) -> list[dict[str, Any]]:
 def verdict(report: Report) -> dict[str, Any]:
     """What a program that trains on verdicts needs, for each device and backend that was judged.
 
-    ``correct``: something was verified, nothing was wrong, and all that is demanded was taken. ``share`` is the part
-    of the demanded cases that came out right, of all cases where nothing is demanded; it is from 0 to 1, None where
-    none was tried. ``worst`` is the worst error / bound, of wrong results as well. ``told`` says what was wrong,
-    ``refused`` what was not taken.
+    ``correct`` of the whole is that of the exit code. A backend is correct if something was verified, nothing was
+    wrong, and all that is demanded was taken. Its ``share`` is the part of the demanded cases that came out right, of
+    all cases where nothing is demanded; it is from 0 to 1, None where none was tried. ``worst`` is the worst error /
+    bound, of wrong results as well. ``told`` says what was wrong, ``refused`` what was not taken.
     """
     judged = [_judged(report, place, tally) for place, tally in facts.by_backend(report).items()]
-    return {"correct": bool(judged) and all(each["correct"] for each in judged), "backends": judged}
+    return {"correct": report.exit_code == 0, "backends": judged}
 
 
 def _judged(report: Report, place: facts.Place, tally: Tally) -> dict[str, Any]:
