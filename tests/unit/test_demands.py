@@ -62,6 +62,7 @@ PAGED = {"page": 16, "seq_k": 48, "lengths": (33,), "alignment": "bottom_right"}
         ("empty", {"seq_k": 0}),
         ("dropout", {"dropout": 0.5, "seq_k": 64}),
         ("seeded", {"dropout": 0.5, "dropout_seed": 3}),
+        ("causal!,lse", {"causal": True}),
     ],
 )
 def test_a_requirement_admits(text: str, changes: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ def test_a_requirement_admits(text: str, changes: dict[str, Any]) -> None:
         ("lse", {"placing": Placing(query="offset")}),
         ("lengths", {"lengths": (0,)}),
         ("dropout", {"dropout": 0.5, "dropout_seed": 3}),
+        ("causal!,lse", {"lse": True}),
     ],
 )
 def test_a_requirement_does_not_admit(text: str, changes: dict[str, Any]) -> None:
@@ -106,7 +108,7 @@ def test_a_case_is_of_the_classes_that_say_something_of_it() -> None:
 
 
 def test_words_are_read_once_and_keep_their_order() -> None:
-    assert str(Requirement.parse(" gqa, backward,causal,,grad ,gqa")) == "gqa,grad,causal"
+    assert str(Requirement.parse(" gqa, backward,causal!,,grad ,gqa")) == "gqa,grad,causal!"
     assert Requirement.parse("dtype=bfloat16").admits(PLAIN)
 
 
@@ -124,6 +126,7 @@ def test_words_are_read_once_and_keep_their_order() -> None:
         ("D<=99999999999999999999", "expected a number from 1"),
         ("E<=3", "'E<=3' is no bound of a size: expected one of B, H,"),
         ("Lk=Lq", "'Lk=Lq': expected a number"),
+        ("D=64!", "'D=64!' is no bound of a size"),
         ("\x1b[31m", "is not understood"),
         (",".join(["lse"] * 65), "expected 1 to 64 words"),
     ],

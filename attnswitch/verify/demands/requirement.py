@@ -1,9 +1,9 @@
 """``Requirement``: problems that a backend has to take, as words and bounds, such as ``causal,gqa,D<=128,dtype=bf16``.
 
-A requirement demands every problem that has no feature but those it names (``words``), alone and together, and whose
+A requirement demands every problem that has no feature but those it names, alone and together, and whose
 sizes and dtype are within what it names. What it does not name is usual: float16, bfloat16 or float32; a dense call;
 D of 64 or 128, and Dv the same; any batch, heads and lengths. Each of its words is a demanded class: the problems
-within the requirement that are what the word says.
+within the requirement that are what the word says. ``causal!`` says that all of them are causal.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """``words`` are features, forms, dtypes and limits as they were named; the rest is read from them."""
+    """``words`` are features, forms, dtypes and limits as they were named; the rest is read from them.
+
+    All of its problems have the features ``always``.
+    """
 
     words: tuple[str, ...]
     features: frozenset[str]
+    always: frozenset[str]
     dtypes: tuple[str, ...]
     limits: tuple[Limit, ...]
 
@@ -41,8 +45,12 @@ class Requirement:
         named = [word.strip() for word in text.split(",") if word.strip()]
         if not 0 < len(named) <= _MOST:
             raise InvalidProblem(f"{shown(text)}: expected 1 to {_MOST} words such as causal, gqa, D<=128, dtype=bf16")
-        words, features, dtypes, limits = [], set(), [], []
+        words, features, always, dtypes, limits = [], set(), set(), [], []
         for word in named:
+            bare = word.removesuffix("!")
+            if bare != word and ALIASES.get(bare, bare) in FEATURES:
+                always.add(ALIASES.get(bare, bare))
+                word = bare
             word = ALIASES.get(word, word)
             name, _, value = word.partition("=")
             if word in FEATURES or word in FORMS:
@@ -63,11 +71,15 @@ class Requirement:
         if any(limit.name == "page" for limit in limits):
             features.add("page")
         return Requirement(
-            tuple(dict.fromkeys(words)), frozenset(features), tuple(dict.fromkeys(dtypes)), tuple(limits)
+            tuple(dict.fromkeys(words)),
+            frozenset(features),
+            frozenset(always),
+            tuple(dict.fromkeys(dtypes)),
+            tuple(limits),
         )
 
     def __str__(self) -> str:
-        return ",".join(self.words)
+        return ",".join(f"{word}!" if word in self.always else word for word in self.words)
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -86,6 +98,8 @@ class Requirement:
     def admits(self, case: Case) -> bool:
         """Whether ``case`` is a problem that has to be taken."""
         if case.dtype not in self.any_dtype or not covered(case, self.features):
+            return False
+        if not all(FEATURES[word](case) for word in self.always):
             return False
         if not any(limit.name == "Dv" for limit in self.limits) and case.dim_v != case.dim_qk:
             return False

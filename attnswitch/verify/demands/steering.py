@@ -61,7 +61,7 @@ class _Draw:
     def __init__(self, requirement: Requirement, space: Space, rng: random.Random, word: str) -> None:
         self.wanted, self.space, self.rng = requirement, space, rng
         features = [name for name in requirement.words if name in requirement.features and name not in FORMS]
-        self.on = {name for name in features if name == word or rng.randrange(3) == 0}
+        self.on = {name for name in features if name == word or rng.randrange(3) == 0} | requirement.always
 
     def case(self) -> Case | None:
         """A case within the requirement, or None."""
