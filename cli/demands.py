@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from attnswitch.verify.demands import definitions
 from attnswitch.verify.demands.profiles import named
 from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.report import demands
@@ -14,7 +17,10 @@ __all__ = ["read", "show"]
 
 def read(require: list[str] | None, profiles: list[str] | None) -> tuple[Requirement, ...]:
     """The requirements of ``--require`` and ``--profile``. Raises ``InvalidProblem``."""
-    found = [Requirement.parse(text) for text in require or ()]
+    found = [
+        definitions.read(Path(text)) if definitions.is_meant(text) else Requirement.parse(text)
+        for text in require or ()
+    ]
     for name in profiles or ():
         found += named(name).requirements
     return tuple(dict.fromkeys(found))

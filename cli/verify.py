@@ -121,7 +121,8 @@ def verify(
         typer.Option(
             metavar="WORDS",
             help="Problems that each backend named, else the dispatcher, has to take (repeatable), such as"
-            " causal,gqa,mask=bool,D<=128,dtype=bf16: these features, alone and together. A refusal is a failure.",
+            " causal,gqa,mask=bool,D<=128,dtype=bf16: these features, alone and together. A refusal is a failure."
+            " Or a definition of FlashInfer-Bench (FILE.json) or KernelBench (FILE.py), of which nothing is run.",
         ),
     ] = None,
     profile: Annotated[
