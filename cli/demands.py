@@ -38,14 +38,15 @@ def show(report: Report) -> None:
         if row.requirement != previous and len(report.demanded.requirements) > 1:
             table.add_row(f"[bold]{render.escape(row.requirement)}[/]")
         previous = row.requirement
-        share, refused = row.share, row.share.refused or not row.share.drawn
+        share = row.share
+        lacking = share.refused or not share.tried
         table.add_row(
             render.escape(row.word),
             *map(render.escape, (row.device, row.backend)),
             str(share.drawn),
             str(share.taken),
             str(share.right),
-            f"[bold red]{row.percent}[/]" if refused else f"[green]{row.percent}[/]",
+            f"[bold red]{row.percent}[/]" if lacking else f"[green]{row.percent}[/]",
             render.escape(row.reason),
         )
     render.console.print()

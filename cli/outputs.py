@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Precision
 from attnswitch.verify.report import file_name, to_html, to_json, to_junit, to_markdown, to_pytest
 from attnswitch.verify.report.facts import environment_of
 from attnswitch.verify.session.tally import Report
@@ -24,6 +25,8 @@ class Outputs:
     html: Path | None
     summary: Path | None
     tests: Path | None
+    #: To which the tests hold a backend, None being what it declares.
+    precision: Precision | None = None
 
     @property
     def quiet(self) -> bool:
@@ -51,11 +54,11 @@ class Outputs:
         if self.tests is not None:
             self._write_tests(report, self.tests)
 
-    @staticmethod
-    def _write_tests(report: Report, folder: Path) -> None:
+    def _write_tests(self, report: Report, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for outcome in (found.outcome for found in report.failures):
             assert outcome.failure is not None
-            test = to_pytest(outcome.case, outcome.backend, outcome.device, outcome.failure, environment_of(report))
+            where, environment = (outcome.backend, outcome.device), environment_of(report)
+            test = to_pytest(outcome.case, *where, outcome.failure, environment, self.precision)
             name = file_name(outcome.backend, outcome.device, outcome.failure)
             (folder / name).write_text(test, encoding="utf-8", errors="replace")

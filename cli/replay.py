@@ -81,7 +81,7 @@ def replay(
             else:
                 _print(path, words[-1], outcome, error)
             if emit_pytest is not None and outcome is not None:
-                _write_test(emit_pytest, saved, outcome)
+                _write_test(emit_pytest, saved, outcome, demanded)
     if json:
         render.write_json(documents, None)
     raise typer.Exit(1 if "FAILED" in words else 2 if "ERROR" in words else 0 if "FIXED" in words else 3)
@@ -174,10 +174,11 @@ def _print(path: Path, word: str, outcome: Outcome | None, error: str) -> None:
         render.console.print(f"  {render.escape(line)}", soft_wrap=True)
 
 
-def _write_test(path: Path, saved: Saved, outcome: Outcome) -> None:
+def _write_test(path: Path, saved: Saved, outcome: Outcome, demanded: Terms) -> None:
     """The failure as it is now, or as it was saved where it is fixed."""
     failure = outcome.failure or Failure(saved.check or "reference", "it failed when it was saved")
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = emulation.fact(emulation.variables((outcome.backend,), outcome.device))
-    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, {**provenance(), **facts})
+    environment = {**provenance(), **facts}
+    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, environment, demanded.precision)
     path.write_text(test, encoding="utf-8", errors="replace")

@@ -155,17 +155,17 @@ def verify(
         lattice=not quick,
         targeted=not quick,
         keep_worst=keep_worst,
-        remember=True,
+        remember=precision is None,  # a backend that is wrong by a stricter measure is not wrong for its callers
         terms=Terms(None if precision is None else demanded.read(precision)),
         requirements=demands.read(require, profile),
         held=tuple(backends) if backend is not None else (AUTO,),
         replayed_with=() if precision is None else ("--precision", precision),
     )
-    outputs = Outputs(json, junit, html, summary, emit_pytest)
+    outputs = Outputs(json, junit, html, summary, emit_pytest, plan.terms.precision)
     outputs.check(plan.corpus, ndjson)
     os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:
-        _only_mutants(backend, device, time, junit, ndjson, emit_pytest)
+        _only_mutants(backend, device, time, junit, ndjson, emit_pytest, precision, require, profile)
         raise typer.Exit(_mutants(plan, outputs))
     if not outputs.quiet:
         render.emulated(plan)

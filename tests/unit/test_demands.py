@@ -199,9 +199,9 @@ def test_figures_count_what_is_within() -> None:
     demanded.add(outcome(PLAIN.replace(softcap=1.0, lse=True), "refused", reason="softcap"))
     demanded.add(outcome(PLAIN.replace(lse=True), "refused", backend="two", reason="no lse"))
     figures = {each.word: (s.drawn, s.taken, s.right, dict(s.reasons)) for each, s in demanded.classes.items()}
-    assert figures == {"causal": (2, 1, 1, {"no lse": 1}), "lse": (2, 1, 0, {"no lse": 1})}
+    assert figures == {"causal": (2, 1, 1, {"no lse": 1}), "lse": (3, 1, 0, {"no lse": 1, "not here": 1})}
     whole = demanded.whole["cpu", "one"]
-    assert (whole.drawn, whole.taken, whole.right) == (3, 2, 1)
+    assert (whole.drawn, whole.taken, whole.right) == (4, 2, 1)
     assert demanded.refused == [Class("causal,lse", "causal", "cpu", "one"), Class("causal,lse", "lse", "cpu", "one")]
     assert demanded.never == []
 
@@ -254,6 +254,20 @@ def test_a_class_that_was_never_tried_is_no_success(judged: Callable[..., Any]) 
     report = judged(lambda case, backend: "unavailable" if backend == "one" else "verified")
     assert report.exit_code == 3
     assert {each.backend for each in report.demanded.never} == {"one"}
+
+
+def test_being_absent_for_what_is_hard_is_a_refusal(judged: Callable[..., Any]) -> None:
+    report = judged(lambda case, backend: "unavailable" if case.causal and case.group > 1 else "verified")
+    assert report.exit_code == 1
+    assert {each.word for each in report.demanded.refused} == {"causal", "gqa", "dtype=bf16"}
+
+
+def test_running_out_of_memory_is_a_refusal_too() -> None:
+    demanded = Demanded([Requirement.parse("lse")], [("cpu", "one")])
+    demanded.add(Outcome(PLAIN, "one", "cpu", "refused", reasons=("out of memory",), starved=True))
+    demanded.add(outcome(PLAIN.replace(lse=True), "verified"))
+    assert [share.taken for share in demanded.classes.values()] == [1]
+    assert demanded.whole["cpu", "one"].refused
 
 
 def test_a_run_finds_out_first_that_nothing_can_be_drawn() -> None:

@@ -11,10 +11,35 @@ from pathlib import Path
 
 import pytest
 
+from attnswitch.machine.backend import Precision
 from attnswitch.verify import Case, Failure, to_pytest
 from attnswitch.verify.drawing.case import Placing
 from attnswitch.verify.report import file_name
 
+#: A backend that is off by a hundredth, and excuses it.
+ROUGH = """
+from attnswitch.backends.tiled import TiledBackend
+from attnswitch.machine.backend import Kernel, Precision
+
+
+class Off(Kernel):
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def forward(self, inputs):
+        out, lse = self.kernel.forward(inputs)
+        return (out * 1.01).astype(out.dtype), lse
+
+
+class Rough(TiledBackend):
+    name = "rough"
+
+    def precision(self, problem, device):
+        return Precision(exp=0.5)
+
+    def compile(self, problem, device, config):
+        return Off(super().compile(problem, device, config))
+"""
 #: What a kernel may say, to break out of a docstring.
 NASTY = '""" \\ \x00 \ud800 \n# heading'
 
@@ -55,6 +80,15 @@ def test_a_test_of_a_failure_fails_and_says_how(tmp_path: Path) -> None:
 def test_a_test_of_what_was_repaired(backend: str, case: Case, ending: str, tmp_path: Path) -> None:
     ran = run_test(tmp_path, to_pytest(case, backend, "cpu", Failure("reference", "it was wrong once"), {}))
     assert (ran.returncode, ending in ran.stdout) == (0, True), ran.stdout
+
+
+def test_a_test_holds_the_backend_to_the_precision_that_was_demanded(tmp_path: Path) -> None:
+    (tmp_path / "rough.py").write_text(ROUGH)
+    case, failure = Case(seq_q=2, seq_k=33, library="numpy"), Failure("reference", "off")
+    by_its_own = to_pytest(case, "rough:Rough", "cpu", failure, {})
+    demanded = to_pytest(case, "rough:Rough", "cpu", failure, {}, Precision(statistics="lse"))
+    assert "Precision(" not in by_its_own
+    assert [run_test(tmp_path, source).returncode for source in (by_its_own, demanded)] == [0, 1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])

@@ -24,24 +24,34 @@ class Class(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """Cases that were drawn, those that were taken, those of them that were right; and why others were refused."""
+    """Cases that were drawn, those that were taken, those of them that were right; and why others were refused.
+
+    Of those that were not taken, ``absent`` counts the ones for which the backend said that it cannot run here.
+    """
 
     drawn: int = 0
     taken: int = 0
     right: int = 0
+    absent: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome."""
         self.drawn += 1
-        self.taken += outcome.verdict != "refused"
+        self.taken += outcome.verdict not in ("refused", "unavailable")
+        self.absent += outcome.verdict == "unavailable"
         self.right += outcome.verdict == "verified"
         self.reasons.update(outcome.reasons)
 
     @property
     def refused(self) -> bool:
-        """Whether a case was not taken."""
-        return self.taken < self.drawn
+        """Whether a case was not taken, by a backend that is here."""
+        return self.tried and self.taken < self.drawn
+
+    @property
+    def tried(self) -> bool:
+        """Whether the backend was here for any case."""
+        return self.drawn > self.absent
 
 
 class Demanded:
@@ -60,9 +70,9 @@ class Demanded:
         }
 
     def add(self, outcome: Outcome) -> None:
-        """Count one outcome in every class that its case is of; a backend that is not here took and refused nothing."""
+        """Count one outcome in every class that its case is of."""
         place = outcome.device, outcome.backend
-        if place not in self.whole or outcome.verdict == "unavailable":
+        if place not in self.whole:
             return
         within = [requirement for requirement in self.requirements if requirement.admits(outcome.case)]
         if within:
@@ -83,4 +93,4 @@ class Demanded:
     @property
     def never(self) -> list[Class]:
         """Classes of which no case was tried."""
-        return [each for each, share in self.classes.items() if not share.drawn]
+        return [each for each, share in self.classes.items() if not share.tried]

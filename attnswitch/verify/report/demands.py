@@ -46,8 +46,8 @@ def rows(report: Report) -> list[Row]:
 def says(row: Row) -> str:
     """What became of a class in a few words."""
     share = row.share
-    if not share.drawn:
-        return f"{row.word}: never tried"
+    if not share.tried:
+        return f"{row.word}: never tried{f', as {row.reason}' if row.reason else ''}"
     refused = f", refused: {row.reason}" if share.refused else ""
     return f"{row.word}: {share.taken} of {share.drawn} cases taken{refused}"
 
@@ -85,7 +85,7 @@ def verdict(report: Report) -> dict[str, Any]:
 def _judged(report: Report, place: facts.Place, tally: Tally) -> dict[str, Any]:
     mine = [found.outcome for found in report.failures if (found.outcome.device, found.outcome.backend) == place]
     classes = [row for row in rows(report) if (row.device, row.backend) == place]
-    lacking = [row for row in classes if row.share.refused or not row.share.drawn]
+    lacking = [row for row in classes if row.share.refused or not row.share.tried]
     whole, tried = report.demanded.whole.get(place), tally.verified + tally.mismatched + tally.refused
     ratios = [tally.worst, *(ratio for outcome in mine for ratio in outcome.ratios.values())]
     told = [f"{failure.title}: {failure.message}" for failure in (outcome.failure for outcome in mine) if failure]

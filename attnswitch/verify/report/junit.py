@@ -55,7 +55,7 @@ def _demanded(suite: ElementTree.Element, row: demands.Row, counts: dict[str, in
         counts["failures"] += 1
         reasons = "\n".join(f"{count} {reason}" for reason, count in row.share.reasons.most_common(demands.SHOWN))
         ElementTree.SubElement(test, "failure", message=_clean(demands.says(row))).text = _clean(reasons)
-    elif not row.share.drawn:
+    elif not row.share.tried:
         counts["skipped"] += 1
         ElementTree.SubElement(test, "skipped", message=_clean(demands.says(row)))
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from attnswitch.verify.outcome import Outcome
-from attnswitch.verify.report import facts
+from attnswitch.verify.report import demands, facts
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import Report
@@ -76,6 +76,7 @@ class EventLog:
             seconds=round(report.seconds, 3),
             stopped=report.stopped,
             exit_code=report.exit_code,
+            demanded=demands.document(report),
             environment=facts.environment_of(report),
         )
 

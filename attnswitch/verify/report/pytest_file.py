@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from attnswitch.machine.backend import Precision
 from attnswitch.names import printable
 from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
@@ -25,7 +27,7 @@ It needs attnswitch and pytest, and draws nothing.{alone}
 
 import pytest{torch}
 
-from attnswitch.verify.drawing.case import Case
+{judging}from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.{check} import check
 
 CASE = Case.from_json(
@@ -34,7 +36,7 @@ CASE = Case.from_json(
 
 
 {mark}def test_{name}() -> None:
-    outcome = check(CASE, {backend}, {device})
+    {call}
     if outcome.verdict {skipped}:
         pytest.skip("; ".join(outcome.reasons))
     failure = outcome.failure
@@ -45,14 +47,34 @@ CASE = Case.from_json(
         f"{{CASE}}"
     )
 '''
+_CALL = "outcome = check(CASE, {backend}, {device})"
+#: The same, where the run demanded a precision of its own.
+_JUDGING = """\
+from attnswitch.machine.backend import Precision
+from attnswitch.verify import terms
+"""
+_DEMANDING = """\
+demanded = Precision(
+{fields}
+    )
+    with terms.within(terms.Terms(demanded)):
+        """
 _MARK = """\
 @pytest.mark.skipif(torch.cuda.device_count() <= {index}, reason={reason})
 """
 
 
-def to_pytest(case: Case, backend: str, device: str, failure: Failure, environment: Mapping[str, str]) -> str:
+def to_pytest(
+    case: Case,
+    backend: str,
+    device: str,
+    failure: Failure,
+    environment: Mapping[str, str],
+    precision: Precision | None = None,
+) -> str:
     """The source of a test that runs ``case`` and fails as long as ``failure``, or any other, is there.
 
+    The backend is held to ``precision``, None being what it declares.
     It names everything it needs and draws nothing. Unless the backend is emulated, it does not import Hypothesis.
     Text stands in it as literals and in the docstring, so that none of it is run.
     """
@@ -65,13 +87,17 @@ def to_pytest(case: Case, backend: str, device: str, failure: Failure, environme
         alone += f"\nThe kernel is emulated, in a process of its own under {emulated}."
     if failure.check in ("crash", "hang", "lost"):
         alone += "\nThe failure may end the process, or never return: run it alone."
+    call = _CALL.format(backend=_text(backend), device=_text(device))
+    if precision is not None:
+        fields = "\n".join(f"        {name}={_text(value)}," for name, value in asdict(precision).items())
+        call = _DEMANDING.format(fields=fields) + call
     return _TEMPLATE.format(
+        call=call,
+        judging=_JUDGING if precision is not None else "",
         title=_quoted(f"{failure.title}, {backend} on {device}"),
-        backend=_text(backend),
         # A target that is not there is no reason to pass over its failure.
         check="session.apart" if emulated else "judge",
         skipped='== "refused"' if ":" in backend else 'in ("refused", "unavailable")',
-        device=_text(device),
         what=_quoted(what),
         environment=_quoted(", ".join(f"{key} {value}" for key, value in environment.items())),
         alone=_quoted(alone),

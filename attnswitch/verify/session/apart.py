@@ -8,7 +8,7 @@ from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.plan import Plan, Target
 from attnswitch.verify.session.pool import Isolated
-from attnswitch.verify.terms import Terms
+from attnswitch.verify.terms import Terms, now
 
 __all__ = ["check", "pool"]
 
@@ -21,5 +21,5 @@ def pool(device: str, backend: str, timeout: float, terms: Terms = Terms()) -> I
 
 def check(case: Case, backend: str, device: str = "cpu", unguarded: bool = False, timeout: float = 600.0) -> Outcome:
     """``attnswitch.verify.check`` in a process of its own; ``unguarded`` runs the backend on what it refuses."""
-    with pool(device, backend, timeout) as apart:
+    with pool(device, backend, timeout, now()) as apart:
         return apart.attempt(case, backend, device, unguarded=unguarded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -287,6 +288,8 @@ class _Run:
         if path is None and self.plan.corpus is not None:
             try:
                 facts = emulation.fact(self.report.emulated.get(outcome.device, {}))
+                if self.plan.replayed_with:
+                    facts["judged with"] = shlex.join(self.plan.replayed_with)
                 path = corpus.save(outcome, self.plan.corpus, facts)
             except OSError:
                 path = None  # the failure is reported even if it cannot be saved
