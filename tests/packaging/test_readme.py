@@ -84,7 +84,8 @@ LINES = [
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that looks like a clone, in which what a block writes does no harm."""
-    shutil.copytree(ROOT / "fixtures" / "corpus", tmp_path / "fixtures" / "corpus")
+    for folder in ("corpus", "definitions"):
+        shutil.copytree(ROOT / "fixtures" / folder, tmp_path / "fixtures" / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ATTNSWITCH_CORPUS", raising=False)
 
