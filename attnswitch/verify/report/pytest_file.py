@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnswitch.machine import registry
 from attnswitch.names import printable
 from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
@@ -61,6 +62,9 @@ def to_pytest(case: Case, backend: str, device: str, failure: Failure, environme
     index = int(number) if (number := device.partition(":")[2]).isdecimal() else 0
     emulated = emulation.text(emulation.variables((backend,), device))
     alone = f"\n{backend} must be importable." if ":" in backend else ""
+    if registry.is_function(backend):
+        file = backend.rpartition(":")[0]
+        alone = f"\n{file} has to be there, seen from the folder in which the test runs."
     if emulated:
         alone += f"\nThe kernel is emulated, in a process of its own under {emulated}."
     if failure.check in ("crash", "hang", "lost"):
