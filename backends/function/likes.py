@@ -1,7 +1,7 @@
 """``Like``: a manner in which attention is called, by how its operands lie and what its parameters are called.
 
 What a library documents holds for whoever is like it. ``bhsd`` and ``bshd`` document nothing: where positions count
-from is not known there, nor whether key heads may be shared.
+from is not known there, nor whether key heads may be shared, or there may be no queries or no keys.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class Like:
     words: Mapping[str, tuple[str, ...]]
     #: Where positions count from; None where it is not known.
     alignment: Alignment | None = None
-    #: Whether key heads may be shared, without a parameter for it.
+    #: Whether key heads may be shared, without a parameter for it; and whether there may be nothing to attend to.
     grouped: bool = False
+    empty: bool = True
     #: Whether the lse has a gradient.
     lse_grads: bool = True
     #: What stands for a side of the window that has no limit.
@@ -80,17 +81,17 @@ LIKES = {
     like.name: like
     for like in (
         Like("torch", "BHLD", _WORDS, "top_left"),
-        Like("flash-attn", "BLHD", _WORDS, "bottom_right", True, False),
-        Like("flash-attn-varlen", "THD", _WORDS | _EDGES, "bottom_right", True, False),
-        Like("paged", "pages", _WORDS | _PAGES, "bottom_right", True, False),
-        Like("bhsd", "BHLD", _WORDS),
-        Like("bshd", "BLHD", _WORDS),
-        Like("attnswitch", "BHLD", _WORDS | _OWN, "top_left", True, unlimited=None),
+        Like("flash-attn", "BLHD", _WORDS, "bottom_right", grouped=True, lse_grads=False),
+        Like("flash-attn-varlen", "THD", _WORDS | _EDGES, "bottom_right", grouped=True, lse_grads=False),
+        Like("paged", "pages", _WORDS | _PAGES, "bottom_right", grouped=True, lse_grads=False),
+        Like("bhsd", "BHLD", _WORDS, empty=False),
+        Like("bshd", "BLHD", _WORDS, empty=False),
+        Like("attnswitch", "BHLD", _WORDS | _OWN, "top_left", grouped=True, unlimited=None),
     )
 }
 _LIBRARIES = ("torch", "numpy", "cupy")
 #: What a signature does not say, and its author may.
-_PROMISES = ("gqa", "deterministic")
+_PROMISES = ("gqa", "deterministic", "empty")
 
 
 @dataclass(frozen=True, slots=True)

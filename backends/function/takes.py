@@ -36,6 +36,7 @@ def lacks(reading: Reading) -> frozenset[str]:
     corners = {"top_left", "bottom_right"} - {like.alignment}
     facts = {
         "mask": not masks,
+        "masked_causal": like.name == "torch",
         "mixed": not own,
         "bool": not reading.takes("mask"),
         "nonfinite": not own,
@@ -44,6 +45,7 @@ def lacks(reading: Reading) -> frozenset[str]:
         "grads": reading.library != "torch" or reading.forward_alone,
         "lse_grads": not like.lse_grads,
         "cache": like.layout == "pages",
+        "empty": not _promises_empty(reading),
         "dense": like.layout == "THD",
         "unpaged": like.layout == "pages",
         "packed": like.layout == "pages" and not reading.takes("edges_q"),
@@ -78,8 +80,15 @@ def _of_library(reading: Reading, problem: Problem, device: Device) -> Iterator[
         yield f"dtype bfloat16: {reading.library} has none, and {reading.call} takes its arrays"
 
 
+def _promises_empty(reading: Reading) -> bool:
+    return reading.like.empty or "empty" in reading.promises
+
+
 def _of_layout(reading: Reading, problem: Problem) -> Iterator[str]:
     layout = reading.like.layout
+    if not ((problem.batch and problem.seq_q and problem.seq_k) or _promises_empty(reading)):
+        sizes = f"batch {problem.batch}, {problem.seq_q} queries, {problem.seq_k} keys"
+        yield f"{sizes}: that {reading.call} takes none of one is not known; if it does, say so with +empty"
     if layout == "THD" and not problem.varlen:
         yield f"a dense batch: {reading.call} takes sequences one after another (attention_varlen)"
     if layout == "pages":
@@ -122,6 +131,8 @@ def _of_mask(reading: Reading, problem: Problem) -> Iterator[str]:
     mask = problem.mask
     if mask is None:
         return
+    if problem.causal and reading.like.name == "torch":
+        yield f"causal beside attn_mask: {reading.call} is like torch, whose is_causal stands for a mask"
     if not reading.takes("mask") and (mask.is_bool or not reading.takes("bias")):
         yield f"attn_mask ({mask.dtype}): {reading.call} takes no attn_mask{'' if mask.is_bool else ' or bias'}"
     elif not mask.is_bool and mask.dtype != problem.dtype and reading.like.name != "attnswitch":

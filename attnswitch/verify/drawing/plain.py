@@ -47,6 +47,8 @@ def without(case: Case, lacks: Collection[str]) -> Case:
     if "key_lengths" in lacks and not (case.varlen or case.page):
         changes["lengths"] = None
     case = case.replace(**changes)
+    if "empty" in lacks:
+        case = _filled(case)
     if case.grads and case.lse and "lse_grads" in lacks:
         case = case.replace(lse=False)
     if "dense" in lacks and not (case.varlen or case.page):
@@ -55,7 +57,19 @@ def without(case: Case, lacks: Collection[str]) -> Case:
         case = _paged(case)
     if case.page and case.varlen and "packed" in lacks:
         case = case.replace(query_lengths=None)
+    if case.mask is not None and "masked_causal" in lacks:
+        case = case.replace(causal=False)
     return _aligned(_masked(case, lacks), lacks)
+
+
+def _filled(case: Case) -> Case:
+    """With one of everything that there is none of."""
+    lengths, queries = (
+        None if given is None else tuple(max(1, n) for n in given) or (1,)
+        for given in (case.lengths, case.query_lengths)
+    )
+    batch, lq, lk = (max(1, n) for n in (case.batch, case.seq_q, case.seq_k))
+    return case.replace(batch=batch, seq_q=lq, seq_k=max(lk, case.page), lengths=lengths, query_lengths=queries)
 
 
 def _masked(case: Case, lacks: Collection[str]) -> Case:
