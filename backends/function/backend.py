@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -12,13 +11,12 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from . import operands, takes
+from .interpreted import VARIABLE, interprets, untimed
 from .likes import manner
 from .signature import Reading, read
 from .target import Target, found
 
 __all__ = ["FunctionBackend", "backend"]
-
-_INTERPRETER = "TRITON_INTERPRET"
 
 
 def backend(name: str) -> Backend:
@@ -28,6 +26,8 @@ def backend(name: str) -> Backend:
     """
     target = Target.parse(name)
     reading = read(found(target), target.function, manner(target.like))
+    if target.in_triton and interprets():
+        untimed(target.modules)
     deduced = " (deduced from its parameters; --like says otherwise)" if reading.deduced else ""
     words = ", ".join(reading.says.values())
     attributes = {
@@ -40,7 +40,7 @@ def backend(name: str) -> Backend:
         "alibi": reading.takes("slopes"),
         "splits": reading.takes("splits"),
         "builds_per_shape": target.in_triton,
-        "emulation": {_INTERPRETER: "1"} if target.in_triton else {},
+        "emulation": {VARIABLE: "1"} if target.in_triton else {},
         "lacks": takes.lacks(reading),
         "notice": f"{reading.call} is called like {reading.like.name}{deduced}, with {reading.library}: {words}",
     }
@@ -66,9 +66,9 @@ class FunctionBackend(Backend):
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """What its signature does not say; and Triton on the CPU, unless it is interpreted there."""
-        if self.emulation and device.kind == "cpu" and os.environ.get(_INTERPRETER) != "1":
+        if self.emulation and device.kind == "cpu" and not interprets():
             file = self.target.file.name
-            yield f"{file} imports Triton, and the arrays are on the CPU; {_INTERPRETER}=1 interprets it there, slowly"
+            yield f"{file} imports Triton, and the arrays are on the CPU; {VARIABLE}=1 interprets it there, slowly"
         yield from takes.reasons(self.reading, problem, device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:

@@ -48,10 +48,14 @@ class Target(NamedTuple):
         """Whether the file, or a module beside it that is imported, imports Triton."""
         return any(_imports(path, "triton") for path in self._sources())
 
+    @property
+    def modules(self) -> list[types.ModuleType]:
+        """Those beside the file, and it, as far as they are imported."""
+        every = [(module, getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+        return [module for module, file in every if isinstance(file, str) and Path(file).parent == self.file.parent]
+
     def _sources(self) -> list[Path]:
-        files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-        beside = {Path(file) for file in files if isinstance(file, str) and Path(file).parent == self.file.parent}
-        return sorted(beside | {self.file})
+        return sorted({Path(str(module.__file__)) for module in self.modules} | {self.file})
 
 
 def found(target: Target) -> Callable[..., Any]:

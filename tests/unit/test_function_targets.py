@@ -18,6 +18,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning import planner
 from attnswitch.verify import Case, check, load
+from attnswitch.verify.session import apart
 
 PLAIN = """
 import torch
@@ -220,6 +221,47 @@ def test_triton_is_interpreted_where_there_is_no_gpu(
     assert backend.supports(problem, Device.named("h100")) == ()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.supports(problem, Device.cpu()) == ()
+
+
+TUNED = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.autotune(configs=[triton.Config({"WIDTH": 16}), triton.Config({"WIDTH": 8})], key=["keys"])
+@triton.jit
+def _row(query, key, value, out, scale, keys, WIDTH: tl.constexpr):
+    head, row, columns = tl.program_id(1), tl.program_id(0), tl.arange(0, WIDTH)
+    at = (head * tl.num_programs(0) + row) * WIDTH + columns
+    q, most, total, sums = tl.load(query + at), -float("inf"), 0.0, tl.zeros([WIDTH], tl.float32)
+    for j in range(keys):
+        there = (head * keys + j) * WIDTH + columns
+        score = tl.sum(q * tl.load(key + there)) * scale
+        above = tl.maximum(most, score)
+        kept, weight = tl.exp(most - above), tl.exp(score - above)
+        total, sums, most = total * kept + weight, sums * kept + weight * tl.load(value + there), above
+    tl.store(out + at, sums / total)
+
+
+def attention(q, k, v, scale):
+    if q.dtype is not torch.float32 or q.shape[3] != 16 or v.shape[3] != 16:
+        raise NotImplementedError("float32 with 16 columns")
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(q)
+    _row[q.shape[2], q.shape[0] * q.shape[1]](q, k, v, out, scale, k.shape[2])
+    return out
+"""
+
+
+@pytest.mark.slow
+def test_an_autotuned_kernel_takes_its_first_config_where_there_is_no_gpu(written: Callable[[str], Path]) -> None:
+    pytest.importorskip("triton")
+    name = f"{written(TUNED)}:attention@bhsd"
+    right = apart.check(Case(batch=2, seq_q=3, seq_k=5, dim_qk=16, dim_v=16), name)
+    assert (right.verdict, right.failure) == ("verified", None)
+    refused = apart.check(Case(seq_q=3, seq_k=5, dim_qk=16, dim_v=16, dtype="bfloat16"), name)
+    assert refused.reasons == ("attention() raises NotImplementedError: float32 with 16 columns",)
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
