@@ -69,6 +69,8 @@ class FunctionBackend(Backend):
         if self.emulation and device.kind == "cpu" and not interprets():
             file = self.target.file.name
             yield f"{file} imports Triton, and the arrays are on the CPU; {VARIABLE}=1 interprets it there, slowly"
+        elif self.emulation and device.kind == "cpu" and problem.dtype == "bfloat16":
+            yield "dtype bfloat16: Triton's interpreter multiplies its bits as integers, which is no fault of a kernel"
         yield from takes.reasons(self.reading, problem, device)
 
     def precision(self, problem: Problem, device: Device) -> Precision:
