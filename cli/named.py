@@ -13,7 +13,7 @@ from attnswitch.machine.registry import Missing
 from attnswitch.names import one_of
 from attnswitch.verify.outcome import AUTO
 
-__all__ = ["able", "first", "named", "present", "reach"]
+__all__ = ["able", "first", "functions", "named", "present", "reach"]
 
 
 def first() -> str:
@@ -40,13 +40,29 @@ def named(name: str) -> str:
     if name in known:
         return name
     if ":" not in name:
-        target = ", or a target such as package.module:Class"
+        target = ", or a target such as package.module:Class or file.py:function"
         raise InvalidProblem(f"backend {name!r} is not known; {one_of(name, known, target)}")
     reach(name)
     loaded = registry.load(name)
     if isinstance(loaded, Missing):
-        raise InvalidProblem(f"backend {name!r} is a target, and {loaded}")
+        what = "a function in a file" if registry.is_function(name) else "a target"
+        raise InvalidProblem(f"backend {name!r} is {what}, and {loaded}")
     return name
+
+
+def functions(names: list[str] | None, like: str | None) -> list[str]:
+    """The targets ``FILE.py:NAME@LIKE`` that --function and --like stand for.
+
+    Raises ``InvalidProblem`` for a name that is none, and for --like without a function that it could be of.
+    """
+    if like is not None and not names:
+        raise InvalidProblem(f"--like {like}: it says how a function is called; name that with --function FILE.py:NAME")
+    for name in names or ():
+        if not registry.is_function(name):
+            raise InvalidProblem(f"--function {name}: expected FILE.py:NAME, such as kernels.py:attention")
+        if like is not None and "@" in name.rpartition(":")[2]:
+            raise InvalidProblem(f"--function {name} says what it is like, and so does --like {like}: leave out one")
+    return [name if like is None else f"{name}@{like}" for name in names or ()]
 
 
 def able(name: str, where: str) -> str:
@@ -70,5 +86,5 @@ def reach(name: str) -> None:
     standard library must not hide it.
     """
     here = os.getcwd()
-    if ":" in name and here not in sys.path:
+    if ":" in name and not registry.is_function(name) and here not in sys.path:
         sys.path.append(here)

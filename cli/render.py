@@ -13,6 +13,8 @@ from rich import markup
 from rich.console import Console
 from rich.table import Table
 
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend
 from attnswitch.names import printable
 from attnswitch.planning.plan import Plan as Planned
 from attnswitch.verify.report import facts
@@ -31,6 +33,7 @@ __all__ = [
     "escape",
     "failures",
     "matrix",
+    "notices",
     "plan",
     "plan_json",
     "table",
@@ -206,6 +209,14 @@ def failures(found: list[Found]) -> None:
                 console.print(f"  {escape(line)}", soft_wrap=True)
         console.print(f"  [dim]{facts.when(item)}[/]", soft_wrap=True)
         console.print(f"  [bold]{escape(facts.replay_command(item))}[/]", soft_wrap=True)
+
+
+def notices(backends: list[str]) -> None:
+    """How targets were understood, a line each."""
+    for name in backends:
+        backend = registry.load(name) if ":" in name else None
+        if isinstance(backend, Backend) and backend.notice:
+            console.print(f"[dim]{escape(name)}: {escape(backend.notice)}[/]", soft_wrap=True)
 
 
 def emulated(plan: Plan) -> None:

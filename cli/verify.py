@@ -28,7 +28,7 @@ from attnswitch.verify.terms import Terms
 
 from . import demands, files, render
 from . import mutants as measured
-from .named import named, present
+from .named import functions, named, present
 from .outputs import Outputs
 
 __all__ = ["verify"]
@@ -40,6 +40,16 @@ def verify(
         typer.Option(
             help="Verify this backend (repeatable): a name, a target such as package.module:Class, or auto, the"
             " dispatcher's own choice. Default: all."
+        ),
+    ] = None,
+    function: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE.py:NAME", help="Verify this function, called as its signature says (repeatable)."),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            help="What it is called like: torch, flash-attn, flash-attn-varlen, paged, bhsd, bshd, attnswitch."
         ),
     ] = None,
     device: Annotated[list[str] | None, typer.Option(help="cpu, cuda:0, ... (repeatable). Default: all here.")] = None,
@@ -136,6 +146,7 @@ def verify(
     its work. 3: nothing was verified, or a demanded class never tried.
     """
     seconds = None if time is None else _seconds(time)
+    backend = [*(backend or ()), *functions(function, like)] or None
     devices, backends = _devices(device), _backends(backend)
     emulate = backend is not None and (device is not None or devices == ["cpu"])
     if not emulate and all(emulation.variables((name,), "cpu") for name in backends):
@@ -168,6 +179,7 @@ def verify(
         _only_mutants(backend, device, time, junit, ndjson, emit_pytest, precision, require, profile)
         raise typer.Exit(_mutants(plan, outputs))
     if not outputs.quiet:
+        render.notices(backends)
         render.emulated(plan)
     report = _run(plan, outputs.quiet, ndjson)
     outputs.write(report)

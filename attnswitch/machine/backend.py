@@ -316,6 +316,11 @@ class Backend:
     #: ``reasons`` refuse the CPU where they are not set. Libraries read them as they are imported, and they begin with
     #: the library's name; the module of the class does not import it.
     emulation: ClassVar[Mapping[str, str]] = {}
+    #: Features of a problem, dtypes and libraries of callers that it never takes: where that holds of all backends of a
+    #: run, the verifier draws none (``attnswitch.verify.drawing.plain``). ``reasons`` refuses them all the same.
+    lacks: ClassVar[frozenset[str]] = frozenset()
+    #: How it was understood, a line for whoever names it.
+    notice: ClassVar[str] = ""
 
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, with the remedy; None if it can. Never raises."""

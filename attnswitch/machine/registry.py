@@ -2,13 +2,15 @@
 
 To add a built-in backend, write its file and add its row here. Another package adds one without touching this file,
 by an entry point in the group ``attnswitch.backends``: ``name = "package.module:Class"``. A backend that is in no table
-is reached by that target itself: ``backend="package.module:Class"``.
+is reached by that target itself: ``backend="package.module:Class"``, and a function in a file, for which there is no
+class, by ``backend="folder/file.py:function"`` (``attnswitch.backends.function``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,9 +20,24 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend
 from attnswitch.names import one_of
 
-__all__ = ["ENTRY_POINTS", "Missing", "Row", "forget", "is_known", "load", "loaded", "names", "standing_in", "table"]
+__all__ = [
+    "ENTRY_POINTS",
+    "Missing",
+    "Row",
+    "forget",
+    "is_function",
+    "is_known",
+    "load",
+    "loaded",
+    "names",
+    "standing_in",
+    "table",
+]
 
 ENTRY_POINTS = "attnswitch.backends"
+#: A function in a file, and what makes a backend of it.
+_FUNCTION = re.compile(r"[^:\x00-\x1f\"'`\\]+\.py:[\w.]+(@[\w+-]+)?")
+_OF_FUNCTION = "attnswitch.backends.function.backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +132,11 @@ def is_known(name: str) -> bool:
     return ":" not in name or name in _asked_for
 
 
+def is_function(name: str) -> bool:
+    """Whether ``name`` is a target ``FILE.py:FUNCTION`` or ``FILE.py:FUNCTION@LIKE``; the file may not be there."""
+    return _FUNCTION.fullmatch(name) is not None
+
+
 #: The targets that were.
 _asked_for: set[str] = set()
 
@@ -133,14 +155,23 @@ def _load(name: str) -> Backend | Missing:
         _asked_for.add(name)
     if row is None:
         raise InvalidProblem(f"backend {name!r} is not known; {one_of(name, names(), ', or None to choose')}")
-    module, _, attribute = row.target.partition(":")
     try:
-        backend = getattr(import_module(module), attribute)()
+        backend = _made(row)
     except (Exception, SystemExit) as error:  # a plug-in may fail in any way; the dispatcher carries on without it
+        if is_function(row.target) and isinstance(error, InvalidProblem):
+            return Missing(str(error))
         return Missing(f"it could not be loaded from {row.origin} ({row.target}): {type(error).__name__}: {error}")
     if not isinstance(backend, Backend):
         return Missing(f"{row.target} from {row.origin} is not a Backend: see attnswitch.machine.backend")
     return backend
+
+
+def _made(row: Row) -> object:
+    """What is at the target of ``row``."""
+    if is_function(row.target):
+        return import_module(_OF_FUNCTION).backend(row.target)
+    module, _, attribute = row.target.partition(":")
+    return getattr(import_module(module), attribute)()
 
 
 def loaded(name: str) -> Backend:

@@ -20,6 +20,7 @@ from attnswitch.verify.drawing import dims, within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
+from attnswitch.verify.drawing.plain import without
 from attnswitch.verify.drawing.stored import SCALE_KINDS
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
@@ -32,7 +33,8 @@ class Space:
     ``work`` bounds batch * heads * Lq * Lk * max(D, Dv, 32), and ``heads`` batch * heads alone. ``checks`` are the
     properties of which each case is given one to be tried on it; half of the cases, and all where there are none, are
     given none beside the usual. One case in ``SHARE`` lies within one of ``regimes``, if there are any: ``large`` takes
-    the place of ``work`` there, and a key head with its query heads has at most ``scores``.
+    the place of ``work`` there, and a key head with its query heads has at most ``scores``. No case has what ``lacks``
+    names (``Backend.lacks``).
     """
 
     libraries: tuple[str, ...] = ("torch", "numpy")
@@ -44,6 +46,7 @@ class Space:
     regimes: tuple[Regime, ...] = ()
     large: int = 2**27
     scores: int = 2**19
+    lacks: tuple[str, ...] = ()
 
 
 #: Where backends name regimes, one case in so many lies within one of them.
@@ -232,7 +235,7 @@ def cases(draw: Any, space: Space = Space()) -> Case:
     narrow, cache, scales = _often(draw, 3), _choice(draw, CACHES), _choice(draw, SCALE_KINDS)
     if narrow and "page" in found and not (library == "cupy" and cache != "int8"):
         found |= {"cache": cache, "scales": scales, "poison": False}
-    return Case(**found)
+    return without(Case(**found), space.lacks)
 
 
 #: How many rows a sequence has, of the longest.

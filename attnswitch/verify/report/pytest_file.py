@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from attnswitch.machine import registry
 from attnswitch.machine.backend import Precision
 from attnswitch.names import printable
 from attnswitch.verify import emulation
@@ -83,6 +84,9 @@ def to_pytest(
     index = int(number) if (number := device.partition(":")[2]).isdecimal() else 0
     emulated = emulation.text(emulation.variables((backend,), device))
     alone = f"\n{backend} must be importable." if ":" in backend else ""
+    if registry.is_function(backend):
+        file = backend.rpartition(":")[0]
+        alone = f"\n{file} has to be there, seen from the folder in which the test runs."
     if emulated:
         alone += f"\nThe kernel is emulated, in a process of its own under {emulated}."
     if failure.check in ("crash", "hang", "lost"):

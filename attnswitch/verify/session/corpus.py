@@ -13,6 +13,7 @@ from typing import Any
 
 from attnswitch import files, reading
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
 from attnswitch.names import one_of, shown
 from attnswitch.verify.checks import CHECKS
 from attnswitch.verify.drawing.case import Case
@@ -172,7 +173,7 @@ def load(path: Path) -> Saved:
 
 def _check_names(backend: str, device: str) -> None:
     """Raise ``InvalidProblem`` for what names neither: both are handed on, to commands and to files."""
-    if not _BACKEND.fullmatch(backend):
+    if not (_BACKEND.fullmatch(backend) or registry.is_function(backend)):
         raise InvalidProblem(f"backend is {shown(backend)}: expected a name, or a target such as package.module:Class")
     if not _DEVICE.fullmatch(device):
         raise InvalidProblem(f"device is {shown(device)}: expected cpu, cuda, or one of many such as cuda:1")

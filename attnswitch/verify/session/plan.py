@@ -132,6 +132,7 @@ def targets(
             named = [name for name in backends if name != AUTO]
             names = registry.names() if len(named) < len(backends) and not emulated else named
             space = replace(space, regimes=_regimes(names, device), large=_LARGE[bool(emulated)])
+        space = _taken(space, backends)
         if longest is not None:  # which is asked for where cases are to be small
             space = replace(space, longest=longest, work=min(space.work, max(longest, 16) ** 2 * 8), regimes=())
         usual = RECIPES if device != "cpu" and _builds(backends) else 1
@@ -152,6 +153,16 @@ def _regimes(names: Sequence[str], device: str) -> tuple[Regime, ...]:
             with contextlib.suppress(Exception):
                 found |= dict.fromkeys(backend.regimes(where))
     return tuple(found)
+
+
+def _taken(space: Space, backends: Sequence[str]) -> Space:
+    """``space`` without what none of the backends takes. The dispatcher's choice takes all."""
+    loaded = [registry.load(name) for name in backends if name != AUTO]
+    each = [set() if isinstance(backend, Missing) else set(backend.lacks) for backend in loaded]
+    lacks = set.intersection(*each) if each and len(each) == len(backends) else set()
+    dtypes = tuple(dtype for dtype in space.dtypes if dtype not in lacks)
+    libraries = tuple(library for library in space.libraries if library not in lacks)
+    return replace(space, dtypes=dtypes, libraries=libraries or space.libraries, lacks=tuple(sorted(lacks)))
 
 
 def _builds(backends: Sequence[str]) -> bool:

@@ -1,0 +1,219 @@
+"""Functions as users have them, in every manner that is known: right ones, and some that are wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+
+def _formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of (B, H, L, D); query i stands at key i + offset."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    key, value = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))
+    scores = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * (q.to(wide) @ key.mT)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    behind = torch.arange(q.shape[2])[:, None] + offset - torch.arange(k.shape[2])
+    if slopes is not None:
+        scores = scores - (slopes if slopes.dim() == 2 else slopes[None])[..., None, None] * behind.abs()
+    left, right = window[0], 0 if causal else window[1]
+    hidden = (behind > left if left >= 0 else behind * 0 > 0) | (-behind > right if right >= 0 else behind * 0 > 0)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    if sinks is not None:
+        sink = sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+        value = torch.cat([value, torch.zeros_like(value[:, :, :1])], 2)
+        if not k.shape[2]:
+            value = value.new_zeros(*value.shape[:2], 1, value.shape[3])
+    if not scores.shape[-1]:
+        return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[3]), scores.sum(-1) - math.inf
+    top = scores.amax(-1, keepdim=True).detach()
+    weights = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    out = (weights / total.masked_fill(total == 0, 1.0)) @ value
+    return out.to(q.dtype), (top + total.log())[..., 0]
+
+
+def like_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p:
+        raise NotImplementedError("no dropout here")
+    return _formula(query, key, value, attn_mask, is_causal, scale)[0]
+
+
+def like_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False,
+) -> Any:
+    offset = k.shape[1] - q.shape[1]
+    rows: Any = (x.transpose(1, 2) for x in (q, k, v))
+    said: Any = (None, causal, softmax_scale, window_size, softcap, alibi_slopes, None, offset)
+    out, lse = _formula(*rows, *said)
+    return (out.transpose(1, 2), lse, None) if return_attn_probs else out.transpose(1, 2)
+
+
+def like_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_softmax_lse: bool = False,
+) -> Any:
+    assert cu_seqlens_q.dtype is torch.int32
+    out = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype)  # past the last sequence nobody writes
+    lse = torch.full((q.shape[1], q.shape[0]), math.nan, dtype=torch.promote_types(q.dtype, torch.float32))
+    edges = [cu_seqlens_q.tolist(), cu_seqlens_k.tolist()]
+    for b in range(len(edges[0]) - 1):
+        (first, last), (begin, end) = ((edge[b], edge[b + 1]) for edge in edges)
+        assert last - first <= max_seqlen_q
+        assert end - begin <= max_seqlen_k
+        rows = [x.transpose(0, 1)[None] for x in (q[first:last], k[begin:end], v[begin:end])]
+        part, sums = _formula(rows[0], rows[1], rows[2], None, causal, softmax_scale, offset=end - begin - last + first)
+        out[first:last], lse[:, first:last] = part[0].transpose(0, 1), sums[0]
+    return (out, lse) if return_softmax_lse else out
+
+
+def like_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    out = q.new_zeros(*q.shape[:3], v_cache.shape[3])
+    for b, (length, table) in enumerate(zip(cache_seqlens.tolist(), block_table, strict=True)):
+        page = k_cache.shape[1]
+        used = table[: -(-length // page)].long()
+        key, value = (x[used].flatten(0, 1)[None, :length].transpose(1, 2) for x in (k_cache, v_cache))
+        query = q[b : b + 1].transpose(1, 2)
+        part, _ = _formula(query, key, value, None, causal, softmax_scale, offset=length - q.shape[1])
+        out[b] = part[0].transpose(0, 1)
+    return out
+
+
+def like_bhsd(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, bias: Tensor | None = None, sinks: Any = None
+) -> Tensor:
+    return _formula(q, k, v, bias, causal, sm_scale, sinks=sinks)[0]
+
+
+def like_bshd(q: Tensor, k: Tensor, v: Tensor, *, logits_soft_cap: float = 0.0) -> Tensor:
+    assert q.shape[2] == k.shape[2]
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    return _formula(query, key, value, softcap=logits_soft_cap)[0].transpose(1, 2)
+
+
+def like_attnswitch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    if not (query.isfinite().all() and key.isfinite().all() and value.isfinite().all()):
+        raise NotImplementedError("NaN and inf")
+    sides: Any = tuple(-1 if side is None else side for side in window or (None, None))
+    offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
+    found = _formula(query, key, value, None, is_causal, scale, sides, softcap, offset=offset)
+    return found if return_lse else found[0]
+
+
+def in_numpy(q: Array, k: Array, v: Array, causal: bool = False) -> Array:
+    wide = np.promote_types(q.dtype, np.float32)
+    if not k.shape[2]:
+        return np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    scores = q.astype(wide) @ k.astype(wide).swapaxes(2, 3) / np.sqrt(wide.type(q.shape[3]))
+    if causal:
+        scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out: Array = (weights / weights.sum(-1, keepdims=True)) @ v.astype(wide)
+    return out.astype(q.dtype)
+
+
+class Forward(torch.autograd.Function):
+    """Without a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
+        return _formula(q, k, v, None, causal, sm_scale)[0]
+
+
+def detached(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    with torch.no_grad():
+        return _formula(query, key, value, None, is_causal)[0]
+
+
+# -- wrong -------------------------------------------------------------------------------------------------------------
+
+
+def without_scale(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    return _formula(query, key, value, None, is_causal, scale=1.0)[0]
+
+
+def softcap_ignored(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> Tensor:
+    return _formula(q, k, v)[0]
+
+
+def causal_from_the_wrong_corner(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    return _formula(query, key, value, None, is_causal, offset=key.shape[2] - query.shape[2])[0]
+
+
+def returns_a_pair(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Any:
+    return _formula(query, key, value, None, is_causal)
+
+
+def lse_forgotten(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Tensor:
+    return _formula(q, k, v)[0]
+
+
+def raises(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    raise ValueError(f"head dimension {query.shape[-1]}")

@@ -1,0 +1,141 @@
+"""Functions in files, verified: right ones are right in every manner of a call, and wrong ones are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnswitch import Problem
+from attnswitch.verify import Case, Outcome, Plan, Report, check, run, targets
+
+FILE = str(Path(__file__).parent / "functions_of_users.py")
+
+
+def judged(function: str, problem: str, **changes: Any) -> Outcome:
+    return check(Case.of(Problem.parse(problem)).replace(**changes), f"{FILE}:{function}")
+
+
+def verified(function: str, examples: int = 60, **plan: Any) -> Report:
+    (target,) = targets(("cpu",), (f"{FILE}:{function}",), longest=70)
+    return run(Plan((target,), examples, 0, **plan))
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("like_torch", "b2.h4/2.s5x9.d16.fp32.causal.grad"),
+        ("like_torch@torch", "b2.h2.s5x9.d16.bf16.mask=bool:bhqk.scale=0.3"),
+        ("like_torch", "b2.h2.s5x9.d16.fp64.mask=fp64:qk.grad=qkvm"),
+        ("like_flash", "b2.h4/2.s5x9.d16.fp16.causal-br.window=3,*.softcap=5.lse"),
+        ("like_flash", "b2.h4/2.s5x9.d16.fp32.causal-br.alibi.grad"),
+        ("like_varlen", "b3.h4/2.s5x9.d16.fp32.causal-br.varlen.grad"),
+        ("like_varlen", "b3.h4/2.s5x9.d16.fp32.varlen.lse"),
+        ("like_paged", "b3.h4/2.s2x32.d16.fp32.causal-br.lengths.page=16"),
+        ("like_bhsd@bhsd", "b2.h2.s9.d16.fp32.causal.mask=fp32:hqk.sinks"),
+        ("like_bhsd@bhsd+gqa", "b2.h4/2.s9.d16.fp32.scale=-0.25.grad"),
+        ("like_bhsd@bhsd+empty", "b2.h2.s5x0.d16.fp32"),
+        ("like_bshd@bshd", "b2.h2.s5x9.d16.bf16.softcap=2.grad"),
+        ("like_attnswitch", "b2.h4/2.s5x9.d16.fp32.causal-br.window=3,*.lse.grad"),
+        ("in_numpy@bhsd", "b2.h2.s9.d16.fp16.causal"),
+        ("Forward.apply@bhsd", "b2.h2.s9.d16.fp32.causal"),
+        ("detached", "b2.h2.s9.d16.fp32.causal"),
+    ],
+)
+def test_a_right_function_is_right_as_it_is_called(function: str, problem: str) -> None:
+    outcome = judged(function, problem)
+    assert (outcome.verdict, outcome.reasons, outcome.failure) == ("verified", (), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "function",
+    [
+        "like_torch",
+        "like_flash",
+        "like_varlen",
+        "like_paged",
+        "like_bhsd@bhsd+gqa",
+        "like_bshd@bshd",
+        "like_attnswitch",
+        "in_numpy@bhsd",
+    ],
+)
+def test_a_right_function_is_right_in_drawn_cases(function: str) -> None:
+    report = verified(function)
+    assert [(found.outcome.case, found.outcome.failure) for found in report.failures] == []
+    assert report.verified > 30
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "check", "message"),
+    [
+        ("without_scale", "b1.h2.s5x9.d16.fp32", "reference", "elements are off"),
+        ("softcap_ignored@bhsd", "b1.h2.s5x9.d16.fp32.softcap=0.5", "reference", "elements are off"),
+        ("causal_from_the_wrong_corner", "b1.h2.s5x9.d16.fp32.causal", "reference", "elements are off"),
+        ("like_bshd@bhsd", "b1.h2.s5x9.d16.fp32", "crash", "AssertionError"),
+        ("returns_a_pair", "b1.h2.s5.d16.fp32", "crash", "returned a tuple of 2 as its output: expected an array"),
+        ("lse_forgotten@bhsd", "b1.h2.s5.d16.fp32.lse", "crash", "a Tensor where output and lse were asked for"),
+        ("raises", "b1.h2.s5.d16.fp32", "crash", "ValueError: head dimension 16"),
+    ],
+)
+def test_a_wrong_function_is_found(function: str, problem: str, check: str, message: str) -> None:
+    failure = judged(function, problem).failure
+    assert failure is not None
+    assert failure.check == check
+    assert message in failure.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["without_scale", "causal_from_the_wrong_corner", "softcap_ignored@bhsd"])
+def test_a_wrong_function_is_found_by_drawing(function: str) -> None:
+    report = verified(function, shrink_tries=5, max_failures=1)
+    assert {found.outcome.failure.check for found in report.failures if found.outcome.failure} == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "reason"),
+    [
+        ("without_scale", "b1.h2.s9.d16.fp32.scale=0.3", "scale=0.3: without_scale() takes no scale"),
+        ("without_scale", "b1.h2.s9.d16.fp32.window=2,*", "without_scale() takes no window_size"),
+        ("without_scale", "b1.h2.s9.d16.fp32.softcap=2", "softcap=2.0: without_scale() takes no softcap"),
+        ("without_scale", "b1.h2.s9.d16.fp32.mask=bool:qk", "attn_mask (bool): without_scale() takes no attn_mask"),
+        ("without_scale", "b1.h2.s9.d16.fp32.lengths", "key_lengths: without_scale() takes no key_lengths"),
+        ("without_scale", "b1.h2.s9.d16.fp32.lse", "return_lse: without_scale() takes no return_lse"),
+        ("without_scale", "b1.h2.s9.d16.fp32.dropout=0.5", "without_scale() takes no dropout_p"),
+        ("without_scale", "b1.h2.s9.d16.fp32.deterministic", "without_scale() takes no deterministic"),
+        ("without_scale", "b1.h2.s9.d16.fp32.sinks", "sinks: its kernels know of none"),
+        ("without_scale", "b1.h4/2.s9.d16.fp32", "4 query heads, 2 key heads: without_scale() takes no enable_gqa"),
+        ("without_scale", "b1.h2.s5x9.d16.fp32.causal-br", "like torch, and it counts positions top-left"),
+        ("like_bhsd@bhsd", "b1.h2.s5x0.d16.fp32", "batch 1, 5 queries, 0 keys: that like_bhsd() takes none of one"),
+        ("like_bhsd@bhsd", "b1.h2.s5x9.d16.fp32.causal", "where positions count from is not known"),
+        ("like_bhsd@bhsd", "b1.h2.s9.d16.fp32.mask=bool:qk", "attn_mask (bool): like_bhsd() takes no attn_mask"),
+        ("like_torch", "b1.h2.s9.d16.fp32.causal.mask=bool:qk", "like torch, whose is_causal stands for a mask"),
+        ("like_torch", "b1.h2.s9.d16.bf16.mask=fp32:qk", "attn_mask is float32 and query bfloat16"),
+        ("like_torch", "b1.h2.s9.d16.fp32.dropout=0.5", "like_torch() raises NotImplementedError: no dropout here"),
+        ("like_torch", "b1.h2.s9.d16.fp32.dropout=0.5.seeded", "draws from a generator of its own"),
+        ("like_flash", "b1.h2.s9.d16.fp32.lse.grad", "the lse of flash-attn is not differentiable"),
+        ("like_varlen", "b1.h2.s9.d16.fp32", "a dense batch: like_varlen() takes sequences one after another"),
+        ("like_paged", "b1.h2.s9.d16.fp32", "no pages: like_paged() takes keys in pages"),
+        ("like_paged", "b2.h2.s2x32.d16.fp32.causal-br.varlen.lengths.page=16", "like_paged() takes no cu_seqlens_q"),
+        ("in_numpy@bhsd", "b1.h2.s9.d16.bf16", "dtype bfloat16: numpy has none"),
+        ("in_numpy@bhsd", "b1.h2.s9.d16.fp32.grad", "in_numpy() returns arrays of numpy, which have none"),
+        (
+            "Forward.apply@bhsd",
+            "b1.h2.s9.d16.fp32.grad",
+            "the torch.autograd.Function of Forward.apply() has no backward",
+        ),
+        ("detached", "b1.h2.s9.d16.fp32.grad", "detached() returns an output without a graph"),
+    ],
+)
+def test_what_the_signature_does_not_say_is_refused(function: str, problem: str, reason: str) -> None:
+    outcome = judged(function, problem)
+    assert outcome.verdict == "refused"
+    assert any(reason in told for told in outcome.reasons), outcome.reasons
+
+
+def test_nan_at_hidden_positions_is_not_asked_of_who_promises_nothing() -> None:
+    said: dict[str, Any] = {"causal": True, "seq_q": 9, "seq_k": 9, "poison": True, "library": "numpy"}
+    outcome = check(Case(**said), f"{FILE}:like_torch")
+    assert (outcome.verdict, "hidden positions weigh 0" in outcome.reasons[0]) == ("refused", True)
