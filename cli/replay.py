@@ -20,8 +20,10 @@ from attnswitch.verify.session import apart
 from attnswitch.verify.session.corpus import Saved, load
 from attnswitch.verify.session.pool import Isolated
 from attnswitch.verify.session.provenance import provenance
+from attnswitch.verify.terms import Terms
 
 from . import render
+from .court import seat
 from .named import named, present
 
 __all__ = ["replay"]
@@ -31,6 +33,7 @@ COLOURS = {"FIXED": "green", "FAILED": "bold red", "ERROR": "bold red"}
 
 
 def replay(
+    context: typer.Context,
     files: Annotated[list[Path], typer.Argument(help="Saved cases, or folders of them.", exists=True)],
     backend: Annotated[
         str | None,
@@ -53,13 +56,15 @@ def replay(
 
     Exit code 1 if one failed; else 2 if one could not be judged for an error; else 3 if none was verified.
     """
-    backend = None if backend is None else named(backend)
     device = None if device is None else present(device)
+    where = "cpu" if device is None else device
+    court = seat(context, backend and [backend], [where], None, isolate=isolate, timeout=timeout, forbid=None)
+    backend = None if backend is None else named(backend)
     paths = _paths(files)
     if emit_pytest is not None and len(paths) > 1:
         raise InvalidProblem(f"--emit-pytest takes one case, and {len(paths)} were named")
     words, documents = [], []
-    with _Again(isolate, timeout) as again:
+    with _Again(isolate, timeout, Terms(court)) as again:
         for path in paths:
             outcome, error = None, ""
             try:
@@ -115,6 +120,7 @@ class _Again:
 
     isolate: bool
     timeout: float
+    terms: Terms
     _pools: dict[tuple[str, str], Isolated] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -125,7 +131,7 @@ class _Again:
             return check(case, backend, device)
         place = device, emulation.text(wanted)
         if place not in self._pools:
-            self._pools[place] = self._stack.enter_context(apart.pool(device, backend, self.timeout))
+            self._pools[place] = self._stack.enter_context(apart.pool(device, backend, self.timeout, self.terms))
         return self._pools[place].attempt(case, backend, device)
 
     def __enter__(self) -> _Again:

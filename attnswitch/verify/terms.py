@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from attnswitch.verify.court.sitting import Court
+
 __all__ = ["Terms", "now", "within"]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The usual ones demand nothing: a backend may refuse what it likes, and declares its precision itself."""
+    """The usual ones demand nothing: a backend may refuse what it likes, and declares its precision itself.
+
+    Kernels of the backends of ``court`` run in processes of their own.
+    """
+
+    court: Court = Court()  # noqa: RUF009
 
 
 _USUAL = Terms()
