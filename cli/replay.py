@@ -24,6 +24,7 @@ from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.terms import Terms
 
 from . import render
+from .court import seat
 from .named import named, present
 
 __all__ = ["replay"]
@@ -33,6 +34,7 @@ COLOURS = {"FIXED": "green", "FAILED": "bold red", "ERROR": "bold red"}
 
 
 def replay(
+    context: typer.Context,
     files: Annotated[list[Path], typer.Argument(help="Saved cases, or folders of them.", exists=True)],
     backend: Annotated[
         str | None,
@@ -58,12 +60,14 @@ def replay(
 
     Exit code 1 if one failed; else 2 if one could not be judged for an error; else 3 if none was verified.
     """
-    backend = None if backend is None else named(backend)
     device = None if device is None else present(device)
+    where = "cpu" if device is None else device
+    court = seat(context, backend and [backend], [where], None, isolate=isolate, timeout=timeout, forbid=None)
+    backend = None if backend is None else named(backend)
     paths = _paths(files)
     if emit_pytest is not None and len(paths) > 1:
         raise InvalidProblem(f"--emit-pytest takes one case, and {len(paths)} were named")
-    demanded = Terms(None if precision is None else level(precision))
+    demanded = Terms(None if precision is None else level(precision), court)
     words, documents = [], []
     with _Again(isolate, timeout, demanded) as again:
         for path in paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from attnswitch.verify.terms import Terms
 
 from . import demands, files, render
 from . import mutants as measured
+from .court import seat
 from .named import functions, named, present
 from .outputs import Outputs
 
@@ -35,6 +37,7 @@ __all__ = ["verify"]
 
 
 def verify(
+    context: typer.Context,
     backend: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,6 +66,7 @@ def verify(
     ] = None,
     time: Annotated[str | None, typer.Option(help="Stop after this long: 90, 90s, 10m, 1h.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same cases and the same bits.")] = 0,
+    secret: Annotated[bool, typer.Option("--secret", help="Draw the seed, and tell it at the end.")] = False,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Drawn cases only: no fixed ones at tile edges and great lengths, no search."),
@@ -84,6 +88,16 @@ def verify(
     isolate: Annotated[
         bool, typer.Option(help="Run kernels in processes of their own: a crash is a finding, and not the end.")
     ] = True,
+    court: Annotated[
+        bool | None,
+        typer.Option(
+            help="Give kernels inputs alone, in a process that knows neither cases nor answers. Default: for targets"
+            " on the CPU."
+        ),
+    ] = None,
+    forbid: Annotated[
+        str | None, typer.Option(help="aten: a kernel that calls torch's own attention or products has failed.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one launch may take; longer is a finding. Needs --isolate.")
     ] = 120.0,
@@ -147,7 +161,9 @@ def verify(
     """
     seconds = None if time is None else _seconds(time)
     backend = [*(backend or ()), *functions(function, like)] or None
-    devices, backends = _devices(device), _backends(backend)
+    devices = _devices(device)
+    asked = seat(context, backend, devices, court, isolate=isolate, timeout=timeout, forbid=forbid)
+    backends = _backends(backend)
     emulate = backend is not None and (device is not None or devices == ["cpu"])
     if not emulate and all(emulation.variables((name,), "cpu") for name in backends):
         devices = [name for name in devices if name != "cpu"]  # a GPU here runs them
@@ -155,7 +171,7 @@ def verify(
     plan = Plan(
         _fewer_emulated(aims) if examples is None and seconds is None else aims,
         examples if examples is not None or seconds is not None else EXAMPLES,
-        seed,
+        _drawn(seed) if secret else seed,
         seconds,
         max_failures=max_failures,
         corpus=None if no_corpus else corpus or default_folder(),
@@ -167,7 +183,7 @@ def verify(
         targeted=not quick,
         keep_worst=keep_worst,
         remember=precision is None,  # a backend that is wrong by a stricter measure is not wrong for its callers
-        terms=Terms(None if precision is None else demanded.read(precision)),
+        terms=Terms(None if precision is None else demanded.read(precision), asked),
         requirements=demands.read(require, profile),
         held=tuple(backends) if backend is not None else (AUTO,),
         replayed_with=() if precision is None else ("--precision", precision),
@@ -176,7 +192,7 @@ def verify(
     outputs.check(plan.corpus, ndjson)
     os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:
-        _only_mutants(backend, device, time, junit, ndjson, emit_pytest, precision, require, profile)
+        _only_mutants(backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid)
         raise typer.Exit(_mutants(plan, outputs))
     if not outputs.quiet:
         render.notices(backends)
@@ -273,6 +289,13 @@ def _print(report: Report) -> None:
         soft_wrap=True,
     )
     render.verdict(report)
+
+
+def _drawn(seed: int) -> int:
+    """A seed that nobody knows yet."""
+    if seed:
+        raise InvalidProblem(f"--seed {seed} and --secret: name one of them")
+    return secrets.randbelow(2**63)
 
 
 def _seconds(text: str) -> float:

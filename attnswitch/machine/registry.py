@@ -114,11 +114,11 @@ def load(name: str) -> Backend | Missing:
 
 
 #: Backends that stand in for those of their names.
-_standing_in: dict[str, Backend] = {}
+_standing_in: dict[str, Backend | Missing] = {}
 
 
 @contextlib.contextmanager
-def standing_in(name: str, backend: Backend) -> Iterator[None]:
+def standing_in(name: str, backend: Backend | Missing) -> Iterator[None]:
     """Within the context, ``backend`` is the one called ``name``; plans made before are the caller's to drop."""
     _standing_in[name] = backend
     try:
@@ -129,7 +129,7 @@ def standing_in(name: str, backend: Backend) -> Iterator[None]:
 
 def is_known(name: str) -> bool:
     """Whether asking for ``name`` runs no code that nobody named yet: it is no target, or one that was asked for."""
-    return ":" not in name or name in _asked_for
+    return ":" not in name or name in _asked_for or name in _standing_in
 
 
 def is_function(name: str) -> bool:

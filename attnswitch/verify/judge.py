@@ -15,7 +15,9 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.planner import make_plan
-from attnswitch.verify.checks import ALWAYS, Check, named
+from attnswitch.verify.checks import ALWAYS, LAST, Check, named
+from attnswitch.verify.court.proxy import Raising
+from attnswitch.verify.court.server import Gone
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import Returned, allocated, call, finite_check, malformed, place_operands
 from attnswitch.verify.launch.neighbours import Neighbours
@@ -59,7 +61,7 @@ def examine(
             registry.load(backend)  # an unknown name is the caller's mistake, not a finding
     if too_large := _too_large(case):
         return [Outcome(case, b, device, "refused", reasons=(too_large,), starved=True) for b in backends]
-    checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c])]
+    checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c]), *LAST]
     checks = [c for c in checks if c.suits(case, device)]
     if only and not checks:
         return []
@@ -207,6 +209,8 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             continue
         except VerificationError:
             raise
+        except (Gone, Raising) as error:
+            failure = crash(error)
         except KernelFailed as failed:
             cause = failed.__cause__
             if not isinstance(cause, Exception):
@@ -237,13 +241,25 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
         failure,
         tuple(looked),
         worst,
-        trial.variant,
+        _variant(trial),
         trial.seconds,
     )
 
 
+def _variant(trial: Trial) -> str:
+    """The kernel that ran, where its backend can still say so."""
+    try:
+        return trial.variant
+    except (Gone, Raising):
+        return ""
+
+
 def crash(error: BaseException) -> Failure:
     """The finding that a kernel raised ``error``."""
+    if isinstance(error, Gone):
+        return Failure(error.check, str(error))
+    if isinstance(error, Raising):
+        return Failure("crash", f"{error} ({error.where})")
     last = traceback.extract_tb(error.__traceback__)[-1]
     return Failure("crash", f"{type(error).__name__}: {error} ({last.name})")
 

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from attnswitch.machine.backend import Precision
+from attnswitch.verify.court.sitting import Court
 
 __all__ = ["Terms", "now", "within"]
 
@@ -16,10 +17,12 @@ __all__ = ["Terms", "now", "within"]
 class Terms:
     """The usual ones demand nothing: a backend may refuse what it likes, and declares its precision itself.
 
-    ``precision`` is the least that it is held to, whatever it declares; None leaves that to it.
+    ``precision`` is the least that it is held to, whatever it declares; None leaves that to it. Kernels of the backends
+    of ``court`` run in processes of their own.
     """
 
     precision: Precision | None = None
+    court: Court = Court()  # noqa: RUF009
 
 
 _USUAL = Terms()

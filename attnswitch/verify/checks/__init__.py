@@ -4,10 +4,12 @@ form, reference, identities   looked at on every case, from the one run that the
 probes                        operands whose right answer is known to the last bit
 symmetry, hiding, composition laws that hold without a reference, at any length
 repetition, machine           running again, and what surrounds a call
+conduct                       what the runs before it left behind, so that it comes last
 """
 
 from attnswitch.verify.checks import (
     composition,
+    conduct,
     form,
     hiding,
     identities,
@@ -19,8 +21,10 @@ from attnswitch.verify.checks import (
 )
 from attnswitch.verify.checks.check import Check
 
-__all__ = ["ALWAYS", "CHECKS", "DRAWN", "Check", "named"]
+__all__ = ["ALWAYS", "CHECKS", "DRAWN", "LAST", "Check", "named"]
 
+#: Looked at behind all others.
+LAST = conduct.CHECKS
 #: Every check, in the order they are looked at and shown.
 CHECKS: tuple[Check, ...] = (
     *form.CHECKS,
@@ -32,8 +36,9 @@ CHECKS: tuple[Check, ...] = (
     *composition.CHECKS,
     *repetition.CHECKS,
     *machine.CHECKS,
+    *conduct.CHECKS,
 )
-ALWAYS = tuple(check for check in CHECKS if check.always)
+ALWAYS = tuple(check for check in CHECKS if check.always and check not in LAST)
 DRAWN = tuple(check for check in CHECKS if not check.always)
 _BY_NAME = {check.name: check for check in CHECKS}
 

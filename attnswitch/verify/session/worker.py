@@ -13,12 +13,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from attnswitch import child
 from attnswitch.errors import AttnswitchError, VerificationError
 from attnswitch.verify import terms
+from attnswitch.verify.court import sitting
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import crash, examine
 from attnswitch.verify.outcome import Outcome
@@ -89,6 +91,7 @@ def main() -> None:
 
     torch.zeros(1, device=device)
     events.send(provenance())
+    court, seated = ExitStack(), Terms()
     while not lost:
         demanded: Terms
         job: Job
@@ -97,12 +100,17 @@ def main() -> None:
         except EOFError:
             break
         try:
+            if demanded != seated:
+                court.close()
+                court.enter_context(sitting(demanded.court))
+                seated = demanded
             with terms.within(demanded):
                 carry_out(job, recording(journal.path(folder)), tell)
         except AttnswitchError as error:
             events.send(error)
         except Exception:  # the verifier's own mistake, for the conductor to raise; the trace would not travel
             events.send(VerificationError(f"the verifier failed in a worker process:\n{traceback.format_exc()}"))
+    court.close()
     events.close()
     os._exit(0)  # destructors of a lost device may crash or hang
 

@@ -1,0 +1,210 @@
+"""The process in which a candidate's kernels run. It answers questions, and knows neither cases nor right answers.
+
+What a kernel does to this process can spoil its own answers alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from attnswitch.arrays import Array
+from attnswitch.errors import (
+    AttnswitchError,
+    BackendUnavailable,
+    CompileError,
+    InvalidProblem,
+    Unsupported,
+    out_of_memory,
+)
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
+from attnswitch.machine.device import Device
+from attnswitch.machine.registry import Missing
+from attnswitch.problem import Problem
+from attnswitch.verify.court import messages, traces
+from attnswitch.verify.court.messages import About, Answer, Ask, Raised
+from attnswitch.verify.court.wire import Results, View
+from attnswitch.verify.launch.neighbours import Neighbours
+
+__all__ = ["serve"]
+
+#: Kernels kept, and configs and reasons named at most.
+_KEPT, _CONFIGS, _REASONS = 64, 256, 32
+_OWN = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, InvalidProblem, Unsupported)}
+
+
+class Candidate:
+    """One backend, and the memory through which it is given arrays."""
+
+    def __init__(self, name: str, folder: Path, forbidden: bool) -> None:
+        if forbidden:  # what watches for it takes seconds to import, and moves functions of torch
+            importlib.import_module("torch._dynamo")
+        self._traces = traces.Traces()
+        self._backend = registry.load(name)
+        self._view, self._results = View(folder), Results(folder)
+        self._forbidden = forbidden
+        #: Whether a call since the last look drew random numbers, as it was to.
+        self._drew = False
+        self._kernel = functools.lru_cache(maxsize=_KEPT)(self._compiled)
+
+    def answer(self, ask: Ask) -> Answer:
+        """The answer, whatever the kernel raises."""
+        self._results.clear()
+        told: list[str] = []
+        try:
+            with traces.aten(self._forbidden) as seen:
+                try:
+                    said, made = self._do(ask, told)
+                finally:
+                    told += seen()
+            lying = self._results.write(made)
+            answer = Answer(said, lying)
+        except BaseException as error:
+            answer = Answer(raised=_raised(error))
+        return Answer(answer.said, answer.results, answer.raised, tuple(text[: messages.SENTENCE] for text in told))
+
+    def _do(self, ask: Ask, told: list[str]) -> tuple[Any, Sequence[Array | None]]:
+        """What is to be said, and arrays."""
+        if ask.what == "conduct":
+            told += self._traces.look(self._drew)
+            self._drew = False
+            return None, ()
+        if ask.what == "about":
+            return asdict(_about(self._backend)), ()
+        assert isinstance(self._backend, Backend)
+        if ask.what == "unavailable":
+            return self._backend.unavailable(), ()
+        device = ask.device
+        assert ask.problem is not None
+        assert device is not None
+        if ask.what == "reasons":
+            return list(islice(self._backend.reasons(ask.problem, device), _REASONS)), ()
+        if ask.what == "precision":
+            return asdict(self._backend.precision(ask.problem, device)), ()
+        if ask.what == "configs":
+            return [str(config) for config in islice(self._backend.configs(ask.problem, device), _CONFIGS)], ()
+        kernel = self._kernel(ask.problem, device, ask.config)
+        if ask.what == "compile":
+            return None, ()
+        inputs = self._inputs(ask)
+        self._drew |= ask.problem.dropout > 0.0
+        upstream = [self._view.get(lying, ask.size) for lying in ask.upstream]
+        beside = self._surround(ask, inputs)
+        if ask.what == "backward":
+            made: Sequence[Array | None] = self._gradients(ask, kernel, inputs, upstream)
+        else:
+            out, lse = (kernel.forward if ask.what == "forward" else kernel.results)(inputs)
+            made = [out, lse]
+        _wait(device.where)
+        if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
+            told.append("it wrote to memory beside its results")
+        return None, made
+
+    def _compiled(self, problem: Problem, device: Device, number: int) -> Kernel:
+        assert isinstance(self._backend, Backend)
+        config = next(islice(self._backend.configs(problem, device), number, None))
+        return self._backend.compile(problem, device, config)
+
+    def _inputs(self, ask: Ask) -> Inputs:
+        query, key, value, mask, lengths, *offsets, sinks, slopes, table, key_scale, value_scale = (
+            self._view.get(lying, ask.size) for lying in ask.inputs
+        )
+        where = None if offsets[0] is None else Offsets(*offsets)
+        beside = (where, sinks, slopes, table, key_scale, value_scale)
+        return Inputs(query, key, value, mask, lengths, ask.seed, *beside)
+
+    def _surround(self, ask: Ask, inputs: Inputs) -> Neighbours | None:
+        """Known bytes where the output is likely to be allocated; the output then starts out as NaN."""
+        problem, device = ask.problem, ask.device
+        assert problem is not None
+        assert device is not None
+        batch, heads, rows = inputs.query.shape[:3]
+        shape = (batch, heads, rows, problem.dim_v)
+        if ask.what == "backward" or int(np.prod(shape)) * problem.seq_k > _SURROUNDED:
+            return None
+        library = next(lying.library for lying in ask.inputs if lying is not None)
+        return Neighbours({"out": (shape, problem.dtype)}, library, device.where)
+
+    def _gradients(self, ask: Ask, kernel: Kernel, inputs: Inputs, upstream: Sequence[Array | None]) -> Gradients:
+        out, lse, grad_out, grad_lse = upstream
+        if isinstance(self._backend, Backend) and self._backend.autograd and type(kernel).backward is Kernel.backward:
+            assert ask.problem is not None
+            return _differentiated(kernel, inputs, grad_out, grad_lse, ask.problem.grads)
+        return kernel.backward(inputs, out, lse, grad_out, grad_lse)
+
+
+#: Scores times columns up to which memory beside the output is watched.
+_SURROUNDED = 2**24
+
+
+def _differentiated(kernel: Kernel, inputs: Inputs, grad_out: Array, grad_lse: Array | None, wanted: str) -> Gradients:
+    """Gradients by torch's autograd through the kernel's forward."""
+    torch: Any = importlib.import_module("torch")
+    with torch.enable_grad():
+        named = zip("qkvm", inputs[:4], strict=True)
+        leaves: dict[str, Any] = {letter: x if x is None else x.detach() for letter, x in named}
+        for letter in wanted:
+            leaves[letter].requires_grad_()
+        query, key, value, mask = leaves.values()
+        out, lse = kernel.forward(inputs._replace(query=query, key=key, value=value, attn_mask=mask))
+        results = [(out, grad_out), *([(lse, grad_lse)] if grad_lse is not None else [])]
+        found = torch.autograd.grad(
+            [x for x, _ in results], [leaves[w] for w in wanted], [g for _, g in results], materialize_grads=True
+        )
+    by_letter = dict(zip(wanted, found, strict=True))
+    return Gradients(*(by_letter.get(letter) for letter in "qkvm"))
+
+
+def _about(backend: Backend | Missing) -> About:
+    if isinstance(backend, Missing):
+        return About(missing=str(backend))
+    values = {f.name: getattr(backend, f.name) for f in fields(About) if f.name != "missing"}
+    if backend.autograd:  # it is done here, and begins with the forward
+        values["restarts"] = False
+    return About(**(values | {"emulation": dict(backend.emulation), "lacks": tuple(sorted(backend.lacks))}))
+
+
+def _wait(device: str) -> None:
+    """Until every stream of the GPU is done."""
+    torch: Any = sys.modules.get("torch")
+    if device != "cpu" and torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
+
+
+def _raised(error: BaseException) -> Raised:
+    where = traceback.extract_tb(error.__traceback__)[-1].name
+    text = str(error)[: messages.SENTENCE - 200]
+    if isinstance(error, AttnswitchError) and type(error).__name__ in _OWN:
+        return Raised(type(error).__name__, text, where)
+    if isinstance(error, Exception) and out_of_memory(error):
+        return Raised("memory", text, where)
+    return Raised("other", f"{type(error).__name__}: {text}", where)
+
+
+def serve(asks: Connection, answers: Connection, folder: Path) -> NoReturn:
+    """Answer until the other end closes the connection, and end the process."""
+    import torch
+
+    x = torch.zeros(2, requires_grad=True)
+    torch.autograd.grad(x.sum(), x)  # what it sets up as it is first used is not the kernel's doing
+    candidate = None
+    while True:
+        try:
+            ask: Ask = asks.recv()
+        except EOFError:
+            os._exit(0)
+        if candidate is None:
+            candidate = Candidate(ask.backend, folder, ask.forbidden)
+        answers.send_bytes(messages.encoded(candidate.answer(ask)))

@@ -1,0 +1,104 @@
+"""What judge and candidate say: questions with a problem and arrays, and answers of JSON within limits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from attnswitch import reading
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem
+from attnswitch.verify.court.wire import Lying
+
+__all__ = ["MOST", "SENTENCE", "About", "Answer", "Ask", "Raised", "decoded", "encoded"]
+
+#: Bytes of an answer, and letters of a sentence in it.
+MOST, SENTENCE = 2**20, 4000
+
+_OfProblem = Literal["reasons", "precision", "configs", "compile"]
+_OfCall = Literal["forward", "results", "backward"]
+#: Of a backend, of a problem, of a call; and what was seen since it was last asked.
+What = Literal["about", "unavailable"] | _OfProblem | _OfCall | Literal["conduct"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question. The inputs are those of ``Inputs``, laid out in the memory that both see, ``size`` bytes of it."""
+
+    what: What
+    problem: Problem | None = None
+    device: Device | None = None
+    #: The number of a config among those of the problem.
+    config: int = 0
+    inputs: tuple[Lying | None, ...] = ()
+    seed: int | None = None
+    #: Output and lse as they were, and the upstream gradients.
+    upstream: tuple[Lying | None, ...] = ()
+    size: int = 0
+    #: Whose kernels are to run; and whether to tell of torch's own attention and products.
+    backend: str = ""
+    forbidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The class attributes of a backend, and why it could not be loaded, if it could not."""
+
+    missing: str = ""
+    library: str = "numpy"
+    libraries: tuple[str, ...] = ()
+    #: Whether torch differentiates its output, so that the candidate has it done.
+    autograd: bool = False
+    restarts: bool = True
+    wants_seed: bool = False
+    varlen: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    paged: bool = False
+    caches: tuple[str, ...] = ()
+    splits: bool = False
+    builds_per_shape: bool = False
+    approximate: bool = False
+    notice: str = ""
+    lacks: tuple[str, ...] = ()
+    emulation: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What a kernel raised: one of attnswitch's own errors by its name, "memory", or another; and where."""
+
+    kind: str
+    text: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``said`` is what was asked for in words, ``results`` where the arrays lie in the file of results.
+
+    ``told`` is what was seen of the kernel's conduct.
+    """
+
+    said: Any = None
+    results: tuple[Lying | None, ...] = ()
+    raised: Raised | None = None
+    told: tuple[str, ...] = ()
+    #: The exit code of a candidate, whose answer this is not.
+    ended: int | None = None
+
+
+def encoded(answer: Answer) -> bytes:
+    """The bytes of an answer."""
+    return json.dumps(asdict(answer), default=str).encode(errors="replace")
+
+
+def decoded(content: bytes) -> Answer:
+    """An answer from bytes that anybody may have sent. Raises ``InvalidProblem`` for what is none."""
+    answer = reading.made(Answer, reading.parse(content, MOST))
+    texts = [*answer.told, *((answer.raised.kind, answer.raised.text, answer.raised.where) if answer.raised else ())]
+    if any(len(text) > SENTENCE for text in texts):
+        raise InvalidProblem(f"it has a sentence of more than {SENTENCE:,} letters")
+    return answer

@@ -1,0 +1,222 @@
+"""``Proxy``: a backend as the judge's process has it, whose kernels run in a ``candidate``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from attnswitch import reading
+from attnswitch.arrays import Array
+from attnswitch.errors import BackendUnavailable, CompileError, InvalidProblem, Unsupported
+from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem
+from attnswitch.verify.court import server
+from attnswitch.verify.court.messages import About, Answer, Ask, Raised, What
+from attnswitch.verify.court.server import Gone, Server
+
+__all__ = ["Proxy", "Raising"]
+
+_KINDS = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, InvalidProblem, Unsupported)}
+#: Bytes of a result that is right are at most so many times an operand's of float64; and of a short one.
+_ROOM = 2**16
+
+
+_Said = TypeVar("_Said")
+
+
+class Raising(RuntimeError):
+    """What a kernel raised in its own process, in ``where``."""
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self.where = where
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered(Config):
+    """A config of the candidate, by its number and its text."""
+
+    number: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Proxy(Backend):
+    """The backend called ``name``, of which nothing is imported here.
+
+    A question is given ``timeout`` seconds. ``forbidden`` has torch's own attention and products told.
+    """
+
+    def __init__(self, name: str, timeout: float, forbidden: bool = False) -> None:
+        self.name = name  # type: ignore[misc]
+        self._timeout, self._forbidden = timeout, forbidden
+        self._server: Server | None = None
+        self._told: dict[str, None] = {}
+        about = self._about()
+        #: Why it could not be loaded, if it could not.
+        self.missing = about.missing
+        for attribute in About.__slots__:
+            if attribute not in ("missing", "autograd"):
+                setattr(self, attribute, getattr(about, attribute))
+        self.lacks = frozenset(about.lacks)  # type: ignore[misc]
+
+    def _about(self) -> About:
+        try:
+            return _said(self._ask(Ask("about")), About)
+        except (Gone, Raising) as error:
+            return About(missing=f"it could not be loaded: {error}")
+
+    # -- as a backend --------------------------------------------------------------------------------------------------
+
+    def unavailable(self) -> str | None:
+        """As the candidate says."""
+        said = self._ask(Ask("unavailable"))
+        return None if said.said is None else _said(said, str)
+
+    def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
+        """As the candidate says."""
+        yield from self._reasons(problem, device)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _reasons(self, problem: Problem, device: Device) -> list[str]:
+        return _said(self._ask(Ask("reasons", problem, device)), list[str])
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
+        """As the candidate says."""
+        for number, text in enumerate(_said(self._ask(Ask("configs", problem, device)), list[str])):
+            yield Numbered(number, text)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _precision(self, problem: Problem, device: Device) -> Precision:
+        return _said(self._ask(Ask("precision", problem, device)), Precision)
+
+    def precision(self, problem: Problem, device: Device) -> Precision:
+        """As the candidate says."""
+        return self._precision(problem, device)
+
+    def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
+        """A kernel whose calls are the candidate's."""
+        number = config.number if isinstance(config, Numbered) else 0
+        self._ask(Ask("compile", problem, device, number))
+        return _Kernel(self, problem, device, number)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        what: What,
+        problem: Problem,
+        device: Device,
+        config: int,
+        inputs: Inputs,
+        upstream: tuple[Array | None, ...],
+    ) -> list[Array | None]:
+        """The arrays that a kernel makes of these."""
+        memory = self._seated()
+        offsets = inputs.offsets or (None, None)
+        given = (*inputs[:5], *offsets, *inputs[7:])
+        lying = memory.arena.put((*given, *upstream))
+        count = len(given)
+        ask = Ask(what, problem, device, config, lying[:count], inputs.seed, lying[count:], memory.arena.size)
+        answer = self._ask(ask)
+        if memory.arena.changed():
+            self._told["it wrote to its inputs"] = None
+        most = _ROOM + 8 * max(math.prod(array.shape) for array in given[:3]) * max(1, problem.group) * 4
+        most += 8 * problem.batch * problem.heads_q * problem.seq_q * max(1, problem.dim_v)
+        if inputs.attn_mask is not None:
+            most = max(most, _ROOM + 8 * math.prod(inputs.attn_mask.shape))
+        with _words():
+            return [memory.results.read(result, most) for result in answer.results]
+
+    def conduct(self) -> str:
+        """What was seen of its conduct since this was last asked; what it left running is ended."""
+        if self._server is not None and not self._server.fresh:
+            try:
+                self._ask(Ask("conduct"))
+            except (Gone, Raising, MemoryError) as error:
+                self._told[f"it could not be looked at: {error}"] = None
+            if left := self._server.end_left():
+                line = next(iter(left.values()))[:200]
+                self._told[f"it left {len(left)} processes running: {line}"] = None
+        told, self._told = self._told, {}
+        return "; ".join(told)
+
+    def end(self) -> None:
+        """End the candidate, and all that it started."""
+        if self._server is not None:
+            server.give_back(self._server)
+            self._server = None
+
+    def _seated(self) -> Server:
+        """The server, a new one where the last was ended."""
+        if self._server is None or self._server.ended:
+            self._server = server.taken()
+        return self._server
+
+    def _ask(self, ask: Ask) -> Answer:
+        answer = self._seated().ask(replace(ask, backend=self.name, forbidden=self._forbidden), self._timeout)
+        self._told |= dict.fromkeys(answer.told)
+        if answer.raised is not None:
+            raise _raising(answer.raised)
+        return answer
+
+
+def _said(answer: Answer, kind: type[_Said]) -> _Said:
+    """What was said, as the type ``kind``."""
+    with _words():
+        return reading.checked(answer.said, kind)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _words() -> Iterator[None]:
+    """Within the context, what cannot be read is the candidate's fault."""
+    try:
+        yield
+    except InvalidProblem as error:
+        raise Gone(f"its answer is none: {error}") from None
+
+
+def _raising(raised: Raised) -> Exception:
+    if raised.kind == "memory":
+        return MemoryError(raised.text)
+    if raised.kind in _KINDS:
+        return _KINDS[raised.kind](raised.text)
+    return Raising(raised.text, raised.where)
+
+
+class _Kernel(Kernel):
+    """A kernel of the candidate."""
+
+    def __init__(self, proxy: Proxy, problem: Problem, device: Device, config: int) -> None:
+        self._proxy, self._of = proxy, (problem, device, config)
+
+    def forward(self, inputs: Inputs) -> tuple[Array, Array | None]:
+        """See ``Kernel``."""
+        return self._pair("forward", inputs)
+
+    def results(self, inputs: Inputs) -> tuple[Array, Array]:
+        """See ``Kernel``."""
+        out, lse = self._pair("results", inputs)
+        return out, lse
+
+    def _pair(self, what: What, inputs: Inputs) -> tuple[Array, Array | None]:
+        made = self._proxy.call(what, *self._of, inputs, ())
+        if len(made) != 2 or made[0] is None:
+            raise Gone("it answered without an output", "crash")
+        return made[0], made[1]
+
+    def backward(
+        self, inputs: Inputs, out: Array | None, lse: Array | None, grad_out: Array, grad_lse: Array | None
+    ) -> Gradients:
+        """See ``Kernel``."""
+        made = self._proxy.call("backward", *self._of, inputs, (out, lse, grad_out, grad_lse))
+        if len(made) != 4:
+            raise Gone("it answered without gradients", "crash")
+        return Gradients(*made)

@@ -1,0 +1,168 @@
+"""``Server``: the process that candidates are forked from, as the judge has it, and the candidate that lives now."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+from attnswitch.child import Child
+from attnswitch.errors import InvalidProblem
+from attnswitch.verify.court import messages, traces
+from attnswitch.verify.court.messages import Answer, Ask
+from attnswitch.verify.court.wire import Arena, Results
+
+__all__ = ["Gone", "Server", "end_spare", "give_back", "marked", "taken"]
+
+#: In the environment of candidates and of all that they start.
+_MARK = "ATTNSWITCH_COURT"
+#: Seconds that a candidate's first answer may take beside the others, as its code is loaded; and that an end may take.
+_START, _END = 120.0, 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Gone(Exception):
+    """The candidate ended, or was ended since it did not answer; ``check`` says which: "crash" or "hang"."""
+
+    def __init__(self, how: str, check: str = "crash") -> None:
+        super().__init__(how)
+        self.check = check
+
+
+class Server:
+    """Starts the process; its first answer waits for it."""
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":  # whose parent ends is this process's, and is found
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._mark = f"{_MARK}={secrets.token_hex(16)}"
+        name, _, value = self._mark.partition("=")
+        self._child = Child("attnswitch.verify.court.forks", variables={name: value}, apart=True)
+        self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
+        #: Whether no candidate has answered yet since the last one ended.
+        self.fresh = True
+        self.ended = False
+
+    def ask(self, ask: Ask, timeout: float) -> Answer:
+        """The answer of the candidate that lives; another follows one that is ``Gone``."""
+        limit = timeout + (_START if self.fresh else 0.0)
+        try:
+            self._child.requests.send(ask)
+            if not self._child.events.poll(limit):
+                raise Gone(self._silent(timeout), "hang")
+            answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
+        except Gone:
+            self.renew()
+            raise
+        except InvalidProblem as error:
+            self.renew()
+            raise Gone(f"its answer is none: {error}") from None
+        except (EOFError, OSError):
+            said = self._child.said() if self.fresh else ""
+            self.end()
+            raise Gone(f"it ended the process that it was forked from {said}".strip()) from None
+        self.fresh = False
+        if answer.ended is not None:
+            self.fresh = True
+            self._kill(self.left())
+            raise Gone(_ending(answer.ended))
+        return answer
+
+    def _silent(self, timeout: float) -> str:
+        """What to say of a candidate that does not answer."""
+        states = {traces.state(number) for number in traces.descendants(self._child.number)} - {""}
+        if not traces.descendants(self._child.number):
+            return "it ended, and not even its end was told"
+        return f"no answer after {timeout:g} s; the process was {', '.join(sorted(states)) or 'running'}, and was ended"
+
+    def left(self) -> dict[int, str]:
+        """Processes of candidates that are not the candidate, by number, with their command lines."""
+        mine, below = traces.descendants(os.getpid()), traces.descendants(self._child.number)
+        forked = traces.children(self._child.number)
+        found = {number: line for number, line in below.items() if number not in forked}
+        for number in mine.keys() - below.keys() - {self._child.number}:
+            with contextlib.suppress(OSError):
+                if self._mark.encode() in Path(f"/proc/{number}/environ").read_bytes():
+                    found[number] = mine[number]
+        return found
+
+    def end_left(self) -> dict[int, str]:
+        """``left``, having ended them."""
+        found = self.left()
+        self._kill(found)
+        return found
+
+    def renew(self) -> None:
+        """End the candidate and all that it started; the next question is for a new one."""
+        if self.ended:
+            return
+        self.fresh = True
+        self._kill({**traces.descendants(self._child.number), **self.left()})
+        try:
+            while self._child.events.poll(_END):
+                content = self._child.events.recv_bytes(messages.MOST)
+                with contextlib.suppress(InvalidProblem):
+                    if messages.decoded(content).ended is not None:
+                        return
+        except (EOFError, OSError):
+            pass
+        self.end()
+
+    def end(self) -> None:
+        """End it with its candidates."""
+        if not self.ended:
+            self.ended = True
+            self._kill({**traces.descendants(self._child.number), **self.left()})
+            self._child.end()
+
+    @staticmethod
+    def _kill(numbers: dict[int, str]) -> None:
+        for number in numbers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+
+
+#: One that nobody uses now.
+_spare: list[Server] = []
+
+
+def taken() -> Server:
+    """A server, of which no candidate knows anything yet."""
+    return _spare.pop() if _spare else Server()
+
+
+def give_back(server: Server) -> None:
+    """End its candidate, and keep it for another."""
+    if not server.fresh:  # else its candidate knows nothing yet
+        server.renew()
+    if server.ended or _spare:
+        server.end()
+    else:
+        _spare.append(server)
+
+
+def end_spare() -> None:
+    """End the one that is kept."""
+    while _spare:
+        _spare.pop().end()
+
+
+def marked() -> set[int]:
+    """Processes of this machine that descend from any candidate or its server, by number."""
+    found = set[int]()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{_MARK}=".encode() in entry.read_bytes():
+                found.add(int(entry.parent.name))
+    return found
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"the process died of {signal.Signals(-code).name}"
+    return f"the process ended with exit code {code}"

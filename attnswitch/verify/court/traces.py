@@ -1,0 +1,255 @@
+"""What kernels leave behind in the process that they run in: patched functions, changed state, threads, children.
+
+A kernel that means harm can hide from what looks from within its own process; ``descendants`` and ``state`` look from
+outside. What is told here explains a verdict and adds to it: the numbers are judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import random
+import signal
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Traces", "aten", "children", "descendants", "state"]
+
+#: Modules whose functions a kernel has no business to replace.
+_WATCHED = (
+    "builtins",
+    "gc",
+    "json",
+    "math",
+    "os",
+    "random",
+    "threading",
+    "time",
+    "numpy",
+    "numpy.linalg",
+    "numpy.random",
+    "torch",
+    "torch.Tensor",
+    "torch.autograd",
+    "torch.cuda",
+    "torch.linalg",
+    "torch.nn.functional",
+    "attnswitch",
+    "attnswitch.verify.court.candidate",
+    "attnswitch.verify.court.messages",
+    "attnswitch.verify.court.wire",
+)
+#: Processes that torch's compiler and CuPy's keep for later.
+_KEPT = ("torch/_inductor", "torch._inductor", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+class Traces:
+    """What there is before a kernel's code is loaded; ``look`` says what is different since the last look."""
+
+    def __init__(self) -> None:
+        self._functions = {name: _functions(name) for name in _WATCHED}
+        self._state = _state()
+
+    def look(self, draws: bool) -> list[str]:
+        """A sentence for each change. A call that ``draws`` numbers may move torch's generator."""
+        told = []
+        for name, before in self._functions.items():
+            now = _functions(name)
+            patched = sorted(key for key in before if now.get(key, before[key]) is not before[key])
+            patched += sorted(key for key in before.keys() - now.keys())
+            told += [f"it replaced {name}.{key}" for key in patched[:3]]
+            self._functions[name] = {**now}
+        state = _state()
+        told += [
+            f"it changed {what}: {_short(self._state[what])} became {_short(value)}"
+            if what not in _LONG
+            else f"it changed {what}"
+            for what, value in state.items()
+            if value != self._state[what] and not (draws and what in _DRAWN)
+        ]
+        self._state = state
+        told += [f"it left a thread running: {name}" for name in _threads()]
+        return told
+
+
+def _functions(name: str) -> dict[str, Any]:
+    owner: Any = sys.modules.get(name)
+    if owner is None and name == "torch.Tensor":
+        owner = getattr(sys.modules.get("torch"), "Tensor", None)
+    if owner is None:
+        return {}
+    return {key: value for key, value in vars(owner).items() if callable(value) and not isinstance(value, ModuleType)}
+
+
+_DRAWN = ("torch's random state",)
+_LONG = ("torch's random state", "NumPy's random state", "Python's random state", "the handlers of signals")
+
+
+def _state() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "the current folder": _folder(),
+        "the umask": _umask(),
+        "NumPy's handling of errors": np.geterr(),
+        "NumPy's random state": _numbers(np.random.get_state()),
+        "Python's random state": random.getstate(),
+        "the limit of recursion": sys.getrecursionlimit(),
+        "the collection of garbage": gc.isenabled(),
+        "the profiler of Python": sys.getprofile(),
+        "the tracer of Python": sys.gettrace(),
+        "the handlers of signals": {n: signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGTERM, signal.SIGCHLD)},
+        "the descriptors 0 to 2": tuple(map(_is_open, range(3))),
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        found |= {
+            "torch's default dtype": torch.get_default_dtype(),
+            "torch's default device": torch.get_default_device(),
+            "whether torch takes gradients": torch.is_grad_enabled(),
+            "torch's inference mode": torch.is_inference_mode_enabled(),
+            "torch's autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+            "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "torch's precision of float32 products": torch.get_float32_matmul_precision(),
+            "torch's TF32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+            "torch's threads": torch.get_num_threads(),
+            "torch's flushing of denormals": _flushes(),
+            "torch's choice of attention": (
+                torch.backends.cuda.flash_sdp_enabled(),
+                torch.backends.cuda.mem_efficient_sdp_enabled(),
+                torch.backends.cuda.math_sdp_enabled(),
+            ),
+            "torch's random state": torch.get_rng_state().numpy().tobytes(),
+        }
+    return found
+
+
+def _numbers(state: Any) -> tuple[Any, ...]:
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "none"
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _flushes() -> bool:
+    """Whether numbers below the normal ones become 0, which is a mode of the CPU."""
+    return bool(np.float32(1e-40) * np.float32(1.0) == 0)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _threads() -> Iterator[str]:
+    """Threads of Python that run code which belongs to no installed library."""
+    own = threading.get_ident()
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        files = set()
+        while thread.ident != own and frame is not None:
+            files.add(frame.f_code.co_filename)
+            frame = frame.f_back
+        if any(not _installed(file) for file in files):
+            yield thread.name
+
+
+_LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def _installed(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, _PACKAGE, "<frozen"))
+
+
+@contextlib.contextmanager
+def aten(forbidden: bool) -> Iterator[Callable[[], list[str]]]:
+    """Within the context, note which of torch's own products and attentions run, if they are ``forbidden``."""
+    torch: Any = sys.modules.get("torch")
+    if not forbidden or torch is None:
+        yield list
+        return
+    mode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+    seen: dict[str, None] = {}
+
+    class Noting(mode):  # type: ignore[misc,valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func.name())
+            if any(part in name for part in _FORBIDDEN):
+                seen[name] = None
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        yield lambda: [f"it calls torch's own {name}, which is forbidden" for name in seen]
+
+
+_FORBIDDEN = ("attention", "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::matmul", "aten::_softmax")
+
+
+# -- from outside ------------------------------------------------------------------------------------------------------
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Processes below ``root`` that still run and are no compiler's, by number, with their command lines."""
+    parents = dict[int, list[int]]()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            number, rest = entry.read_text().split(" ", 1)
+            fields = rest[rest.rindex(")") + 2 :].split()
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(number))
+    found, level = dict[int, str](), [root]
+    while level:
+        level = [below for each in level for below in parents.get(each, ()) if below not in found]
+        found |= {number: _command(number) for number in level}
+    return {number: line for number, line in found.items() if not any(kept in line for kept in _KEPT)}
+
+
+def _command(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def children(root: int) -> set[int]:
+    """Processes that ``root`` started itself."""
+    found = set()
+    with contextlib.suppress(OSError, ValueError):
+        for task in Path(f"/proc/{root}/task").iterdir():
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def state(number: int) -> str:
+    """The state of a process as a word: "stopped", or "" for what needs no telling."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        text = Path(f"/proc/{number}/stat").read_text()
+        return {"T": "stopped", "t": "traced"}.get(text[text.rindex(")") + 2], "")
+    return ""

@@ -1,0 +1,215 @@
+"""Arrays as they lie, strides, junk between the elements and alignment included, in memory that two processes see.
+
+The candidate sees its inputs read-only and at the same addresses from call to call: a kernel that writes to them dies
+of it, and one that takes equal addresses for equal inputs is wrong. Results come back dense, in a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from attnswitch.arrays import Array, library_of
+from attnswitch.errors import InvalidProblem
+
+__all__ = ["Arena", "Lying", "Results", "View"]
+
+#: Arrays begin at multiples of the first, and keep their remainder of the second, which kernels choose by.
+_APART, _ALIGNMENT = 256, 16
+_LEAST = 2**20
+_TYPES = frozenset(
+    (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    )
+)
+_AXES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """An array of ``library`` on ``device``: its ``size`` bytes begin at ``start``, its first element ``at`` in them.
+
+    ``strides`` count bytes.
+    """
+
+    library: str
+    device: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    size: int
+    at: int = 0
+
+
+class Arena:
+    """The judge's end: the inputs of one call after another, from the first byte on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "inputs"
+        self._memory: Any = None
+        self.size = 0
+        self._put: list[tuple[Lying, Any]] = []
+
+    def put(self, given: Sequence[Array | None]) -> tuple[Lying | None, ...]:
+        """Lay ``given`` out; what lay there before is written over."""
+        found, end, parts = list[Lying | None](), 0, []
+        for array in given:
+            if array is None:
+                found.append(None)
+                continue
+            content, address, at, strides, dtype, device = _flat(array)
+            end += -end % _APART + address % _ALIGNMENT
+            shape = tuple(map(int, array.shape))
+            found.append(Lying(library_of(array), device, dtype, shape, strides, end, content.size, at))
+            parts.append((found[-1], content))
+            end += content.size
+        self._grow(end)
+        self._put = parts  # type: ignore[assignment]
+        for lying, content in self._put:
+            self._region(lying)[:] = content
+        return tuple(found)
+
+    def changed(self) -> bool:
+        """Whether what was laid out is other than it was."""
+        return any(not np.array_equal(self._region(lying), content) for lying, content in self._put)
+
+    def _region(self, lying: Lying) -> Any:
+        return np.frombuffer(self._memory, np.uint8, lying.size, lying.start)
+
+    def _grow(self, size: int) -> None:
+        if self._memory is not None and size <= self.size:
+            return
+        self.size = max(_LEAST, 2 ** math.ceil(math.log2(max(size, 1))))
+        self._put = []
+        with self._path.open("a+b") as file:
+            file.truncate(self.size)
+            self._memory = mmap.mmap(file.fileno(), self.size)
+
+
+class View:
+    """The candidate's end of an ``Arena``, which it may only read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "inputs"
+        self._memory: Any = None
+
+    def get(self, lying: Lying | None, size: int) -> Array | None:
+        """The array that lies so, in an arena of ``size`` bytes."""
+        if lying is None:
+            return None
+        if self._memory is None or len(self._memory) != size:
+            with self._path.open("rb") as file:
+                self._memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        if lying.library == "torch":
+            return _torch_of(lying, self._memory)
+        dtype = _numpy_type(lying.dtype)
+        array: Any = np.ndarray(lying.shape, dtype, self._memory, lying.start + lying.at, lying.strides)
+        return array if lying.library == "numpy" else sys.modules["cupy"].asarray(array)
+
+
+class Results:
+    """The file of results: the candidate writes, the judge reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "results", os.O_RDWR | os.O_CREAT, 0o600)
+
+    def clear(self) -> None:
+        """Forget all."""
+        os.ftruncate(self._file, 0)
+
+    def write(self, made: Sequence[Array | None]) -> tuple[Lying | None, ...]:
+        """Write the arrays one behind the other."""
+        found, end = list[Lying | None](), 0
+        for array in made:
+            if array is None:
+                found.append(None)
+                continue
+            content, _, _, _, dtype, device = _flat(_dense(array))
+            shape = tuple(map(int, array.shape))
+            found.append(Lying(library_of(array), device, dtype, shape, (), end, content.size))
+            os.pwrite(self._file, content.data, end)
+            end += content.size
+        return tuple(found)
+
+    def read(self, lying: Lying | None, most: int) -> Array | None:
+        """The array that is said to lie so, of at most ``most`` bytes. Raises ``InvalidProblem`` for what is none."""
+        if lying is None:
+            return None
+        known = lying.library in ("numpy", "torch", "cupy") and lying.dtype in _TYPES and len(lying.shape) <= _AXES
+        if not known or min(lying.shape, default=0) < 0 or lying.start < 0:
+            raise InvalidProblem(f"a result of {len(lying.shape)} axes of {lying.dtype} of {lying.library}")
+        size = math.prod(lying.shape) * _numpy_type(lying.dtype).itemsize
+        if size > most:
+            raise InvalidProblem(f"a result of {size:,} bytes where {most:,} are the most that is right")
+        content = os.pread(self._file, size, lying.start)
+        if len(content) != size:
+            raise InvalidProblem(f"{len(content):,} bytes of a result that has {size:,}")
+        if lying.library == "torch":
+            torch: Any = sys.modules["torch"]
+            dtype = getattr(torch, lying.dtype)
+            whole = torch.frombuffer(bytearray(content), dtype=dtype) if size else torch.empty(0, dtype=dtype)
+            return whole.reshape(lying.shape).to(lying.device)
+        array = np.frombuffer(bytearray(content), _numpy_type(lying.dtype)).reshape(lying.shape)
+        return array if lying.library == "numpy" else sys.modules["cupy"].asarray(array)
+
+
+def _flat(array: Array) -> tuple[Any, int, int, tuple[int, ...], str, str]:
+    """The bytes from first to last element, their address, where element 0 is in them, strides, dtype, device."""
+    if library_of(array) == "torch":
+        torch: Any = sys.modules["torch"]
+        with torch.no_grad():
+            x, itemsize = array.detach(), array.element_size()
+            count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+            row = torch.as_strided(x, (count,), (1,), x.storage_offset()).view(torch.uint8)
+            strides = tuple(step * itemsize for step in x.stride())
+            return row.cpu().numpy(), x.data_ptr(), 0, strides, str(x.dtype).removeprefix("torch."), str(x.device)
+    device = "cpu"
+    if library_of(array) == "cupy":
+        device, array = f"cuda:{array.device.id}", np.ascontiguousarray(array.get())
+    address = array.__array_interface__["data"][0]
+    spans = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    before = -sum(min(0, span) for span in spans)
+    size = before + sum(max(0, span) for span in spans) + array.itemsize if array.size else 0
+    content: Any = (ctypes.c_uint8 * size).from_address(address - before) if size else b""
+    return np.frombuffer(content, np.uint8), address - before, before, array.strides, array.dtype.name, device
+
+
+def _dense(array: Array) -> Array:
+    return array.detach().contiguous() if library_of(array) == "torch" else np.ascontiguousarray(_hosted(array))
+
+
+def _hosted(array: Array) -> Array:
+    return array.get() if library_of(array) == "cupy" else array
+
+
+def _torch_of(lying: Lying, memory: Any) -> Array:
+    import torch
+
+    dtype: Any = getattr(torch, lying.dtype)
+    steps = tuple(step // dtype.itemsize for step in lying.strides)
+    if not lying.size:
+        return torch.empty_strided(lying.shape, steps, dtype=dtype, device=lying.device)
+    below = lying.start % _APART  # so that it is as far from a multiple on a GPU as well
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may not be written to, which is what is wanted
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=below + lying.size, offset=lying.start - below)
+    if lying.device != "cpu":
+        whole = whole.to(lying.device)
+    return torch.as_strided(whole[below:].view(dtype), lying.shape, steps, below // dtype.itemsize)
+
+
+def _numpy_type(name: str) -> Any:
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,130 @@
+"""The court tells each of the hostile kernels by name, and calls none of them right."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import hostile
+import pytest
+
+from attnswitch.verify import Case
+from attnswitch.verify.court import Court, server, sitting
+from attnswitch.verify.judge import examine
+
+#: Two of one shape and other data, and one with gradients.
+CASES = (
+    Case(seq_q=5, seq_k=7, heads_kv=2, library="numpy", data_seed=1),
+    Case(seq_q=5, seq_k=7, heads_kv=2, library="numpy", data_seed=2, check="linearity"),
+    Case(seq_q=5, seq_k=7, heads_kv=2, library="numpy", data_seed=3, grads="qkv", lse=True),
+)
+#: What each is told for: the check, and words of the sentence.
+TOLD = {
+    "PatchesAbs": r"reference: .* off by more",
+    "PatchesAny": r"conduct: it replaced numpy\.any",
+    "PatchesAllclose": r"conduct: it replaced numpy\.allclose",
+    "PatchesTorch": r"conduct: it replaced torch\.allclose",
+    "PatchesAttention": r"conduct: it replaced torch\.nn\.functional\.scaled_dot_product_attention",
+    "PatchesTensors": r"conduct: it replaced torch\.Tensor\.__eq__",
+    "PatchesBuiltins": r"(conduct: it replaced builtins\.max|crash: its answer is none)",
+    "PatchesClocks": r"conduct: it replaced time\.perf_counter",
+    "PatchesJson": r"crash: its answer is none",
+    "PatchesTheJudge": r"reference: .* off by more",
+    "PatchesTheCourt": r"crash: (it answered without an output|its answer is none)",
+    "ChangesFolder": r"conduct: it changed the current folder",
+    "ChangesUmask": r"conduct: it changed the umask",
+    "SilencesNumpy": r"conduct: it changed NumPy's handling of errors",
+    "SeedsNumpy": r"conduct: it changed NumPy's random state",
+    "SeedsPython": r"conduct: it changed Python's random state",
+    "SeedsTorch": r"conduct: it changed torch's random state",
+    "LimitsRecursion": r"conduct: it changed the limit of recursion: \d+ became 5000",
+    "DefaultsToFloat64": r"conduct: .*it changed torch's default dtype",
+    "TakesNoGradients": r"conduct: it changed whether torch takes gradients: True became False",
+    "LowersPrecision": r"conduct: it changed torch's precision of float32 products",
+    "TakesAllThreads": r"conduct: it changed torch's threads",
+    "FlushesDenormals": r"conduct: it changed torch's flushing of denormals",
+    "ForbidsFlash": r"conduct: it changed torch's choice of attention",
+    "Profiles": r"conduct: it changed the profiler of Python",
+    "HandlesSignals": r"conduct: it changed the handlers of signals",
+    "CollectsNoGarbage": r"conduct: it changed the collection of garbage",
+    "LeavesThread": r"conduct: it left a thread running: late",
+    "FinishesLate": r"reference: .* off by more",
+    "Forks": r"conduct: it left \d+ processes running",
+    "ForksTwice": r"conduct: it left \d+ processes running",
+    "StartsProgram": r"conduct: it left \d+ processes running: sleep 60",
+    "StopsItself": r"hang: no answer after 2 s; the process was stopped",
+    "Hangs": r"hang: no answer after 2 s; the process was running",
+    "Segfaults": r"crash: the process died of SIGSEGV",
+    "ExitsWell": r"crash: the process ended with exit code 0",
+    "KillsItsParent": r"crash: it ended the process that it was forked from",
+    "RaisesExit": r"crash: SystemExit: 0 \(harm\)",
+    "RaisesInterrupt": r"crash: KeyboardInterrupt",
+    "ClosesDescriptors": r"crash: the process ended with exit code 1",
+    "ClosesOutput": r"conduct: it changed the descriptors 0 to 2",
+    "WritesInputs": r"crash: ValueError: assignment destination is read-only",
+    "WritesAndRestores": r"crash: the process died of SIGSEGV",
+    "CachesByShape": r"reference: .* off by more",
+    "CachesByPointer": r"reference: .* off by more",
+    "CachesByFingerprint": r"linearity: ",
+    "LeavesItUnwritten": r"reference: ",
+    "AsksTorch": r"conduct: it calls torch's own aten::.*attention.*, which is forbidden",
+    "MultipliesByTorch": r"conduct: it calls torch's own aten::b?mm, which is forbidden",
+    "ForgesAnswer": r"crash: it answered without an output",
+    "SendsPickle": r"crash: its answer is none: it is not JSON",
+    "SendsNumbers": r"crash: its answer is none: it is not JSON",
+    "SaysItEnded": r"crash: the process ended with exit code 0",
+    "ReturnsTooMuch": r"crash: .*a result of 134,217,728 bytes",
+    "ReturnsNone": r"crash: it answered without an output",
+    "ReturnsAnother": r"crash: ",
+    "LiesAboutItself": r"crash: .*accumulator is 'float128'",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    """The process that candidates are forked from is kept from one to the next, and no longer."""
+    yield
+    server.end_spare()
+
+
+def told(name: str) -> Iterator[str]:
+    """What is found wrong with a kernel of the gallery."""
+    target = f"hostile:{name}"
+    with sitting(Court((target,), timeout=2.0, forbidden="forbidden" in TOLD[name])):
+        for case in CASES:
+            (outcome,) = examine(case, (target,))
+            failure = outcome.failure
+            yield f"{failure.check}: {failure.message}" if failure else f"{outcome.verdict}: {outcome.reasons}"
+
+
+def test_every_kernel_of_the_gallery_is_told_for_something() -> None:
+    assert set(hostile.GALLERY) == set(TOLD)
+    assert len(TOLD) >= 40
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_hostile_kernel_is_told_by_name(name: str) -> None:
+    found = []
+    for sentence in told(name):
+        found.append(sentence)
+        if re.match(TOLD[name], sentence):
+            return
+    raise AssertionError(f"told for {found}")
+
+
+def test_a_kernel_that_behaves_is_right() -> None:
+    with sitting(Court(("tiled", "reference"), timeout=20.0)):
+        outcomes = [outcome for case in CASES for outcome in examine(case, ("tiled", "reference"))]
+    assert {outcome.verdict for outcome in outcomes} == {"verified"}
+    assert all("conduct" in outcome.checks for outcome in outcomes)
+
+
+def test_nothing_that_was_left_running_outlives_the_case() -> None:
+    before = server.marked()
+    assert list(told("ForksTwice"))
+    server.end_spare()
+    ends = time.monotonic() + 5.0
+    while server.marked() - before and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert server.marked() <= before
