@@ -6,7 +6,7 @@
     session  a whole run: workers, shrinking, saved cases      outcome  what a verdict is
     report   a run as JSON, JUnit, HTML and others             mutants  faulty backends, by which the verifier is tested
     emulation  what lets a CPU check a kernel for GPUs         demands  precision and problems that a run demands
-    terms      on which a process judges
+    terms      on which a process judges                      court    kernels apart from what judges them
 
 This is library code, used alike by the tests and by ``attnswitch verify``. Names are loaded when they are first used:
 judging a case needs nothing of a run, Hypothesis least of all.

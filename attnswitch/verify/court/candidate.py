@@ -73,7 +73,8 @@ class Candidate:
             answer = Answer(said, lying)
         except BaseException as error:
             answer = Answer(raised=_raised(error))
-        return Answer(answer.said, answer.results, answer.raised, tuple(text[: messages.SENTENCE] for text in told))
+        heard = tuple(text[: messages.SENTENCE] for text in told)
+        return Answer(answer.said, answer.results, answer.raised, heard, ask.number)
 
     def _do(self, ask: Ask, told: list[str]) -> tuple[Any, Sequence[Array | None]]:
         """What is to be said, and arrays."""

@@ -40,6 +40,8 @@ class Ask:
     #: Whose kernels are to run; and whether to tell of torch's own attention and products.
     backend: str = ""
     forbidden: bool = False
+    #: Told back by the answer.
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Answer:
     results: tuple[Lying | None, ...] = ()
     raised: Raised | None = None
     told: tuple[str, ...] = ()
+    number: int = 0
     #: The exit code of a candidate, whose answer this is not.
     ended: int | None = None
 

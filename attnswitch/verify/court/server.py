@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from attnswitch.child import Child
@@ -43,6 +44,7 @@ class Server:
         name, _, value = self._mark.partition("=")
         self._child = Child("attnswitch.verify.court.forks", variables={name: value}, apart=True)
         self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
+        self._asked, self._candidate = 0, set[int]()
         #: Whether no candidate has answered yet since the last one ended.
         self.fresh = True
         self.ended = False
@@ -50,11 +52,16 @@ class Server:
     def ask(self, ask: Ask, timeout: float) -> Answer:
         """The answer of the candidate that lives; another follows one that is ``Gone``."""
         limit = timeout + (_START if self.fresh else 0.0)
+        self._asked += 1
         try:
-            self._child.requests.send(ask)
+            self._child.requests.send(replace(ask, number=self._asked))
             if not self._child.events.poll(limit):
                 raise Gone(self._silent(timeout), "hang")
             answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
+            if answer.ended is None and answer.number != self._asked:
+                raise InvalidProblem("it is to another question")
+            if answer.ended is not None and self._candidate & traces.children(self._child.number):
+                raise InvalidProblem("it says that the process ended, which runs")
         except Gone:
             self.renew()
             raise
@@ -65,11 +72,12 @@ class Server:
             said = self._child.said() if self.fresh else ""
             self.end()
             raise Gone(f"it ended the process that it was forked from {said}".strip()) from None
-        self.fresh = False
         if answer.ended is not None:
             self.fresh = True
             self._kill(self.left())
             raise Gone(_ending(answer.ended))
+        if self.fresh:
+            self.fresh, self._candidate = False, traces.children(self._child.number)
         return answer
 
     def _silent(self, timeout: float) -> str:
