@@ -21,10 +21,8 @@ import numpy as np
 
 from attnswitch.arrays import Array
 from attnswitch.errors import (
-    AttnswitchError,
     BackendUnavailable,
     CompileError,
-    InvalidProblem,
     Unsupported,
     out_of_memory,
 )
@@ -42,7 +40,7 @@ __all__ = ["serve"]
 
 #: Kernels kept, and configs and reasons named at most.
 _KEPT, _CONFIGS, _REASONS = 64, 256, 32
-_OWN = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, InvalidProblem, Unsupported)}
+_OWN = (BackendUnavailable, CompileError, Unsupported)
 
 
 class Candidate:
@@ -69,8 +67,8 @@ class Candidate:
                     said, made = self._do(ask, told)
                 finally:
                     told += seen()
-            lying = self._results.write(made)
-            answer = Answer(said, lying)
+            layout = self._results.write(made)
+            answer = Answer(said, layout)
         except BaseException as error:
             answer = Answer(raised=_raised(error))
         heard = tuple(text[: messages.SENTENCE] for text in told)
@@ -88,8 +86,12 @@ class Candidate:
         if ask.what == "unavailable":
             return self._backend.unavailable(), ()
         device = ask.device
-        assert ask.problem is not None
         assert device is not None
+        if ask.what == "regimes":
+            return [asdict(regime) for regime in self._backend.regimes(device)], ()
+        if ask.what == "toolchain":
+            return dict(self._backend.toolchain(device)), ()
+        assert ask.problem is not None
         if ask.what == "reasons":
             return list(islice(self._backend.reasons(ask.problem, device), _REASONS)), ()
         if ask.what == "precision":
@@ -101,7 +103,7 @@ class Candidate:
             return None, ()
         inputs = self._inputs(ask)
         self._drew |= ask.problem.dropout > 0.0
-        upstream = [self._view.get(lying, ask.size) for lying in ask.upstream]
+        upstream = [self._view.get(layout, ask.size) for layout in ask.upstream]
         beside = self._surround(ask, inputs)
         if ask.what == "backward":
             made: Sequence[Array | None] = self._gradients(ask, kernel, inputs, upstream)
@@ -120,7 +122,7 @@ class Candidate:
 
     def _inputs(self, ask: Ask) -> Inputs:
         query, key, value, mask, lengths, *offsets, sinks, slopes, table, key_scale, value_scale = (
-            self._view.get(lying, ask.size) for lying in ask.inputs
+            self._view.get(layout, ask.size) for layout in ask.inputs
         )
         where = None if offsets[0] is None else Offsets(*offsets)
         beside = (where, sinks, slopes, table, key_scale, value_scale)
@@ -135,7 +137,7 @@ class Candidate:
         shape = (batch, heads, rows, problem.dim_v)
         if ask.what == "backward" or int(np.prod(shape)) * problem.seq_k > _SURROUNDED:
             return None
-        library = next(lying.library for lying in ask.inputs if lying is not None)
+        library = next(layout.library for layout in ask.inputs if layout is not None)
         return Neighbours({"out": (shape, problem.dtype)}, library, device.where)
 
     def _gradients(self, ask: Ask, kernel: Kernel, inputs: Inputs, upstream: Sequence[Array | None]) -> Gradients:
@@ -187,7 +189,7 @@ def _wait(device: str) -> None:
 def _raised(error: BaseException) -> Raised:
     where = traceback.extract_tb(error.__traceback__)[-1].name
     text = str(error)[: messages.SENTENCE - 200]
-    if isinstance(error, AttnswitchError) and type(error).__name__ in _OWN:
+    if type(error) in _OWN:
         return Raised(type(error).__name__, text, where)
     if isinstance(error, Exception) and out_of_memory(error):
         return Raised("memory", text, where)

@@ -10,17 +10,18 @@ from attnswitch import reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
-from attnswitch.verify.court.wire import Lying
+from attnswitch.verify.court.wire import Layout
 
 __all__ = ["MOST", "SENTENCE", "About", "Answer", "Ask", "Raised", "decoded", "encoded"]
 
 #: Bytes of an answer, and letters of a sentence in it.
 MOST, SENTENCE = 2**20, 4000
 
+_OfDevice = Literal["regimes", "toolchain"]
 _OfProblem = Literal["reasons", "precision", "configs", "compile"]
 _OfCall = Literal["forward", "results", "backward"]
-#: Of a backend, of a problem, of a call; and what was seen since it was last asked.
-What = Literal["about", "unavailable"] | _OfProblem | _OfCall | Literal["conduct"]
+#: Of a backend, of a device, of a problem, of a call; and what was seen since it was last asked.
+What = Literal["about", "unavailable"] | _OfDevice | _OfProblem | _OfCall | Literal["conduct"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class Ask:
     device: Device | None = None
     #: The number of a config among those of the problem.
     config: int = 0
-    inputs: tuple[Lying | None, ...] = ()
+    inputs: tuple[Layout | None, ...] = ()
     seed: int | None = None
     #: Output and lse as they were, and the upstream gradients.
-    upstream: tuple[Lying | None, ...] = ()
+    upstream: tuple[Layout | None, ...] = ()
     size: int = 0
     #: Whose kernels are to run; and whether to tell of torch's own attention and products.
     backend: str = ""
@@ -64,6 +65,7 @@ class About:
     builds_per_shape: bool = False
     approximate: bool = False
     notice: str = ""
+    divergences: str = ""
     lacks: tuple[str, ...] = ()
     emulation: dict[str, str] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class Answer:
     """
 
     said: Any = None
-    results: tuple[Lying | None, ...] = ()
+    results: tuple[Layout | None, ...] = ()
     raised: Raised | None = None
     told: tuple[str, ...] = ()
     number: int = 0

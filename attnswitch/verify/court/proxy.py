@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from attnswitch import reading
 from attnswitch.arrays import Array
 from attnswitch.errors import BackendUnavailable, CompileError, InvalidProblem, Unsupported
-from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
+from attnswitch.machine import registry
+from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision, Regime
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court import server
@@ -21,8 +22,9 @@ from attnswitch.verify.court.server import Gone, Server
 
 __all__ = ["Proxy", "Raising"]
 
-_KINDS = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, InvalidProblem, Unsupported)}
-#: Bytes of a result that is right are at most so many times an operand's of float64; and of a short one.
+_LAUNCHES = ("compile", "forward", "results", "backward")
+_KINDS = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, Unsupported)}
+#: Bytes that results may have beside: small gradients, and an lse of heads of one column.
 _ROOM = 2**16
 
 
@@ -66,6 +68,8 @@ class Proxy(Backend):
             if attribute not in ("missing", "autograd"):
                 setattr(self, attribute, getattr(about, attribute))
         self.lacks = frozenset(about.lacks)  # type: ignore[misc]
+        if name not in registry.names():  # the name of a file in a package, which would be imported
+            self.divergences = ""  # type: ignore[misc]
 
     def _about(self) -> About:
         try:
@@ -87,6 +91,14 @@ class Proxy(Backend):
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _reasons(self, problem: Problem, device: Device) -> list[str]:
         return _said(self._ask(Ask("reasons", problem, device)), list[str])
+
+    def regimes(self, device: Device) -> tuple[Regime, ...]:
+        """As the candidate says."""
+        return tuple(_said(self._ask(Ask("regimes", None, device)), list[Regime]))
+
+    def toolchain(self, device: Device) -> Mapping[str, str]:
+        """As the candidate says."""
+        return _said(self._ask(Ask("toolchain", None, device)), dict[str, str])
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
         """As the candidate says."""
@@ -122,16 +134,13 @@ class Proxy(Backend):
         memory = self._seated()
         offsets = inputs.offsets or (None, None)
         given = (*inputs[:5], *offsets, *inputs[7:])
-        lying = memory.arena.put((*given, *upstream))
+        layout = memory.arena.put((*given, *upstream))
         count = len(given)
-        ask = Ask(what, problem, device, config, lying[:count], inputs.seed, lying[count:], memory.arena.size)
+        ask = Ask(what, problem, device, config, layout[:count], inputs.seed, layout[count:], memory.arena.size)
         answer = self._ask(ask)
         if memory.arena.changed():
             self._told["it wrote to its inputs"] = None
-        most = _ROOM + 8 * max(math.prod(array.shape) for array in given[:3]) * max(1, problem.group) * 4
-        most += 8 * problem.batch * problem.heads_q * problem.seq_q * max(1, problem.dim_v)
-        if inputs.attn_mask is not None:
-            most = max(most, _ROOM + 8 * math.prod(inputs.attn_mask.shape))
+        most = _most(problem, inputs)
         with _words():
             return [memory.results.read(result, most) for result in answer.results]
 
@@ -140,7 +149,7 @@ class Proxy(Backend):
         if self._server is not None and not self._server.fresh:
             try:
                 self._ask(Ask("conduct"))
-            except (Gone, Raising, MemoryError) as error:
+            except (Gone, Raising) as error:
                 self._told[f"it could not be looked at: {error}"] = None
             if left := self._server.end_left():
                 line = next(iter(left.values()))[:200]
@@ -164,8 +173,15 @@ class Proxy(Backend):
         answer = self._seated().ask(replace(ask, backend=self.name, forbidden=self._forbidden), self._timeout)
         self._told |= dict.fromkeys(answer.told)
         if answer.raised is not None:
-            raise _raising(answer.raised)
+            raise _raising(answer.raised, ask.what in _LAUNCHES)
         return answer
+
+
+def _most(problem: Problem, inputs: Inputs) -> int:
+    """Bytes that no right result has more of: an output, or the gradient of an operand, in float64."""
+    rows: int = math.prod(inputs.query.shape[:3])
+    operands: list[int] = [math.prod(array.shape) for array in inputs[:4] if array is not None]
+    return 8 * max(rows * problem.dim_v, *operands) + _ROOM
 
 
 def _said(answer: Answer, kind: type[_Said]) -> _Said:
@@ -183,10 +199,11 @@ def _words() -> Iterator[None]:
         raise Gone(f"its answer is none: {error}") from None
 
 
-def _raising(raised: Raised) -> Exception:
-    if raised.kind == "memory":
+def _raising(raised: Raised, launch: bool) -> Exception:
+    """The error. Those with a meaning of their own have it where a kernel is compiled or runs."""
+    if launch and raised.kind == "memory":
         return MemoryError(raised.text)
-    if raised.kind in _KINDS:
+    if launch and raised.kind in _KINDS:
         return _KINDS[raised.kind](raised.text)
     return Raising(raised.text, raised.where)
 

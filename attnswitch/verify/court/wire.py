@@ -23,7 +23,7 @@ import numpy as np
 from attnswitch.arrays import Array, library_of
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["Arena", "Lying", "Results", "View"]
+__all__ = ["Arena", "Layout", "Results", "View"]
 
 #: Arrays begin at multiples of the first, and keep their remainder of the second, which kernels choose by.
 _APART, _ALIGNMENT = 256, 16
@@ -38,7 +38,7 @@ _AXES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class Layout:
     """An array of ``library`` on ``device``: its ``size`` bytes begin at ``start``, its first element ``at`` in them.
 
     ``strides`` count bytes.
@@ -61,11 +61,11 @@ class Arena:
         self._path = folder / "inputs"
         self._memory: Any = None
         self.size = 0
-        self._put: list[tuple[Lying, Any]] = []
+        self._put: list[tuple[Layout, Any]] = []
 
-    def put(self, given: Sequence[Array | None]) -> tuple[Lying | None, ...]:
+    def put(self, given: Sequence[Array | None]) -> tuple[Layout | None, ...]:
         """Lay ``given`` out; what lay there before is written over."""
-        found, end, parts = list[Lying | None](), 0, []
+        found, end, parts = list[Layout | None](), 0, []
         for array in given:
             if array is None:
                 found.append(None)
@@ -73,21 +73,21 @@ class Arena:
             content, address, at, strides, dtype, device = _flat(array)
             end += -end % _APART + address % _ALIGNMENT
             shape = tuple(map(int, array.shape))
-            found.append(Lying(library_of(array), device, dtype, shape, strides, end, content.size, at))
+            found.append(Layout(library_of(array), device, dtype, shape, strides, end, content.size, at))
             parts.append((found[-1], content))
             end += content.size
         self._grow(end)
         self._put = parts  # type: ignore[assignment]
-        for lying, content in self._put:
-            self._region(lying)[:] = content
+        for layout, content in self._put:
+            self._region(layout)[:] = content
         return tuple(found)
 
     def changed(self) -> bool:
         """Whether what was laid out is other than it was."""
-        return any(not np.array_equal(self._region(lying), content) for lying, content in self._put)
+        return any(not np.array_equal(self._region(layout), content) for layout, content in self._put)
 
-    def _region(self, lying: Lying) -> Any:
-        return np.frombuffer(self._memory, np.uint8, lying.size, lying.start)
+    def _region(self, layout: Layout) -> Any:
+        return np.frombuffer(self._memory, np.uint8, layout.size, layout.start)
 
     def _grow(self, size: int) -> None:
         if self._memory is not None and size <= self.size:
@@ -106,18 +106,18 @@ class View:
         self._path = folder / "inputs"
         self._memory: Any = None
 
-    def get(self, lying: Lying | None, size: int) -> Array | None:
+    def get(self, layout: Layout | None, size: int) -> Array | None:
         """The array that lies so, in an arena of ``size`` bytes."""
-        if lying is None:
+        if layout is None:
             return None
         if self._memory is None or len(self._memory) != size:
             with self._path.open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        if lying.library == "torch":
-            return _torch_of(lying, self._memory)
-        dtype = _numpy_type(lying.dtype)
-        array: Any = np.ndarray(lying.shape, dtype, self._memory, lying.start + lying.at, lying.strides)
-        return array if lying.library == "numpy" else sys.modules["cupy"].asarray(array)
+        if layout.library == "torch":
+            return _torch_of(layout, self._memory)
+        dtype = _numpy_type(layout.dtype)
+        array: Any = np.ndarray(layout.shape, dtype, self._memory, layout.start + layout.at, layout.strides)
+        return array if layout.library == "numpy" else sys.modules["cupy"].asarray(array)
 
 
 class Results:
@@ -130,40 +130,40 @@ class Results:
         """Forget all."""
         os.ftruncate(self._file, 0)
 
-    def write(self, made: Sequence[Array | None]) -> tuple[Lying | None, ...]:
+    def write(self, made: Sequence[Array | None]) -> tuple[Layout | None, ...]:
         """Write the arrays one behind the other."""
-        found, end = list[Lying | None](), 0
+        found, end = list[Layout | None](), 0
         for array in made:
             if array is None:
                 found.append(None)
                 continue
             content, _, _, _, dtype, device = _flat(_dense(array))
             shape = tuple(map(int, array.shape))
-            found.append(Lying(library_of(array), device, dtype, shape, (), end, content.size))
+            found.append(Layout(library_of(array), device, dtype, shape, (), end, content.size))
             os.pwrite(self._file, content.data, end)
             end += content.size
         return tuple(found)
 
-    def read(self, lying: Lying | None, most: int) -> Array | None:
+    def read(self, layout: Layout | None, most: int) -> Array | None:
         """The array that is said to lie so, of at most ``most`` bytes. Raises ``InvalidProblem`` for what is none."""
-        if lying is None:
+        if layout is None:
             return None
-        known = lying.library in ("numpy", "torch", "cupy") and lying.dtype in _TYPES and len(lying.shape) <= _AXES
-        if not known or min(lying.shape, default=0) < 0 or lying.start < 0:
-            raise InvalidProblem(f"a result of {len(lying.shape)} axes of {lying.dtype} of {lying.library}")
-        size = math.prod(lying.shape) * _numpy_type(lying.dtype).itemsize
+        known = layout.library in ("numpy", "torch", "cupy") and layout.dtype in _TYPES and len(layout.shape) <= _AXES
+        if not known or min(layout.shape, default=0) < 0 or layout.start < 0:
+            raise InvalidProblem(f"a result of {len(layout.shape)} axes of {layout.dtype} of {layout.library}")
+        size = math.prod(layout.shape) * _numpy_type(layout.dtype).itemsize
         if size > most:
             raise InvalidProblem(f"a result of {size:,} bytes where {most:,} are the most that is right")
-        content = os.pread(self._file, size, lying.start)
+        content = os.pread(self._file, size, layout.start)
         if len(content) != size:
             raise InvalidProblem(f"{len(content):,} bytes of a result that has {size:,}")
-        if lying.library == "torch":
+        if layout.library == "torch":
             torch: Any = sys.modules["torch"]
-            dtype = getattr(torch, lying.dtype)
+            dtype = getattr(torch, layout.dtype)
             whole = torch.frombuffer(bytearray(content), dtype=dtype) if size else torch.empty(0, dtype=dtype)
-            return whole.reshape(lying.shape).to(lying.device)
-        array = np.frombuffer(bytearray(content), _numpy_type(lying.dtype)).reshape(lying.shape)
-        return array if lying.library == "numpy" else sys.modules["cupy"].asarray(array)
+            return whole.reshape(layout.shape).to(layout.device)
+        array = np.frombuffer(bytearray(content), _numpy_type(layout.dtype)).reshape(layout.shape)
+        return array if layout.library == "numpy" else sys.modules["cupy"].asarray(array)
 
 
 def _flat(array: Array) -> tuple[Any, int, int, tuple[int, ...], str, str]:
@@ -195,20 +195,20 @@ def _hosted(array: Array) -> Array:
     return array.get() if library_of(array) == "cupy" else array
 
 
-def _torch_of(lying: Lying, memory: Any) -> Array:
+def _torch_of(layout: Layout, memory: Any) -> Array:
     import torch
 
-    dtype: Any = getattr(torch, lying.dtype)
-    steps = tuple(step // dtype.itemsize for step in lying.strides)
-    if not lying.size:
-        return torch.empty_strided(lying.shape, steps, dtype=dtype, device=lying.device)
-    below = lying.start % _APART  # so that it is as far from a multiple on a GPU as well
+    dtype: Any = getattr(torch, layout.dtype)
+    steps = tuple(step // dtype.itemsize for step in layout.strides)
+    if not layout.size:
+        return torch.empty_strided(layout.shape, steps, dtype=dtype, device=layout.device)
+    below = layout.start % _APART  # so that it is as far from a multiple on a GPU as well
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may not be written to, which is what is wanted
-        whole = torch.frombuffer(memory, dtype=torch.uint8, count=below + lying.size, offset=lying.start - below)
-    if lying.device != "cpu":
-        whole = whole.to(lying.device)
-    return torch.as_strided(whole[below:].view(dtype), lying.shape, steps, below // dtype.itemsize)
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=below + layout.size, offset=layout.start - below)
+    if layout.device != "cpu":
+        whole = whole.to(layout.device)
+    return torch.as_strided(whole[below:].view(dtype), layout.shape, steps, below // dtype.itemsize)
 
 
 def _numpy_type(name: str) -> Any:

@@ -1,0 +1,150 @@
+"""The court's own parts: arrays as they lie, answers within limits, and a backend that is the same before it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from attnswitch.errors import InvalidProblem
+from attnswitch.machine import registry
+from attnswitch.machine.device import Device
+from attnswitch.problem import Problem
+from attnswitch.verify.court import Court, messages, sitting
+from attnswitch.verify.court.proxy import Proxy
+from attnswitch.verify.court.wire import Arena, Layout, Results, View
+
+ROWS = np.arange(2 * 3 * 8 * 4, dtype=np.float32).reshape(2, 3, 8, 4)
+ARRAYS: dict[str, Any] = {
+    "dense": ROWS,
+    "turned": ROWS.swapaxes(1, 2),
+    "strided": ROWS[:, :, ::2, 1:3],
+    "backwards": ROWS[:, ::-1, ::-1],
+    "repeated": np.broadcast_to(ROWS[:1], ROWS.shape),
+    "one number": np.array(3.5),
+    "nothing": ROWS[:, :, :0],
+    "bfloat16": ROWS.astype(ml_dtypes.bfloat16)[..., 1:],
+    "8 bits": ROWS.astype(ml_dtypes.float8_e4m3fn)[:, 1:],
+    "bools": (ROWS > 9)[..., ::3],
+    "torch, turned": torch.from_numpy(ROWS).transpose(1, 2),
+    "torch, repeated": torch.from_numpy(ROWS)[:1].expand(2, 3, 8, 4),
+    "torch, bfloat16": torch.from_numpy(ROWS).to(torch.bfloat16)[:, 1:, :, 1:],
+    "torch, 8 bits": torch.from_numpy(ROWS).to(torch.float8_e5m2)[..., 1:],
+    "torch, nothing": torch.from_numpy(ROWS)[:0],
+    "torch, integers": torch.arange(7)[1::2],
+}
+
+
+def numbers(array: Any) -> Any:
+    """Its values, in a type that both ends have."""
+    return array.double().numpy() if isinstance(array, torch.Tensor) else array.astype(np.float64)
+
+
+def strides(array: Any) -> tuple[int, ...]:
+    return array.stride() if isinstance(array, torch.Tensor) else array.strides
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_lie_in_the_candidates_memory_as_in_the_callers(name: str, tmp_path: Path) -> None:
+    array = ARRAYS[name]
+    arena, view = Arena(tmp_path), View(tmp_path)
+    _, layout = arena.put((ROWS[0, 0, 0], array))
+    seen: Any = view.get(layout, arena.size)
+    assert isinstance(seen, torch.Tensor) == isinstance(array, torch.Tensor)
+    assert (seen.shape, seen.dtype) == (array.shape, array.dtype)
+    assert name.endswith("nothing") or strides(seen) == strides(array)
+    np.testing.assert_array_equal(numbers(seen), numbers(array))
+    assert not arena.changed()
+
+
+def test_the_next_inputs_have_the_addresses_of_the_last(tmp_path: Path) -> None:
+    arena, view = Arena(tmp_path), View(tmp_path)
+    (first,) = arena.put((ROWS,))
+    one: Any = view.get(first, arena.size)
+    (second,) = arena.put((ROWS + 1,))
+    two: Any = view.get(second, arena.size)
+    assert one.__array_interface__["data"] == two.__array_interface__["data"]
+    np.testing.assert_array_equal(two, ROWS + 1)
+
+
+def test_inputs_may_only_be_read(tmp_path: Path) -> None:
+    arena, view = Arena(tmp_path), View(tmp_path)
+    (layout,) = arena.put((ROWS,))
+    seen: Any = view.get(layout, arena.size)
+    with pytest.raises(ValueError, match="read-only"):
+        seen[0] = 1
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_results_come_back_dense(name: str, tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    (layout,) = results.write((ARRAYS[name],))
+    back: Any = results.read(layout, 2**20)
+    assert (back.shape, back.dtype) == (ARRAYS[name].shape, ARRAYS[name].dtype)
+    np.testing.assert_array_equal(numbers(back), numbers(ARRAYS[name]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (Layout("numpy", "cpu", "float32", (2**40, 2**40), (), 0, 4), "are the most that is right"),
+        (Layout("numpy", "cpu", "float32", (-1, -4), (), 0, 16), "a result of 2 axes"),
+        (Layout("numpy", "cpu", "object", (1,), (), 0, 8), "of object of numpy"),
+        (Layout("os", "cpu", "float32", (1,), (), 0, 4), "of float32 of os"),
+        (Layout("numpy", "cpu", "float32", (1,), (), -8, 4), "a result of 1 axes"),
+        (Layout("numpy", "cpu", "float32", (8,), (), 2**40, 32), "0 bytes of a result that has 32"),
+    ],
+)
+def test_what_is_no_result_is_not_read(layout: Layout, why: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidProblem, match=why):
+        Results(tmp_path).read(layout, 2**10)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04.",
+        b"[]",
+        b'{"told": "all is well"}',
+        b'{"told": [1]}',
+        b'{"verdict": "verified"}',
+        b'{"results": [{}]}',
+        b'{"ended": "0"}',
+        b'{"raised": {"kind": "Unsupported"}}',
+        json.dumps({"told": ["x" * 5000]}).encode(),
+        b"[" * 4000,
+    ],
+)
+def test_what_is_no_answer_is_refused(content: bytes) -> None:
+    with pytest.raises(InvalidProblem):
+        messages.decoded(content)
+
+
+def test_a_backend_says_the_same_before_the_court() -> None:
+    here, problem = Device.parse("cpu"), Problem.parse("b1.h4/2.s16.d32.fp16.causal.grad")
+    plain = registry.loaded("tiled")
+    with sitting(Court(("tiled",))):
+        proxy = registry.loaded("tiled")
+        assert isinstance(proxy, Proxy)
+        for attribute in ("name", "library", "varlen", "paged", "caches", "splits", "sinks", "alibi", "lacks"):
+            assert getattr(proxy, attribute) == getattr(plain, attribute), attribute
+        for asked in (problem, problem.replace(dropout=0.5, seeded=False)):
+            assert proxy.supports(asked, here) == plain.supports(asked, here)
+        assert proxy.precision(problem, here) == plain.precision(problem, here)
+        assert proxy.regimes(here) == plain.regimes(here)
+        assert proxy.toolchain(here) == dict(plain.toolchain(here))
+        assert list(map(str, proxy.configs(problem, here))) == list(map(str, plain.configs(problem, here)))
+        assert proxy.unavailable() is None
+    assert registry.loaded("tiled") is plain
+
+
+def test_a_target_that_cannot_be_loaded_says_why() -> None:
+    with sitting(Court(("hostile:Nothing",))):
+        missing = registry.load("hostile:Nothing")
+    assert "module 'hostile' has no attribute 'Nothing'" in str(missing)
