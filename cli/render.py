@@ -57,8 +57,8 @@ class _Console(Console):
         raise SystemExit(2)
 
 
-console = _Console(highlight=False)
-_errors = Console(stderr=True, highlight=False)
+console = _Console(highlight=False, emoji=False)
+_errors = Console(stderr=True, highlight=False, emoji=False)
 
 
 def escape(text: str) -> str:
@@ -101,7 +101,7 @@ def whole(rows: Table) -> None:
         console.print(rows)
         return
     needed = console.measure(rows, options=console.options.update(width=_UNBOUNDED)).maximum
-    _Console(highlight=False, width=max(needed, console.width)).print(rows)
+    _Console(highlight=False, emoji=False, width=max(needed, console.width)).print(rows)
 
 
 def plan(plan: Planned) -> None:

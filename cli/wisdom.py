@@ -149,7 +149,7 @@ def _written(records: list[Record], file: Path) -> Console:
     """Write ``records`` to ``file`` or standard output; return the console for messages, which is then another."""
     if files.is_standard(file):
         typer.echo(exchange.content(records), nl=False)
-        return Console(stderr=True, highlight=False)
+        return Console(stderr=True, highlight=False, emoji=False)
     exchange.write(records, file)
     render.console.print(
         f"{render.counted(len(records), 'line')} written to {render.escape(str(file))}", soft_wrap=True
