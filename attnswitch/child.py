@@ -70,7 +70,8 @@ class Child:
     """``python -m module``, whose main function calls ``begin``. It takes requests, and tells events.
 
     ``variables`` are added to its environment. One that is ``apart`` heads a process group of its own: Ctrl-C in a
-    terminal does not reach it, and ``end`` takes its own children with it.
+    terminal does not reach it, and ``end`` takes its own children with it. Its folder is ``within`` another, where
+    somebody else will tidy up if this process cannot.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Child:
         *arguments: str,
         variables: Mapping[str, str] = MappingProxyType({}),
         apart: bool = False,
+        within: Path | None = None,
     ) -> None:
         #: Of its own, until it ends.
-        self.folder = Path(tempfile.mkdtemp(prefix="attnswitch-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="attnswitch-", dir=within))
         read_requests, self.requests = Pipe(duplex=False)
         self.events, write_events = Pipe(duplex=False)
         ends = (read_requests.fileno(), write_events.fileno())

@@ -15,9 +15,11 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
+from attnswitch.verify import Case, MaskRecipe
 from attnswitch.verify.court import Court, messages, sitting
 from attnswitch.verify.court.proxy import Proxy
 from attnswitch.verify.court.wire import Arena, Layout, Results, View
+from attnswitch.verify.judge import examine
 
 ROWS = np.arange(2 * 3 * 8 * 4, dtype=np.float32).reshape(2, 3, 8, 4)
 ARRAYS: dict[str, Any] = {
@@ -148,3 +150,31 @@ def test_a_target_that_cannot_be_loaded_says_why() -> None:
     with sitting(Court(("hostile:Nothing",))):
         missing = registry.load("hostile:Nothing")
     assert "module 'hostile' has no attribute 'Nothing'" in str(missing)
+
+
+SDPA = """
+import torch
+
+def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(seq_q=9, seq_k=9, dim_qk=16, dim_v=16, heads_kv=2, group=2, causal=True, grads="qkv", data_seed=1),
+        Case(seq_q=5, seq_k=9, dim_qk=16, dim_v=16, heads_kv=2, mask=MaskRecipe("float32", "qk"), grads="qkvm"),
+        Case(seq_q=5, seq_k=9, dim_qk=16, dim_v=16, heads_kv=2, dropout=0.5, grads="qk", check="fresh-dropout"),
+    ],
+    ids=str,
+)
+def test_torch_differentiates_a_function_before_the_court(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(SDPA)
+    name = f"{tmp_path}/kernels.py:attention"
+    with sitting(Court((name,))):
+        (outcome,) = examine(case, (name,))
+    assert (outcome.verdict, outcome.failure, outcome.reasons) == ("verified", None, ())
+    assert {"reference", "conduct"} <= set(outcome.checks)

@@ -82,10 +82,9 @@ TOLD = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ended() -> Iterator[None]:
-    """The process that candidates are forked from is kept from one to the next, and no longer."""
-    yield
-    server.end_spare()
+def _kept() -> Iterator[None]:
+    with server.kept():
+        yield
 
 
 def told(name: str) -> Iterator[str]:
@@ -121,9 +120,9 @@ def test_a_kernel_that_behaves_is_right() -> None:
 
 
 def test_nothing_that_was_left_running_outlives_the_case() -> None:
-    before = server.marked()
-    assert list(told("ForksTwice"))
-    server.end_spare()
+    with server.kept():
+        before = server.marked()
+        assert list(told("ForksTwice"))
     ends = time.monotonic() + 5.0
     while server.marked() - before and time.monotonic() < ends:
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import About, Answer, Ask, Raised
-from attnswitch.verify.court.wire import Results, View
+from attnswitch.verify.court.wire import Layout, Results, View
 from attnswitch.verify.launch.neighbours import Neighbours
 
 __all__ = ["serve"]
@@ -53,6 +53,7 @@ class Candidate:
         self._backend = registry.load(name)
         self._view, self._results = View(folder), Results(folder)
         self._forbidden = forbidden
+        self._graph: _Graph | None = None
         #: Whether a call since the last look drew random numbers, as it was to.
         self._drew = False
         self._kernel = functools.lru_cache(maxsize=_KEPT)(self._compiled)
@@ -107,9 +108,14 @@ class Candidate:
         beside = self._surround(ask, inputs)
         if ask.what == "backward":
             made: Sequence[Array | None] = self._gradients(ask, kernel, inputs, upstream)
+        elif ask.what == "results":
+            made = kernel.results(inputs)
+        elif self._backend.autograd:
+            inputs = _leaves(inputs, ask.problem.grads)
+            made = kernel.forward(inputs)
+            self._graph = _Graph(ask.problem, ask.inputs, inputs, made)
         else:
-            out, lse = (kernel.forward if ask.what == "forward" else kernel.results)(inputs)
-            made = [out, lse]
+            made = kernel.forward(inputs)
         _wait(device.where)
         if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
             told.append("it wrote to memory beside its results")
@@ -142,9 +148,17 @@ class Candidate:
 
     def _gradients(self, ask: Ask, kernel: Kernel, inputs: Inputs, upstream: Sequence[Array | None]) -> Gradients:
         out, lse, grad_out, grad_lse = upstream
-        if isinstance(self._backend, Backend) and self._backend.autograd and type(kernel).backward is Kernel.backward:
-            assert ask.problem is not None
-            return _differentiated(kernel, inputs, grad_out, grad_lse, ask.problem.grads)
+        assert isinstance(self._backend, Backend)
+        assert ask.problem is not None
+        if self._backend.autograd:  # torch differentiates its output
+            out = lse = None
+            graph, self._graph = self._graph, None
+            draws = ask.problem.dropout > 0.0 and not ask.problem.seeded
+            if draws and graph is not None and (graph.problem, graph.layouts) == (ask.problem, ask.inputs):
+                return _differentiated(graph, grad_out, grad_lse)  # of the same numbers that the forward drew
+            if type(kernel).backward is Kernel.backward:
+                inputs = _leaves(inputs, ask.problem.grads)
+                return _differentiated(_Graph(ask.problem, (), inputs, kernel.forward(inputs)), grad_out, grad_lse)
         return kernel.backward(inputs, out, lse, grad_out, grad_lse)
 
 
@@ -152,22 +166,33 @@ class Candidate:
 _SURROUNDED = 2**24
 
 
-def _differentiated(kernel: Kernel, inputs: Inputs, grad_out: Array, grad_lse: Array | None, wanted: str) -> Gradients:
-    """Gradients by torch's autograd through the kernel's forward."""
+class _Graph(NamedTuple):
+    """A forward that torch can differentiate, of inputs that lay so."""
+
+    problem: Problem
+    layouts: tuple[Layout | None, ...]
+    inputs: Inputs
+    made: tuple[Array, Array | None]
+
+
+def _differentiated(graph: _Graph, grad_out: Array, grad_lse: Array | None) -> Gradients:
+    """Gradients by torch's autograd."""
     torch: Any = importlib.import_module("torch")
-    with torch.enable_grad():
-        named = zip("qkvm", inputs[:4], strict=True)
-        leaves: dict[str, Any] = {letter: x if x is None else x.detach() for letter, x in named}
-        for letter in wanted:
-            leaves[letter].requires_grad_()
-        query, key, value, mask = leaves.values()
-        out, lse = kernel.forward(inputs._replace(query=query, key=key, value=value, attn_mask=mask))
-        results = [(out, grad_out), *([(lse, grad_lse)] if grad_lse is not None else [])]
-        found = torch.autograd.grad(
-            [x for x, _ in results], [leaves[w] for w in wanted], [g for _, g in results], materialize_grads=True
-        )
+    (out, lse), wanted = graph.made, graph.problem.grads
+    leaves = dict(zip("qkvm", graph.inputs[:4], strict=True))
+    results = [(out, grad_out), *([(lse, grad_lse)] if grad_lse is not None else [])]
+    found = torch.autograd.grad(
+        [x for x, _ in results], [leaves[w] for w in wanted], [g for _, g in results], materialize_grads=True
+    )
     by_letter = dict(zip(wanted, found, strict=True))
     return Gradients(*(by_letter.get(letter) for letter in "qkvm"))
+
+
+def _leaves(inputs: Inputs, wanted: str) -> Inputs:
+    """``inputs``, of which those that ``wanted`` names by their letters require gradients."""
+    named = zip("qkvm", inputs[:4], strict=True)
+    query, key, value, mask = (x.detach().requires_grad_() if letter in wanted else x for letter, x in named)
+    return inputs._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
 def _about(backend: Backend | Missing) -> About:

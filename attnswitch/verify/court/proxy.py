@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from attnswitch import reading
@@ -53,12 +54,13 @@ class Numbered(Config):
 class Proxy(Backend):
     """The backend called ``name``, of which nothing is imported here.
 
-    A question is given ``timeout`` seconds. ``forbidden`` has torch's own attention and products told.
+    A question is given ``timeout`` seconds. ``forbidden`` has torch's own attention and products told. Files
+    are ``within`` a folder, if one is given.
     """
 
-    def __init__(self, name: str, timeout: float, forbidden: bool = False) -> None:
+    def __init__(self, name: str, timeout: float, forbidden: bool = False, within: Path | None = None) -> None:
         self.name = name  # type: ignore[misc]
-        self._timeout, self._forbidden = timeout, forbidden
+        self._timeout, self._forbidden, self._within = timeout, forbidden, within
         self._server: Server | None = None
         self._told: dict[str, None] = {}
         about = self._about()
@@ -166,7 +168,7 @@ class Proxy(Backend):
     def _seated(self) -> Server:
         """The server, a new one where the last was ended."""
         if self._server is None or self._server.ended:
-            self._server = server.taken()
+            self._server = server.taken(self._within)
         return self._server
 
     def _ask(self, ask: Ask) -> Answer:

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import Answer, Ask
 from attnswitch.verify.court.wire import Arena, Results
 
-__all__ = ["Gone", "Server", "end_spare", "give_back", "marked", "taken"]
+__all__ = ["Gone", "Server", "give_back", "kept", "marked", "taken"]
 
 #: In the environment of candidates and of all that they start.
 _MARK = "ATTNSWITCH_COURT"
@@ -35,14 +36,14 @@ class Gone(Exception):
 
 
 class Server:
-    """Starts the process; its first answer waits for it."""
+    """Starts the process; its first answer waits for it. Its files are ``within`` a folder, if one is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: Path | None = None) -> None:
         if sys.platform == "linux":  # whose parent ends is this process's, and is found
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._mark = f"{_MARK}={secrets.token_hex(16)}"
         name, _, value = self._mark.partition("=")
-        self._child = Child("attnswitch.verify.court.forks", variables={name: value}, apart=True)
+        self._child = Child("attnswitch.verify.court.forks", variables={name: value}, apart=True, within=within)
         self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
         self._asked, self._candidate = 0, set[int]()
         #: Whether no candidate has answered yet since the last one ended.
@@ -134,29 +135,37 @@ class Server:
                 os.kill(number, signal.SIGKILL)
 
 
-#: One that nobody uses now.
-_spare: list[Server] = []
+#: One that nobody uses now; None where none is kept.
+_spare: list[Server] | None = None
 
 
-def taken() -> Server:
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Within the context, a server that is given back is there for who takes one next, as its start takes seconds."""
+    global _spare
+    outer, _spare = _spare, []
+    try:
+        yield
+    finally:
+        for server in _spare:
+            server.end()
+        _spare = outer
+
+
+def taken(within: Path | None) -> Server:
     """A server, of which no candidate knows anything yet."""
-    return _spare.pop() if _spare else Server()
+    return _spare.pop() if _spare else Server(within)
 
 
 def give_back(server: Server) -> None:
-    """End its candidate, and keep it for another."""
+    """End its candidate; and it, unless it is kept."""
+    if _spare is None or _spare:
+        server.end()
+        return
     if not server.fresh:  # else its candidate knows nothing yet
         server.renew()
-    if server.ended or _spare:
-        server.end()
-    else:
+    if not server.ended:
         _spare.append(server)
-
-
-def end_spare() -> None:
-    """End the one that is kept."""
-    while _spare:
-        _spare.pop().end()
 
 
 def marked() -> set[int]:

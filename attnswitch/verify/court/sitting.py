@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from attnswitch.machine import registry
 from attnswitch.machine.registry import Missing
@@ -26,8 +27,11 @@ class Court:
 
 
 @contextlib.contextmanager
-def sitting(court: Court) -> Iterator[None]:
-    """Within the context the backends of ``court`` are such ones in this process, and none of their code is loaded."""
+def sitting(court: Court, within: Path | None = None) -> Iterator[None]:
+    """Within the context the backends of ``court`` are such ones in this process, and none of their code is loaded.
+
+    What they need on disk is ``within`` a folder, if one is given, which outlives this process.
+    """
     if not court.backends:
         yield
         return
@@ -35,7 +39,7 @@ def sitting(court: Court) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in court.backends:
-            proxy = Proxy(name, court.timeout, court.forbidden)
+            proxy = Proxy(name, court.timeout, court.forbidden, within)
             stack.callback(proxy.end)
             stack.enter_context(registry.standing_in(name, Missing(proxy.missing) if proxy.missing else proxy))
         planner.forget()

@@ -102,7 +102,7 @@ def main() -> None:
         try:
             if demanded != seated:
                 court.close()
-                court.enter_context(sitting(demanded.court))
+                court.enter_context(sitting(demanded.court, folder))
                 seated = demanded
             with terms.within(demanded):
                 carry_out(job, recording(journal.path(folder)), tell)
