@@ -111,12 +111,6 @@ class Child:
         """The exit code, once it has ended."""
         return self._process.wait()
 
-    def wait_for(self, seconds: float) -> int | None:
-        """The exit code, or None if it has not ended after so long."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(seconds)
-        return None
-
     @property
     def number(self) -> int:
         """That of the process."""

@@ -62,7 +62,10 @@ def functions(names: list[str] | None, like: str | None) -> list[str]:
             raise InvalidProblem(f"--function {name}: expected FILE.py:NAME, such as kernels.py:attention")
         if like is not None and "@" in name.rpartition(":")[2]:
             raise InvalidProblem(f"--function {name} says what it is like, and so does --like {like}: leave out one")
-    return [name if like is None else f"{name}@{like}" for name in names or ()]
+    joined = [name if like is None else f"{name}@{like}" for name in names or ()]
+    if not all(map(registry.is_function, joined)):
+        raise InvalidProblem(f"--like {like!r}: expected a word such as torch, flash-attn or bhsd+gqa")
+    return joined
 
 
 def able(name: str, where: str) -> str:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Precision
 from attnswitch.verify.report import file_name, to_html, to_json, to_junit, to_markdown, to_pytest
 from attnswitch.verify.report.facts import environment_of
 from attnswitch.verify.session.tally import Report
+from attnswitch.verify.terms import Terms
 
 from . import files, render
 
@@ -25,8 +25,8 @@ class Outputs:
     html: Path | None
     summary: Path | None
     tests: Path | None
-    #: To which the tests hold a backend, None being what it declares.
-    precision: Precision | None = None
+    #: What the run demanded, which the tests demand as well.
+    demands: Terms = Terms()  # noqa: RUF009
 
     @property
     def quiet(self) -> bool:
@@ -59,6 +59,6 @@ class Outputs:
         for outcome in (found.outcome for found in report.failures):
             assert outcome.failure is not None
             where, environment = (outcome.backend, outcome.device), environment_of(report)
-            test = to_pytest(outcome.case, *where, outcome.failure, environment, self.precision)
+            test = to_pytest(outcome.case, *where, outcome.failure, environment, self.demands)
             name = file_name(outcome.backend, outcome.device, outcome.failure)
             (folder / name).write_text(test, encoding="utf-8", errors="replace")

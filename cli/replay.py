@@ -24,7 +24,7 @@ from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.terms import Terms
 
 from . import render
-from .court import seat
+from .court import COURT, FORBID, seat
 from .named import named, present
 
 __all__ = ["replay"]
@@ -55,19 +55,20 @@ def replay(
     precision: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="Hold the backend to this precision, as verify --precision.")
     ] = None,
+    court: Annotated[bool | None, COURT] = None,
+    forbid: Annotated[str | None, FORBID] = None,
 ) -> None:
     """Run saved cases: FIXED, FAILED, REFUSED (the backend does not take it now), ABSENT or ERROR (not judged).
 
     Exit code 1 if one failed; else 2 if one could not be judged for an error; else 3 if none was verified.
     """
     device = None if device is None else present(device)
-    where = "cpu" if device is None else device
-    court = seat(context, backend and [backend], [where], None, isolate=isolate, timeout=timeout, forbid=None)
+    seated = seat(context, backend and [backend], court, isolate=isolate, timeout=timeout, forbid=forbid)
     backend = None if backend is None else named(backend)
     paths = _paths(files)
     if emit_pytest is not None and len(paths) > 1:
         raise InvalidProblem(f"--emit-pytest takes one case, and {len(paths)} were named")
-    demanded = Terms(None if precision is None else level(precision), court)
+    demanded = Terms(None if precision is None else level(precision), seated)
     words, documents = [], []
     with _Again(isolate, timeout, demanded) as again:
         for path in paths:
@@ -109,6 +110,8 @@ def _run(again: _Again, saved: Saved, backend: str | None, device: str | None) -
             f"{saved.path} is of the target {name}, which is code to import: name it yourself, --backend {name}"
         )
     named(name)
+    if saved.check == "conduct" and name not in again.demanded.court.on(where).backends:
+        raise InvalidProblem(f"{saved.path} is of the check conduct, which is looked at before the court: add --court")
     if device is None:
         try:
             where = present(where)
@@ -184,5 +187,5 @@ def _write_test(path: Path, saved: Saved, outcome: Outcome, demanded: Terms) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = emulation.fact(emulation.variables((outcome.backend,), outcome.device))
     environment = {**provenance(), **facts}
-    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, environment, demanded.precision)
+    test = to_pytest(saved.case, outcome.backend, outcome.device, failure, environment, demanded)
     path.write_text(test, encoding="utf-8", errors="replace")

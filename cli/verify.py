@@ -29,7 +29,7 @@ from attnswitch.verify.terms import Terms
 
 from . import demands, files, render
 from . import mutants as measured
-from .court import seat
+from .court import COURT, FORBID, again, seat
 from .named import functions, named, present
 from .outputs import Outputs
 
@@ -88,16 +88,8 @@ def verify(
     isolate: Annotated[
         bool, typer.Option(help="Run kernels in processes of their own: a crash is a finding, and not the end.")
     ] = True,
-    court: Annotated[
-        bool | None,
-        typer.Option(
-            help="Give kernels inputs alone, in a process that knows neither cases nor answers. Default: for targets"
-            " on the CPU."
-        ),
-    ] = None,
-    forbid: Annotated[
-        str | None, typer.Option(help="aten: a kernel that calls torch's own attention or products has failed.")
-    ] = None,
+    court: Annotated[bool | None, COURT] = None,
+    forbid: Annotated[str | None, FORBID] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one launch may take; longer is a finding. Needs --isolate.")
     ] = 120.0,
@@ -162,7 +154,7 @@ def verify(
     seconds = None if time is None else _seconds(time)
     backend = [*(backend or ()), *functions(function, like)] or None
     devices = _devices(device)
-    asked = seat(context, backend, devices, court, isolate=isolate, timeout=timeout, forbid=forbid)
+    asked = seat(context, backend, court, isolate=isolate, timeout=timeout, forbid=forbid)
     backends = _backends(backend)
     emulate = backend is not None and (device is not None or devices == ["cpu"])
     if not emulate and all(emulation.variables((name,), "cpu") for name in backends):
@@ -182,13 +174,15 @@ def verify(
         lattice=not quick,
         targeted=not quick,
         keep_worst=keep_worst,
-        remember=precision is None,  # a backend that is wrong by a stricter measure is not wrong for its callers
+        # A backend that is wrong by a stricter measure is not wrong for its callers.
+        remember=precision is None and forbid is None,
         terms=Terms(None if precision is None else demanded.read(precision), asked),
         requirements=demands.read(require, profile),
         held=tuple(backends) if backend is not None else (AUTO,),
-        replayed_with=() if precision is None else ("--precision", precision),
+        replayed_with=(*(() if precision is None else ("--precision", precision)), *again(court, forbid)),
+        secret=secret,
     )
-    outputs = Outputs(json, junit, html, summary, emit_pytest, plan.terms.precision)
+    outputs = Outputs(json, junit, html, summary, emit_pytest, plan.terms)
     outputs.check(plan.corpus, ndjson)
     os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:

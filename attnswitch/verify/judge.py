@@ -15,6 +15,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.planner import make_plan
+from attnswitch.verify import court
 from attnswitch.verify.checks import ALWAYS, LAST, Check, named
 from attnswitch.verify.court.proxy import Raising
 from attnswitch.verify.court.server import Gone
@@ -168,6 +169,7 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
         except Exception as error:  # whatever a kernel raises is a finding
             if out_of_memory(error):
                 return Outcome(case, backend, device, "refused", reasons=(f"out of memory: {error}",), starved=True)
+            court.conduct(backend)  # which is not to be held against the next case
             return Outcome(case, backend, device, "mismatch", forced, failure=crash(error))
     trial = Trial(subject, backend, device, placed, returned)
     trial.seconds = time.perf_counter() - started
@@ -227,6 +229,8 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             if c.name != "form" and not odd:
                 raise VerificationError(f"the check {c.name} failed itself on {case}: {error!r}") from error
             failure = Failure("crash", odd) if odd else crash(error)
+    if LAST[0].name not in looked:
+        court.conduct(trial.chosen)  # which is not to be held against the next case
     verdict: Verdict = "mismatch" if failure else "verified"
     ratios = {name: ratio for name, (ratio, _) in trial.ratios.items()}
     worst = {name: where for name, (_, where) in trial.ratios.items()}

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -499,4 +500,38 @@ class LiesAboutItself(Hostile):
         return Precision(accumulator="float128")  # type: ignore[arg-type]
 
     def harm(self, inputs: Inputs, out: Any) -> Any:
+        return out
+
+
+# -- now and then ------------------------------------------------------------------------------------------------------
+
+
+class ErrsOnce(Hostile):
+    """The first answer of all is wrong, and more besides."""
+
+    times: ClassVar[list[int]] = []
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        self.times.append(1)
+        if len(self.times) > 1:
+            return out
+        os.umask(0o001)
+        return out + 1
+
+
+class ExitsAfterwards(Hostile):
+    """Right, and gone before the next question."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        threading.Timer(0.2, os._exit, (3,)).start()
+        return out
+
+
+class CutsInputs(Hostile):
+    """The file of the inputs is found again, and cut short."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.endswith("/inputs"):
+                os.truncate(line.split()[-1], 0)
         return out

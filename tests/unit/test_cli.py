@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -582,3 +583,29 @@ def test_help_and_version(cli: Cli) -> None:
     for command in ("verify", "replay", "backends", "explain"):
         assert command in cli("--help").out
         assert cli(command, "--help").code == 0
+
+
+def test_what_is_found_before_the_court_is_found_again(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(
+        "import torch\n\ndef attention(query, key, value, attn_mask=None, is_causal=False, scale=None):\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)\n"
+    )
+    run = ("--quick", "--examples", "6", "--workers", "1", "--max-failures", "1", "--require", "dtype=fp32,D=64")
+    options = ("--forbid", "aten", "--ndjson", "log.ndjson", "--emit-pytest", "tests", "--secret")
+    ran = cli("verify", "--device", "cpu", "--function", "kernels.py:attention", *run, *options)
+    assert ran.code == 1
+    assert "it calls torch's own aten::" in ran.out
+    start = json.loads((tmp_path / "log.ndjson").read_text().splitlines()[0])
+    assert "seed" not in start["plan"]
+    (case,) = (tmp_path / "corpus").glob("*conduct*.json")
+    replayed = shlex.split(next(line for line in ran.out.splitlines() if "attnswitch replay" in line))
+    assert replayed[-2:] == ["--forbid", "aten"]
+    again = cli(*replayed[replayed.index("attnswitch") + 1 :])
+    assert (again.code, again.out.partition(" ")[0]) == (1, "FAILED")
+    with_none = cli("replay", str(case), "--backend", "kernels.py:attention", "--no-court")
+    assert "which is looked at before the court: add --court" in with_none.out
+    (test,) = (tmp_path / "tests").glob("test_*conduct*.py")
+    emitted = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], capture_output=True
+    )
+    assert b"1 failed" in emitted.stdout

@@ -86,7 +86,8 @@ def test_inputs_may_only_be_read(tmp_path: Path) -> None:
 def test_results_come_back_dense(name: str, tmp_path: Path) -> None:
     results = Results(tmp_path)
     (layout,) = results.write((ARRAYS[name],))
-    back: Any = results.read(layout, 2**20)
+    assert layout is not None
+    back: Any = results.read(layout, 2**20, layout)
     assert (back.shape, back.dtype) == (ARRAYS[name].shape, ARRAYS[name].dtype)
     np.testing.assert_array_equal(numbers(back), numbers(ARRAYS[name]))
 
@@ -96,15 +97,16 @@ def test_results_come_back_dense(name: str, tmp_path: Path) -> None:
     [
         (Layout("numpy", "cpu", "float32", (2**40, 2**40), (), 0, 4), "are the most that is right"),
         (Layout("numpy", "cpu", "float32", (-1, -4), (), 0, 16), "a result of 2 axes"),
-        (Layout("numpy", "cpu", "object", (1,), (), 0, 8), "of object of numpy"),
-        (Layout("os", "cpu", "float32", (1,), (), 0, 4), "of float32 of os"),
+        (Layout("numpy", "cpu", "object", (1,), (), 0, 8), "a result of 1 axes of object"),
+        (Layout("torch", "cpu", "float32", (1,), (), 0, 4), "of torch on cpu to operands of numpy on cpu"),
+        (Layout("numpy", "meta", "float32", (1,), (), 0, 4), "of numpy on meta to operands of numpy on cpu"),
         (Layout("numpy", "cpu", "float32", (1,), (), -8, 4), "a result of 1 axes"),
         (Layout("numpy", "cpu", "float32", (8,), (), 2**40, 32), "0 bytes of a result that has 32"),
     ],
 )
 def test_what_is_no_result_is_not_read(layout: Layout, why: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidProblem, match=why):
-        Results(tmp_path).read(layout, 2**10)
+        Results(tmp_path).read(layout, 2**10, Layout("numpy", "cpu", "float32", (2,), (4,), 0, 8))
 
 
 @pytest.mark.parametrize(

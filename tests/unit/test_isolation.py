@@ -206,7 +206,7 @@ def test_hypothesis_leaves_nothing_in_the_current_folder(
 
     def child(*_: str, variables: dict[str, str]) -> Any:
         given.append(variables)
-        return SimpleNamespace(events=None)
+        return SimpleNamespace(events=None, requests=SimpleNamespace(send=lambda terms: None))
 
     monkeypatch.setattr("attnswitch.verify.session.process.Child", child)
     Process("cpu")

@@ -15,6 +15,7 @@ from attnswitch.machine.backend import Precision
 from attnswitch.verify import Case, Failure, to_pytest
 from attnswitch.verify.drawing.case import Placing
 from attnswitch.verify.report import file_name
+from attnswitch.verify.terms import Terms
 
 #: A backend that is off by a hundredth, and excuses it.
 ROUGH = """
@@ -86,7 +87,7 @@ def test_a_test_holds_the_backend_to_the_precision_that_was_demanded(tmp_path: P
     (tmp_path / "rough.py").write_text(ROUGH)
     case, failure = Case(seq_q=2, seq_k=33, library="numpy"), Failure("reference", "off")
     by_its_own = to_pytest(case, "rough:Rough", "cpu", failure, {})
-    demanded = to_pytest(case, "rough:Rough", "cpu", failure, {}, Precision(statistics="lse"))
+    demanded = to_pytest(case, "rough:Rough", "cpu", failure, {}, Terms(Precision(statistics="lse")))
     assert "Precision(" not in by_its_own
     assert [run_test(tmp_path, source).returncode for source in (by_its_own, demanded)] == [0, 1]
 

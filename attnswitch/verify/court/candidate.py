@@ -1,4 +1,4 @@
-"""The process in which a candidate's kernels run. It answers questions, and knows neither cases nor right answers.
+"""The process in which a candidate's kernels run. It answers questions, and is told neither cases nor right answers.
 
 What a kernel does to this process can spoil its own answers alone.
 """

@@ -143,8 +143,10 @@ class Proxy(Backend):
         if memory.arena.changed():
             self._told["it wrote to its inputs"] = None
         most = _most(problem, inputs)
+        like = layout[0]
+        assert like is not None
         with _words():
-            return [memory.results.read(result, most) for result in answer.results]
+            return [memory.results.read(result, most, like) for result in answer.results]
 
     def conduct(self) -> str:
         """What was seen of its conduct since this was last asked; what it left running is ended."""
@@ -155,7 +157,8 @@ class Proxy(Backend):
                 self._told[f"it could not be looked at: {error}"] = None
             if left := self._server.end_left():
                 line = next(iter(left.values()))[:200]
-                self._told[f"it left {len(left)} processes running: {line}"] = None
+                many = f"{len(left)} processes" if len(left) > 1 else "a process"
+                self._told[f"it left {many} running: {line}"] = None
         told, self._told = self._told, {}
         return "; ".join(told)
 

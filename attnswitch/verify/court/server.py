@@ -8,7 +8,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,8 @@ from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import Answer, Ask
 from attnswitch.verify.court.wire import Arena, Results
 
-__all__ = ["Gone", "Server", "give_back", "kept", "marked", "taken"]
+__all__ = ["Gone", "Server", "give_back", "kept", "taken"]
 
-#: In the environment of candidates and of all that they start.
 _MARK = "ATTNSWITCH_COURT"
 #: Seconds that a candidate's first answer may take beside the others, as its code is loaded; and that an end may take.
 _START, _END = 120.0, 10.0
@@ -41,8 +41,9 @@ class Server:
     def __init__(self, within: Path | None = None) -> None:
         if sys.platform == "linux":  # whose parent ends is this process's, and is found
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._mark = f"{_MARK}={secrets.token_hex(16)}"
-        name, _, value = self._mark.partition("=")
+        #: In the environment of candidates and of all that they start.
+        self.mark = f"{_MARK}={secrets.token_hex(16)}"
+        name, _, value = self.mark.partition("=")
         self._child = Child("attnswitch.verify.court.forks", variables={name: value}, apart=True, within=within)
         self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
         self._asked, self._candidate = 0, set[int]()
@@ -52,17 +53,10 @@ class Server:
 
     def ask(self, ask: Ask, timeout: float) -> Answer:
         """The answer of the candidate that lives; another follows one that is ``Gone``."""
-        limit = timeout + (_START if self.fresh else 0.0)
         self._asked += 1
         try:
             self._child.requests.send(replace(ask, number=self._asked))
-            if not self._child.events.poll(limit):
-                raise Gone(self._silent(timeout), "hang")
-            answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
-            if answer.ended is None and answer.number != self._asked:
-                raise InvalidProblem("it is to another question")
-            if answer.ended is not None and self._candidate & traces.children(self._child.number):
-                raise InvalidProblem("it says that the process ended, which runs")
+            answer = self._answer(timeout)
         except Gone:
             self.renew()
             raise
@@ -70,8 +64,10 @@ class Server:
             self.renew()
             raise Gone(f"its answer is none: {error}") from None
         except (EOFError, OSError):
-            said = self._child.said() if self.fresh else ""
+            long, said = self._child.events.closed, self._child.said() if self.fresh else ""
             self.end()
+            if long:
+                raise Gone(f"its answer is none: it has more than {messages.MOST:,} bytes") from None
             raise Gone(f"it ended the process that it was forked from {said}".strip()) from None
         if answer.ended is not None:
             self.fresh = True
@@ -81,6 +77,19 @@ class Server:
             self.fresh, self._candidate = False, traces.children(self._child.number)
         return answer
 
+    def _answer(self, timeout: float) -> Answer:
+        """The answer to the last question, or that the candidate ended."""
+        limit = time.monotonic() + timeout + (_START if self.fresh else 0.0)
+        while self._child.events.poll(max(0.0, limit - time.monotonic())):
+            answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
+            if answer.ended is not None and self._candidate & traces.children(self._child.number):
+                raise InvalidProblem("it says that the process ended, which runs")
+            if answer.ended is not None or answer.number == self._asked:
+                return answer
+            if not 0 < answer.number < self._asked:  # else to a question that the one before it left
+                raise InvalidProblem("it is to another question")
+        raise Gone(self._silent(timeout), "hang")
+
     def _silent(self, timeout: float) -> str:
         """What to say of a candidate that does not answer."""
         states = {traces.state(number) for number in traces.descendants(self._child.number)} - {""}
@@ -89,14 +98,20 @@ class Server:
         return f"no answer after {timeout:g} s; the process was {', '.join(sorted(states)) or 'running'}, and was ended"
 
     def left(self) -> dict[int, str]:
-        """Processes of candidates that are not the candidate, by number, with their command lines."""
-        mine, below = traces.descendants(os.getpid()), traces.descendants(self._child.number)
+        """Processes of candidates that are not the candidate nor a compiler's, by number, with their command lines."""
         forked = traces.children(self._child.number)
-        found = {number: line for number, line in below.items() if number not in forked}
-        for number in mine.keys() - below.keys() - {self._child.number}:
-            with contextlib.suppress(OSError):
-                if self._mark.encode() in Path(f"/proc/{number}/environ").read_bytes():
-                    found[number] = mine[number]
+        below = traces.descendants(self._child.number)
+        found = {n: line for n, line in {**below, **self._adopted(below)}.items() if n not in forked}
+        return {n: line for n, line in found.items() if not any(name in line for name in traces.COMPILERS)}
+
+    def _adopted(self, below: Container[int]) -> dict[int, str]:
+        """Processes whose parents, which were candidates' or theirs, ended: they are this process's."""
+        found = {}
+        for number, line in traces.descendants(os.getpid()).items():
+            if number != self._child.number and number not in below:
+                with contextlib.suppress(OSError):
+                    if self.mark.encode() in Path(f"/proc/{number}/environ").read_bytes():
+                        found[number] = line
         return found
 
     def end_left(self) -> dict[int, str]:
@@ -110,7 +125,7 @@ class Server:
         if self.ended:
             return
         self.fresh = True
-        self._kill({**traces.descendants(self._child.number), **self.left()})
+        self._kill(self._all())
         try:
             while self._child.events.poll(_END):
                 content = self._child.events.recv_bytes(messages.MOST)
@@ -125,14 +140,28 @@ class Server:
         """End it with its candidates."""
         if not self.ended:
             self.ended = True
-            self._kill({**traces.descendants(self._child.number), **self.left()})
+            found = self._all()
+            self._kill(found)
             self._child.end()
+            self.arena.close()
+            self.results.close()
+            late = self._adopted(())  # a candidate that was forked meanwhile
+            self._kill(late)
+            for number in {*found, *late, *self._candidate}:  # those whose parent it was are this process's now
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(number, 0)
+
+    def _all(self) -> dict[int, str]:
+        below = traces.descendants(self._child.number)
+        return {**below, **self._adopted(below)}
 
     @staticmethod
-    def _kill(numbers: dict[int, str]) -> None:
+    def _kill(numbers: Iterable[int]) -> None:
         for number in numbers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(number, 0)
 
 
 #: One that nobody uses now; None where none is kept.
@@ -166,16 +195,6 @@ def give_back(server: Server) -> None:
         server.renew()
     if not server.ended:
         _spare.append(server)
-
-
-def marked() -> set[int]:
-    """Processes of this machine that descend from any candidate or its server, by number."""
-    found = set[int]()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"{_MARK}=".encode() in entry.read_bytes():
-                found.add(int(entry.parent.name))
-    return found
 
 
 def _ending(code: int) -> str:

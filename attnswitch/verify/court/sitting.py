@@ -18,12 +18,18 @@ __all__ = ["Court", "conduct", "sitting"]
 class Court:
     """``backends`` have their kernels run in processes of their own, which are given ``timeout`` seconds for a call.
 
-    ``forbidden``: that they call torch's own attention or matrix products is a finding.
+    ``forbidden``: that they call torch's own attention or matrix products is a finding. It sits on the CPU, and
+    ``everywhere`` if it was asked for.
     """
 
     backends: tuple[str, ...] = ()
     timeout: float = 120.0
     forbidden: bool = False
+    everywhere: bool = False
+
+    def on(self, device: str) -> Court:
+        """The court as it sits on ``device``."""
+        return self if self.everywhere or device == "cpu" else Court()
 
 
 @contextlib.contextmanager
@@ -52,6 +58,7 @@ def sitting(court: Court, within: Path | None = None) -> Iterator[None]:
 def conduct(backend: str) -> str | None:
     """What was seen since this was last asked: "" for nothing, None for a backend that does not stand before it."""
     from attnswitch.verify.court.proxy import Proxy
+    from attnswitch.verify.outcome import AUTO
 
-    proxy = registry.load(backend)
+    proxy = None if backend == AUTO else registry.load(backend)
     return proxy.conduct() if isinstance(proxy, Proxy) else None

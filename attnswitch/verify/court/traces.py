@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Traces", "aten", "children", "descendants", "state"]
+__all__ = ["COMPILERS", "Traces", "aten", "children", "descendants", "state"]
 
 #: Modules whose functions a kernel has no business to replace.
 _WATCHED = (
@@ -48,8 +48,8 @@ _WATCHED = (
     "attnswitch.verify.court.messages",
     "attnswitch.verify.court.wire",
 )
-#: Processes that torch's compiler and CuPy's keep for later.
-_KEPT = ("torch/_inductor", "torch._inductor", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: What stands in the command lines of processes that compilers keep for later.
+COMPILERS = ("torch/_inductor", "torch._inductor", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 class Traces:
@@ -97,7 +97,7 @@ _LONG = ("torch's random state", "NumPy's random state", "Python's random state"
 def _state() -> dict[str, Any]:
     found: dict[str, Any] = {
         "the current folder": _folder(),
-        "the umask": _umask(),
+        "the umask": f"{_umask():03o}",
         "NumPy's handling of errors": np.geterr(),
         "NumPy's random state": _numbers(np.random.get_state()),
         "Python's random state": random.getstate(),
@@ -190,7 +190,7 @@ def _installed(file: str) -> bool:
 
 @contextlib.contextmanager
 def aten(forbidden: bool) -> Iterator[Callable[[], list[str]]]:
-    """Within the context, note which of torch's own products and attentions run, if they are ``forbidden``."""
+    """Within the context, note which of torch's own products and attentions run in this thread, if ``forbidden``."""
     torch: Any = sys.modules.get("torch")
     if not forbidden or torch is None:
         yield list
@@ -201,7 +201,7 @@ def aten(forbidden: bool) -> Iterator[Callable[[], list[str]]]:
     class Noting(mode):  # type: ignore[misc,valid-type]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = str(func.name())
-            if any(part in name for part in _FORBIDDEN):
+            if _forbids(name):
                 seen[name] = None
             return func(*args, **(kwargs or {}))
 
@@ -209,14 +209,35 @@ def aten(forbidden: bool) -> Iterator[Callable[[], list[str]]]:
         yield lambda: [f"it calls torch's own {name}, which is forbidden" for name in seen]
 
 
-_FORBIDDEN = ("attention", "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::matmul", "aten::_softmax")
+def _forbids(name: str) -> bool:
+    library, _, operator = name.partition("::")
+    return library == "aten" and ("attention" in operator or operator.partition(".")[0] in _PRODUCTS)
+
+
+_PRODUCTS = frozenset(
+    (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "matmul",
+        "linear",
+        "_int_mm",
+        "_scaled_mm",
+    )
+)
 
 
 # -- from outside ------------------------------------------------------------------------------------------------------
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Processes below ``root`` that still run and are no compiler's, by number, with their command lines."""
+    """Processes below ``root`` that still run, by number, with their command lines."""
     parents = dict[int, list[int]]()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -228,7 +249,7 @@ def descendants(root: int) -> dict[int, str]:
     while level:
         level = [below for each in level for below in parents.get(each, ()) if below not in found]
         found |= {number: _command(number) for number in level}
-    return {number: line for number, line in found.items() if not any(kept in line for kept in _KEPT)}
+    return found
 
 
 def _command(number: int) -> str:

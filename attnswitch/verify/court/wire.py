@@ -55,17 +55,19 @@ class Layout:
 
 
 class Arena:
-    """The judge's end: the inputs of one call after another, from the first byte on."""
+    """The judge's end: the inputs of one call after another, from the first byte on.
+
+    It is not mapped here: a file that somebody cuts short would end the process that looks at it.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "inputs"
-        self._memory: Any = None
+        self._file = os.open(folder / "inputs", os.O_RDWR | os.O_CREAT, 0o600)
         self.size = 0
-        self._put: list[tuple[Layout, Any]] = []
+        self._put: list[tuple[int, Any]] = []
 
     def put(self, given: Sequence[Array | None]) -> tuple[Layout | None, ...]:
-        """Lay ``given`` out; what lay there before is written over."""
-        found, end, parts = list[Layout | None](), 0, []
+        """Lay ``given`` out; what lay there before is written over. Raises ``MemoryError`` if there is no room."""
+        found, end, parts = list[Layout | None](), 0, list[tuple[int, Any]]()
         for array in given:
             if array is None:
                 found.append(None)
@@ -74,29 +76,30 @@ class Arena:
             end += -end % _APART + address % _ALIGNMENT
             shape = tuple(map(int, array.shape))
             found.append(Layout(library_of(array), device, dtype, shape, strides, end, content.size, at))
-            parts.append((found[-1], content))
+            parts.append((end, content))
             end += content.size
-        self._grow(end)
-        self._put = parts  # type: ignore[assignment]
-        for layout, content in self._put:
-            self._region(layout)[:] = content
+        try:
+            self._grow(end)
+            for start, content in parts:
+                os.pwrite(self._file, content.data, start)
+        except OSError as error:
+            raise MemoryError(f"out of memory: {end:,} bytes of inputs, and {error.strerror}") from None
+        self._put = parts
         return tuple(found)
 
     def changed(self) -> bool:
         """Whether what was laid out is other than it was."""
-        return any(not np.array_equal(self._region(layout), content) for layout, content in self._put)
+        return any(os.pread(self._file, content.size, start) != content.tobytes() for start, content in self._put)
 
-    def _region(self, layout: Layout) -> Any:
-        return np.frombuffer(self._memory, np.uint8, layout.size, layout.start)
+    def close(self) -> None:
+        """Give it up."""
+        os.close(self._file)
 
     def _grow(self, size: int) -> None:
-        if self._memory is not None and size <= self.size:
-            return
-        self.size = max(_LEAST, 2 ** math.ceil(math.log2(max(size, 1))))
-        self._put = []
-        with self._path.open("a+b") as file:
-            file.truncate(self.size)
-            self._memory = mmap.mmap(file.fileno(), self.size)
+        if size > self.size or not self.size:
+            self.size = max(_LEAST, 2 ** math.ceil(math.log2(max(size, 1))))
+        if os.fstat(self._file).st_size != self.size:
+            os.ftruncate(self._file, self.size)
 
 
 class View:
@@ -144,13 +147,23 @@ class Results:
             end += content.size
         return tuple(found)
 
-    def read(self, layout: Layout | None, most: int) -> Array | None:
-        """The array that is said to lie so, of at most ``most`` bytes. Raises ``InvalidProblem`` for what is none."""
+    def close(self) -> None:
+        """Give it up."""
+        os.close(self._file)
+
+    def read(self, layout: Layout | None, most: int, like: Layout) -> Array | None:
+        """The array that is said to lie so, of at most ``most`` bytes, of the library and on the device of ``like``.
+
+        Raises ``InvalidProblem`` for what is none.
+        """
         if layout is None:
             return None
-        known = layout.library in ("numpy", "torch", "cupy") and layout.dtype in _TYPES and len(layout.shape) <= _AXES
+        if (layout.library, layout.device) != (like.library, like.device):
+            where = f"of {layout.library} on {layout.device}", f"of {like.library} on {like.device}"
+            raise InvalidProblem(f"a result {where[0]} to operands {where[1]}")
+        known = layout.dtype in _TYPES and len(layout.shape) <= _AXES
         if not known or min(layout.shape, default=0) < 0 or layout.start < 0:
-            raise InvalidProblem(f"a result of {len(layout.shape)} axes of {layout.dtype} of {layout.library}")
+            raise InvalidProblem(f"a result of {len(layout.shape)} axes of {layout.dtype}")
         size = math.prod(layout.shape) * _numpy_type(layout.dtype).itemsize
         if size > most:
             raise InvalidProblem(f"a result of {size:,} bytes where {most:,} are the most that is right")

@@ -43,6 +43,8 @@ def requirement(text: str) -> Requirement:
         raise InvalidProblem(f"forward calls {_CALL} {len(calls)} times: expected once, of a model that is attention")
     arguments, inputs = [argument.arg for argument in forward.args.args[1:]], _inputs(tree)
     words = {word.arg: word.value for word in calls[0].keywords if word.arg is not None}
+    if len(words) < len(calls[0].keywords):
+        raise InvalidProblem(f"{_CALL} is given **{{...}}, which is not read: expected its arguments by name")
     operands = [*calls[0].args, *(words.pop(name) for name in ("query", "key", "value") if name in words)]
     names = [node.id if isinstance(node, ast.Name) else "" for node in operands]
     if len(names) != 3 or not set(names) <= set(arguments) or len(arguments) != len(inputs):

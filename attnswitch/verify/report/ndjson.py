@@ -46,7 +46,8 @@ class EventLog:
             {"device": t.device, "backends": t.backends, "space": asdict(t.space), "emulation": dict(t.emulation)}
             for t in plan.targets
         ]
-        options = {name: getattr(plan, name) for name in Plan.__dataclass_fields__ if name != "targets"}
+        untold = {"targets", *(["seed"] if plan.secret else [])}
+        options = {name: getattr(plan, name) for name in Plan.__dataclass_fields__ if name not in untold}
         self._write(
             "start",
             schema=SCHEMA,

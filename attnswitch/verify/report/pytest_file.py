@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from attnswitch.machine import registry
-from attnswitch.machine.backend import Precision
 from attnswitch.names import printable
 from attnswitch.verify import emulation
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.report.facts import element
+from attnswitch.verify.terms import Terms
 
 __all__ = ["file_name", "to_pytest"]
 
@@ -49,17 +49,23 @@ CASE = Case.from_json(
     )
 '''
 _CALL = "outcome = check(CASE, {backend}, {device})"
-#: The same, where the run demanded a precision of its own.
-_JUDGING = """\
+#: What the same needs beside, where the run demanded a precision of its own, and of a kernel before the court.
+_JUDGING = {
+    "precision": """\
 from attnswitch.machine.backend import Precision
 from attnswitch.verify import terms
-"""
+""",
+    "court": """\
+from attnswitch.verify.court import Court, sitting
+""",
+}
 _DEMANDING = """\
 demanded = Precision(
 {fields}
     )
     with terms.within(terms.Terms(demanded)):
         """
+_SEATED = "with sitting(Court(({backend},), forbidden={forbidden})):\n{indent}    "
 _MARK = """\
 @pytest.mark.skipif(torch.cuda.device_count() <= {index}, reason={reason})
 """
@@ -71,11 +77,11 @@ def to_pytest(
     device: str,
     failure: Failure,
     environment: Mapping[str, str],
-    precision: Precision | None = None,
+    demands: Terms = Terms(),  # noqa: B008
 ) -> str:
     """The source of a test that runs ``case`` and fails as long as ``failure``, or any other, is there.
 
-    The backend is held to ``precision``, None being what it declares.
+    The backend is held to the precision of ``demands``. For its conduct it stands before their court.
     It names everything it needs and draws nothing. Unless the backend is emulated, it does not import Hypothesis.
     Text stands in it as literals and in the docstring, so that none of it is run.
     """
@@ -91,13 +97,17 @@ def to_pytest(
         alone += f"\nThe kernel is emulated, in a process of its own under {emulated}."
     if failure.check in ("crash", "hang", "lost"):
         alone += "\nThe failure may end the process, or never return: run it alone."
-    call = _CALL.format(backend=_text(backend), device=_text(device))
+    call, needed, precision = _CALL.format(backend=_text(backend), device=_text(device)), [], demands.precision
+    if failure.check == "conduct" and not emulated:
+        needed, indent = ["court"], "    " if precision is None else "        "
+        call = _SEATED.format(backend=_text(backend), forbidden=demands.court.forbidden, indent=indent) + call
     if precision is not None:
+        needed = ["precision", *needed]
         fields = "\n".join(f"        {name}={_text(value)}," for name, value in asdict(precision).items())
         call = _DEMANDING.format(fields=fields) + call
     return _TEMPLATE.format(
         call=call,
-        judging=_JUDGING if precision is not None else "",
+        judging="".join(_JUDGING[name] for name in needed),
         title=_quoted(f"{failure.title}, {backend} on {device}"),
         # A target that is not there is no reason to pass over its failure.
         check="session.apart" if emulated else "judge",

@@ -273,8 +273,9 @@ class _Run:
         self.seen.setdefault(outcome.kind, (time.monotonic() - self.started, self.report.cases))
 
     def _remember(self, outcome: Outcome, case: str) -> None:
-        """Put the outcome in this machine's wisdom, unless it ran under an emulation."""
-        if self.plan.remember and outcome.device not in self.report.emulated:
+        """Put the outcome in this machine's wisdom, unless it ran under an emulation, or its numbers were right."""
+        misbehaved = outcome.failure is not None and outcome.failure.check == "conduct"
+        if self.plan.remember and not misbehaved and outcome.device not in self.report.emulated:
             with contextlib.suppress(OSError):  # the failure is reported even if it cannot be saved
                 view.remember(of_outcome(outcome, case))
 

@@ -109,12 +109,13 @@ def save_worst(report: Report, folder: Path) -> list[Path]:
     """
     worst: dict[tuple[str, str], tuple[float, Case]] = {}
     for (device, backend, _), tally in report.tallies.items():
-        key = device.split(":")[0], backend.rpartition(":")[2]
+        key = device.split(":")[0], backend
         if tally.worst_case is not None and tally.worst > worst.get(key, (0.0,))[0]:
             worst[key] = tally.worst, tally.worst_case
     written = []
     for (device, backend), (ratio, case) in sorted(worst.items()):
-        path = folder / WORST / f"{device}-{backend}.json"
+        name = re.sub(r"[^\w.@+-]+", "-", backend)  # of a target, a path and more
+        path = folder / WORST / f"{device}-{name}.json"
         if _ratio(path) >= ratio:
             continue
         record = {

@@ -86,6 +86,8 @@ class Plan:
     terms: Terms = Terms()  # noqa: RUF009
     #: Options with which ``attnswitch replay`` judges on the same terms.
     replayed_with: tuple[str, ...] = ()
+    #: The seed is told at the end, and nowhere before.
+    secret: bool = False
     #: What has to be taken, and by which backends; by all where none is named.
     requirements: tuple[Requirement, ...] = ()
     held: tuple[str, ...] = ()

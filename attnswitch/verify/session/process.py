@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -53,7 +54,8 @@ class Process:
             usual = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # its threads spin while they wait
             variables = {**{name: usual[name] for name in usual.keys() - os.environ.keys()}, **variables}
         self._child = Child(_WORKER, device, variables={**provider.storage(), **variables})
-        self._terms = terms
+        with contextlib.suppress(BrokenPipeError):  # that it could not start is told by what it sends
+            self._child.requests.send(terms)
         self.events = self._child.events
         self._moved, self._count = time.monotonic(), -1
         self.provenance: dict[str, str] = {}
@@ -63,7 +65,7 @@ class Process:
         """Give it a job; its events follow on ``events``."""
         self._moved = time.monotonic()
         try:
-            self._child.requests.send((self._terms, job))
+            self._child.requests.send(job)
         except BrokenPipeError:
             raise self._dead() from None
 

@@ -90,27 +90,26 @@ def main() -> None:
     import torch  # now and not in the first case; with a GPU it takes a while to start
 
     torch.zeros(1, device=device)
+    seats = ExitStack()
+    try:
+        demanded: Terms = jobs.recv()
+    except EOFError:
+        os._exit(0)
+    seats.enter_context(sitting(demanded.court.on(device), folder))
     events.send(provenance())
-    court, seated = ExitStack(), Terms()
     while not lost:
-        demanded: Terms
-        job: Job
         try:
-            demanded, job = jobs.recv()
+            job: Job = jobs.recv()
         except EOFError:
             break
         try:
-            if demanded != seated:
-                court.close()
-                court.enter_context(sitting(demanded.court, folder))
-                seated = demanded
             with terms.within(demanded):
                 carry_out(job, recording(journal.path(folder)), tell)
         except AttnswitchError as error:
             events.send(error)
         except Exception:  # the verifier's own mistake, for the conductor to raise; the trace would not travel
             events.send(VerificationError(f"the verifier failed in a worker process:\n{traceback.format_exc()}"))
-    court.close()
+    seats.close()
     events.close()
     os._exit(0)  # destructors of a lost device may crash or hang
 
