@@ -6,8 +6,8 @@
     traces     what kernels leave behind in their process        sitting    which backends stand before it
 
 The judge draws, knows the right answer and gives the verdict. What it reads of the candidate are numbers in a file and
-JSON within limits, never objects: nothing that a kernel does to its own process reaches it. Both are the same user's, so
-that this is no sandbox.
+JSON within limits, never objects: nothing that a kernel does to its own process reaches it. Both are the same user's,
+so that this is no sandbox.
 """
 
 from attnswitch.verify.court.sitting import Court, conduct, sitting
