@@ -133,7 +133,7 @@ def test_a_command_line_runs(
     words: list[str], elsewhere: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main: Callable[[], None] = importlib.import_module("attnswitch.cli.app").main
-    quick = ["--examples", "5"] if words[0] == "verify" else []
+    quick = ["--examples", "5", "--quick"] if words[0] == "verify" else []  # whole runs are those of .ci/run
     monkeypatch.setattr(sys, "argv", ["attnswitch", *words, *quick])
     try:
         main()
