@@ -27,6 +27,7 @@ DATA = {
     "attnswitch/tune/catalogue.toml",
     "attnswitch/tune/models.toml",
     "attnswitch/verify/drawing/activations.npz",
+    "attnswitch/verify/demands/profiles.toml",
     "attnswitch/verify/mutants/mutants.toml",
     "attnswitch/verify/report/page.html.j2",
 }

@@ -17,7 +17,7 @@ from attnswitch import child
 from attnswitch.errors import VerificationError
 from attnswitch.machine import registry
 from attnswitch.planning import planner
-from attnswitch.verify.checks import CHECKS
+from attnswitch.verify.checks import CHECKS, LAST
 from attnswitch.verify.mutants.catalogue import Mutant, mutants
 from attnswitch.verify.mutants.columns import columns
 from attnswitch.verify.mutants.kills import Kill, kills
@@ -111,7 +111,7 @@ def measure(
     """
     wanted = None if names is None else set(names)
     chosen = [mutant for mutant in mutants() if wanted is None or mutant.name in wanted]
-    checks = tuple(check.name for check in CHECKS if not check.gpu)
+    checks = tuple(check.name for check in CHECKS if not check.gpu and check not in LAST)
     caught: dict[str, dict[str, int]] = {check: {} for check in checks}
     ended: dict[str, Kill] = {}
     against: set[str] = set()
