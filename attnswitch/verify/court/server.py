@@ -99,9 +99,9 @@ class Server:
 
     def left(self) -> dict[int, str]:
         """Processes of candidates that are not the candidate nor a compiler's, by number, with their command lines."""
-        forked = traces.children(self._child.number)
-        below = traces.descendants(self._child.number)
-        found = {n: line for n, line in {**below, **self._adopted(below)}.items() if n not in forked}
+        every = self._all()
+        forked = traces.children(self._child.number)  # looked at last: a new candidate is forked at any time
+        found = {n: line for n, line in every.items() if n not in forked}
         return {n: line for n, line in found.items() if not any(name in line for name in traces.COMPILERS)}
 
     def _adopted(self, below: Container[int]) -> dict[int, str]:

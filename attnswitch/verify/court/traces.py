@@ -238,17 +238,10 @@ _PRODUCTS = frozenset(
 
 def descendants(root: int) -> dict[int, str]:
     """Processes below ``root`` that still run, by number, with their command lines."""
-    parents = dict[int, list[int]]()
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            number, rest = entry.read_text().split(" ", 1)
-            fields = rest[rest.rindex(")") + 2 :].split()
-            if fields[0] != "Z":
-                parents.setdefault(int(fields[1]), []).append(int(number))
     found, level = dict[int, str](), [root]
     while level:
-        level = [below for each in level for below in parents.get(each, ()) if below not in found]
-        found |= {number: _command(number) for number in level}
+        level = [below for each in level for below in children(each) if below not in found]
+        found |= {number: _command(number) for number in level if _state_of(number) != "Z"}
     return found
 
 
@@ -270,7 +263,13 @@ def children(root: int) -> set[int]:
 
 def state(number: int) -> str:
     """The state of a process as a word: "stopped", or "" for what needs no telling."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
+    return {"T": "stopped", "t": "traced"}.get(_state_of(number), "")
+
+
+def _state_of(number: int) -> str:
+    """The letter that the system has for it; "" for a process that is not there."""
+    try:
         text = Path(f"/proc/{number}/stat").read_text()
-        return {"T": "stopped", "t": "traced"}.get(text[text.rindex(")") + 2], "")
-    return ""
+    except OSError:
+        return ""
+    return text[text.rindex(")") + 2]
