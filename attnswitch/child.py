@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Child", "Parent", "begin", "command", "environment", "follow", "safe_path"]
+__all__ = ["Child", "Parent", "begin", "command", "end_with_parent", "ending", "environment", "follow", "safe_path"]
 
 #: Environment variable with the folders that the parent imports from. The child adds them behind its own: a folder of
 #: the user's may hold a file that is named like a module of the standard library.
@@ -197,11 +197,26 @@ class Parent(NamedTuple):
     arguments: list[str]
 
 
+def end_with_parent() -> None:
+    """Have this process end when its parent does."""
+    if sys.platform == "linux":  # a kernel that hangs must not outlive it; elsewhere the pipe tells, between two jobs
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def ending(code: int) -> str:
+    """How a process ended whose exit code is ``code``, as a sentence."""
+    if code < 0:
+        try:
+            return f"the process died of {signal.Signals(-code).name}"
+        except ValueError:
+            return f"the process died of signal {-code}"
+    return f"the process ended with exit code {code}"
+
+
 def begin() -> Parent:
     """What a child does first: it leaves Ctrl-C to its parent, and ends when that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # a kernel that hangs must not outlive it; elsewhere the pipe tells, between two jobs
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     follow()
     read, write, folder, *arguments = sys.argv[1:]
     requests, events = Connection(int(read), writable=False), Connection(int(write), readable=False)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision, Standing
 from attnswitch.machine.device import Device
+from attnswitch.machine.differentiated import gradients, leaf, leaves
 from attnswitch.problem import Problem
 
 from . import operands, takes
@@ -109,16 +110,11 @@ class FunctionKernel(Kernel):
         if lse is not None:
             raise Unsupported(f"out and lse are given: {self.reading.call} starts its backward from its own")
         with torch.inference_mode(mode=False), torch.enable_grad():
-            letters = dict(zip("qkvm", (_leaf(x) for x in inputs[:4]), strict=True))
-            leaves = [letters[letter].requires_grad_() for letter in self.problem.grads]
-            query, key, value, mask = letters.values()
-            again = inputs._replace(query=query, key=key, value=value, attn_mask=mask)
+            again = leaves(inputs, self.problem.grads)
             ends, upstream = list(self._run(again, grad_lse is not None)), [grad_out, grad_lse]
             pairs = [(end, grad) for end, grad in zip(ends, upstream, strict=True) if grad is not None]
-            given = [_leaf(grad).to(end.dtype) for end, grad in pairs]
-            found = torch.autograd.grad([end for end, _ in pairs], leaves, given, materialize_grads=True)
-        named = dict(zip(self.problem.grads, found, strict=True))
-        return Gradients(*(named.get(letter) for letter in "qkvm"))
+            given = [leaf(grad).to(end.dtype) for end, grad in pairs]
+            return gradients(again, self.problem.grads, [end for end, _ in pairs], given)
 
     def _run(self, inputs: Inputs, stated: bool, graph: bool = True) -> tuple[Any, Any]:
         if self.reading.library != "torch":
@@ -146,10 +142,3 @@ class FunctionKernel(Kernel):
         except NotImplementedError as refusal:  # how a kernel says what it does not do
             raise Unsupported(f"{self.reading.call} raises NotImplementedError: {refusal}") from refusal
         return operands.results(self.reading, inputs, returned, stated)
-
-
-def _leaf(operand: Any) -> Any:
-    """``operand`` without a graph, and none of inference mode's."""
-    if operand is None:
-        return None
-    return operand.clone() if operand.is_inference() else operand.detach()

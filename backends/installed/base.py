@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from attnswitch.errors import CompileError, Unsupported
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision, Standing
 from attnswitch.machine.device import Device
+from attnswitch.machine.differentiated import gradients, leaf, leaves
 from attnswitch.problem import Problem
 
 from ..own.through_torch import no_gpu
@@ -99,22 +100,17 @@ class InstalledKernel(Kernel):
         if self.problem.dropout and lse is not None:
             raise Unsupported(f"dropout_p={self.problem.dropout}: the library keeps its generator's state to itself")
         with torch.inference_mode(mode=False), torch.enable_grad():
-            letters = dict(zip("qkvm", (_leaf(x) for x in inputs[:4]), strict=True))
-            leaves = [letters[letter].requires_grad_() for letter in self.problem.grads]
-            query, key, value, mask = letters.values()
-            again = inputs._replace(query=query, key=key, value=value, attn_mask=mask)
+            again = leaves(inputs, self.problem.grads)
             result, own = self._run(again, lse is not None or grad_lse is not None)
             if lse is not None and not torch.equal(own.detach(), lse.to(own.dtype)):
                 raise Unsupported(
                     f"out and lse are those of other keys, or of another backend: {self.backend.takes.call} starts its"
                     " backward from its own; leave them out"
                 )
-            ends, upstream = [result], [_leaf(grad_out).to(result.dtype)]
+            ends, upstream = [result], [leaf(grad_out).to(result.dtype)]
             if grad_lse is not None:
-                ends, upstream = [*ends, own], [*upstream, _leaf(grad_lse).to(own.dtype)]
-            found = torch.autograd.grad(ends, leaves, upstream, materialize_grads=True, allow_unused=True)
-        named = dict(zip(self.problem.grads, found, strict=True))
-        return Gradients(*(named.get(letter) for letter in "qkvm"))
+                ends, upstream = [*ends, own], [*upstream, leaf(grad_lse).to(own.dtype)]
+            return gradients(again, self.problem.grads, ends, upstream)
 
     def _run(self, inputs: Inputs, stated: bool) -> tuple[Any, Any]:
         import torch
@@ -183,13 +179,6 @@ def rows_of(array: Any) -> Any:
 def of_rows(array: Any) -> Any:
     """(T, H, D) as (1, H, T, D), or (T, H) as (1, H, T)."""
     return array.transpose(0, 1)[None]
-
-
-def _leaf(operand: Any) -> Any:
-    """``operand`` as autograd takes it: without a graph, and none of inference mode's."""
-    if operand is None:
-        return None
-    return operand.clone() if operand.is_inference() else operand.detach()
 
 
 def _past(operand: Any, edges: Any) -> Any:

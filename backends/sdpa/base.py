@@ -11,6 +11,7 @@ import torch
 from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Backend, Backward, Config, Forward, Gradients, Inputs, Kernel, Precision, Shows
 from attnswitch.machine.device import Device
+from attnswitch.machine.differentiated import gradients, leaf, leaves
 from attnswitch.problem import Problem
 
 from ..own.through_torch import no_gpu
@@ -230,14 +231,9 @@ class SdpaKernel(Kernel):
 
     def _again(self, inputs: Inputs, grad_out: Any) -> Gradients:
         with torch.inference_mode(mode=False), torch.enable_grad():
-            operands = {letter: _leaf(x) for letter, x in zip("qkvm", inputs[:4], strict=True)}
-            leaves = {letter: operands[letter].requires_grad_() for letter in self.problem.grads}
-            q, k, v, mask = operands.values()
-            again = Inputs(q, k, v, mask, inputs.key_lengths, inputs.seed)
+            again = leaves(inputs, self.problem.grads)
             result, _ = self.forward(again)
-            grads = torch.autograd.grad(result, list(leaves.values()), _leaf(grad_out), materialize_grads=True)
-        by_letter = dict(zip(leaves, grads, strict=True))
-        return Gradients(*(by_letter.get(letter) for letter in "qkvm"))
+            return gradients(again, self.problem.grads, [result], [leaf(grad_out)])
 
     def _from_results(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any) -> Gradients:
         p = self.problem
@@ -258,13 +254,6 @@ class SdpaKernel(Kernel):
         cut = zip(grads[:3], (p.dim_qk, p.dim_qk, p.dim_v), strict=True)
         shaped = (*(x if x.shape[-1] == width else x[..., :width] for x, width in cut), grads[3])
         return Gradients(*(x if letter in p.grads else None for letter, x in zip("qkvm", shaped, strict=True)))
-
-
-def _leaf(operand: Any) -> Any:
-    """``operand`` as autograd takes it: without a graph, and none of inference mode's, which it never takes."""
-    if operand is None:
-        return None
-    return operand.clone() if operand.is_inference() else operand.detach()
 
 
 def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:

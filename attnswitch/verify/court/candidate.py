@@ -20,15 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from attnswitch.arrays import Array
-from attnswitch.errors import (
-    BackendUnavailable,
-    CompileError,
-    Unsupported,
-    out_of_memory,
-)
+from attnswitch.errors import BackendUnavailable, CompileError, Unsupported, out_of_memory
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
 from attnswitch.machine.device import Device
+from attnswitch.machine.differentiated import gradients, leaves
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 from attnswitch.verify.court import messages, traces
@@ -111,7 +107,7 @@ class Candidate:
         elif ask.what == "results":
             made = kernel.results(inputs)
         elif self._backend.autograd:
-            inputs = _leaves(inputs, ask.problem.grads)
+            inputs = leaves(inputs, ask.problem.grads)
             made = kernel.forward(inputs)
             self._graph = _Graph(ask.problem, ask.inputs, inputs, made)
         else:
@@ -157,7 +153,7 @@ class Candidate:
             if draws and graph is not None and (graph.problem, graph.layouts) == (ask.problem, ask.inputs):
                 return _differentiated(graph, grad_out, grad_lse)  # of the same numbers that the forward drew
             if type(kernel).backward is Kernel.backward:
-                inputs = _leaves(inputs, ask.problem.grads)
+                inputs = leaves(inputs, ask.problem.grads)
                 return _differentiated(_Graph(ask.problem, (), inputs, kernel.forward(inputs)), grad_out, grad_lse)
         return kernel.backward(inputs, out, lse, grad_out, grad_lse)
 
@@ -177,22 +173,9 @@ class _Graph(NamedTuple):
 
 def _differentiated(graph: _Graph, grad_out: Array, grad_lse: Array | None) -> Gradients:
     """Gradients by torch's autograd."""
-    torch: Any = importlib.import_module("torch")
-    (out, lse), wanted = graph.made, graph.problem.grads
-    leaves = dict(zip("qkvm", graph.inputs[:4], strict=True))
-    results = [(out, grad_out), *([(lse, grad_lse)] if grad_lse is not None else [])]
-    found = torch.autograd.grad(
-        [x for x, _ in results], [leaves[w] for w in wanted], [g for _, g in results], materialize_grads=True
-    )
-    by_letter = dict(zip(wanted, found, strict=True))
-    return Gradients(*(by_letter.get(letter) for letter in "qkvm"))
-
-
-def _leaves(inputs: Inputs, wanted: str) -> Inputs:
-    """``inputs``, of which those that ``wanted`` names by their letters require gradients."""
-    named = zip("qkvm", inputs[:4], strict=True)
-    query, key, value, mask = (x.detach().requires_grad_() if letter in wanted else x for letter, x in named)
-    return inputs._replace(query=query, key=key, value=value, attn_mask=mask)
+    pairs = zip(graph.made, (grad_out, grad_lse), strict=True)
+    ends, upstream = zip(*((end, grad) for end, grad in pairs if grad is not None), strict=True)
+    return gradients(graph.inputs, graph.problem.grads, ends, upstream)
 
 
 def _about(backend: Backend | Missing) -> About:

@@ -8,19 +8,14 @@ of the one before.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
-import signal
-import sys
 
 from attnswitch import child
 from attnswitch.verify.court import candidate, messages
 from attnswitch.verify.court.messages import Answer
 
 __all__ = ["main"]
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -32,8 +27,7 @@ def main() -> None:
         if number == 0:
             try:
                 os.setpgid(0, 0)
-                if sys.platform == "linux":
-                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                child.end_with_parent()
                 candidate.serve(asks, answers, folder)
             finally:
                 os._exit(1)

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from attnswitch.child import Child
+from attnswitch.child import Child, ending
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import Answer, Ask
@@ -72,7 +72,7 @@ class Server:
         if answer.ended is not None:
             self.fresh = True
             self._kill(self.left())
-            raise Gone(_ending(answer.ended))
+            raise Gone(ending(answer.ended))
         if self.fresh:
             self.fresh, self._candidate = False, traces.children(self._child.number)
         return answer
@@ -195,10 +195,3 @@ def give_back(server: Server) -> None:
         server.renew()
     if not server.ended:
         _spare.append(server)
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"the process died of {signal.Signals(-code).name}"
-    return f"the process ended with exit code {code}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from attnswitch.child import Child
+from attnswitch.child import Child, ending
 from attnswitch.errors import VerificationError
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
@@ -109,7 +108,7 @@ class Process:
         if not self.ready:
             raise VerificationError(f"a worker process could not start (exit code {code}):\n{self._child.said()}")
         self.end()
-        return Died(_ending(code), entry, hung=False)
+        return Died(ending(code), entry, hung=False)
 
     def end(self) -> None:
         """Kill it if it still runs, and tidy up."""
@@ -120,12 +119,3 @@ class Process:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.end()
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        try:
-            return f"the process died of {signal.Signals(-code).name}"
-        except ValueError:
-            return f"the process died of signal {-code}"
-    return f"the process ended with exit code {code}"
