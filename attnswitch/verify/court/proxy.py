@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -104,8 +105,11 @@ class Proxy(Backend):
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
         """As the candidate says."""
-        for number, text in enumerate(_said(self._ask(Ask("configs", problem, device)), list[str])):
-            yield Numbered(number, text)
+        yield from itertools.starmap(Numbered, enumerate(self._configs(problem, device)))
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _configs(self, problem: Problem, device: Device) -> list[str]:
+        return _said(self._ask(Ask("configs", problem, device)), list[str])
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _precision(self, problem: Problem, device: Device) -> Precision:

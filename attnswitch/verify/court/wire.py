@@ -201,11 +201,10 @@ def _flat(array: Array) -> tuple[Any, int, int, tuple[int, ...], str, str]:
 
 
 def _dense(array: Array) -> Array:
-    return array.detach().contiguous() if library_of(array) == "torch" else np.ascontiguousarray(_hosted(array))
-
-
-def _hosted(array: Array) -> Array:
-    return array.get() if library_of(array) == "cupy" else array
+    """``array`` where it is, without gaps; of CuPy's ``_flat`` makes a dense copy anyway."""
+    if library_of(array) == "torch":
+        return array.detach().contiguous()
+    return array if library_of(array) == "cupy" else np.ascontiguousarray(array)
 
 
 def _torch_of(layout: Layout, memory: Any) -> Array:
