@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +150,25 @@ def test_a_backend_says_the_same_before_the_court() -> None:
         assert list(map(str, proxy.configs(problem, here))) == list(map(str, plain.configs(problem, here)))
         assert proxy.unavailable() is None
     assert registry.loaded("tiled") is plain
+
+
+def test_processes_are_adopted_as_long_as_it_sits() -> None:
+    adopted = []
+    for court in (Court(("tiled",)), None, Court(("tiled",))):
+        with sitting(court) if court else contextlib.nullcontext():
+            adopted.append(adopts_orphans())
+        assert not adopts_orphans()
+    assert adopted == [True, False, True]
+
+
+def adopts_orphans() -> bool:
+    """Whether a process whose parent ended is now this one's."""
+    script = "import os, time; os.fork() and os._exit(0); time.sleep(0.2); print(os.getppid(), flush=True)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    adopts = int(ran.stdout) == os.getpid()
+    if adopts:
+        os.wait()
+    return adopts
 
 
 def test_a_target_that_cannot_be_loaded_says_why() -> None:

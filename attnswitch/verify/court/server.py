@@ -24,7 +24,7 @@ __all__ = ["Gone", "Server", "give_back", "kept", "taken"]
 _MARK = "ATTNSWITCH_COURT"
 #: Seconds that a candidate's first answer may take beside the others, as its code is loaded; and that an end may take.
 _START, _END = 120.0, 10.0
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class Gone(Exception):
@@ -39,8 +39,7 @@ class Server:
     """Starts the process; its first answer waits for it. Its files are ``within`` a folder, if one is given."""
 
     def __init__(self, within: Path | None = None) -> None:
-        if sys.platform == "linux":  # whose parent ends is this process's, and is found
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _adoption.begin()
         #: In the environment of candidates and of all that they start.
         self.mark = f"{_MARK}={secrets.token_hex(16)}"
         name, _, value = self.mark.partition("=")
@@ -150,6 +149,7 @@ class Server:
             for number in {*found, *late, *self._candidate}:  # those whose parent it was are this process's now
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(number, 0)
+            _adoption.end()
 
     def _all(self) -> dict[int, str]:
         below = traces.descendants(self._child.number)
@@ -164,6 +164,39 @@ class Server:
                 os.waitpid(number, 0)
 
 
+class _Adoption:
+    """While a server lives, processes whose parents end are this process's, where they are found; after, as before."""
+
+    def __init__(self) -> None:
+        self._servers, self._before = 0, 0
+
+    def begin(self) -> None:
+        """For one more server."""
+        if not self._servers:
+            self._before = self._get()
+            self._set(1)
+        self._servers += 1
+
+    def end(self) -> None:
+        """For one less."""
+        self._servers -= 1
+        if not self._servers:
+            self._set(self._before)
+
+    @staticmethod
+    def _get() -> int:
+        adopts = ctypes.c_int(0)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts))
+        return adopts.value
+
+    @staticmethod
+    def _set(adopts: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, adopts)
+
+
+_adoption = _Adoption()
 #: One that nobody uses now; None where none is kept.
 _spare: list[Server] | None = None
 
