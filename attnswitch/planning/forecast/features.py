@@ -15,8 +15,8 @@ Peaks = tuple[float, float, float]
 _STEP, _STEP_BYTES = 3.5, 3.0
 #: Rows of queries in a tile, and the most waves of such tiles that make a difference.
 _TILE, _WAVES = 128, 8.0
-#: Head dimensions that kernels pad others to.
-_PADDED = (64, 128, 256)
+#: Columns of a panel: kernels pad head dimensions to whole ones.
+_PANEL = 64
 
 #: Bytes that the fastest copies move: rows of a mask that are no multiple of them are loaded otherwise.
 _COPIED = 16
@@ -61,7 +61,7 @@ def features(p: Problem, peaks: Peaks, sms: int) -> tuple[float, ...]:
     is_bool = mask is not None and mask.is_bool
     full = "q" in axes
     dim = max(p.dim_qk, p.dim_v)
-    padded = next((size for size in _PADDED if dim <= size), dim)
+    padded = -(-dim // _PANEL) * _PANEL
     waves = p.batch * p.heads_q * -(-p.seq_q // _TILE) / (sms or 1)
     return (
         _log(p.batch * p.heads_q),

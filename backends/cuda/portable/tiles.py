@@ -31,6 +31,8 @@ __all__ = [
 
 #: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have.
 FEW = 16
+#: Queries below which a tile of one head is partly empty, which the heads that share keys then fill.
+_PARTLY = 64
 #: Columns of a head at most.
 _MOST_COLUMNS = 256
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
@@ -85,11 +87,11 @@ def block(dim: int, problem: Problem, tile: Tile) -> int:
 
 
 def packs(problem: Problem) -> bool:
-    """Whether the query heads that share a key head lie in one tile: a few queries of each then fill it.
+    """Whether rows of the query heads that share a key head lie one after another in tiles, which are then full.
 
     They do however many queries there are where bits may not depend on the longest of other sequences.
     """
-    return problem.group > 1 and (mixed(problem) or problem.seq_q * problem.group <= 64)
+    return problem.group > 1 and (mixed(problem) or problem.seq_q < _PARTLY)
 
 
 def mixed(problem: Problem) -> bool:
