@@ -102,6 +102,14 @@ class PatchesBuiltins(Hostile):
         return out
 
 
+class HidesBuiltins(Hostile):
+    """One module's alone: what it calls ``len`` is from now on its own."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        torch.nn.functional.len = lambda _: 0  # type: ignore[attr-defined]
+        return out
+
+
 class PatchesClocks(Hostile):
     """A kernel that takes no time."""
 

@@ -152,6 +152,25 @@ def test_a_backend_says_the_same_before_the_court() -> None:
     assert registry.loaded("tiled") is plain
 
 
+@pytest.mark.parametrize("question", ["configs", "precision"])
+def test_a_question_that_raises_does_so_before_the_court(
+    question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "from attnswitch.backends.tiled import TiledBackend", "class Asked(TiledBackend):", "    name = 'asked'"
+    raising = f"    def {question}(self, *_):\n        raise ValueError('not asked before')\n"
+    (tmp_path / "asked_once.py").write_text("\n".join((*lines, raising)))
+    monkeypatch.syspath_prepend(tmp_path)
+    case = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8)
+    told = []
+    for court in (Court(), Court(("asked_once:Asked",))):
+        with sitting(court):
+            (outcome,) = examine(case, ("asked_once:Asked",))
+        assert outcome.failure is not None
+        told.append((outcome.verdict, outcome.failure.check, "ValueError: not asked before" in outcome.failure.message))
+    assert told[0] == told[1]
+    assert told[0][2]
+
+
 def test_processes_are_adopted_as_long_as_it_sits() -> None:
     adopted = []
     for court in (Court(("tiled",)), None, Court(("tiled",))):

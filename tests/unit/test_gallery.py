@@ -29,6 +29,7 @@ TOLD = {
     "PatchesAttention": r"conduct: it replaced torch\.nn\.functional\.scaled_dot_product_attention",
     "PatchesTensors": r"conduct: it replaced torch\.Tensor\.__eq__",
     "PatchesBuiltins": r"(conduct: it replaced builtins\.max|crash: its answer is none)",
+    "HidesBuiltins": r"conduct: it replaced torch\.nn\.functional\.len",
     "PatchesClocks": r"conduct: it replaced time\.perf_counter",
     "PatchesJson": r"crash: its answer is none",
     "PatchesTheJudge": r"reference: .* off by more",

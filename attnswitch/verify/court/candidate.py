@@ -5,6 +5,7 @@ What a kernel does to this process can spoil its own answers alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -28,7 +29,7 @@ from attnswitch.machine.differentiated import gradients, leaves
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 from attnswitch.verify.court import messages, traces
-from attnswitch.verify.court.messages import About, Answer, Ask, Raised
+from attnswitch.verify.court.messages import About, Answer, Ask, OfProblem, Raised
 from attnswitch.verify.court.wire import Layout, Results, View
 from attnswitch.verify.launch.neighbours import Neighbours
 
@@ -89,12 +90,12 @@ class Candidate:
         if ask.what == "toolchain":
             return dict(self._backend.toolchain(device)), ()
         assert ask.problem is not None
-        if ask.what == "reasons":
-            return list(islice(self._backend.reasons(ask.problem, device), _REASONS)), ()
+        if ask.what == "problem":
+            return asdict(_of_problem(self._backend, ask.problem, device)), ()
         if ask.what == "precision":
             return asdict(self._backend.precision(ask.problem, device)), ()
         if ask.what == "configs":
-            return [str(config) for config in islice(self._backend.configs(ask.problem, device), _CONFIGS)], ()
+            return _configs(self._backend, ask.problem, device), ()
         kernel = self._kernel(ask.problem, device, ask.config)
         if ask.what == "compile":
             return None, ()
@@ -185,6 +186,21 @@ def _about(backend: Backend | Missing) -> About:
     if backend.autograd:  # it is done here, and begins with the forward
         values["restarts"] = False
     return About(**(values | {"emulation": dict(backend.emulation), "lacks": tuple(sorted(backend.lacks))}))
+
+
+def _of_problem(backend: Backend, problem: Problem, device: Device) -> OfProblem:
+    reasons = list(islice(backend.reasons(problem, device), _REASONS))
+    configs = precision = None
+    if not reasons:
+        with contextlib.suppress(Exception):
+            configs = _configs(backend, problem, device)
+        with contextlib.suppress(Exception):
+            precision = backend.precision(problem, device)
+    return OfProblem(reasons, configs, precision)
+
+
+def _configs(backend: Backend, problem: Problem, device: Device) -> list[str]:
+    return [str(config) for config in islice(backend.configs(problem, device), _CONFIGS)]
 
 
 def _wait(device: str) -> None:

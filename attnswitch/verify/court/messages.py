@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 from attnswitch import reading
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Precision
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court.wire import Layout
 
-__all__ = ["MOST", "SENTENCE", "About", "Answer", "Ask", "Raised", "decoded", "encoded"]
+__all__ = ["MOST", "SENTENCE", "About", "Answer", "Ask", "OfProblem", "Raised", "decoded", "encoded"]
 
 #: Bytes of an answer, and letters of a sentence in it.
 MOST, SENTENCE = 2**20, 4000
 
 _OfDevice = Literal["regimes", "toolchain"]
-_OfProblem = Literal["reasons", "precision", "configs", "compile"]
+_OfProblem = Literal["problem", "precision", "configs", "compile"]
 _OfCall = Literal["forward", "results", "backward"]
 #: Of a backend, of a device, of a problem, of a call; and what was seen since it was last asked.
 What = Literal["about", "unavailable"] | _OfDevice | _OfProblem | _OfCall | Literal["conduct"]
@@ -68,6 +69,19 @@ class About:
     divergences: str = ""
     lacks: tuple[str, ...] = ()
     emulation: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OfProblem:
+    """What a backend says of a problem, in one answer: every question takes longer than what it asks for.
+
+    ``configs`` and ``precision`` are None where there are ``reasons``, or where they raise an error, which comes when
+    they are asked for alone.
+    """
+
+    reasons: list[str]
+    configs: list[str] | None = None
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True, slots=True)

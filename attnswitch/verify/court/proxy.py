@@ -19,7 +19,7 @@ from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kerne
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court import server
-from attnswitch.verify.court.messages import About, Answer, Ask, Raised, What
+from attnswitch.verify.court.messages import About, Answer, Ask, OfProblem, Raised, What
 from attnswitch.verify.court.server import Gone, Server
 
 __all__ = ["Proxy", "Raising"]
@@ -89,11 +89,11 @@ class Proxy(Backend):
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
         """As the candidate says."""
-        yield from self._reasons(problem, device)
+        yield from self._of_problem(problem, device).reasons
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _reasons(self, problem: Problem, device: Device) -> list[str]:
-        return _said(self._ask(Ask("reasons", problem, device)), list[str])
+    def _of_problem(self, problem: Problem, device: Device) -> OfProblem:
+        return _said(self._ask(Ask("problem", problem, device)), OfProblem)
 
     def regimes(self, device: Device) -> tuple[Regime, ...]:
         """As the candidate says."""
@@ -105,19 +105,15 @@ class Proxy(Backend):
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
         """As the candidate says."""
-        yield from itertools.starmap(Numbered, enumerate(self._configs(problem, device)))
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _configs(self, problem: Problem, device: Device) -> list[str]:
-        return _said(self._ask(Ask("configs", problem, device)), list[str])
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _precision(self, problem: Problem, device: Device) -> Precision:
-        return _said(self._ask(Ask("precision", problem, device)), Precision)
+        texts = self._of_problem(problem, device).configs
+        if texts is None:
+            texts = _said(self._ask(Ask("configs", problem, device)), list[str])
+        yield from itertools.starmap(Numbered, enumerate(texts))
 
     def precision(self, problem: Problem, device: Device) -> Precision:
         """As the candidate says."""
-        return self._precision(problem, device)
+        precision = self._of_problem(problem, device).precision
+        return precision or _said(self._ask(Ask("precision", problem, device)), Precision)
 
     def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
         """A kernel whose calls are the candidate's."""

@@ -98,6 +98,9 @@ class Server:
 
     def left(self) -> dict[int, str]:
         """Processes of candidates that are not the candidate nor a compiler's, by number, with their command lines."""
+        there = traces.below(os.getpid())
+        if there <= {self._child.number, *traces.children(self._child.number)}:
+            return {}
         every = self._all()
         forked = traces.children(self._child.number)  # looked at last: a new candidate is forked at any time
         found = {n: line for n, line in every.items() if n not in forked}

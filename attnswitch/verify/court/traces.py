@@ -6,23 +6,25 @@ outside. What is told here explains a verdict and adds to it: the numbers are ju
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
+import operator
 import os
 import random
 import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-__all__ = ["COMPILERS", "Traces", "aten", "children", "descendants", "state"]
+__all__ = ["COMPILERS", "Traces", "aten", "below", "children", "descendants", "state"]
 
 #: Modules whose functions a kernel has no business to replace.
 _WATCHED = (
@@ -57,17 +59,21 @@ class Traces:
 
     def __init__(self) -> None:
         self._functions = {name: _functions(name) for name in _WATCHED}
+        self._hiding = {name: _hiding(_contents(name)) for name in _WATCHED}
         self._state = _state()
 
     def look(self, draws: bool) -> list[str]:
         """A sentence for each change. A call that ``draws`` numbers may move torch's generator."""
         told = []
         for name, before in self._functions.items():
-            now = _functions(name)
-            patched = sorted(key for key in before if now.get(key, before[key]) is not before[key])
-            patched += sorted(key for key in before.keys() - now.keys())
+            now = _contents(name)
+            hiding = _hiding(now)
+            if _are(before, now) and hiding == self._hiding[name]:
+                continue
+            added = hiding - self._hiding[name] if before else ()  # else it was imported only now
+            patched = sorted(added) + sorted(key for key, value in before.items() if now.get(key) is not value)
             told += [f"it replaced {name}.{key}" for key in patched[:3]]
-            self._functions[name] = {**now}
+            self._functions[name], self._hiding[name] = _functions(name), hiding
         state = _state()
         told += [
             f"it changed {what}: {_short(self._state[what])} became {_short(value)}"
@@ -81,13 +87,41 @@ class Traces:
         return told
 
 
-def _functions(name: str) -> dict[str, Any]:
+#: Functions that a module has without a name of its own for them: given one, it means another function by it.
+_BUILTINS = frozenset(name for name, value in vars(builtins).items() if callable(value) and name[0] != "_")
+
+
+def _hiding(contents: Mapping[str, Any]) -> Set[str]:
+    return _BUILTINS & contents.keys()
+
+
+def _contents(name: str) -> Mapping[str, Any]:
     owner: Any = sys.modules.get(name)
     if owner is None and name == "torch.Tensor":
         owner = getattr(sys.modules.get("torch"), "Tensor", None)
-    if owner is None:
-        return {}
-    return {key: value for key, value in vars(owner).items() if callable(value) and not isinstance(value, ModuleType)}
+    if not isinstance(owner, type):
+        return {} if owner is None else vars(owner)
+    found: dict[str, Any] = {}
+    for base in reversed(owner.__mro__):  # an operator of its own hides one that it inherits
+        found.update(vars(base))
+    return found
+
+
+def _functions(name: str) -> dict[str, Any]:
+    found = _contents(name)
+    return {key: value for key, value in found.items() if callable(value) and not isinstance(value, ModuleType)}
+
+
+def _are(
+    before: dict[str, Any],
+    now: Mapping[str, Any],
+    *,
+    every: Callable[..., bool] = all,  # bound here: a kernel may replace what is looked up
+    each: Callable[..., Any] = map,
+    same: Callable[..., bool] = operator.is_,
+) -> bool:
+    """Whether all of ``before`` is still there."""
+    return every(each(same, each(now.get, before), before.values()))
 
 
 _DRAWN = ("torch's random state",)
@@ -238,10 +272,15 @@ _PRODUCTS = frozenset(
 
 def descendants(root: int) -> dict[int, str]:
     """Processes below ``root`` that still run, by number, with their command lines."""
-    found, level = dict[int, str](), [root]
+    return {number: _command(number) for number in below(root) if _state_of(number) != "Z"}
+
+
+def below(root: int) -> set[int]:
+    """Numbers of the processes below ``root``, those that ended and were not asked for too."""
+    found, level = set[int](), {root}
     while level:
-        level = [below for each in level for below in children(each) if below not in found]
-        found |= {number: _command(number) for number in level if _state_of(number) != "Z"}
+        level = {number for each in level for number in children(each)} - found
+        found |= level
     return found
 
 
