@@ -39,7 +39,6 @@ class Server:
     """Starts the process; its first answer waits for it. Its files are ``within`` a folder, if one is given."""
 
     def __init__(self, within: Path | None = None) -> None:
-        _adoption.begin()
         #: In the environment of candidates and of all that they start.
         self.mark = f"{_MARK}={secrets.token_hex(16)}"
         name, _, value = self.mark.partition("=")
@@ -49,6 +48,7 @@ class Server:
         #: Whether no candidate has answered yet since the last one ended.
         self.fresh = True
         self.ended = False
+        _adoption.begin()
 
     def ask(self, ask: Ask, timeout: float) -> Answer:
         """The answer of the candidate that lives; another follows one that is ``Gone``."""

@@ -68,7 +68,7 @@ class Traces:
         for name, before in self._functions.items():
             now = _contents(name)
             hiding = _hiding(now)
-            if _are(before, now) and hiding == self._hiding[name]:
+            if _unchanged(before, now) and hiding == self._hiding[name]:
                 continue
             added = hiding - self._hiding[name] if before else ()  # else it was imported only now
             patched = sorted(added) + sorted(key for key, value in before.items() if now.get(key) is not value)
@@ -112,7 +112,7 @@ def _functions(name: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if callable(value) and not isinstance(value, ModuleType)}
 
 
-def _are(
+def _unchanged(
     before: dict[str, Any],
     now: Mapping[str, Any],
     *,
