@@ -22,6 +22,8 @@ __all__ = ["DEPTH", "SIZE", "checked", "content", "load", "made", "parse", "tabl
 
 #: Bytes of a file, and lists and objects within each other. What this project writes has a hundredth and a fifth of it.
 SIZE, DEPTH = 2**26, 32
+#: Letters of a key that a sentence has whole.
+_KEY = 40
 #: Integers from here to there: those of 64 bits, with a sign and without.
 _LEAST, _MOST = -(2**63), 2**64 - 1
 _DIGITS = len(str(_MOST))
@@ -157,6 +159,11 @@ def _field(values: dict[str, Any], field: str, kind: Any, name: str) -> Any:
     return checked(value, kind, field if name == "it" else f"{name}.{field}")
 
 
+def _cut(key: str) -> str:
+    """A key of the file's own, as part of a sentence."""
+    return key if len(key) <= _KEY else shown(key)
+
+
 def checked(value: Any, kind: Any, name: str = "it") -> Any:
     """``value`` as the type ``kind``: a list becomes the tuple, and an object the dataclass, that ``kind`` says."""
     if kind in _PLAIN:
@@ -175,7 +182,7 @@ def checked(value: Any, kind: Any, name: str = "it") -> Any:
             raise InvalidProblem(f"{name} is {shown(value)}: expected one of {', '.join(map(str, parts))}")
         return value
     if origin is dict:
-        return {key: checked(item, parts[1], f"{name}.{key}") for key, item in _object(value, name).items()}
+        return {key: checked(item, parts[1], f"{name}.{_cut(key)}") for key, item in _object(value, name).items()}
     if origin in (list, tuple):
         items = checked(value, list, name)
         kinds = [parts[0]] * len(items) if origin is list or parts[-1] is ... else parts

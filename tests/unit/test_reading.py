@@ -115,3 +115,11 @@ def test_a_message_is_short_whatever_it_is_about() -> None:
     with pytest.raises(InvalidProblem) as caught:
         reading.checked("x" * 10**6, int)
     assert len(str(caught.value)) < 300
+
+
+def test_a_message_is_short_whatever_a_key_is() -> None:
+    with pytest.raises(InvalidProblem, match=r"^it\.'9+\.\.\.9+' is \[\]: expected text$") as refused:
+        reading.checked({"9" * 5000: []}, dict[str, str])
+    assert len(str(refused.value)) < 300
+    with pytest.raises(InvalidProblem, match=r"^it\.torch is \[\]: expected text$"):
+        reading.checked({"torch": []}, dict[str, str])
