@@ -74,9 +74,13 @@ UNASKED = {
 }  # fmt: skip
 #: Compiled in every run; the others where what is slow is run.
 QUICK = ("b1.h4.s128.d20.fp32.grad", False, "a100")
-#: Compiled here: each problem for one GPU, the next problem for the next; the table has all of both.
-ROUND = ((*case, make_builds.DEVICES[n % len(make_builds.DEVICES)]) for n, case in enumerate(make_builds.PROBLEMS))
-CASES = sorted({QUICK, *ROUND})
+#: Compiled here: each problem for one GPU, the next problem for the next; the table has all.
+CASES = sorted(
+    {
+        QUICK,
+        *((*case, make_builds.DEVICES[n % len(make_builds.DEVICES)]) for n, case in enumerate(make_builds.PROBLEMS)),
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,7 @@ def label(case: object) -> str:
 
 def test_the_quick_one_is_one_of_them() -> None:
     assert QUICK[:2] in make_builds.PROBLEMS
+    assert QUICK[2] in make_builds.DEVICES
 
 
 @pytest.mark.parametrize(
