@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ CASES = sorted(
         *((problem, "sm_90a") for problem in make_builds.PROBLEMS[:3]),
     }
 )
+SLOW = CASES[::3]
 #: What flags have to be compiled for, in some kernel of some problem.
 VALUES: dict[str, set[int]] = {
     **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "ONCE", "WITH_KEY", "WITH_VALUE")},
@@ -56,20 +56,21 @@ VALUES: dict[str, set[int]] = {
 
 
 @pytest.fixture(scope="module")
-def building(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[list[Any]]]]:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], list[Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNSWITCH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        with make_builds.pool() as pool:
-            yield {
-                (problem, arch): pool.submit(make_builds.build, problem, make_builds.TARGETS[arch], arch)
-                for problem, arch in CASES
-            }
+        with make_builds.pool(1) as pool:
+            yield lambda problem, arch: pool.submit(
+                make_builds.build, problem, make_builds.TARGETS[arch], arch
+            ).result()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("problem", "arch"), CASES)
-def test_kernels_compile_and_fit(building: dict[tuple[str, str], Future[list[Any]]], problem: str, arch: str) -> None:
-    builds = building[problem, arch].result()
+@pytest.mark.parametrize(
+    ("problem", "arch"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.nightly) for case in CASES],
+)
+def test_kernels_compile_and_fit(build: Callable[[str, str], list[Any]], problem: str, arch: str) -> None:
+    builds = build(problem, arch)
     told = "\n".join(make_builds.lines(builds))
     assert builds
     assert not any(build.failure for build in builds), told

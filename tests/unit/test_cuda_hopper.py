@@ -25,7 +25,11 @@ hopper = importlib.import_module("attnswitch.backends.cuda.hopper.forward")
 
 H200 = Device.named("h200")
 #: Ptxas takes seconds for each.
-DIMS = ("64", *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("96", "128", "192/128", "256")))
+DIMS = (
+    "64",
+    *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("128", "256")),
+    *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("96", "192/128")),
+)
 #: Bytes that a thread may spill, between tiles of rows: 128 rows and keys at D 128, not continued, have 168 registers,
 #: and where three warpgroups compute, they have 160 each.
 SPILLED = {2: 16, 3: 64}

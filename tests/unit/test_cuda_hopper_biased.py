@@ -246,7 +246,9 @@ def compare(
 
 @compiled
 @pytest.mark.parametrize("axes", ["bhqk", "hqk", "bqk", "qk", "hk", "bk", "k"])
-@pytest.mark.parametrize("dims", ["64", *(pytest.param(dim, marks=pytest.mark.slow) for dim in ("96", "128"))])
+@pytest.mark.parametrize(
+    "dims", ["64", pytest.param("96", marks=pytest.mark.nightly), pytest.param("128", marks=pytest.mark.slow)]
+)
 def test_gradients_are_right(dims: str, axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(f"b2.h2.s150x200.d{dims}.bf16.mask=bf16:{axes}.grad", 1, monkeypatch)
 

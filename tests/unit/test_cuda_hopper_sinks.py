@@ -58,7 +58,9 @@ def results(backend: str, arrays: list[torch.Tensor], options: dict[str, Any]) -
     return [array.detach().double() for array in (out, lse, *found)]
 
 
-@pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (128, 256))])
+@pytest.mark.parametrize(
+    "dim", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_they_are_those_of_the_reference(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if dim == 256 and name in ("deterministic", "float mask"):

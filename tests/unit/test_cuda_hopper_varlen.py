@@ -26,7 +26,8 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
 H200 = Device.named("h200")
 DIMS = (
     "64",
-    *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("80", "72/96", "128", "192/128", "136/64", "256")),
+    *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("72/96", "128")),
+    *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("80", "192/128", "136/64", "256")),
 )
 #: The last sequence of each has neighbours of its own: rows past the end, of queries and of keys.
 QUERIES, KEYS = (150, 1, 0, 201, 64), (170, 0, 9, 310, 128)

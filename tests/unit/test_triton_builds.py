@@ -72,7 +72,7 @@ UNASKED = {
         "wide",
     },
 }  # fmt: skip
-#: Compiled in every run; the others where what is slow is run.
+#: Compiled in every run; some of the others where what is slow is run, the rest at night.
 QUICK = ("b1.h4.s128.d20.fp32.grad", False, "a100")
 #: Compiled here: each problem for one GPU, the next problem for the next; the table has all.
 CASES = sorted(
@@ -81,6 +81,7 @@ CASES = sorted(
         *((*case, make_builds.DEVICES[n % len(make_builds.DEVICES)]) for n, case in enumerate(make_builds.PROBLEMS)),
     }
 )
+SLOW = CASES[::3]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,13 @@ def label(case: object) -> str:
     return "far" * case if isinstance(case, bool) else str(case)
 
 
+def marks(case: tuple[str, bool, str]) -> Any:
+    """When it is compiled."""
+    if case == QUICK:
+        return ()
+    return pytest.mark.slow if case in SLOW else pytest.mark.nightly
+
+
 def test_the_quick_one_is_one_of_them() -> None:
     assert QUICK[:2] in make_builds.PROBLEMS
     assert QUICK[2] in make_builds.DEVICES
@@ -100,7 +108,7 @@ def test_the_quick_one_is_one_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("problem", "far", "device"),
-    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=marks(case)) for case in CASES],
     ids=label,
 )
 def test_every_kernel_compiles_and_fits(pool: ProcessPoolExecutor, problem: str, far: bool, device: str) -> None:
@@ -196,8 +204,8 @@ def test_shapes_are_named_before_they_are_filled(source: Path) -> None:
     "problem",
     [
         "b8.h1.s65x64.d256.bf16.mask=fp64:bqk.grad",
-        "b8.h1.s650.d128.fp16.mask=fp64:bhqk.grad=qkvm",
-        "b8.h1.s650.d128.bf16.mask=fp32:bqk.grad",
+        pytest.param("b8.h1.s650.d128.fp16.mask=fp64:bhqk.grad=qkvm", marks=pytest.mark.nightly),
+        pytest.param("b8.h1.s650.d128.bf16.mask=fp32:bqk.grad", marks=pytest.mark.nightly),
     ],
 )
 def test_a_wide_mask_leaves_room_in_shared_memory(problem: str) -> None:
