@@ -154,9 +154,15 @@ def _object(found: Any, name: str) -> dict[str, Any]:
 
 def _field(values: dict[str, Any], field: str, kind: Any, name: str) -> Any:
     value = values.get(field)
-    if value is None and field not in values and NoneType not in get_args(kind):
+    if value is None and field not in values and NoneType not in _parts(kind)[1]:
         raise InvalidProblem(f"{name} has no field {field!r}")
     return checked(value, kind, field if name == "it" else f"{name}.{field}")
+
+
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a type is made of: ``list[int]`` of ``list`` and ``int``."""
+    return get_origin(kind), get_args(kind)
 
 
 def _cut(key: str) -> str:
@@ -173,7 +179,7 @@ def checked(value: Any, kind: Any, name: str = "it") -> Any:
         raise InvalidProblem(f"{name} is {shown(value)}: expected {expected}")
     if kind is Any:
         return value
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, parts = _parts(kind)
     if origin in (Union, UnionType):
         (one,) = (part for part in parts if part is not NoneType)  # a type, or None
         return None if value is None else checked(value, one, name)

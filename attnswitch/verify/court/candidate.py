@@ -97,8 +97,6 @@ class Candidate:
         if ask.what == "configs":
             return _configs(self._backend, ask.problem, device), ()
         kernel = self._kernel(ask.problem, device, ask.config)
-        if ask.what == "compile":
-            return None, ()
         inputs = self._inputs(ask)
         self._drew |= ask.problem.dropout > 0.0
         upstream = [self._view.get(layout, ask.size) for layout in ask.upstream]

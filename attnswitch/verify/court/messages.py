@@ -19,7 +19,7 @@ __all__ = ["MOST", "SENTENCE", "About", "Answer", "Ask", "OfProblem", "Raised", 
 MOST, SENTENCE = 2**20, 4000
 
 _OfDevice = Literal["regimes", "toolchain"]
-_OfProblem = Literal["problem", "precision", "configs", "compile"]
+_OfProblem = Literal["problem", "precision", "configs"]
 _OfCall = Literal["forward", "results", "backward"]
 #: Of a backend, of a device, of a problem, of a call; and what was seen since it was last asked.
 What = Literal["about", "unavailable"] | _OfDevice | _OfProblem | _OfCall | Literal["conduct"]
@@ -110,8 +110,9 @@ class Answer:
 
 
 def encoded(answer: Answer) -> bytes:
-    """The bytes of an answer."""
-    return json.dumps(asdict(answer), default=str).encode(errors="replace")
+    """The bytes of an answer, without what it does not say."""
+    said = {name: value for name, value in asdict(answer).items() if value is not None and value != ()}
+    return json.dumps(said, default=str).encode(errors="replace")
 
 
 def decoded(content: bytes) -> Answer:

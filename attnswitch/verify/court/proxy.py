@@ -24,7 +24,7 @@ from attnswitch.verify.court.server import Gone, Server
 
 __all__ = ["Proxy", "Raising"]
 
-_LAUNCHES = ("compile", "forward", "results", "backward")
+_LAUNCHES = ("forward", "results", "backward")
 _KINDS = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, Unsupported)}
 #: Bytes that results may have beside: small gradients, and an lse of heads of one column.
 _ROOM = 2**16
@@ -116,10 +116,8 @@ class Proxy(Backend):
         return precision or _said(self._ask(Ask("precision", problem, device)), Precision)
 
     def compile(self, problem: Problem, device: Device, config: Any) -> Kernel:
-        """A kernel whose calls are the candidate's."""
-        number = config.number if isinstance(config, Numbered) else 0
-        self._ask(Ask("compile", problem, device, number))
-        return _Kernel(self, problem, device, number)
+        """A kernel whose calls are the candidate's, which compiles it for the first of them."""
+        return _Kernel(self, problem, device, config.number if isinstance(config, Numbered) else 0)
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
