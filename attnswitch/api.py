@@ -196,6 +196,7 @@ def attention_backward(
         raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
     traced = hasattr(query, "is_cuda") and compiling()
     heads = PerHead(sinks, alibi_slopes)
+    mask_grad, sinks_grad = read.flag("mask_grad", mask_grad), read.flag("sinks_grad", sinks_grad)
     if traced and not sinks is alibi_slopes is None:
         from attnswitch.call.beside_graphs import backward
 

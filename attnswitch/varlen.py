@@ -149,7 +149,7 @@ def attention_varlen_backward(
     asked = options | {"return_lse": grad_lse is not None}
     given = read.in_order(asked, "attention_varlen_backward: there is", attention_varlen_backward)
     cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    if sinks_grad and sinks is None:
+    if read.flag("sinks_grad", sinks_grad) and sinks is None:
         raise InvalidProblem("a gradient of sinks was asked for, but there are none")
     from attnswitch.call.entry_varlen import gradients
 

@@ -23,6 +23,7 @@ __all__ = [
     "LAYOUTS",
     "Options",
     "check_remembered",
+    "flag",
     "in_order",
     "of_call",
     "of_keywords",
@@ -130,7 +131,8 @@ def _shared(*given: Any) -> Options:
     return Options(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
+    """``value``, which is True or False and nothing that is taken for either. Raises ``InvalidProblem``."""
     if not isinstance(value, bool):
         raise InvalidProblem(f"{name}={text_of(value)}: expected True or False")
     return value
@@ -213,15 +215,15 @@ def _maybe_real(name: str, value: Any) -> float | None:
 #: Each returns the value as it is meant, or raises ``InvalidProblem``.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "dropout_p": _real,
-    "is_causal": _flag,
+    "is_causal": flag,
     "scale": _maybe_real,
     "enable_gqa": _maybe_flag,
     "causal_alignment": _one_of(*get_args(Alignment)),
     "window": _window,
     "softcap": _real,
-    "return_lse": _flag,
+    "return_lse": flag,
     "layout": _one_of(*LAYOUTS),
-    "deterministic": _flag,
+    "deterministic": flag,
 }
 _NAMES = tuple(field.name for field in fields(Options))
 _WINDOW = _NAMES.index("window")

@@ -204,6 +204,9 @@ def test_what_makes_no_sense(sinks: Any, message: str) -> None:
 def test_what_else_makes_no_sense() -> None:
     with pytest.raises(InvalidProblem, match="a gradient of sinks was asked for, but there are none"):
         attention_backward(G, Q, K, V, sinks_grad=True)
+    for flag in ("sinks_grad", "mask_grad"):
+        with pytest.raises(InvalidProblem, match=f"{flag}='no': expected True or False"):
+            attention_backward(G, Q, K, V, sinks=SINKS, **{flag: "no"})
     with pytest.raises(Unsupported, match="sdpa-math"):
         attention(Q, K, V, sinks=SINKS, backend="sdpa-math")
 
