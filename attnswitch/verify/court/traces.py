@@ -71,7 +71,8 @@ class Traces:
             if _unchanged(before, now) and hiding == self._hiding[name]:
                 continue
             added = hiding - self._hiding[name] if before else ()  # else it was imported only now
-            patched = sorted(added) + sorted(key for key, value in before.items() if now.get(key) is not value)
+            moved = (key for key, value in before.items() if not _is_still(value, now.get(key)))
+            patched = sorted(added) + sorted(moved)
             told += [f"it replaced {name}.{key}" for key in patched[:3]]
             self._functions[name], self._hiding[name] = _functions(name), hiding
         state = _state()
@@ -122,6 +123,17 @@ def _unchanged(
 ) -> bool:
     """Whether all of ``before`` is still there."""
     return every(each(same, each(now.get, before), before.values()))
+
+
+def _is_still(before: Any, now: Any) -> bool:
+    """Whether a name stands for the function that it did, or for torch's own call of it.
+
+    That call is what ``torch._dynamo`` replaces functions by as it is imported, for a kernel that torch compiles.
+    """
+    wrap = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
+    if now is before or wrap is None or getattr(now, "__code__", None) is not wrap(before).__code__:
+        return now is before
+    return any(cell.cell_contents is before for cell in now.__closure__)
 
 
 _DRAWN = ("torch's random state",)
