@@ -23,13 +23,17 @@ VARIABLE = "TRITON_INTERPRET"
 _ROOT = Path(__file__).parents[2]
 
 
-def raised(script: str) -> dict[str, str]:
-    """What each check of ``script`` raised in the process that interprets, "" for nothing.
+def raised(script: str, *arguments: str) -> dict[str, str]:
+    """What each check of ``script`` raised in the process that interprets, "" for nothing; ``arguments`` choose some.
 
     Skips where the interpreter does not work: that of Triton 3.6 with NumPy 2.4, for one.
     """
     ran = subprocess.run(
-        [sys.executable, script], env={**os.environ, VARIABLE: "1"}, cwd=_ROOT, capture_output=True, text=True
+        [sys.executable, script, *arguments],
+        env={**os.environ, VARIABLE: "1"},
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout.splitlines()[-1])

@@ -585,6 +585,7 @@ def test_help_and_version(cli: Cli) -> None:
         assert cli(command, "--help").code == 0
 
 
+@pytest.mark.nightly
 def test_what_is_found_before_the_court_is_found_again(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text(
         "import torch\n\ndef attention(query, key, value, attn_mask=None, is_causal=False, scale=None):\n"

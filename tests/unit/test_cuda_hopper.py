@@ -30,6 +30,8 @@ DIMS = (
     *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("128", "256")),
     *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("96", "192/128")),
 )
+#: The same with features beside, each of which is one more to compile.
+WITH_FEATURES = (pytest.param("64", marks=pytest.mark.nightly), *DIMS[1:])
 #: Bytes that a thread may spill, between tiles of rows: 128 rows and keys at D 128, not continued, have 168 registers,
 #: and where three warpgroups compute, they have 160 each.
 SPILLED = {2: 16, 3: 64}
@@ -53,7 +55,7 @@ def test_tiles_stay_in_registers(dims: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("more", MORE[1:])
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", WITH_FEATURES)
 def test_the_tile_of_a_feature_stays_in_registers(dims: str, more: str) -> None:
     """But for a few addresses, and for the threads that load and deal."""
     for chosen in (variants(dims, more=more)[0], variants(dims, more=more, causal="")[0]):
@@ -83,7 +85,7 @@ def listing(variant: Any, folder: Path) -> str:
 
 @disassembled
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", WITH_FEATURES)
 def test_weights_are_not_rewritten_under_a_product(dims: str, more: str, tmp_path: Path) -> None:
     """Compilers before CUDA 13.3 let it happen where the source does; this one is whichever is installed."""
     for chosen in variants(dims, more=more):
@@ -94,7 +96,7 @@ def test_weights_are_not_rewritten_under_a_product(dims: str, more: str, tmp_pat
 
 @disassembled
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", WITH_FEATURES)
 def test_products_overlap(dims: str, more: str, tmp_path: Path) -> None:
     """Ptxas lets them come one after another for want of registers, and says so in its log alone."""
     for chosen in variants(dims, more=more):
@@ -146,7 +148,7 @@ def roundings_of_lse(listing: str) -> list[str]:
 
 @disassembled
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", WITH_FEATURES)
 def test_every_way_to_end_rows_rounds_lse_alike(dims: str, more: str, tmp_path: Path) -> None:
     """A product and a sum that are fused in one place and not in another differ in the last bit."""
     for chosen in variants(dims, more=more):

@@ -139,6 +139,7 @@ ALONE = (
 )
 
 
+@pytest.mark.nightly
 def test_runs_side_by_side_end_where_each_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     probes, sums = lattice.probes, lattice.sums
     # Some of the lattice, with a case that comes twice, which a run counts once.

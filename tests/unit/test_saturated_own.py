@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -207,20 +208,37 @@ def test_cuda_with_an_lse(lse: str) -> None:
     LSES[lse]("cuda")
 
 
-#: Every second one: the interpreter takes seconds for each.
-INTERPRETED = [setting for setting in SETTINGS if setting.dtype != "float64"][::2]
+#: By when they run: the interpreter takes seconds for each.
+INTERPRETED: dict[str, list[Setting]] = {"by day": [], "at night": []}
+for number, one in enumerate(setting for setting in SETTINGS if setting.dtype != "float64"):
+    INTERPRETED["at night" if number % 4 else "by day"].append(one)
+
+
+def interpreted(when: str) -> dict[str, str]:
+    """What each check raised in the process that interprets, "" for nothing; skips where its interpreter fails."""
+    pytest.importorskip("triton", "3.6")
+    return interpreting.raised(__file__, when)
 
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
-    """What each check raised in the process that interprets, "" for nothing; skips where its interpreter fails."""
-    pytest.importorskip("triton", "3.6")
-    return interpreting.raised(__file__)
+    return interpreted("by day")
 
 
-@pytest.mark.parametrize("setting", INTERPRETED, ids=str)
+@pytest.fixture(scope="module")
+def raised_at_night() -> dict[str, str]:
+    return interpreted("at night")
+
+
+@pytest.mark.parametrize("setting", INTERPRETED["by day"], ids=str)
 def test_triton(raised: dict[str, str], setting: Setting) -> None:
     assert raised[str(setting)] == "", raised[str(setting)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("setting", INTERPRETED["at night"], ids=str)
+def test_triton_in_all_other_settings(raised_at_night: dict[str, str], setting: Setting) -> None:
+    assert raised_at_night[str(setting)] == "", raised_at_night[str(setting)]
 
 
 @pytest.mark.parametrize("lse", LSES)
@@ -229,5 +247,5 @@ def test_triton_with_an_lse(raised: dict[str, str], lse: str) -> None:
 
 
 if __name__ == "__main__":
-    checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED}
+    checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED[sys.argv[1]]}
     interpreting.tell(checks | {name: partial(of_lse, "triton") for name, of_lse in LSES.items()})
