@@ -31,7 +31,10 @@ DIMS = (
     *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("96", "192/128")),
 )
 #: The same with features beside, each of which is one more to compile.
-WITH_FEATURES = (pytest.param("64", marks=pytest.mark.nightly), *DIMS[1:])
+WITH_FEATURES = (
+    pytest.param("128", marks=pytest.mark.slow),
+    *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("64", "96", "192/128", "256")),
+)
 #: Bytes that a thread may spill, between tiles of rows: 128 rows and keys at D 128, not continued, have 168 registers,
 #: and where three warpgroups compute, they have 160 each.
 SPILLED = {2: 16, 3: 64}
