@@ -23,13 +23,13 @@ VARIABLE = "TRITON_INTERPRET"
 _ROOT = Path(__file__).parents[2]
 
 
-def raised(script: str, *arguments: str) -> dict[str, str]:
-    """What each check of ``script`` raised in the process that interprets, "" for nothing; ``arguments`` choose some.
+def raised(script: str, *names: str) -> dict[str, str]:
+    """What each check of ``script``, or those named, raised in the process that interprets, "" for nothing.
 
     Skips where the interpreter does not work: that of Triton 3.6 with NumPy 2.4, for one.
     """
     ran = subprocess.run(
-        [sys.executable, script, *arguments],
+        [sys.executable, script, *names],
         env={**os.environ, VARIABLE: "1"},
         cwd=_ROOT,
         capture_output=True,
@@ -46,7 +46,7 @@ def raised(script: str, *arguments: str) -> dict[str, str]:
 def tell(checks: Mapping[str, Callable[[], None]]) -> None:
     """Print that, in that process: or why there is no interpreter."""
     absence = registry.loaded("triton").unavailable()
-    print(json.dumps(absence or {name: _outcome(check) for name, check in checks.items()}))
+    print(json.dumps(absence or {name: _outcome(checks[name]) for name in sys.argv[1:] or checks}))
 
 
 def _outcome(check: Callable[[], None]) -> str:

@@ -8,7 +8,6 @@ there.
 from __future__ import annotations
 
 import importlib
-import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -208,35 +207,35 @@ def test_cuda_with_an_lse(lse: str) -> None:
     LSES[lse]("cuda")
 
 
-#: By when they run: the interpreter takes seconds for each.
-INTERPRETED: dict[str, list[Setting]] = {"by day": [], "at night": []}
-for number, one in enumerate(setting for setting in SETTINGS if setting.dtype != "float64"):
-    INTERPRETED["at night" if number % 4 else "by day"].append(one)
+INTERPRETED = [setting for setting in SETTINGS if setting.dtype != "float64"]
+#: The interpreter takes seconds for each: the others are run at night.
+BY_DAY = INTERPRETED[::4]
+AT_NIGHT = [setting for setting in INTERPRETED if setting not in BY_DAY]
 
 
-def interpreted(when: str) -> dict[str, str]:
+def interpreted(*names: str) -> dict[str, str]:
     """What each check raised in the process that interprets, "" for nothing; skips where its interpreter fails."""
     pytest.importorskip("triton", "3.6")
-    return interpreting.raised(__file__, when)
+    return interpreting.raised(__file__, *names)
 
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
-    return interpreted("by day")
+    return interpreted(*map(str, BY_DAY), *LSES)
 
 
 @pytest.fixture(scope="module")
 def raised_at_night() -> dict[str, str]:
-    return interpreted("at night")
+    return interpreted(*map(str, AT_NIGHT))
 
 
-@pytest.mark.parametrize("setting", INTERPRETED["by day"], ids=str)
+@pytest.mark.parametrize("setting", BY_DAY, ids=str)
 def test_triton(raised: dict[str, str], setting: Setting) -> None:
     assert raised[str(setting)] == "", raised[str(setting)]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("setting", INTERPRETED["at night"], ids=str)
+@pytest.mark.parametrize("setting", AT_NIGHT, ids=str)
 def test_triton_in_all_other_settings(raised_at_night: dict[str, str], setting: Setting) -> None:
     assert raised_at_night[str(setting)] == "", raised_at_night[str(setting)]
 
@@ -247,5 +246,5 @@ def test_triton_with_an_lse(raised: dict[str, str], lse: str) -> None:
 
 
 if __name__ == "__main__":
-    checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED[sys.argv[1]]}
+    checks = {str(setting): partial(check, "triton", setting) for setting in INTERPRETED}
     interpreting.tell(checks | {name: partial(of_lse, "triton") for name, of_lse in LSES.items()})

@@ -623,7 +623,7 @@ def test_the_output_lies_as_query_does() -> None:
 @interpreted
 def test_gradients_lie_as_operands_do() -> None:
     plain = operands((2, 4, 40, 8), (2, 2, 50, 8), (2, 2, 50, 4))
-    for turned in ("", "k", "qv"):
+    for turned in ("", "q", "k", "qv", "qkv"):
         check_gradients_lie(turned, plain)
 
 

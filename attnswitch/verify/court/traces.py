@@ -130,10 +130,11 @@ def _is_still(before: Any, now: Any) -> bool:
 
     That call is what ``torch._dynamo`` replaces functions by as it is imported, for a kernel that torch compiles.
     """
+    if now is before:
+        return True
     wrap = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
-    if now is before or wrap is None or getattr(now, "__code__", None) is not wrap(before).__code__:
-        return now is before
-    return any(cell.cell_contents is before for cell in now.__closure__)
+    wrapped = wrap is not None and getattr(now, "__code__", None) is wrap(before).__code__
+    return wrapped and any(cell.cell_contents is before for cell in now.__closure__)
 
 
 _DRAWN = ("torch's random state",)
