@@ -17,7 +17,7 @@ from .fused import backward as fused_backward
 from .fused.tiles import FusedTile
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
-from .hopper.tiles import HopperTile
+from .hopper.tiles import HopperGradients, HopperTile, copies_mask
 from .launching import memory, prepared, run
 from .launching.backward import BackwardLaunches
 from .launching.forward import ForwardLaunches
@@ -44,6 +44,8 @@ class CudaKernel(Kernel):
         self._launched = sequences.launched(p)
         self._forward = _forward(self._launched, config, device)
         self._by_rows = p.varlen and isinstance(config.forward, HopperTile)
+        hopper = isinstance(config.forward, HopperTile) or isinstance(config.backward, HopperGradients)
+        self._copies_mask = hopper and copies_mask(p)
 
     @functools.cached_property
     def _backward(self) -> BackwardLaunches:
@@ -74,6 +76,7 @@ class CudaKernel(Kernel):
         """Output and lse."""
         self._build()
         with memory.on(inputs.query):
+            inputs = self._read(inputs)
             out = memory.like(inputs.query, self.problem.dim_v)
             p = self.problem
             real = "float64" if p.dtype == "float64" else "float32"
@@ -92,7 +95,10 @@ class CudaKernel(Kernel):
         if memory.on_cpu(inputs.query) or not self._forward.blocks or p.varlen or p.sinks or p.alibi or p.page:
             return general
         self._build()
-        return prepared.forward(self.problem, self._forward, inputs, general)
+        ready = prepared.forward(self.problem, self._forward, self._read(inputs), general)
+        if not self._copies_mask:
+            return ready
+        return lambda query, key, value, mask, *more: ready(query, key, value, memory.in_steps(mask), *more)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
@@ -101,7 +107,11 @@ class CudaKernel(Kernel):
         if self.problem.varlen:  # laid out for as many rows
             launches = _backward(self._launched, self._config, self._device, inputs.query.shape[2])
         with memory.on(inputs.query):
-            return launches(inputs, out, lse, grad_out, grad_lse)
+            return launches(self._read(inputs), out, lse, grad_out, grad_lse)
+
+    def _read(self, inputs: Inputs) -> Inputs:
+        """Inputs as the kernels read them."""
+        return inputs._replace(attn_mask=memory.in_steps(inputs.attn_mask)) if self._copies_mask else inputs
 
     def prepared_backward(self, inputs: Inputs) -> Backward:
         """``backward`` for tensors that lie like these, on a GPU. What it launches is laid out at the first call."""
@@ -112,6 +122,7 @@ class CudaKernel(Kernel):
 
         def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
             nonlocal ready
+            inputs = self._read(inputs)
             if ready is None:
                 ready = prepared.backward(p, self._backward, inputs, self.backward)
             return ready(inputs, out, lse, grad_out, grad_lse)
@@ -135,4 +146,4 @@ def _backward(p: Problem, config: CudaConfig, device: Device, all_rows: int = 0)
         rows = portable_backward.rows_added(p, config.query_gradient) if p.adds_mask else None
         return hopper_backward.Backward(p, config.backward, device, rows)
     tiles = config.key_gradients, config.query_gradient, config.mask_gradient
-    return portable_backward.Backward(p, *tiles, together=config.key_and_value, all_rows=all_rows)
+    return portable_backward.Backward(p, device, *tiles, together=config.key_and_value, all_rows=all_rows)

@@ -114,9 +114,9 @@ def test_splits_are_the_fewest_of_the_soonest() -> None:
 
         def cost(by: int) -> Any:
             merge = 0 if by == 1 else splits._MERGE if apart and by <= splits._MOST_MERGED else launch  # noqa: B023
-            return -(-blocks * by // slots) * (-(-count // (by * teams)) + splits._EXTRA) + merge  # noqa: B023
+            return -(-blocks * by // slots) * (-(-count // (by * teams)) + splits.EXTRA) + merge  # noqa: B023
 
-        most = max(1, min(count if apart else min(slots // blocks, count // 2), splits._MOST_SPLITS))
+        most = max(1, min(count if apart else min(slots // blocks, count // 2), splits.MOST_SPLITS))
         best = min(range(1, most + 1), key=cost)
         expected = cost(best), -(-count // -(-count // best))
         assert splits._soonest(blocks, count, slots, teams, apart, launch) == expected

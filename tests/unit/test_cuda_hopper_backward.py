@@ -175,7 +175,7 @@ def test_memory_is_what_the_launches_need() -> None:
     """base and delta, sums of dQ, and of dK and dV for each split: linear in the lengths."""
     p = Problem.parse("b2.h16/4.s1000.d80.bf16.causal.grad")
     made = backward.Backward(p, choice.gradients(p), H200)
-    rows, parts = 2 * 16 * 1024, made.constants.splits
+    rows, parts = 2 * 16 * 1024, max(step.splits for step in made.steps)
     assert parts > 1
     assert made.space == 2 * rows + rows * 128 + 2 * parts * 2 * 4 * 1024 * 128
     assert made.begins == (0, 4 * rows, 8 * rows, 8 * rows + 4 * rows * 128)

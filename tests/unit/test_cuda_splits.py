@@ -33,7 +33,7 @@ def ended(lengths: list[int], parts: int, slots: int = 132) -> float:
     for length in sorted(lengths, reverse=True):
         for _ in range(8 * parts):
             first = at.index(min(at))
-            at[first] += -(-length // (parts * EIGHT.teams * EIGHT.keys)) + splits._EXTRA
+            at[first] += -(-length // (parts * EIGHT.teams * EIGHT.keys)) + splits.EXTRA
     return max(at) + (splits._MERGE if parts > 1 else 0)
 
 

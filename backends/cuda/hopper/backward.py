@@ -47,22 +47,22 @@ class Backward(BackwardLaunches):
         keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * _ROWS) * 2 * _ROWS
         parts = splits(p, device, tile)
         constants = arguments.constants(p)
-        constants.splits = parts
         of_queries = rows if "q" in p.grads else 0
         of_keys = 2 * keys if parts > 1 else 0
         turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
         bases = 2 * rows if p.adds_mask else rows
         # Numbers of what is saved for a backward: base, delta and turns, sums of dQ, those of dK and dV for each split.
         super().__init__(p, constants, (bases, rows + turns, of_queries * dim, of_keys * parts * dim), least=16)
-        section = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
+        side_by_side = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
         if ordered(p):
-            section = max(section, _TOGETHER)
+            side_by_side = max(side_by_side, _TOGETHER)
+        section = min(side_by_side, max(1, p.batch * p.heads_kv))
         blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
         self.steps = [
             *(() if added is None else (added,)),
             Step(_prepare(p), rows // _ROWS, 0),
-            Step(_backward(p, tile), blocks, min(section, max(1, p.batch * p.heads_kv)), mapped=True, beside=True),
-            Step(_finish(p), (of_queries + of_keys) // _ROWS, 0, beside=True),
+            Step(_backward(p, tile), blocks, section, mapped=True, beside=True, splits=parts),
+            Step(_finish(p), (of_queries + of_keys) // _ROWS, 0, beside=True, splits=parts),
         ]
         if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)

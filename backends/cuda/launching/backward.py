@@ -19,7 +19,8 @@ __all__ = ["BackwardLaunches", "Step", "turned"]
 class Step(NamedTuple):
     """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
 
-    ``mapped``: it is passed ``BackwardLaunches.maps``. ``beside``: see ``run.start``.
+    ``mapped``: it is passed ``BackwardLaunches.maps``. ``beside``: see ``run.start``. ``splits``: so many blocks share
+    what one would do.
     """
 
     variant: Variant
@@ -27,13 +28,15 @@ class Step(NamedTuple):
     section: int
     mapped: bool = False
     beside: bool = False
+    splits: int = 1
 
 
 class BackwardLaunches:
     """A backward in several launches, and the memory between them.
 
-    ``counts`` are the numbers, of lse's type, that lie in it: of base, of delta, of the sums of dQ, and of the parts of
-    dK and dV. ``least`` is how many bytes one copy of the gradient of the output moves at least.
+    ``counts`` are the numbers, of lse's type, that lie in it: of base, of delta, of ``sums`` and of ``parts``, which
+    families use as they like; each begins at a multiple of 16 bytes. ``least`` is how many bytes one copy of the
+    gradient of the output moves at least.
     """
 
     def __init__(self, p: Problem, constants: Arguments, counts: tuple[int, int, int, int], least: int) -> None:
@@ -42,10 +45,11 @@ class BackwardLaunches:
         #: Columns of the gradients of query, key and value, and the shape of the mask's; None where nobody asks for it.
         self.dims = tuple(dim if letter in p.grads else None for letter, dim in dims)
         self.mask_shape = p.mask_shape if "m" in p.grads else None
-        #: Numbers of the memory, and where in it base, delta, sums and parts begin, in bytes.
-        self.space = sum(counts)
         size = 8 if p.dtype == "float64" else 4
-        self.begins = tuple(size * sum(counts[:n]) for n in range(len(counts)))
+        lying = [-(-n * size // 16) * 16 // size for n in counts]
+        #: Numbers of the memory, and where in it base, delta, sums and parts begin, in bytes.
+        self.space = sum(lying)
+        self.begins = tuple(size * sum(lying[:n]) for n in range(len(lying)))
         self._dtype, self._bytes = p.dtype, least
         #: What is launched, in that order; before it, a look at a mask.
         self.steps: list[Step] = []
@@ -92,7 +96,7 @@ class BackwardLaunches:
         mapped = (*inputs[:3], grad_out, *((inputs.attn_mask,) if self.maps_mask else ()))
         maps = self.maps(*map(memory.place, mapped))
         for step in self.steps:
-            a.section = step.section
+            a.section, a.splits = step.section, step.splits
             run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)
         del looked  # not before: what it points to is the next launch's from here on
         return grads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
 
 from ...own import arithmetic
@@ -13,6 +14,7 @@ from ..compiling.variant import Variant
 from ..launching import arguments
 from ..launching.backward import BackwardLaunches, Step
 from . import sequences, variants
+from .shares import shares
 from .tiles import ROWS_A_BLOCK, Tile
 
 __all__ = ["Backward", "rows_added"]
@@ -24,6 +26,8 @@ _FEW_KEYS = 32
 class Backward(BackwardLaunches):
     """Gradients of what the problem asks for: three launches or four, and one more for a mask.
 
+    Where few blocks have long ways, several share each (``shares``), and one more launch adds up their sums.
+
     The first makes of each row what the others work on beside the inputs: ``base`` of its lse and ``delta`` of output
     and gradients, both (B, Hq, Lq padded to whole tiles). They may be of more keys than there are here.
 
@@ -32,7 +36,9 @@ class Backward(BackwardLaunches):
     the last one, of a problem with varlen (``sequences.launched``): there both are (Hq, whole tiles of each).
     """
 
-    def __init__(self, p: Problem, keys: Tile, query: Tile, mask: Tile, *, together: bool, all_rows: int = 0) -> None:
+    def __init__(
+        self, p: Problem, device: Device, keys: Tile, query: Tile, mask: Tile, *, together: bool, all_rows: int = 0
+    ) -> None:
         generic = keys.generic
         saved = sequences.saved_rows(all_rows, p.batch - 1) if p.varlen else p.batch * arithmetic.padded(p)
         rows = p.heads_q * saved
@@ -40,7 +46,17 @@ class Backward(BackwardLaunches):
         bases = 2 * rows if p.adds_mask else rows  # `rest` lies behind
         constants = arguments.constants(p, generic=generic)
         constants.saved_rows = saved
-        super().__init__(p, constants, (bases, rows, 0, 0), least)
+        of_query = p.batch * p.heads_q * p.seq_q * p.dim_qk
+        of_key, of_value = (p.batch * p.heads_kv * p.seq_k * dim for dim in (p.dim_qk, p.dim_v))
+        of_key, of_value = of_key if "k" in p.grads else 0, of_value if "v" in p.grads else 0
+        #: Numbers of the gradient of query, and of those of key and value; and among how many blocks each is shared.
+        self._numbers = of_query, of_key + of_value
+        by_query, by_keys = shares("query_gradient", p, device, query), shares("key_gradients", p, device, keys)
+        self._shares = by_query, by_keys
+        left = of_query if by_query > 1 else 0, of_key if by_keys > 1 else 0, of_value if by_keys > 1 else 0
+        # Parts of query are taken before those of key are left.
+        parts = max(by_query * left[0], by_keys * left[1])
+        super().__init__(p, constants, (bases, rows, by_keys * left[2], parts), least)
         self._rows = rows
         self.steps = list(self._launches(p, keys, query, mask, together))
 
@@ -51,17 +67,22 @@ class Backward(BackwardLaunches):
         else:
             folds = arithmetic.folds(p) and not keys.generic
             yield Step(variants.of_rows(p, "prepare", folds), arithmetic.tiles(self._rows, ROWS_A_BLOCK), 0)
+        by_query, by_keys = self._shares
         if "q" in p.grads:
             blocks = heads_q * arithmetic.tiles(p.seq_q, query.queries)
             section = min(arithmetic.heads_a_section(p), max(1, heads_q))
-            yield Step(_gradient(p, "query_gradient", query), blocks, section)
+            yield Step(_gradient(p, "query_gradient", query, by_query), blocks * by_query, section, splits=by_query)
+            yield from self._added(p, by_query, of_keys=False)
         section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads_kv))
         wanted = "".join(letter for letter in "kv" if letter in p.grads)
         if wanted and keys.generic and together:  # it makes both, and writes what is asked for
             wanted = "kv"
         for letters in (wanted,) if wanted and together else wanted:
             blocks = heads_kv * arithmetic.tiles(p.seq_k, keys.keys)
-            yield Step(_gradient(p, "key_gradients", keys, letters), blocks, section)
+            variant = _gradient(p, "key_gradients", keys, by_keys, letters)
+            yield Step(variant, blocks * by_keys, section, splits=by_keys)
+        if wanted:
+            yield from self._added(p, by_keys, of_keys=True)
         if "m" in p.grads and p.mask_shape is not None:
             b, h, q, k = p.mask_shape
             a = self.constants
@@ -69,6 +90,11 @@ class Backward(BackwardLaunches):
             down = arithmetic.tiles(q, mask.queries) if q != 1 else 1
             across = arithmetic.tiles(k, mask.keys) if k != 1 else 1
             yield Step(_gradient(p, "mask_gradient", mask), b * h * down * across, 0)
+
+    def _added(self, p: Problem, parts: int, *, of_keys: bool) -> Iterator[Step]:
+        if parts > 1:
+            blocks = arithmetic.tiles(self._numbers[of_keys], 32 * ROWS_A_BLOCK)
+            yield Step(variants.of_numbers(p, "add_parts", of_keys), blocks, 0, splits=parts)
 
 
 def rows_added(p: Problem, query: Tile) -> Step:
@@ -79,9 +105,11 @@ def rows_added(p: Problem, query: Tile) -> Step:
 
 
 @per_class
-def _gradient(p: Problem, kernel: str, tile: Tile, letters: str = "") -> Variant:
-    """``letters`` are those of ``key_gradients``."""
+def _gradient(p: Problem, kernel: str, tile: Tile, parts: int = 1, letters: str = "") -> Variant:
+    """``parts`` are blocks that share what one has to do; ``letters`` are those of ``key_gradients``."""
     own = {"WITH_KEY": int("k" in letters), "WITH_VALUE": int("v" in letters)} if letters else {}
+    if kernel in ("key_gradients", "query_gradient"):
+        own["SPLIT"] = int(parts > 1)
     if kernel == "prepare_added":  # elsewhere the lse tells of a sink
         own["SINKS"] = int(p.sinks)
     return variants.of_tile(kernel, p, tile, {**variants.flags(p), **own, "GRAD_OUT_BYTES": variants.dense_bytes(p)})

@@ -12,17 +12,17 @@ from ..classes import per_class
 from . import choice, occupancy
 from .tiles import Tile, on_tensor_cores, packs, room
 
-__all__ = ["MERGED", "PARTS", "WHOLE", "how", "schedule"]
+__all__ = ["EXTRA", "MERGED", "MOST_SPLITS", "PARTS", "WHOLE", "how", "pace", "schedule"]
 
 #: How keys are split, as ``SPLIT`` of ``forward.cu``: not at all, into parts for another launch, or merged at once.
 WHOLE, PARTS, MERGED = range(3)
 #: Most splits of the keys of one row.
-_MOST_SPLITS = 256
+MOST_SPLITS = 256
 #: Splits that the block of the last one merges; more are merged by a launch of many blocks.
 _MOST_MERGED = 24
 #: What a block takes beside its tiles, the last block of a row to merge, a launch that does, and that for each row of
 #: an SM: in steps of a tile each warp, of about 2 us on an H200.
-_EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
+EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
 #: Products of such a step on tensor cores, and how many times as long the ordinary units take for them.
 _STEP, _ORDINARY = 2**20, 7
 
@@ -42,13 +42,13 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     In pages sequences have lengths of their own, which the host does not know, and splits share each evenly.
     """
     sm = occupancy.sm(device) if not tile.apart and choice.taken(problem, device) else None
-    heads, group, at_once, pace = _of_class(problem, tile, device.on_chip, sm)
+    heads, group, at_once, slowness = _of_class(problem, tile, device.on_chip, sm)
     blocks = problem.batch * heads * -(-problem.seq_q * group // tile.queries)
     tiles = -(-problem.seq_k // tile.keys)
     if not blocks or not tiles:
         return 0, 1
     sms = device.sms or 64
-    launch = (_LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms) / pace
+    launch = (_LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms) / slowness
     work = blocks, tiles, sms * at_once, tile.teams, tile.apart, launch
     cost, splits = _soonest(*work)
     # In more rounds than one blocks that end early leave room for others already.
@@ -64,11 +64,11 @@ def _soonest(blocks: int, tiles: int, slots: int, teams: int, apart: bool, launc
     ``launch`` is what a launch takes that merges.
     """
     # Splits that are not apart hold two tiles at least, and only fill what is free: their rounds are no shorter.
-    most = min(tiles if apart else min(slots // blocks, tiles // 2), _MOST_SPLITS)
+    most = min(tiles if apart else min(slots // blocks, tiles // 2), MOST_SPLITS)
     rounds = -(-blocks // slots)
-    best, least, tried = 1, float(rounds * (-(-tiles // teams) + _EXTRA)), 1
+    best, least, tried = 1, float(rounds * (-(-tiles // teams) + EXTRA)), 1
     # No splits in as many rounds or more cost less than all steps, shared evenly, and what a round takes beside them.
-    while tried < most and tiles * blocks / (slots * teams) + _EXTRA * rounds < least:
+    while tried < most and tiles * blocks / (slots * teams) + EXTRA * rounds < least:
         within = min(most, rounds * slots // blocks)
         for end in (min(within, _MOST_MERGED if apart else 0), within):
             if end > tried:  # of those merged alike in as many rounds, the most: they take the fewest steps
@@ -76,7 +76,7 @@ def _soonest(blocks: int, tiles: int, slots: int, teams: int, apart: bool, launc
                 steps = -(-tiles // (end * teams))
                 splits = -(-tiles // (steps * teams))  # no more than take as few
                 merge = 0 if splits == 1 else _MERGE if apart and splits <= _MOST_MERGED else launch
-                cost = -(-blocks * splits // slots) * (steps + _EXTRA) + merge
+                cost = -(-blocks * splits // slots) * (steps + EXTRA) + merge
                 if cost < least:
                     best, least = splits, cost
         rounds = max(rounds + 1, -(-blocks * (tried + 1) // slots))
@@ -93,13 +93,13 @@ def _soonest_uneven(
     another ends, so that all end at about the same time.
     """
     best, least = 1, math.inf
-    for splits in range(1, max(1, min(tiles if apart else tiles // 2, _MOST_SPLITS)) + 1):
+    for splits in range(1, max(1, min(tiles if apart else tiles // 2, MOST_SPLITS)) + 1):
         steps = -(-tiles // (splits * teams))
         merge = 0 if splits == 1 else _MERGE if apart and splits <= _MOST_MERGED else launch
-        longest = steps + _EXTRA
+        longest = steps + EXTRA
         cost = float(longest)
         if blocks * splits > slots:
-            each = (batch + 1) / (2 * batch) * tiles / (splits * teams) + 0.5 + _EXTRA
+            each = (batch + 1) / (2 * batch) * tiles / (splits * teams) + 0.5 + EXTRA
             cost = max(cost, blocks * splits / slots * each)
         if cost + merge < least:
             best, least = splits, cost + merge
@@ -108,19 +108,19 @@ def _soonest_uneven(
 
 @per_class
 def _of_class(problem: Problem, tile: Tile, on_chip: int, sm: occupancy.SM | None) -> tuple[int, int, int, float]:
-    """Heads of the grid, query heads in each, blocks on an SM at one time, and ``_pace``."""
+    """Heads of the grid, query heads in each, blocks on an SM at one time, and ``pace``."""
     if sm is None:
         held = min(room(tile, "forward", problem, on_chip), 16 // tile.warps)
     else:
         held = occupancy.blocks("forward", tile, problem, sm)
     at_once = max(1, held)
     shape = (problem.heads_kv, problem.group) if packs(problem) else (problem.heads_q, 1)
-    return *shape, at_once, _pace(problem, tile)
+    return *shape, at_once, pace(problem, tile)
 
 
-def _pace(problem: Problem, tile: Tile) -> float:
-    """How many times as long as one that waits for memory a step of ``tile`` takes, for its arithmetic."""
+def pace(problem: Problem, tile: Tile, products: int = 2) -> float:
+    """How many times as long as one that waits for memory a step of ``tile`` takes, for its ``products`` of tiles."""
     if tile.apart:
         return 1
-    products = tile.queries * tile.keys * (problem.dim_qk + problem.dim_v)
-    return max(1, products / _STEP * (1 if on_tensor_cores(problem) else _ORDINARY))
+    terms = products * tile.queries * tile.keys * (problem.dim_qk + problem.dim_v) // 2
+    return max(1, terms / _STEP * (1 if on_tensor_cores(problem) else _ORDINARY))

@@ -13,7 +13,7 @@ from ..launching import arguments, memory
 from . import tiles
 from .tiles import ROWS_A_BLOCK, Tile, block
 
-__all__ = ["dense_bytes", "flags", "of_rows", "of_tile"]
+__all__ = ["dense_bytes", "flags", "of_numbers", "of_rows", "of_tile"]
 
 #: Flags that generic kernels are compiled for too: they decide on registers, or are of forms that few problems have.
 _ALWAYS = ("WITH_KEY", "WITH_VALUE", "SINKS", "ALIBI", "PAGED")
@@ -46,6 +46,12 @@ def of_tile(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Varia
 def of_rows(p: Problem, kernel: str, folds: bool) -> Variant:
     """A kernel that has no tiles."""
     return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("FOLD", int(folds)),), varlen=p.varlen)
+
+
+@per_class
+def of_numbers(p: Problem, kernel: str, of_keys: bool) -> Variant:
+    """A kernel of single numbers."""
+    return Variant(kernel, p.dtype, warps=ROWS_A_BLOCK, flags=(("OF_KEYS", int(of_keys)),))
 
 
 def flags(p: Problem) -> dict[str, int]:

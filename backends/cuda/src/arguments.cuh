@@ -33,7 +33,7 @@ struct Arguments {
     void* lse;         // (batch, heads, queries), natural logarithm; null where one launch is all and nobody asks
     void* grad_lse;    // the same, or null for zero
     void* parts;       // (splits, batch, heads, queries, dim_v): numerators of split keys; or what blocks leave to others
-    void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums
+    void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums; or what blocks leave, too
     void* base;        // (batch, heads, padded): lse in the unit of the exponential, +inf where a row weighs nothing
     void* delta;       // (batch, heads, padded): rowsum(dO O) - dlse
     void* grad_query;  // like its operand, dense; `turned` says in which order

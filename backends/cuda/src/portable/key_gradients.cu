@@ -1,7 +1,7 @@
 // The gradients of key and value, (batch, heads / group, keys, dim or dim_v): dK = scale dS^T Q and dV = P^T dO.
 //
 // A block takes BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N
-// queries that see any of them: tiles are transposed, (keys, queries), so that S^T and dS^T are left operands where
+// queries that see any of them, or a share of these (shares.cuh): tiles are transposed, (keys, queries), so that S^T and dS^T are left operands where
 // they are. It owns what it writes: nothing is added atomically, and the bits repeat. Where registers do not hold both
 // gradients, two launches make one each (WITH_KEY, WITH_VALUE).
 //
@@ -12,6 +12,7 @@
 #include "portable/extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
+#include "portable/shares.cuh"
 #include "portable/tiles.cuh"
 #include "schedule.cuh"
 
@@ -72,7 +73,9 @@ KERNEL key_gradients(const Arguments a) {
     clear(key_sums);
     clear(value_sums);
 
-    const auto load = [&](int t, int slot) {
+    const Span share = share_of(a, tiles * a.group, at.split);
+    const auto load = [&](int step, int slot) {
+        const int t = share.from + step;
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
         const T* const queries =
             reinterpret_cast<const T*>(a.query.at) + BEGIN_OF(a.query, b, first_query(e)) + h * a.query.head;
@@ -94,7 +97,8 @@ KERNEL key_gradients(const Arguments a) {
             for (int n = thread_index(); n < BLOCK_N; n += 32 * WARPS)
                 copy_async<sizeof(Real)>(rest_in(query, n), rest_of(a) + line + n, sizeof(Real));
     };
-    pipeline(tiles * a.group, load, [&](int t, int slot) {
+    pipeline(share.to - share.from, load, [&](int step, int slot) {
+        const int t = share.from + step;
         const int h = head_kv * a.group + t / tiles, start = (first_tile + t % tiles) * BLOCK_N;
         const auto sees = [&](int m) { return queries_of(a, e, mine(m)); };
         const auto mask = [&](int m) {
@@ -132,6 +136,9 @@ KERNEL key_gradients(const Arguments a) {
         if (WITH_KEY) product_nn<BLOCK_N, BLOCK_D>(key_sums, inner, query, scratch);
     });
 
+    const i64 rows = VARLEN ? 0 : i64(a.batch) * heads * a.keys;
+    Real* const key_parts = reinterpret_cast<Real*>(a.parts);
+    Real* const value_parts = reinterpret_cast<Real*>(a.sums);
     UNROLL for (int m = 0; m < ROWS; m++) {
         const int j = mine(m);
         if (j >= (VARLEN ? e.end : a.keys)) continue;
@@ -141,12 +148,11 @@ KERNEL key_gradients(const Arguments a) {
         }
         if (WITH_KEY && a.grad_key) {
             const i64 to = row_of(a, OF_KEY, b, head_kv, first_key(e) + j, heads) * a.dim;
-            UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) key_sums[m][c] *= Real(a.scale);
-            store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_key) + to, key_sums[m], a.dim);
+            store_share<BLOCK_D>(a.grad_key, key_parts, rows * a.dim, at.split, to, key_sums[m], a.dim, Real(a.scale));
         }
         if (WITH_VALUE && a.grad_value) {
             const i64 to = row_of(a, OF_VALUE, b, head_kv, first_key(e) + j, heads) * a.dim_v;
-           store_sums<T, BLOCK_DV>(reinterpret_cast<T*>(a.grad_value) + to, value_sums[m], a.dim_v);
+            store_share<BLOCK_DV>(a.grad_value, value_parts, rows * a.dim_v, at.split, to, value_sums[m], a.dim_v, 1);
         }
     }
 }

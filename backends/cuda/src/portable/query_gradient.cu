@@ -1,6 +1,7 @@
 // The gradient of query, (batch, heads, queries, dim): dQ = scale dS K.
 //
-// A block takes BLOCK_M queries of one head and visits the tiles of BLOCK_N keys that any of them sees, as the forward.
+// A block takes BLOCK_M queries of one head and visits the tiles of BLOCK_N keys that any of them sees, as the forward,
+// or a share of these (shares.cuh).
 // S and dP are computed again for each.
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
@@ -9,6 +10,7 @@
 #include "portable/extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
+#include "portable/shares.cuh"
 #include "portable/tiles.cuh"
 #include "schedule.cuh"
 
@@ -73,7 +75,8 @@ KERNEL query_gradient(const Arguments a) {
     const int last = smaller(first + BLOCK_M, queries_in(a, e)) - 1;
     Reach reached = reach(keys_of(a, e, first), keys_of(a, e, last));
     reached.any = hull(a, b, h, 1, reached.any, reinterpret_cast<int*>(stages));
-    const int first_tile = reached.first_tile();
+    const Span share = share_of(a, reached.tiles(), at.split);
+    const int first_tile = reached.first_tile() + share.from;
 
     Real sums[ROWS][COLUMNS<BLOCK_D>];
     clear(sums);
@@ -89,7 +92,7 @@ KERNEL query_gradient(const Arguments a) {
         load_rows<BLOCK_N, BLOCK_DV>(key + KEY, lines(values, a.value, start, e.end), a.value.column, a.dim_v,
                                      VALUE_BYTES);
     };
-    pipeline(reached.tiles(), load, [&](int t, int slot) {
+    pipeline(share.to - share.from, load, [&](int t, int slot) {
         const int start = (first_tile + t) * BLOCK_N;
         const T* const key = stages + slot * (KEY + VALUE);
         Scores s, dp, tangents, inner;
@@ -113,8 +116,9 @@ KERNEL query_gradient(const Arguments a) {
     UNROLL for (int m = 0; m < ROWS; m++) {
         const int i = mine(m);
         if (i >= queries_in(a, e)) continue;
-        UNROLL for (int c = 0; c < COLUMNS<BLOCK_D>; c++) sums[m][c] *= Real(a.scale);
         const i64 to = row_of(a, b, h, first_query(e) + i) * a.dim;
-        store_sums<T, BLOCK_D>(reinterpret_cast<T*>(a.grad_query) + to, sums[m], a.dim);
+        const i64 count = VARLEN ? 0 : i64(a.batch) * a.heads * a.queries * a.dim;
+        store_share<BLOCK_D>(a.grad_query, reinterpret_cast<Real*>(a.parts), count, at.split, to, sums[m], a.dim,
+                             Real(a.scale));
     }
 }
