@@ -66,6 +66,13 @@ class CudaBackend(Backend):
         """See ``config``."""
         return config.configs(problem, device)
 
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """A copy of a float mask, where Hopper's kernels take it and do not read it where it lies."""
+        if not hopper_tiles.copies_mask(problem) or against_hopper(problem, device):
+            return super().extra_bytes(problem, device)
+        b, h, q, k = problem.mask_shape or (0, 0, 0, 0)
+        return super().extra_bytes(problem, device) + b * h * q * -(-k // 8) * 16
+
     def tiles(self, problem: Problem, device: Device, config: CudaConfig) -> tuple[OnChip, ...]:
         """Of the forward, and of those gradients that ``problem`` asks for; "key_gradients" are also of values."""
         asked = {"key_gradients": "kv", "query_gradient": "q", "mask_gradient": "m"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ..own import arithmetic
 from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 from .fused.choice import REGIME as FUSED
-from .hopper.tiles import ordered
+from .hopper.tiles import copies_mask, ordered
 
 __all__ = ["against_hopper", "against_hopper_backward", "beside_hopper", "is_hopper", "regimes"]
 
@@ -39,6 +40,10 @@ _LONG = 4096
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
+#: Products of a forward from which on the copy of a float mask pays, about 8 us of the host's and the GPU's time, and
+#: those of each of its numbers: 24 x 8 heads of 598 queries and keys with a mask for all batch entries, D 64, take the
+#: portable kernels 0.71 ms in training, and cuDNN 0.38 with a mask in such rows (an H200).
+_COPIED, _COPIED_NUMBER = 2**29, 256
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
 #: that they refuse: 1.4 times with the lengths of bench-packed.json, 2.1 by its speed where all are as long.
@@ -50,7 +55,7 @@ def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_class(problem)
-    return (*features, *_sizes(problem, device), *memory)
+    return (*features, *_sizes(problem, device), *memory, *_mask(problem, device))
 
 
 @per_class
@@ -63,7 +68,7 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_class(problem)
-    return (*features, *_backward_features(problem), *_few(problem), *memory)
+    return (*features, *_backward_features(problem), *_few(problem), *memory, *_mask(problem, device))
 
 
 def beside_hopper(problem: Problem, device: Device) -> float:
@@ -165,13 +170,26 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
 
 
 def _memory(p: Problem) -> Iterator[str]:
-    for name in (*_OPERANDS, "attn_mask") if p.adds_mask else _OPERANDS:
+    for name in _OPERANDS:
         memory = getattr(p, name)
         if memory.strided or memory.expanded or memory.negative:
             how = "strided" if memory.strided else "expanded" if memory.expanded else "turned round"
             yield f"{name} is {how}: TMA reads rows of unit stride, and every other stride forwards"
         elif memory.align < 16:
             yield f"{name} is aligned to {memory.align} bytes: TMA reads from multiples of 16"
+
+
+def _mask(p: Problem, device: Device) -> Iterator[str]:
+    """One whose rows TMA does not read is copied, where that pays; the emulator copies each."""
+    if not p.adds_mask:
+        return
+    if p.attn_mask.expanded:
+        yield "attn_mask is expanded: TMA reads every stride but that of the rows forwards"
+    elif copies_mask(p) and device.kind != "cpu":
+        scores = p.batch * p.heads_q * p.seq_q * p.seq_k
+        products, numbers = scores * (p.dim_qk + p.dim_v), math.prod(p.mask_shape or ())
+        if products < max(_COPIED, _COPIED_NUMBER * numbers):
+            yield "attn_mask lies in no rows of 16-byte steps, and a copy would take longer than it saves"
 
 
 @functools.cache

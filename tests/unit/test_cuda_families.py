@@ -29,6 +29,7 @@ tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor
 
 H200 = Device.named("h200")
 PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
+ODD = Problem.parse("b4.h16.s1024.d64.bf16.m=align2.grad")
 
 
 def first(problem: Problem, device: Device = H200) -> Any:
@@ -74,7 +75,8 @@ def test_hopper_takes_the_forward(problem: Problem) -> None:
         (PLAIN.replace(dtype="float32"), "h200", "float32"),
         *((PLAIN.replace(mask=Mask(kind)), "h200", f"attn_mask of {kind}") for kind in ("float16", "float32")),
         (PLAIN.replace(mask=Mask("bfloat16", "bq")), "h200", "attn_mask is the same for all keys"),
-        (PLAIN.replace(mask=Mask("bfloat16"), attn_mask=Memory(align=8)), "h200", "attn_mask is aligned to 8 bytes"),
+        (ODD.replace(mask=Mask("bfloat16"), batch=1, seq_q=64), "h200", "attn_mask lies in no rows"),
+        (ODD.replace(mask=Mask("bfloat16", "bhqk")), "h200", "a copy would take longer"),
         (PLAIN.replace(mask=Mask("bfloat16"), attn_mask=Memory(expanded=True)), "h200", "attn_mask is expanded"),
         *((PLAIN.replace(softcap=30.0, scale=scale), "h200", "scale=.*softcap=30: ") for scale in (0.0, 1e-38, 1e40)),
         (PLAIN.replace(softcap=1e-39), "h200", "softcap=1e-39"),

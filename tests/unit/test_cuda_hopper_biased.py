@@ -18,9 +18,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import attnswitch
 from attnswitch import Problem
+from attnswitch.call import attend
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 from attnswitch.problem import Mask, Memory
 
 sys.path.append(str(Path(__file__).parents[2] / "fixtures"))
@@ -33,6 +36,7 @@ emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator"
 families = importlib.import_module("attnswitch.backends.cuda.families")
 backward = importlib.import_module("attnswitch.backends.cuda.hopper.backward")
 choice = importlib.import_module("attnswitch.backends.cuda.hopper.choice")
+HopperTile = importlib.import_module("attnswitch.backends.cuda.hopper.tiles").HopperTile
 kernel = importlib.import_module("attnswitch.backends.cuda.kernel")
 
 H200 = Device.named("h200")
@@ -52,6 +56,7 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
         *(PLAIN.replace(dim_qk=dim, dim_v=dim) for dim in (8, 64, 96)),
         PLAIN.replace(softcap=30.0),
         PLAIN.replace(deterministic=True, grads="kv"),
+        *(PLAIN.replace(attn_mask=lies) for lies in (Memory(align=2), Memory(strided=True), Memory(negative=True))),
     ],
     ids=str,
 )
@@ -70,8 +75,8 @@ def test_it_is_the_choice(problem: Problem) -> None:
         (PLAIN.replace(deterministic=True), "deterministic=True with attn_mask"),
         (PLAIN.replace(dim_qk=192), "attn_mask with head dimension 192"),
         (PLAIN.replace(dim_v=256), "attn_mask with head dimension 256"),
-        (PLAIN.replace(attn_mask=Memory(align=8)), "attn_mask is aligned to 8 bytes"),
-        (PLAIN.replace(attn_mask=Memory(strided=True)), "attn_mask is strided"),
+        (PLAIN.replace(attn_mask=Memory(align=8), batch=1, seq_q=64), "attn_mask lies in no rows of 16-byte steps"),
+        (PLAIN.replace(attn_mask=Memory(expanded=True)), "attn_mask is expanded"),
         (PLAIN.replace(dropout=0.1), r"dropout_p=0\.1"),
     ],
     ids=str,
@@ -376,3 +381,35 @@ def test_the_emulated_choice_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     for keys, taken in ((53, True), (54, False)):
         p = Problem.parse(f"b1.h2.s70x{keys}.d64.bf16.mask=bf16:qk.grad")
         assert (next(config.configs(p, Device.cpu())).backward is not None) is taken
+
+
+LIES = {"odd": Memory(align=2), "strided": Memory(strided=True), "turned round": Memory(align=2, negative=True)}
+
+
+@compiled
+@pytest.mark.parametrize("lies", LIES)
+def test_a_mask_in_no_rows_of_16_byte_steps_is_copied(lies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the public call, whose kernels are Hopper's: forward where queries are odd, backward where keys are."""
+    p = Problem.parse("b1.h2.s151.d64.fp16.mask=fp16:hqk.grad").replace(attn_mask=LIES[lies])
+    chosen = next(config.configs(p, Device.cpu()))
+    assert isinstance(chosen.forward, HopperTile)
+    assert chosen.backward == choice.gradients(p)
+    monkeypatch.setenv(emulator.VARIABLE, "1")
+    planner.forget()
+    attend.forget()
+    rng = np.random.default_rng(5)
+    q, grad = (rng.standard_normal((1, 2, 151, 64)).astype("f2") for _ in range(2))
+    k, v = (rng.standard_normal((1, 2, 151, 64)).astype("f2") for _ in range(2))
+    whole = rng.standard_normal((1, 2, 151, 302)).astype("f2")
+    mask = {"odd": whole[..., :151].copy(), "strided": whole[..., ::2], "turned round": whole[..., 150::-1]}[lies]
+    found = {}
+    for backend, kind in (("cuda", "f2"), ("reference", "f8")):
+        arrays = [x.astype(kind) if kind == "f8" else x for x in (q, k, v, grad)]
+        call: dict[str, Any] = {"attn_mask": mask.astype(kind) if kind == "f8" else mask, "backend": backend}
+        out, lse = attnswitch.attention(*arrays[:3], return_lse=True, **call)
+        found[backend] = out, *attnswitch.attention_backward(arrays[3], *arrays[:3], out=out, lse=lse, **call)[:3]
+    for mine, right in zip(found["cuda"], found["reference"], strict=True):
+        want: Any = right
+        assert np.abs(np.asarray(mine, "f8") - want).max() <= 4e-3 * np.abs(want).max()
+    planner.forget()
+    attend.forget()

@@ -80,6 +80,12 @@ def bias(problem: Problem) -> int:
     return 1 if "q" in problem.mask.axes else 2
 
 
+def copies_mask(problem: Problem) -> bool:
+    """Whether a float mask is copied first, as TMA reads rows of unit stride that begin at multiples of 16 bytes."""
+    memory = problem.attn_mask
+    return problem.adds_mask and (memory.align < 16 or memory.strided or memory.negative)
+
+
 def shared(tile: HopperTile, problem: Problem) -> int:
     """Bytes of shared memory that a block of the forward takes, barriers included."""
     kind = bias(problem)

@@ -23,6 +23,7 @@ __all__ = [
     "dense",
     "dtype_name",
     "empty",
+    "in_steps",
     "index",
     "layout",
     "like",
@@ -114,6 +115,18 @@ def dense(array: Any) -> Any:
     if _library(array) == "torch":
         return array.clone(memory_format=sys.modules["torch"].contiguous_format)
     return array.copy(order="C")
+
+
+def in_steps(mask: Any) -> Any:
+    """A copy in rows that begin at multiples of 16 bytes; what lies between them is not set."""
+    b, h, q, k = mask.shape
+    step = 16 // mask.itemsize
+    width = -(-k // step) * step
+    if _library(mask) == "torch":
+        return mask.new_empty_strided(mask.shape, (h * q * width, q * width, width, 1)).copy_(mask)
+    copy = sys.modules[_library(mask)].empty((b, h, q, width), mask.dtype)[..., :k]
+    copy[...] = mask
+    return copy
 
 
 def contiguous(array: Any) -> Any:
