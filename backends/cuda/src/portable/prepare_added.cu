@@ -23,18 +23,30 @@ constexpr Real ROUNDING = sizeof(Real) == 4 ? 4.8e-7 : 9e-16;
 
 DEVICE bool is_far(Real lse) { return (lse >= FAR && lse <= LOWEST) || (lse <= -FAR && lse >= -LOWEST); }
 
-// rowsum(dO O) - dlse of query i, by a warp.
+// Lanes that have a row of the output and of its gradient, 16 bytes of both each; and rows that a warp has at once.
+constexpr int CHUNKS = BLOCK_DV / Chunk<T>::SIZE;
+constexpr int OF_ROW = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4, AT_ONCE = 32 / OF_ROW;
+
+// rowsum(dO O) - dlse of query i, by OF_ROW lanes; 0 past the last one.
 DEVICE Real delta_of(const Arguments& a, i64 b, i64 h, i64 i) {
+    const bool inside = i < a.queries, whole = !GENERIC && GRAD_OUT_BYTES == 16;
     const T* const out = reinterpret_cast<const T*>(a.out.at) + b * a.out.batch + h * a.out.head + i * a.out.row;
     const T* const grad_out =
         reinterpret_cast<const T*>(a.grad_out.at) + b * a.grad_out.batch + h * a.grad_out.head + i * a.grad_out.row;
     Real delta = 0;
-    UNROLL for (int n = 0; n < BLOCK_DV; n += 32) {
-        const int d = n + lane();
-        if (d < a.dim_v) delta += widen(out[d * a.out.column]) * widen(grad_out[d * a.grad_out.column]);
-    }
-    delta = warp_sum(delta);
-    if (a.grad_lse) delta -= reinterpret_cast<const Real*>(a.grad_lse)[(b * a.heads + h) * a.queries + i];
+    if (inside && whole)
+        UNROLL for (int n = 0; n < CHUNKS; n += OF_ROW) {
+            const int d = (n + lane() % OF_ROW) * Chunk<T>::SIZE;
+            if (d >= a.dim_v) continue;
+            const Chunk<T> o = *reinterpret_cast<const Chunk<T>*>(out + d);
+            const Chunk<T> up = *reinterpret_cast<const Chunk<T>*>(grad_out + d);
+            UNROLL for (int k = 0; k < Chunk<T>::SIZE; k++) delta += widen(o.at[k]) * widen(up.at[k]);
+        }
+    else if (inside)
+        for (int d = lane() % OF_ROW; d < a.dim_v; d += OF_ROW)
+            delta += widen(out[d * a.out.column]) * widen(grad_out[d * a.grad_out.column]);
+    UNROLL for (int lanes = OF_ROW / 2; lanes; lanes /= 2) delta += shuffle_xor(delta, lanes);
+    if (inside && a.grad_lse) delta -= reinterpret_cast<const Real*>(a.grad_lse)[(b * a.heads + h) * a.queries + i];
     return delta;
 }
 
@@ -101,10 +113,10 @@ KERNEL prepare_added(const Arguments a) {
     const int first = block_index() % tiles * BLOCK_M, h = head % a.heads, b = head / a.heads;
     const i64 line = head * a.padded;
 
-    UNROLL_LITTLE for (int m = 0; m < WARP_ROWS; m++) {
-        const int i = first + warp_row() + m;
-        const Real delta = i < a.queries ? delta_of(a, b, h, i) : Real(0);
-        if (lane() == 0 && i < a.padded) reinterpret_cast<Real*>(a.delta)[line + i] = delta;
+    UNROLL_LITTLE for (int m = 0; m < WARP_ROWS; m += AT_ONCE) {
+        const int row = m + lane() / OF_ROW, i = first + warp_row() + row;
+        const Real delta = delta_of(a, b, h, i);
+        if (lane() % OF_ROW == 0 && row < WARP_ROWS && i < a.padded) reinterpret_cast<Real*>(a.delta)[line + i] = delta;
     }
 
     const auto mine = [&](int m) { return first + warp_row() + row(m); };
