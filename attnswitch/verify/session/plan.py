@@ -23,11 +23,11 @@ from attnswitch.verify.terms import Terms
 __all__ = ["EMULATED", "EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
 
 #: Cases drawn for each device by default: about a minute on two cores.
-EXAMPLES = 2000
+EXAMPLES = 1600
 #: And where they are emulated, at a second or more each.
 EMULATED = 200
 #: Data recipes for each problem where a backend builds something for each shape.
-RECIPES = 8
+RECIPES = 12
 #: Work of a case within a regime of a backend; and where kernels are emulated.
 _LARGE = {False: 2**27, True: 2**20}
 
