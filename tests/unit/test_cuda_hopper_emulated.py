@@ -28,7 +28,7 @@ DIMS = (
     *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("72/96", "136/64", "256")),
 )
 #: The same where each takes several kernels.
-FEW_DIMS = ("64", "128", *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("80", "192/128", "256")))
+FEW_DIMS = ("64", *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("80", "128", "192/128", "256")))
 
 
 def check(
@@ -128,7 +128,9 @@ def test_a_float_mask_is_added(dims: str, axes: str) -> None:
 SINKS = (-np.inf, 1e4, 0.5, -1e4)
 
 
-@pytest.mark.parametrize("which", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("dims", DIMS)
 def test_a_sink_is_counted_once_whatever_its_size(dims: str, which: int) -> None:
     """A row that sees nothing has its lse, and -inf leaves every bit as it is without sinks."""

@@ -48,18 +48,15 @@ def test_a_right_function_is_right_as_it_is_called(function: str, problem: str) 
     assert (outcome.verdict, outcome.reasons, outcome.failure) == ("verified", (), None)
 
 
-@pytest.mark.slow
+#: Called in other ways: drawn at night.
+OTHERS = ("like_flash", "like_varlen", "like_bhsd@bhsd+gqa", "like_bshd@bshd", "like_attnswitch", "in_numpy@bhsd")
+
+
 @pytest.mark.parametrize(
     "function",
     [
-        "like_torch",
-        "like_flash",
-        "like_varlen",
-        "like_paged",
-        "like_bhsd@bhsd+gqa",
-        "like_bshd@bshd",
-        "like_attnswitch",
-        "in_numpy@bhsd",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("like_torch", "like_paged")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS),
     ],
 )
 def test_a_right_function_is_right_in_drawn_cases(function: str) -> None:
@@ -87,8 +84,13 @@ def test_a_wrong_function_is_found(function: str, problem: str, check: str, mess
     assert message in failure.message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", ["without_scale", "causal_from_the_wrong_corner", "softcap_ignored@bhsd"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param("causal_from_the_wrong_corner", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("without_scale", "softcap_ignored@bhsd")),
+    ],
+)
 def test_a_wrong_function_is_found_by_drawing(function: str) -> None:
     report = verified(function, shrink_tries=5, max_failures=1)
     assert {found.outcome.failure.check for found in report.failures if found.outcome.failure} == {"reference"}

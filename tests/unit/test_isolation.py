@@ -93,7 +93,7 @@ def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
     assert load(found.path).case == found.outcome.case
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conduct, "_TRY_TIMEOUT", 2.0)
     report = isolated("Hangs", examples=80, timeout=3.0)

@@ -261,7 +261,7 @@ def test_a_crash_is_a_finding(register: Register) -> None:
 # -- how a run ends, and what it reports -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_enough_distinct_failures_end_it(most: int, examined: Examined) -> None:
     _, report = examined(lambda case: f"out {case.dim_qk}", max_failures=most, shrink_tries=50)
     assert len(report.failures) == most

@@ -52,9 +52,10 @@ def interpreted(check: Callable[[], None]) -> Callable[[dict[str, str]], None]:
 
 
 @pytest.fixture(scope="module")
-def raised() -> dict[str, str]:
-    """What each of the interpreted tests raised, "" for nothing; skips where this interpreter does not work."""
-    return interpreting.raised(__file__)
+def raised(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What each of the interpreted tests of this run raised, "" for nothing; skips where its interpreter fails."""
+    here = {item.name for item in request.session.items}
+    return interpreting.raised(__file__, *(name for name in INTERPRETED if name in here))
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
@@ -261,6 +262,7 @@ def test_a_seed_means_its_mask() -> None:
             torch.testing.assert_close(dv.mT, expected.float())
 
 
+@pytest.mark.nightly
 @interpreted
 def test_a_seed_means_its_mask_where_heads_share_keys() -> None:
     for rows in (4, 1):
@@ -467,6 +469,7 @@ def masks(problem: Problem) -> dict[str, Any]:
 SPANS = Problem.parse("b2.h2.s70x84.d8.fp32")
 
 
+@pytest.mark.nightly
 @interpreted
 def test_lists_name_what_is_not_empty() -> None:
     there = hold_all(SPANS) | hold_all(SPANS.replace(seq_k=96))  # whose last tile is whole
@@ -572,6 +575,7 @@ def test_rows_that_see_nothing() -> None:
     assert not agree(*shapes, attn_mask=torch.zeros(50, dtype=torch.bool))[0].any()
 
 
+@pytest.mark.nightly
 @interpreted
 def test_lengths_of_any_strides() -> None:
     shapes = (3, 2, 4, 8), (3, 2, 40, 8), (3, 2, 40, 8)
@@ -580,6 +584,7 @@ def test_lengths_of_any_strides() -> None:
         agree(*shapes, key_lengths=lengths, attn_mask=torch.ones(40, dtype=torch.bool))
 
 
+@pytest.mark.nightly
 @interpreted
 def test_few_queries_of_heads_that_share_keys() -> None:
     mask = torch.rand(2, 6, 5, 40, generator=torch.Generator().manual_seed(1)) < 0.7

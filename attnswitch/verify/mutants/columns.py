@@ -16,7 +16,7 @@ from attnswitch.verify.session.explore import draw
 __all__ = ["COLUMN_CASES", "columns"]
 
 #: Drawn cases that every check looks at alone, of so many that it may apply to.
-COLUMN_CASES, _DRAWN = 24, 400
+COLUMN_CASES, _DRAWN = 16, 400
 #: They are small: a check that needs great lengths gets those of the lattice besides.
 _SPACE = Space(work=2**17, longest=300)
 
