@@ -41,8 +41,7 @@ _LONG = 4096
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
 #: Products of a forward from which on the copy of a float mask pays, about 8 us of the host's and the GPU's time, and
-#: those of each of its numbers: 24 x 8 heads of 598 queries and keys with a mask for all batch entries, D 64, take the
-#: portable kernels 0.71 ms in training, and cuDNN 0.38 with a mask in such rows (an H200).
+#: those of each of its numbers: reckoned from what portable kernels take longer, which also wait for a full mask.
 _COPIED, _COPIED_NUMBER = 2**29, 256
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
