@@ -23,7 +23,7 @@ from attnswitch.verify.outcome import AUTO, Outcome
 from attnswitch.verify.report import EventLog, facts, to_html
 from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
-from attnswitch.verify.session.plan import EMULATED, EXAMPLES, Plan, Target, targets
+from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Target, targets
 from attnswitch.verify.session.tally import Report
 from attnswitch.verify.terms import Terms
 
@@ -77,7 +77,8 @@ def verify(
     recipes: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Data recipes for each problem drawn. Default: 8 where a backend builds something for a shape."
+            min=1,
+            help=f"Data recipes for each problem drawn. Default: {RECIPES} where a backend builds something for a shape.",
         ),
     ] = None,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
