@@ -163,6 +163,10 @@ def test_tiles_of_backends_fit_what_the_device_has() -> None:
     assert len(every) == len(set(every)) > 2 * len(found.tiles)
 
 
+#: Kernels without tiles, or of others' tiles.
+BESIDE = {"prepare", "prepare_added", "finish", "merge", "survey", "add_parts"}
+
+
 @pytest.mark.parametrize("device", ["h200", "a100", "rtx4090"])
 @pytest.mark.parametrize("more", ["", ".grad", ".mask=bf16:hqk.grad=qkvm"])
 @pytest.mark.parametrize("sizes", ["b1.h8.s4096.d128.bf16", "b2.h8/2.s1x4096.d64.fp16", "b1.h4.s100.d40.fp32"])
@@ -175,7 +179,7 @@ def test_shared_memory_is_what_the_kernels_take(sizes: str, more: str, device: s
     for variant in backend.compile(problem, where, config).variants():  # type: ignore[attr-defined]
         taken.setdefault(variant.kernel, set()).add(variant.shared)
     told = [tile for tile in estimate(problem, where, None).tiles if tile.backend == "cuda"]
-    assert {tile.role for tile in told} == taken.keys() - {"prepare", "prepare_added", "finish", "merge", "survey"}
+    assert {tile.role for tile in told} == taken.keys() - BESIDE
     assert all(taken[tile.role] == {tile.shared} for tile in told)
 
 
