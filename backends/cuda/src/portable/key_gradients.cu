@@ -1,9 +1,9 @@
 // The gradients of key and value, (batch, heads / group, keys, dim or dim_v): dK = scale dS^T Q and dV = P^T dO.
 //
 // A block takes BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N
-// queries that see any of them, or a share of these (shares.cuh): tiles are transposed, (keys, queries), so that S^T and dS^T are left operands where
-// they are. It owns what it writes: nothing is added atomically, and the bits repeat. Where registers do not hold both
-// gradients, two launches make one each (WITH_KEY, WITH_VALUE).
+// queries that see any of them, or a share of these (shares.cuh): tiles are transposed, (keys, queries), so that S^T
+// and dS^T are left operands where they are. It owns what it writes: nothing is added atomically, and the bits repeat.
+// Where registers do not hold both gradients, two launches make one each (WITH_KEY, WITH_VALUE).
 //
 // Shared memory: key [BLOCK_M][BLOCK_D], value [BLOCK_M][BLOCK_DV], then STAGES times query [BLOCK_N][BLOCK_D],
 // grad_out [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products; rest lies between
