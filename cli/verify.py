@@ -24,11 +24,12 @@ from attnswitch.verify.report import EventLog, facts, to_html
 from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Target, targets
-from attnswitch.verify.session.tally import Report
+from attnswitch.verify.session.tally import INTERRUPTED, Report
 from attnswitch.verify.terms import Terms
 
 from . import demands, files, render
 from . import mutants as measured
+from . import speed as speeds
 from .court import COURT, FORBID, again, seat
 from .named import functions, named, present
 from .outputs import Outputs
@@ -78,7 +79,7 @@ def verify(
         int | None,
         typer.Option(
             min=1,
-            help=f"Data recipes for each problem drawn. Default: {RECIPES} where a backend builds something for a shape.",
+            help=f"Data recipes for each problem. Default: {RECIPES} where a backend builds something for a shape.",
         ),
     ] = None,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop at this many distinct failures.")] = 10,
@@ -146,6 +147,13 @@ def verify(
         list[str] | None,
         typer.Option(metavar="NAME", help="The same under a name (repeatable): llm-training, serving-paged, ..."),
     ] = None,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PROBLEM",
+            help="Then time what was named and is right on this problem, beside the fastest other (repeatable).",
+        ),
+    ] = None,
 ) -> None:
     """Fuzz every attention kernel of this machine against float64, outputs and gradients, and report.
 
@@ -154,6 +162,7 @@ def verify(
     """
     seconds = None if time is None else _seconds(time)
     backend = [*(backend or ()), *functions(function, like)] or None
+    timed = speeds.read(speed, backend)
     devices = _devices(device)
     asked = seat(context, backend, court, isolate=isolate, timeout=timeout, forbid=forbid)
     backends = _backends(backend)
@@ -187,12 +196,16 @@ def verify(
     outputs.check(plan.corpus, ndjson)
     os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:
-        _only_mutants(backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid)
+        _only_mutants(
+            backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid, speed
+        )
         raise typer.Exit(_mutants(plan, outputs))
     if not outputs.quiet:
         render.notices(backends)
         render.emulated(plan)
     report = _run(plan, outputs.quiet, ndjson)
+    if not (report.broke or report.stopped == INTERRUPTED):
+        speeds.measure(report, timed, backends, asked)
     outputs.write(report)
     if not outputs.quiet:
         _print(report)
@@ -259,6 +272,7 @@ def _print(report: Report) -> None:
     )
     render.matrix(report)
     demands.show(report)
+    speeds.show(report)
     render.failures(report.failures)
     rate = report.cases / report.seconds if report.seconds else 0.0
     stopped = f", stopped: {report.stopped}" if report.stopped else ""

@@ -19,10 +19,11 @@ import torch
 import attnswitch
 from attnswitch import child
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.candidates import AUTO, Attend, Refused, of_backend
+from attnswitch.bench.candidates import AUTO, Refused, of_backend
 from attnswitch.bench.loops import Loop, loops
 from attnswitch.bench.measure import Budget, current, wait
 from attnswitch.bench.peers import PEERS
+from attnswitch.bench.steps import first_line, step, wrong
 from attnswitch.bench.workload import Workload
 from attnswitch.problem import Problem
 
@@ -125,7 +126,7 @@ def _run_all(text: str, where: str) -> None:
         work = workload.of(Problem.parse(text), where)
         for name in _fitting(work):
             with contextlib.suppress(Exception):
-                _call(of_backend(name, work), work)()
+                step(of_backend(name, work), work)()
                 wait(where)
     if where != "cpu":
         torch.cuda.empty_cache()
@@ -140,24 +141,24 @@ def judge(problem: Problem, where: str, budget: Budget) -> Judged:
             judged = Judged(problem, plan.backend, plan.why)
             reference = deviation.make(work)
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            return Judged(problem, None, "", failed={"": _first_line(error)})
+            return Judged(problem, None, "", failed={"": first_line(error)})
         calls: dict[str, Callable[[], Any]] = {}
         for name in (*_fitting(work), AUTO, TORCH):
             try:
                 attend = PEERS[TORCH](work) if name == TORCH else of_backend(name, work)
-                call = _call(attend, work)
-                why = _wrong(call(), reference, problem)
+                call = step(attend, work)
+                why = wrong(call(), reference, problem)
             except Refused as refusal:
                 why = str(refusal)
             except Exception as error:  # kernels fail in many ways
-                why = _first_line(error)
+                why = first_line(error)
             if why:
                 judged.failed[name] = why
             else:
                 calls[name] = call
 
         def failed(name: str, error: Exception) -> None:
-            judged.failed[name] = _first_line(error)
+            judged.failed[name] = first_line(error)
 
         judged.times = loops(calls, where, budget=budget, failed=failed)
         calls.clear()
@@ -172,26 +173,3 @@ def judge(problem: Problem, where: str, budget: Budget) -> Judged:
 def _fitting(work: Workload) -> list[str]:
     plan = attnswitch.explain(work.query, work.key, work.value, **work.keywords())
     return [candidate.backend for candidate in plan.candidates if candidate.trusted]
-
-
-def _call(attend: Attend, work: Workload) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """The call as an application makes it, with its backward where the problem has gradients."""
-    if not work.problem.grads:
-        return lambda: (attend(),)
-    return lambda: torch.autograd.grad(attend(), work.leaves, work.grad_out)
-
-
-def _wrong(results: tuple[torch.Tensor, ...], reference: deviation.Reference, problem: Problem) -> str:
-    """What is wrong with ``results``, or nothing."""
-    found = reference.deviation(results)
-    least, most = (0.0, 0.0) if reference.empty else deviation.allowed(problem)
-    if least <= found <= most:
-        return ""
-    return (
-        f"wrong: its deviation from {deviation.where(problem)} is {found:.2g}, and a right result's at most {most:.2g}"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

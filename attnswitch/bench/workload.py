@@ -130,13 +130,13 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
     return of(asked(row, direction), device, row.lengths)
 
 
-def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None) -> Workload:
+def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None, seed: int = SEED) -> Workload:
     """The tensors of ``p``, contiguous and finite; ``lengths`` are its own, or those of its padding mask.
 
     Without any they are evenly spread, the first sequence whole; queries are as many as keys where the longest are.
     """
     dtype = getattr(torch, p.dtype)
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, of: torch.dtype = dtype, letter: str = "") -> torch.Tensor:
         tensor = torch.randn(shape, device=device, dtype=of, generator=generator)

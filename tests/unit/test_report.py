@@ -369,6 +369,7 @@ def test_the_document_ends_with_a_verdict_for_programs(demanding: Report) -> Non
         "of": "demanded",
         "share": 1.0,
         "worst": 0.25,
+        "speed": [],
         "told": [],
         "refused": [],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from attnswitch.verify.demands.figures import Share
@@ -76,7 +77,9 @@ def verdict(report: Report) -> dict[str, Any]:
     ``correct`` of the whole is that of the exit code. A backend is correct if something was verified, nothing was
     wrong, and all that is demanded was taken. Its ``share`` is the part of the demanded cases that came out right, of
     all cases where nothing is demanded; it is from 0 to 1, None where none was tried. ``worst`` is the worst error /
-    bound, of wrong results as well. ``told`` says what was wrong, ``refused`` what was not taken.
+    bound, of wrong results as well. ``speed`` has, for each problem that was to be timed, milliseconds of a call, those
+    of the fastest other backend, and the ratio: above 1 it is the faster; or why it was not timed. ``told`` says what
+    was wrong, ``refused`` what was not taken.
     """
     judged = [_judged(report, place, tally) for place, tally in facts.by_backend(report).items()]
     return {"correct": report.exit_code == 0, "backends": judged}
@@ -98,6 +101,7 @@ def _judged(report: Report, place: facts.Place, tally: Tally) -> dict[str, Any]:
         "of": "drawn" if whole is None else "demanded",
         "share": _part(tally.verified, tried) if whole is None else _part(whole.right, whole.drawn),
         "worst": facts.number(math.nan if any(map(math.isnan, ratios)) else max(ratios)),
+        "speed": [{**asdict(speed), "ratio": speed.ratio} for speed in report.speeds.get(place, ())],
         "told": [text[:_LONGEST] for text in told[:SHOWN]],
         "refused": [text[:_LONGEST] for text in refused],
     }

@@ -12,7 +12,7 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.coverage import triggers
 
-__all__ = ["INTERRUPTED", "TILE", "Found", "Report", "Tally"]
+__all__ = ["INTERRUPTED", "TILE", "Found", "Report", "Speed", "Tally"]
 
 INTERRUPTED = "interrupted"
 #: Histograms of error / bound have a bin for each power of two from 2**-LOWEST to 1, and one above.
@@ -98,6 +98,24 @@ class Tally:
             self.places[cell] = max(self.places.get(cell, 0.0), min(outcome.ratios["out"], 2.0))
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Milliseconds of a call of a backend, and of the fastest other one, ``beside`` it; or why it was not timed."""
+
+    problem: str
+    milliseconds: float | None = None
+    beside: str | None = None
+    milliseconds_beside: float | None = None
+    why: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast it is as the other."""
+        if self.milliseconds is None or self.milliseconds_beside is None:
+            return None
+        return self.milliseconds_beside / self.milliseconds
+
+
 @dataclass(slots=True)
 class Report:
     """What a run found; ``seconds`` is its duration."""
@@ -126,6 +144,8 @@ class Report:
     divergences: list[tuple[str, str, str, bool]] = field(default_factory=list)
     #: What the backends had to take.
     demanded: Demanded = field(default_factory=Demanded)
+    #: How fast they were, by device and backend, where that was asked for.
+    speeds: dict[tuple[str, str], list[Speed]] = field(default_factory=dict)
     #: Versions and devices, as the process that ran the kernels saw them.
     environment: dict[str, str] = field(default_factory=dict)
 
