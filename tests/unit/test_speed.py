@@ -26,6 +26,12 @@ Change = Callable[[str, Workload, Attend], Attend]
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, none is left out."""
+    monkeypatch.setattr(beside, "_SLOW", float("inf"))
+
+
+@pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     """Have each call of a backend be another."""
     real = candidates.of_backend
@@ -36,6 +42,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     return set_to
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("text", [str(SMALL), "b1.h4/2.s20x30.d16.fp32.grad", "b2.h2.s9.d16.fp32.varlen"])
 def test_each_has_a_time_and_the_fastest_other_is_known(text: str) -> None:
     found = beside.beside(Problem.parse(text), "cpu", ["tiled"], ["sdpa-math"])
@@ -46,6 +53,7 @@ def test_each_has_a_time_and_the_fastest_other_is_known(text: str) -> None:
     assert found.fastest(apart_from=["tiled", "sdpa-math"]) is None
 
 
+@pytest.mark.usefixtures("patient")
 def test_every_turn_has_numbers_of_its_own(changed: Callable[[Change], None]) -> None:
     met: dict[str, list[float]] = {"tiled": [], "sdpa-math": []}
 
@@ -59,6 +67,7 @@ def test_every_turn_has_numbers_of_its_own(changed: Callable[[Change], None]) ->
     assert len(set(met["tiled"])) == len(met["tiled"]) > 3
 
 
+@pytest.mark.usefixtures("patient")
 def test_who_remembers_an_answer_is_wrong(changed: Callable[[Change], None]) -> None:
     first: list[Any] = []
 
