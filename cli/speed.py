@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attnswitch
 from attnswitch.bench import workload
 from attnswitch.bench.beside import Beside, beside
+from attnswitch.bench.candidates import fitting
+from attnswitch.bench.steps import first_line
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.verify.court import Court, sitting
@@ -62,13 +63,11 @@ def _timed(
     problem: Problem, device: str, names: Sequence[str], named: Sequence[str], court: Court, others_seated: bool
 ) -> Beside:
     try:
-        work = workload.of(problem, device)
-        plan = attnswitch.explain(work.query, work.key, work.value, **work.keywords())
-    except (InvalidProblem, MemoryError, RuntimeError) as error:
-        return Beside(problem, failed=dict.fromkeys(names, str(error).splitlines()[0]))
-    others = tuple(each.backend for each in plan.candidates if each.trusted and each.backend not in named)
-    with sitting(Court(others if others_seated else (), court.timeout, everywhere=True)):
-        return beside(problem, device, names, others)
+        others = [name for name in fitting(workload.of(problem, device)) if name not in named]
+        with sitting(Court(tuple(others) if others_seated else (), court.timeout, everywhere=True)):
+            return beside(problem, device, names, others)
+    except (InvalidProblem, MemoryError, RuntimeError) as error:  # there may be no room for the operands, or the answer
+        return Beside(problem, failed=dict.fromkeys(names, first_line(error)))
 
 
 def _note(report: Report, device: str, names: Sequence[str], found: Beside) -> None:

@@ -19,7 +19,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem
 
-__all__ = ["AUTO", "Attend", "Refused", "configs", "of_backend", "with_configs"]
+__all__ = ["AUTO", "Attend", "Refused", "configs", "fitting", "of_backend", "with_configs"]
 
 #: One attention call, ready to run: the output, differentiable where the workload's operands require gradients.
 Attend = Callable[[], torch.Tensor]
@@ -49,6 +49,12 @@ def configs(name: str, problem: Problem, device: Device) -> Iterator[str]:
     loaded = registry.load(name) if name in registry.names() or ":" in name else Missing("")
     if not isinstance(loaded, Missing) and not any(one_by_one.reasons(loaded, problem, device)):
         yield from map(str, loaded.configs(one_by_one.asked(loaded, problem), device))
+
+
+def fitting(work: Workload) -> list[str]:
+    """The backends that the dispatcher may choose for a workload. Raises ``InvalidProblem``."""
+    plan = attnswitch.explain(work.query, work.key, work.value, **work.keywords())
+    return [candidate.backend for candidate in plan.candidates if candidate.trusted]
 
 
 def of_backend(name: str, work: Workload) -> Attend:

@@ -19,12 +19,11 @@ import torch
 import attnswitch
 from attnswitch import child
 from attnswitch.bench import deviation, workload
-from attnswitch.bench.candidates import AUTO, Refused, of_backend
+from attnswitch.bench.candidates import AUTO, Refused, fitting, of_backend
 from attnswitch.bench.loops import Loop, loops
 from attnswitch.bench.measure import Budget, current, wait
 from attnswitch.bench.peers import PEERS
 from attnswitch.bench.steps import first_line, step, wrong
-from attnswitch.bench.workload import Workload
 from attnswitch.problem import Problem
 
 __all__ = ["TORCH", "Judged", "Summary", "build", "judge", "summaries"]
@@ -124,7 +123,7 @@ def _run_all(text: str, where: str) -> None:
     """In a process of its own: each candidate once."""
     with current(where), contextlib.suppress(Exception):
         work = workload.of(Problem.parse(text), where)
-        for name in _fitting(work):
+        for name in fitting(work):
             with contextlib.suppress(Exception):
                 step(of_backend(name, work), work)()
                 wait(where)
@@ -143,7 +142,7 @@ def judge(problem: Problem, where: str, budget: Budget) -> Judged:
         except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as error:
             return Judged(problem, None, "", failed={"": first_line(error)})
         calls: dict[str, Callable[[], Any]] = {}
-        for name in (*_fitting(work), AUTO, TORCH):
+        for name in (*fitting(work), AUTO, TORCH):
             try:
                 attend = PEERS[TORCH](work) if name == TORCH else of_backend(name, work)
                 call = step(attend, work)
@@ -168,8 +167,3 @@ def judge(problem: Problem, where: str, budget: Budget) -> Judged:
     if where != "cpu":
         torch.cuda.empty_cache()
     return judged
-
-
-def _fitting(work: Workload) -> list[str]:
-    plan = attnswitch.explain(work.query, work.key, work.value, **work.keywords())
-    return [candidate.backend for candidate in plan.candidates if candidate.trusted]

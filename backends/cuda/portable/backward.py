@@ -46,17 +46,20 @@ class Backward(BackwardLaunches):
         bases = 2 * rows if p.adds_mask else rows  # `rest` lies behind
         constants = arguments.constants(p, generic=generic)
         constants.saved_rows = saved
-        of_query = p.batch * p.heads_q * p.seq_q * p.dim_qk
-        of_key, of_value = (p.batch * p.heads_kv * p.seq_k * dim for dim in (p.dim_qk, p.dim_v))
-        of_key, of_value = of_key if "k" in p.grads else 0, of_value if "v" in p.grads else 0
-        #: Numbers of the gradient of query, and of those of key and value; and among how many blocks each is shared.
-        self._numbers = of_query, of_key + of_value
+        of_query, of_key, of_value = (
+            p.batch * heads * length * dim if letter in p.grads else 0
+            for letter, heads, length, dim in (
+                ("q", p.heads_q, p.seq_q, p.dim_qk),
+                ("k", p.heads_kv, p.seq_k, p.dim_qk),
+                ("v", p.heads_kv, p.seq_k, p.dim_v),
+            )
+        )
         by_query, by_keys = shares("query_gradient", p, device, query), shares("key_gradients", p, device, keys)
-        self._shares = by_query, by_keys
-        left = of_query if by_query > 1 else 0, of_key if by_keys > 1 else 0, of_value if by_keys > 1 else 0
+        #: Numbers of the gradient of query, and of those of key and value; and among how many blocks each is shared.
+        self._numbers, self._shares = (of_query, of_key + of_value), (by_query, by_keys)
         # Parts of query are taken before those of key are left.
-        parts = max(by_query * left[0], by_keys * left[1])
-        super().__init__(p, constants, (bases, rows, by_keys * left[2], parts), least)
+        parts = max(_left(of_query, by_query), _left(of_key, by_keys))
+        super().__init__(p, constants, (bases, rows, _left(of_value, by_keys), parts), least)
         self._rows = rows
         self.steps = list(self._launches(p, keys, query, mask, together))
 
@@ -95,6 +98,11 @@ class Backward(BackwardLaunches):
         if parts > 1:
             blocks = arithmetic.tiles(self._numbers[of_keys], 32 * ROWS_A_BLOCK)
             yield Step(variants.of_numbers(p, "add_parts", of_keys), blocks, 0, splits=parts)
+
+
+def _left(numbers: int, parts: int) -> int:
+    """How many numbers ``parts`` blocks leave for each gradient of so many."""
+    return numbers * parts if parts > 1 else 0
 
 
 def rows_added(p: Problem, query: Tile) -> Step:

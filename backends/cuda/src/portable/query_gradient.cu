@@ -1,8 +1,7 @@
 // The gradient of query, (batch, heads, queries, dim): dQ = scale dS K.
 //
 // A block takes BLOCK_M queries of one head and visits the tiles of BLOCK_N keys that any of them sees, as the forward,
-// or a share of these (shares.cuh).
-// S and dP are computed again for each.
+// or a share of these (shares.cuh). S and dP are computed again for each.
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
 // value [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier for each tile of keys.
