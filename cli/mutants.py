@@ -15,8 +15,8 @@ __all__ = ["run", "show"]
 _WIDE = 150
 
 
-def run(seed: int, examples: int, workers: int | None, quiet: bool) -> Matrix:
-    """Measure every mutant, with a progress bar."""
+def run(seed: int, examples: int, workers: int | None, alone: bool, quiet: bool) -> Matrix:
+    """Measure every mutant, and every check ``alone``, with a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=render.console, transient=True, disable=quiet) as bar:
         task = bar.add_task("starting", total=None)
@@ -24,12 +24,13 @@ def run(seed: int, examples: int, workers: int | None, quiet: bool) -> Matrix:
         def progress(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        return measure(seed, examples, workers=workers, progress=progress)
+        return measure(seed, examples, workers=workers, progress=progress, alone=alone)
 
 
 def show(matrix: Matrix) -> None:
-    """The mutants with what caught them, and the checks with what they are there for."""
-    rows = render.table("family", "mutant", "caught by", "cases", "s", "seen alone by", right=("cases", "s"))
+    """The mutants with what caught them; and the checks with what they are there for, if they looked alone."""
+    seen = ("seen alone by",) if matrix.checks else ()
+    rows = render.table("family", "mutant", "caught by", "cases", "s", *seen, right=("cases", "s"))
     wide = render.console.width >= _WIDE  # else how many checks see it; --json and --html say which
     previous = ""
     for row in sorted(matrix.rows, key=lambda row: row.family):
@@ -37,20 +38,17 @@ def show(matrix: Matrix) -> None:
         names = ", ".join(f"{check} [dim]{cases}[/]" for check, cases in row.caught.items())
         alone = names if wide else f"{len(row.caught)} checks"
         family = "" if row.family == previous else row.family
-        rows.add_row(family, row.name, first, str(row.cases), f"{row.seconds:.1f}", alone)
+        cells = (family, row.name, first, str(row.cases), f"{row.seconds:.1f}", alone)
+        rows.add_row(*cells[: len(rows.columns)])
         previous = row.family
     render.console.print(rows)
+    which = "; seen alone by: checks that see it when nothing else looks, with the number of the case" if seen else ""
     render.console.print(
-        "[dim]caught by: what ended a run as a user would start it, after so many cases and seconds; seen alone by:"
-        " checks that see it when nothing else looks, with the number of the case[/]\n",
+        f"[dim]caught by: what ended a run as a user would start it, after so many cases and seconds{which}[/]\n",
         soft_wrap=True,
     )
-    checks = render.table("check", "sees", "that no other sees", right=("sees",))
-    for check in matrix.checks:
-        alone = ", ".join(matrix.alone(check))
-        seen = sum(check in row.caught for row in matrix.rows)
-        checks.add_row(check, str(seen), alone or f"[dim]{render.escape(named(check).why)}[/]")
-    render.console.print(checks)
+    if matrix.checks:
+        _show_checks(matrix)
     survivors = ", ".join(row.name for row in matrix.survivors)
     verdict = f"[bold red]{len(matrix.survivors)} survive: {survivors}[/]" if survivors else "[bold green]all caught[/]"
     render.console.print(
@@ -58,3 +56,12 @@ def show(matrix: Matrix) -> None:
         f" {matrix.median_seconds:.1f} s\n{verdict}",
         soft_wrap=True,
     )
+
+
+def _show_checks(matrix: Matrix) -> None:
+    checks = render.table("check", "sees", "that no other sees", right=("sees",))
+    for check in matrix.checks:
+        alone = ", ".join(matrix.alone(check))
+        seen = sum(check in row.caught for row in matrix.rows)
+        checks.add_row(check, str(seen), alone or f"[dim]{render.escape(named(check).why)}[/]")
+    render.console.print(checks)

@@ -120,6 +120,10 @@ def verify(
             help="Try the verifier instead, on backends that are wrong on purpose: which check catches which.",
         ),
     ] = False,
+    matrix: Annotated[
+        bool,
+        typer.Option("--matrix", help="With --mutants: let every check look alone too, and tell which sees which."),
+    ] = False,
     keep_worst: Annotated[
         bool, typer.Option("--keep-worst", help="Save each backend's worst case in the corpus, where it got worse.")
     ] = False,
@@ -199,7 +203,9 @@ def verify(
         _only_mutants(
             backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid, speed
         )
-        raise typer.Exit(_mutants(plan, outputs))
+        raise typer.Exit(_mutants(plan, outputs, matrix))
+    if matrix:
+        raise InvalidProblem("--matrix is of the verifier's own test: add --mutants")
     if not outputs.quiet:
         render.notices(backends)
         render.emulated(plan)
@@ -216,14 +222,14 @@ def _only_mutants(*others: object) -> None:
     """Refuse what has no meaning beside ``--mutants``."""
     if any(others):
         raise InvalidProblem(
-            "--mutants tries the verifier itself: of the other options it takes --seed, --examples, --workers, --json"
-            " and --html"
+            "--mutants tries the verifier itself: of the other options it takes --matrix, --seed, --examples,"
+            " --workers, --json and --html"
         )
 
 
-def _mutants(plan: Plan, outputs: Outputs) -> int:
+def _mutants(plan: Plan, outputs: Outputs, alone: bool) -> int:
     """The exit code of the verifier's own test: 1 if a mutant survives."""
-    matrix = measured.run(plan.seed, plan.examples or EXAMPLES, plan.workers, outputs.quiet)
+    matrix = measured.run(plan.seed, plan.examples or EXAMPLES, plan.workers, alone, outputs.quiet)
     if outputs.json is not None:
         render.write_json(matrix.to_json(), outputs.json)
     if outputs.html is not None:

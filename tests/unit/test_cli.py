@@ -268,6 +268,8 @@ def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytes
             "is not a Backend: see attnswitch.machine.backend",
         ),
         (("verify", "--workers", "0"), "Invalid value for '--workers'"),
+        (("verify", "--matrix"), "--matrix is of the verifier's own test: add --mutants"),
+        (("verify", "--mutants", "--time", "9s"), "of the other options it takes --matrix, --seed, --examples"),
         (("verify", "--timeout", "0"), "Invalid value for '--timeout'"),
         *(
             (("verify", "--time", text), f"--time '{text}': expected a duration")

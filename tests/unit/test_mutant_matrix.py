@@ -59,7 +59,13 @@ def measured(told: list[tuple[int, int, str]]) -> Iterator[Matrix]:
             "extremes",
         ):  # a survivor meets all of them, which takes a while
             patch.setattr(lattice, cases, lambda *space: iter(()))
-        made = measure(names=(*NAMES, NOTHING.name), workers=1, examples=50, progress=lambda *what: told.append(what))
+        made = measure(
+            names=(*NAMES, NOTHING.name),
+            workers=1,
+            examples=50,
+            progress=lambda *what: told.append(what),
+            alone=True,
+        )
     yield made
     registry.forget()
     planner.forget()
@@ -108,6 +114,17 @@ def test_it_is_json(measured: Matrix) -> None:
     assert list(document["alone"]) == list(measured.checks)
     assert (document["seed"], document["examples"]) == (0, 50)
     assert document["median_seconds"] > 0
+
+
+def test_no_check_looks_alone_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(matrix, "columns", never)
+    measured = measure(names=("bool-mask-inverted",), workers=1, examples=10)
+    assert measured.checks == ()
+    assert [(found.name, found.caught) for found in measured.rows] == [("bool-mask-inverted", {})]
+    assert measured.rows[0].first is not None
 
 
 def test_progress_is_told(measured: Matrix, told: list[tuple[int, int, str]]) -> None:

@@ -199,3 +199,10 @@ def test_the_mutants_on_the_page(report: Report) -> None:
     heads = [attrs for tag, attrs in page.tags if tag == "th" and attrs.get("class") == "check"]
     assert len(heads) == 3
     assert re.search(r"seen by the check\s*210\s*seen by no other\s*1\s", page.text)  # by reference, split, hull
+
+
+def test_the_mutants_of_a_run_in_which_no_check_looked_alone(report: Report) -> None:
+    page = Page(to_html(report, Matrix((row("dropped-tile", "split"), row("inverted-mask", None)), (), 0, 50)))
+    assert "Not caught: inverted-mask." in page.text
+    assert "seen by" not in page.text
+    assert [attrs for tag, attrs in page.tags if tag == "th" and attrs.get("class") == "check"] == []

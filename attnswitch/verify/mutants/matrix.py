@@ -1,7 +1,8 @@
 """The verifier tried on faulty backends: which check catches which mutant, after how many cases, and what survives.
 
 Two things are measured. A run as a user would start it, for each mutant alone, ends at the first failure: that is the
-kill. Then every check alone looks at the same cases of every mutant: that shows what each check is there for.
+kill. Then, if asked, every check alone looks at the same cases of every mutant: that shows what each check is there
+for, and takes twice as long.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Row:
 
     The seconds are those that a run on the true backend needed for the same cases, in the same process.
 
-    ``caught`` has the checks that see it when they look alone, with the number of the case that showed it.
+    ``caught`` has the checks that see it when they look alone, with the number of the case that showed it; it is empty
+    where none looked alone.
     """
 
     name: str
@@ -57,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """All mutants, and the checks that looked at them."""
+    """All mutants, and the checks that looked at them alone."""
 
     rows: tuple[Row, ...]
     checks: tuple[str, ...]
@@ -103,19 +105,20 @@ def measure(
     names: Iterable[str] | None = None,
     workers: int | None = None,
     progress: Progress = lambda done, total, what: None,
+    alone: bool = False,
 ) -> Matrix:
-    """Run every mutant (or those of ``names``), and every check on each, in ``workers`` processes.
+    """Run every mutant (or those of ``names``), and every check on each if ``alone``, in ``workers`` processes.
 
     The true backend goes the same way. Raises ``VerificationError`` if anything is held against it: what is held
     against a mutant would then mean nothing.
     """
     wanted = None if names is None else set(names)
     chosen = [mutant for mutant in mutants() if wanted is None or mutant.name in wanted]
-    checks = tuple(check.name for check in CHECKS if not check.gpu and check not in LAST)
+    checks = tuple(check.name for check in CHECKS if not check.gpu and check not in LAST) if alone else ()
     caught: dict[str, dict[str, int]] = {check: {} for check in checks}
     ended: dict[str, Kill] = {}
     against: set[str] = set()
-    tasks = [*_runs(chosen, seed, examples), *_columns(chosen, checks, seed)]
+    tasks = [*_runs(chosen, seed, examples), *(_columns(chosen, checks, seed) if checks else ())]
     for done, (task, found) in enumerate(_carried_out(tasks, workers or os.cpu_count() or 1), 1):
         if task.do is kills:
             against |= {found[_TRUE].check} - {None}
