@@ -16,7 +16,8 @@ import pytest
 from attnswitch import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.verify import Case, Failure, Outcome, Plan, Report, Space, Target, load, run
-from attnswitch.verify.session import worker
+from attnswitch.verify.session import order, worker
+from attnswitch.verify.session.explore import Drawn
 
 Register = Callable[[str, str], None]
 #: What is wrong with a case: the property that it breaks, "refused", or None.
@@ -95,6 +96,15 @@ def test_cases_are_counted_with_their_recipes(recipes: int, problems: int, monke
     report = run(Plan((Target("cpu", ("one", "two"), Space(), recipes=recipes),), 120, 0))
     assert report.cases == len(spy.drawn) == problems * recipes
     assert len({case.problem().replace(nonfinite=False) for case, _ in spy.calls}) <= problems
+
+
+@pytest.mark.parametrize(("recipes", "each"), [(1, 50), (2, 1), (12, 1)])
+def test_no_worker_is_kept_waiting_by_one_that_compiles_for_many_problems(recipes: int, each: int) -> None:
+    target = Target("cuda:0", ("one",), Space(), recipes=recipes)
+    jobs = list(order.fresh(Plan((target,), 200, 0), target, lambda first, count: Drawn(target, 0, first, count)))
+    counts = [job.count for job in jobs if isinstance(job, Drawn)]
+    assert sum(counts) == -(-200 // recipes)
+    assert max(counts) == each
 
 
 def test_another_process_draws_the_same(examined: Examined, tmp_path: Path) -> None:

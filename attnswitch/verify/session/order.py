@@ -13,7 +13,8 @@ from attnswitch.verify.session.plan import Plan, Target
 
 __all__ = ["demanded", "fresh"]
 
-#: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others.
+#: Cases of one job. Between two jobs the time is checked, and the worker learns of the failures of others. Where each
+#: problem compiles for seconds a job is one problem, or the last of them would keep the others waiting.
 _CHUNK = 50
 #: The same where kernels are emulated and a case takes a second or more.
 _SLOW_CHUNK = 10
@@ -48,7 +49,7 @@ def fresh(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Ite
 
 def _chunks(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Iterator[Job]:
     first, limit = 0, plan.problems(target)
-    chunk = max(1, (_SLOW_CHUNK if target.emulation else _CHUNK) // target.recipes)
+    chunk = 1 if target.recipes > 1 else _SLOW_CHUNK if target.emulation else _CHUNK
     while limit is None or first < limit:
         count = chunk if limit is None else min(chunk, limit - first)
         yield drawn(first, count)
