@@ -29,6 +29,8 @@ DIMS = (
     *(pytest.param(dims, marks=pytest.mark.slow) for dims in ("72/96", "128")),
     *(pytest.param(dims, marks=pytest.mark.nightly) for dims in ("80", "192/128", "136/64", "256")),
 )
+#: Which of the tiles that are compiled.
+WHICH = (0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly))
 #: The last sequence of each has neighbours of its own: rows past the end, of queries and of keys.
 QUERIES, KEYS = (150, 1, 0, 201, 64), (170, 0, 9, 310, 128)
 
@@ -125,7 +127,7 @@ def test_tiles_that_are_continued_come_last() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("dims", DIMS)
 def test_tiles_that_reach_into_the_next_sequence_leave_it_out(dims: str, which: int) -> None:
     for how in ("", ".causal", ".causal-br", ".window=40,9"):
@@ -160,7 +162,7 @@ def test_dropout_is_that_of_the_seed_and_softcaps_bend(dims: str) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("which", [0, *(pytest.param(which, marks=pytest.mark.slow) for which in (1, 2))])
+@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_row_of_a_sequence_has_its_sink_and_those_past_the_last_have_none(dims: str, which: int) -> None:
     check(f"b1.h4/2.s1.d{dims}.fp16.causal-br.window=40,0.varlen.sinks", which, sinks=(-np.inf, 1e4, 0.5, -1e4))

@@ -81,7 +81,7 @@ CASES = sorted(
         *((*case, make_builds.DEVICES[n % len(make_builds.DEVICES)]) for n, case in enumerate(make_builds.PROBLEMS)),
     }
 )
-SLOW = CASES[::3]
+SLOW = CASES[::6]
 
 
 @pytest.fixture(scope="module")
