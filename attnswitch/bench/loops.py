@@ -21,7 +21,7 @@ __all__ = ["Loop", "loops", "rested"]
 _LOOP, _BURST, _FEWEST, _MOST = 4.0, 1.0, 2, 50
 #: Loops of each candidate.
 _LEAST, _ROUNDS = 3, 15
-#: A candidate that takes so many times as long as the fastest is left at its first loop.
+#: A candidate that takes so many times as long as the fastest, twice, is left at that.
 _SLOW = 8.0
 
 
@@ -54,7 +54,6 @@ def loops(
     """
     budget = budget or Budget()
     found: dict[str, list[tuple[float, float]]] = {}
-    counts: dict[str, int] = {}
     live = dict(candidates)
 
     def run(name: str, calls: int) -> tuple[float, float] | None:
@@ -73,9 +72,14 @@ def loops(
             for calls in (1, 1, 2):  # what is built at first sight is built in the first
                 made = run(name, calls) if name in live else None
             if made is not None:
-                found[name], counts[name] = [made], _calls(made[0], _BURST if rest else _LOOP)
+                found[name] = [made]
         fastest = min((times[0][0] for times in found.values()), default=0.0)
+        for name in [name for name in live if found[name][0][0] > _SLOW * fastest]:
+            made = run(name, 2)
+            if made is not None:
+                found[name] = [min(made, found[name][0])]
         worth = [name for name in live if found[name][0][0] <= _SLOW * fastest]
+        counts = {name: _calls(found[name][0][0], _BURST if rest else _LOOP) for name in worth}
         rounds = {name: _rounds(budget.run, found[name][0][0] * counts[name]) for name in worth}
         for name in worth:
             found[name].clear()

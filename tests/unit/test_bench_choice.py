@@ -103,6 +103,19 @@ def test_what_is_far_slower_is_left_at_its_first_loop(clock: Clock) -> None:
     assert times["slow"].median == pytest.approx(1.0)
 
 
+def test_what_was_held_up_once_is_not_taken_for_slow(clock: Clock) -> None:
+    calls = 0
+
+    def held_up() -> None:
+        nonlocal calls
+        calls += 1
+        clock.now += (100.0 if calls == 4 else 0.1) / 1e3
+
+    times = loops({"fast": clock.takes(0.1), "held up": held_up}, "cpu", budget=SHORT)
+    assert times["held up"].loops == 3
+    assert times["held up"].median == pytest.approx(0.1)
+
+
 def test_what_raises_is_left_out_and_told(clock: Clock) -> None:
     failed: list[str] = []
     calls = {"broken": broken, "one": clock.takes(0.1)}
