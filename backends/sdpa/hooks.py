@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import gcd
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ def _hooked(out: Any, lender: Any) -> Any:
     if node is not None:
         node._register_hook_dict(lender)
     return out
+
+
+def _aligned(grad: Any) -> Any:
+    """None where ``grad`` is aligned and nobody differentiates it, found out by as little as there is to run.
+
+    It runs in the thread of torch's engine, on another core, whose caches have none of the interpreter's data: a frame
+    and a few calls more were 17 us of a training step of 200.
+    """
+    *steps, unit = grad.stride()
+    if unit == 1 and not (gcd(*steps) * grad.element_size() | grad.data_ptr()) & 15 and not _grad_enabled():
+        return None
+    return aligned(_noted(grad))
 
 
 def _noted(grad: Any) -> Any:
@@ -74,4 +87,5 @@ def _lender(hook: Callable[[Any], Any]) -> Any:
     return lender
 
 
-_ALIGNING, _NOTING = _lender(lambda grad: aligned(_noted(grad))), _lender(_noted)
+_grad_enabled = torch.is_grad_enabled
+_ALIGNING, _NOTING = _lender(_aligned), _lender(_noted)

@@ -33,6 +33,32 @@ def test_an_upstream_gradient_is_aligned() -> None:
     assert torch.equal(grad, 2 * upstream)
 
 
+@pytest.mark.parametrize(
+    ("shape", "steps", "as_it_is"),
+    [
+        ((2, 3, 5, 8), (120, 40, 8, 1), True),
+        ((2, 3, 5, 4), (60, 20, 4, 1), True),
+        ((2, 3, 5, 8), (120, 8, 24, 1), True),  # heads inside
+        ((2, 3, 5, 8), (0, 0, 0, 0), False),  # of a sum
+        ((2, 3, 5, 8), (120, 1, 3, 15), False),
+        ((1, 3, 5, 8), (3, 40, 8, 1), False),  # the kernels look at strides of axes of length 1
+    ],
+)
+def test_an_aligned_gradient_is_passed_on_as_it_is(
+    shape: tuple[int, ...], steps: tuple[int, ...], as_it_is: bool
+) -> None:
+    leaf, seen = torch.randn(shape, requires_grad=True), []
+    out = output(leaf)
+    assert out.grad_fn is not None
+    out.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+    upstream = torch.randn(1000).as_strided(shape, steps)
+    torch.autograd.grad(out, leaf, upstream)
+    assert (seen[0].data_ptr() == upstream.data_ptr()) is as_it_is
+    assert torch.equal(seen[0], upstream)
+    assert all(step % 4 == 0 for step in seen[0].stride()[:-1])
+    assert seen[0].stride(-1) == 1
+
+
 @pytest.mark.parametrize("removed", [False, True])
 def test_hooks_of_the_caller_come_after_and_go_alone(removed: bool) -> None:
     leaf, seen = torch.randn(8, requires_grad=True), []
