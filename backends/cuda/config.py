@@ -20,15 +20,16 @@ from .fused.tiles import FusedTile
 from .hopper import choice as hopper_choice
 from .hopper.tiles import HopperGradients, HopperTile
 from .portable import choice as portable_choice
+from .portable import timed
 from .portable.splits import schedule
-from .portable.tiles import FEW, Tile, fits, mixed, on_tensor_cores, packs, rows, shrunk
+from .portable.tiles import FEW, FEWER, Tile, fits, mixed, on_tensor_cores, packs, rows, shrunk
 
 __all__ = ["CudaConfig", "configs"]
 
 #: Splits that are tried where sequences have lengths of their own, which the host does not know.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 12)
-#: Rows up to which a tile has all of them, and the fewest that a warp of the ordinary units has.
-_FEWER, _LEAST_ROWS = 64, 4
+#: The fewest rows that a warp of the ordinary units has.
+_LEAST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _ordinary(problem: Problem, device: Device, backward: HopperGradients | Fuse
     lengths = (16, 32, 64) if on_tensor_cores(problem) else (8, 16, 32)
     few = itertools.product(lengths, (2, 4, 8), (2, 3, 4)) if rows(problem) <= FEW else ()
     near = partial(portable_choice.ranked, problem=problem, device=device)
-    forwards = near("forward") if rows(problem) > _FEWER else []
+    forwards = near("forward") if rows(problem) > FEWER else []
     for tile in dict.fromkeys((*forwards, *searched, *(Tile(_height(problem), *choice, apart=True) for choice in few))):
         if tile != best.forward and _suits(tile, "forward", problem, on_chip):
             yield replace(best, forward=tile, splits=schedule(problem, device, tile)[1])
@@ -201,8 +202,10 @@ def _generic(problem: Problem, on_chip: int) -> CudaConfig:
 
 
 def _heuristic(problem: Problem, device: Device) -> CudaConfig:
+    if rows(problem) > FEWER and timed.taken(problem, device):
+        return _with(problem, device, *timed.soonest(problem, device))
     forwards = _forwards(problem, device.on_chip)
-    if rows(problem) > _FEWER:
+    if rows(problem) > FEWER:
         forwards = tuple(portable_choice.ranked("forward", problem, device)[:1]) or forwards
     _, splits, tile = min([(*schedule(problem, device, tile), tile) for tile in forwards], key=itemgetter(0))
     return _with(problem, device, tile, splits)
@@ -236,10 +239,10 @@ def _of_class(problem: Problem, on_chip: int, forward: Tile | HopperTile, splits
 def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     """The tiles that the portable forward may have at first."""
     wide = max(problem.dim_qk, problem.dim_v)
-    few = _FEWER if mixed(problem) else rows(problem)
+    few = FEWER if mixed(problem) else rows(problem)
     if few <= FEW:
         return _streaming(problem, on_chip)
-    if few <= _FEWER:
+    if few <= FEWER:
         # Blocks of few warps, several to an SM, with tiles of keys in flight.
         height = 1 << (few - 1).bit_length()
         tile = Tile(height, 64 if on_tensor_cores(problem) else 32, height // 16, 3)

@@ -52,6 +52,7 @@ VALUES: dict[str, set[int]] = {
     "BIAS": {0, 1, 2},
     "ORDERED": {0, 1},
     "ADDED": {0, 1},
+    "ALONE": {0, 1},
 }
 
 

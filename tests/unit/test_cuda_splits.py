@@ -87,3 +87,31 @@ def test_each_sequence_has_its_own_where_the_longest_come_first(integers: torch.
             attnswitch.attention_paged(query, cache, cache, **call, backend=name) for name in ("cuda", "reference")
         )
         torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("sinks", [None, (0.5, -2.0)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("parts", [2, 32, 33, 60])
+def test_a_warp_or_a_block_merges_a_row(
+    parts: int, sinks: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that are no multiple of a block's, some of which see nothing."""
+    monkeypatch.setattr(splits, "_MOST_MERGED", 0)
+    assert tiles.merges_alone(parts) == (parts <= 32)
+    draw = torch.Generator().manual_seed(parts)
+    lengths = torch.tensor([0, 5, 300])
+    query = torch.randn(3, 3, 2, 40, generator=draw)
+    cache = torch.randn(3 * 19, 16, 1, 40, generator=draw)
+    call: dict[str, Any] = {
+        "block_table": torch.randperm(3 * 19, generator=draw).view(3, 19).int(),
+        "cache_lengths": lengths,
+        "num_splits": parts,
+        "return_lse": True,
+        "sinks": None if sinks is None else torch.tensor(sinks),
+    }
+    found, right = (
+        attnswitch.attention_paged(query, cache, cache, **call, backend=name) for name in ("cuda", "reference")
+    )
+    for ours, wanted in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)

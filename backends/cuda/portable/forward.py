@@ -42,7 +42,7 @@ class Forward(ForwardLaunches):
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
-        return (self.variant, _merge(self._problem)) if self._split == PARTS else (self.variant,)
+        return (self.variant, self._merge) if self._split == PARTS else (self.variant,)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
@@ -57,7 +57,7 @@ class Forward(ForwardLaunches):
             lines = _lines(inputs)
             parts = self._parts(a, lse, lines)
             run.start(self.variant, self.blocks, a, out)
-            run.start(_merge(self._problem), lines, a, out)
+            run.start(self._merge, tiles.merging_blocks(self._splits, lines), a, out)
             del parts  # not before: the next launch's is what it points to from here on
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
@@ -78,8 +78,8 @@ class Forward(ForwardLaunches):
                 send(stream, ctypes.addressof(a))
 
             return merged
-        merge, lines = _merge(self._problem), _lines(inputs)
-        send_merge = run.sender(merge, lines, index)
+        lines = _lines(inputs)
+        send_merge = run.sender(self._merge, tiles.merging_blocks(self._splits, lines), index)
 
         def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:
             parts = self._parts(a, lse, lines)
@@ -93,6 +93,11 @@ class Forward(ForwardLaunches):
     def _left(self) -> int:
         """Bytes that blocks leave to those of the last splits."""
         return tiles.left(self._problem, self._tile) * (self.blocks - self.blocks // self._splits)
+
+    @property
+    def _merge(self) -> Variant:
+        """The kernel that merges the parts."""
+        return _merge(self._problem, tiles.merges_alone(self._splits))
 
     def _parts(self, a: Arguments, lse: Any, lines: int) -> Any:
         """Memory for what splits come to, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
@@ -117,7 +122,7 @@ def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
 
 
 @per_class
-def _merge(p: Problem) -> Variant:
+def _merge(p: Problem, alone: bool) -> Variant:
     plain = variants.of_rows(p, "merge", arithmetic.folds(p))
-    flags = (*plain.flags, ("SINKS", int(p.sinks)))
-    return plain._replace(warps=tiles.MERGING_WARPS, shared=tiles.merging_shared(p), flags=flags)
+    flags = (*plain.flags, ("SINKS", int(p.sinks)), ("ALONE", int(alone)))
+    return plain._replace(warps=tiles.MERGING_WARPS, shared=0 if alone else tiles.merging_shared(p), flags=flags)

@@ -12,7 +12,7 @@ from ..classes import per_class
 from . import choice, occupancy
 from .tiles import Tile, on_tensor_cores, packs, room
 
-__all__ = ["EXTRA", "MERGED", "MOST_SPLITS", "PARTS", "WHOLE", "how", "pace", "schedule"]
+__all__ = ["EXTRA", "MERGE", "MERGED", "MOST_SPLITS", "PARTS", "WHOLE", "how", "of_parts", "pace", "schedule"]
 
 #: How keys are split, as ``SPLIT`` of ``forward.cu``: not at all, into parts for another launch, or merged at once.
 WHOLE, PARTS, MERGED = range(3)
@@ -23,6 +23,10 @@ _MOST_MERGED = 24
 #: What a block takes beside its tiles, the last block of a row to merge, a launch that does, and that for each row of
 #: an SM: in steps of a tile each warp, of about 2 us on an H200.
 EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
+#: Microseconds of a step; of a launch that merges parts a row to a warp, and bytes of parts, written and read, for each
+#: of them; how busy a warp alone keeps its SM, by matrix instructions or the ordinary units (an H200: h200/tiles.json).
+_MICROSECONDS, MERGE, _BYTES = 2.0, 2.5, 1.2e6
+_BUSY, _BUSIER = 0.19, 0.22
 #: Products of such a step on tensor cores, and how many times as long the ordinary units take for them.
 _STEP, _ORDINARY = 2**20, 7
 
@@ -48,13 +52,42 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     if not blocks or not tiles:
         return 0, 1
     sms = device.sms or 64
+    slots = sms * at_once
+    if not tile.apart and not problem.page:
+        of_step = _MICROSECONDS * slowness
+        busy = tile.warps * (_BUSY if on_tensor_cores(problem) else _BUSIER)
+        return _of_parts(blocks, tiles, sms, at_once, busy, MERGE / of_step, of_parts(problem) / of_step)
     launch = (_LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms) / slowness
-    work = blocks, tiles, sms * at_once, tile.teams, tile.apart, launch
+    work = blocks, tiles, slots, tile.teams, tile.apart, launch
     cost, splits = _soonest(*work)
     # In more rounds than one blocks that end early leave room for others already.
     if problem.page and splits == 1 and blocks <= sms * at_once:
         return _soonest_uneven(problem.batch, *work)
     return cost, splits
+
+
+def of_parts(problem: Problem) -> float:
+    """Microseconds in which each of several splits writes its numerators, and a launch reads them."""
+    size = 8 if problem.dtype == "float64" else 4
+    return 2 * size * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v / _BYTES
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_parts(
+    blocks: int, tiles: int, sms: int, at_once: int, busy: float, launch: float, part: float
+) -> tuple[float, int]:
+    """``schedule`` where a launch merges, which takes ``launch``, and ``part`` for each split.
+
+    Blocks share their SM, which each keeps ``busy`` to a part. Splits hold two tiles at least, and only fill what is
+    free.
+    """
+    best, least = 1, math.inf
+    for splits in range(1, max(1, min(sms * at_once // blocks, tiles // 2, MOST_SPLITS)) + 1):
+        together = -(-blocks * splits // sms)
+        cost = (-(-tiles // splits) + EXTRA) * max(1.0, together * busy) + (splits > 1) * (launch + part * splits)
+        if cost < least:
+            best, least = splits, cost
+    return least, best
 
 
 @functools.lru_cache(maxsize=4096)

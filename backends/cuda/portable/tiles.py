@@ -11,12 +11,15 @@ from ...own import arithmetic
 
 __all__ = [
     "FEW",
+    "FEWER",
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
     "Tile",
     "block",
     "fits",
     "left",
+    "merges_alone",
+    "merging_blocks",
     "merging_shared",
     "mixed",
     "on_tensor_cores",
@@ -29,16 +32,17 @@ __all__ = [
     "shrunk",
 ]
 
-#: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have.
-FEW = 16
+#: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have; and rows up to which a
+#: tile has all of them.
+FEW, FEWER = 16, 64
 #: Queries below which a tile of one head is partly empty, which the heads that share keys then fill.
 _PARTLY = 64
 #: Columns of a head at most.
 _MOST_COLUMNS = 256
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
 ROWS_A_BLOCK = 4
-#: Warps of a block that merges many splits of a row.
-MERGING_WARPS = 8
+#: Warps of a block that merges splits, and splits up to which each of them has a row of its own.
+MERGING_WARPS, _MERGED_ALONE = 8, 32
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
 
@@ -143,8 +147,21 @@ def left(problem: Problem, tile: Tile) -> int:
     return tile.queries * (block(problem.dim_v, problem, tile) + 2) * _real(problem)
 
 
+def merges_alone(splits: int) -> bool:
+    """Whether a warp of ``merge.cu`` has a row, and not a block: of many rows, as keys are split in few.
+
+    By nothing but the splits, on whose number alone a sequence's bits may depend.
+    """
+    return splits <= _MERGED_ALONE
+
+
+def merging_blocks(splits: int, lines: int) -> int:
+    """How many blocks of ``merge.cu`` merge so many rows."""
+    return arithmetic.tiles(lines, MERGING_WARPS) if merges_alone(splits) else lines
+
+
 def merging_shared(problem: Problem) -> int:
-    """Bytes of shared memory that a block of ``merge.cu`` takes, for rows of any length."""
+    """Bytes of shared memory that a block of ``merge.cu`` takes for one row, of any length."""
     return MERGING_WARPS * _MOST_COLUMNS * _real(problem)
 
 

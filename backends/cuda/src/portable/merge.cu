@@ -1,8 +1,9 @@
 // Split keys put together: out (batch, heads, queries, dim_v) and lse from the numerators, maxima and sums of the
 // splits.
 //
-// A block takes one row. Each warp finds the largest maximum and the total, and adds up the numerators of every
-// WARPS-th split; warps are added up in shared memory [WARPS][dim_v]. Maxima are as in together.cuh.
+// A warp has a row ALONE, where there are few splits and may be many rows; or a block has one: each warp finds the
+// largest maximum and the total, and adds up the numerators of every WARPS-th split, and warps are added up in shared
+// memory [WARPS][dim_v]. Maxima are as in together.cuh.
 #include "sequences.cuh"
 #include "portable/warps.cuh"
 #include "sinks.cuh"
@@ -16,11 +17,14 @@ DEVICE T* out_of(const Arguments& a, i64 line) {
 }
 
 KERNEL merge(const Arguments a) {
-    const i64 lines = lines_of(a), line = block_index();
     const int lane = thread_index() % 32, warp = thread_index() / 32;
+    const int team = ALONE ? 1 : WARPS, first = warp % team;  // warps that have a row, and which of them this is
+    const i64 lines = lines_of(a), line = i64(block_index()) * (WARPS / team) + warp / team;
+    if (line >= lines) return;
+    Real* const lse = reinterpret_cast<Real*>(a.lse) + line;
     if (VARLEN && line % a.query_rows >= query_offset(a, a.batch - 1)) {  // past the end nobody left anything
-        if (warp == 0) clear_row(out_of(a, line), a.dim_v);
-        if (thread_index() == 0) reinterpret_cast<Real*>(a.lse)[line] = -INFINITE;
+        if (first == 0) clear_row(out_of(a, line), a.dim_v);
+        if (first == 0 && lane == 0) *lse = -INFINITE;
         return;
     }
     const Real* const maxima = reinterpret_cast<const Real*>(a.sums) + line;
@@ -34,25 +38,28 @@ KERNEL merge(const Arguments a) {
     for (int s = lane; s < a.splits; s += 32) total += power((maxima[s * lines] - base) * step) * totals[s * lines];
     total = warp_sum(total);
 
-    const Real* const parts = reinterpret_cast<const Real*>(a.parts) + line * a.dim_v;
-    Real* const sums = reinterpret_cast<Real*>(shared_memory());
-    for (int d = lane; d < a.dim_v; d += 32) {
-        Real sum = 0;
-        UNROLL_LITTLE for (int s = warp; s < a.splits; s += WARPS)
-            sum += parts[s * lines * a.dim_v + d] * power((maxima[s * lines] - base) * step);
-        store_shared(sums + warp * a.dim_v + d, sum);
-    }
-    barrier();
     Real natural = FOLD ? top / UNIT : top, rescale = 1;
     if (SINKS) rescale = join_sink(sink_of(a, head_of(a, line)), top, natural, total);
     const bool empty = total == 0;
     const Real weight = Real(a.keep_scale) / (empty ? Real(1) : total) * rescale;
+    const Real* const parts = reinterpret_cast<const Real*>(a.parts) + line * a.dim_v;
+    Real* const sums = reinterpret_cast<Real*>(shared_memory());
     T* const out = out_of(a, line);
+    for (int d = lane; d < a.dim_v; d += 32) {
+        Real sum = 0;
+        UNROLL_LITTLE for (int s = first; s < a.splits; s += team)
+            sum += parts[s * lines * a.dim_v + d] * power((maxima[s * lines] - base) * step);
+        if (ALONE)
+            out[d] = Narrow<T>::of(sum * weight);
+        else
+            store_shared(sums + first * a.dim_v + d, sum);
+    }
+    if (first == 0 && lane == 0) *lse = empty ? -INFINITE : natural + logarithm(total);
+    if (ALONE) return;
+    barrier();
     for (int d = thread_index(); d < a.dim_v; d += 32 * WARPS) {
         Real sum = 0;
         UNROLL for (int n = 0; n < WARPS; n++) sum += load_shared(sums + n * a.dim_v + d);
         out[d] = Narrow<T>::of(sum * weight);
     }
-    if (thread_index() == 0)
-        reinterpret_cast<Real*>(a.lse)[line] = empty ? -INFINITE : natural + logarithm(total);
 }
