@@ -20,15 +20,17 @@ from attnswitch.verify import emulation
 from attnswitch.verify.demands import precision as demanded
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.outcome import AUTO, Outcome
-from attnswitch.verify.report import EventLog, facts, to_html
+from attnswitch.verify.report import EventLog, to_html
 from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
+from attnswitch.verify.session.explore import Source
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Target, targets
 from attnswitch.verify.session.tally import INTERRUPTED, Report
 from attnswitch.verify.terms import Terms
 
-from . import demands, files, render
+from . import demands, files, render, shards
 from . import mutants as measured
+from . import report as shown
 from . import speed as speeds
 from .court import COURT, FORBID, again, seat
 from .named import functions, named, present
@@ -110,6 +112,16 @@ def verify(
         Path | None,
         typer.Option(metavar="FILE", help="Append the results to FILE as Markdown.", envvar="GITHUB_STEP_SUMMARY"),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Carry out part I of N of the run alone: 2/8. The parts have no case in common."
+        ),
+    ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="Run nothing: make one report of the logs that --ndjson wrote, named behind.")
+    ] = False,
+    logs: Annotated[list[Path] | None, typer.Argument(metavar="LOG", help="With --join: the logs.")] = None,
     ndjson: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append every outcome to FILE as it comes, a line of JSON each.")
     ] = None,
@@ -166,6 +178,8 @@ def verify(
     """
     seconds = None if time is None else _seconds(time)
     backend = [*(backend or ()), *functions(function, like)] or None
+    if join or logs:
+        raise typer.Exit(shards.join(context, logs or [], Outputs(json, junit, html, summary, None)))
     timed = speeds.read(speed, backend)
     devices = _devices(device)
     asked = seat(context, backend, court, isolate=isolate, timeout=timeout, forbid=forbid)
@@ -195,13 +209,14 @@ def verify(
         held=tuple(backends) if backend is not None else (AUTO,),
         replayed_with=(*(() if precision is None else ("--precision", precision)), *again(court, forbid)),
         secret=secret,
+        shard=shards.part(shard, secret=secret),
     )
     outputs = Outputs(json, junit, html, summary, emit_pytest, plan.terms)
     outputs.check(plan.corpus, ndjson)
     os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:
         _only_mutants(
-            backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid, speed
+            backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid, speed, shard
         )
         raise typer.Exit(_mutants(plan, outputs, matrix))
     if matrix:
@@ -214,7 +229,7 @@ def verify(
         speeds.measure(report, timed, backends, asked)
     outputs.write(report)
     if not outputs.quiet:
-        _print(report)
+        shown.show(report)
     raise typer.Exit(report.exit_code)
 
 
@@ -255,9 +270,10 @@ def _run(plan: Plan, quiet: bool, ndjson: Path | None) -> Report:
         total = None if None in drawn else sum(number or 0 for number in drawn)
         task = bar.add_task("starting", total=total, verified=0, bad="")
 
-        def progress(report: Report, doing: str, outcomes: tuple[Outcome, ...]) -> None:
+        def progress(report: Report, source: Source, device: str, outcomes: tuple[Outcome, ...]) -> None:
+            doing = f"{source.value} on {device}"
             if log is not None:
-                log.progress(report, doing, outcomes)
+                log.progress(report, source, outcomes)
             bad = f", [red]{len(report.failures)} mismatches[/]" if report.failures else ""
             bar.update(task, completed=report.fuzzed, description=doing, verified=report.verified, bad=bad)
 
@@ -267,43 +283,6 @@ def _run(plan: Plan, quiet: bool, ndjson: Path | None) -> Report:
         if log is not None:
             log.end(report)
         return report
-
-
-def _print(report: Report) -> None:
-    render.console.print(render.counts(report))
-    render.console.print(
-        "[dim]grads: verified with gradients; error/bound: the worst element, right up to 1; refused: not run, with a"
-        " reason[/]",
-        soft_wrap=True,
-    )
-    render.matrix(report)
-    demands.show(report)
-    speeds.show(report)
-    render.failures(report.failures)
-    rate = report.cases / report.seconds if report.seconds else 0.0
-    stopped = f", stopped: {report.stopped}" if report.stopped else ""
-    replayed = f", {report.replayed} saved cases replayed" if report.replayed else ""
-    for (device, backend), tally in facts.by_backend(report).items():
-        reasons = (tally.absences + tally.reasons).most_common(1)
-        if not tally.verified and not tally.mismatched and reasons:
-            why = render.escape(reasons[0][0])
-            render.console.print(
-                f"[dim]nothing verified of {render.escape(backend)} on {device}, mostly:[/] {why}", soft_wrap=True
-            )
-    for sentence in report.passed_over:
-        render.console.print(f"[yellow]passed over[/] {render.escape(sentence)}", soft_wrap=True)
-    for device, backend, name in report.stale:
-        render.console.print(
-            f"[yellow]stale divergence[/] {name} of {render.escape(backend)} on {device}: its cases are right in these"
-            " versions; end the version range of its entry",
-            soft_wrap=True,
-        )
-    render.console.print(
-        f"\n{report.cases} cases{replayed}; {report.verified} results verified in {report.seconds:.0f} s"
-        f" ({rate:.0f} cases/s), seed {report.seed}{stopped}",
-        soft_wrap=True,
-    )
-    render.verdict(report)
 
 
 def _drawn(seed: int) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnswitch.verify.outcome import AUTO, Failure, Outcome
     from attnswitch.verify.report.document import to_json
     from attnswitch.verify.report.html import to_html
+    from attnswitch.verify.report.joined import joined
     from attnswitch.verify.report.junit import to_junit
     from attnswitch.verify.report.ndjson import EventLog
     from attnswitch.verify.report.pytest_file import to_pytest
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from attnswitch.verify.session.conduct import run
     from attnswitch.verify.session.corpus import Saved, default_folder, load
     from attnswitch.verify.session.plan import EXAMPLES, Plan, Target, targets
+    from attnswitch.verify.session.shard import Shard
     from attnswitch.verify.session.tally import Found, Report
 
 __all__ = [
@@ -44,12 +46,14 @@ __all__ = [
     "Plan",
     "Report",
     "Saved",
+    "Shard",
     "Space",
     "Target",
     "cases",
     "check",
     "default_folder",
     "examine",
+    "joined",
     "load",
     "run",
     "targets",
@@ -67,6 +71,7 @@ _PLACES = {
     "outcome": ("AUTO", "Failure", "Outcome"),
     "report.document": ("to_json",),
     "report.html": ("to_html",),
+    "report.joined": ("joined",),
     "report.junit": ("to_junit",),
     "report.ndjson": ("EventLog",),
     "report.pytest_file": ("to_pytest",),
@@ -74,6 +79,7 @@ _PLACES = {
     "session.conduct": ("run",),
     "session.corpus": ("Saved", "default_folder", "load"),
     "session.plan": ("EXAMPLES", "Plan", "Target", "targets"),
+    "session.shard": ("Shard",),
     "session.tally": ("Found", "Report"),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}

@@ -132,6 +132,23 @@ def test_verify_writes_files(cli: Cli, tmp_path: Path) -> None:
     assert events[0]["plan"]["isolate"] is False
 
 
+def test_parts_of_a_run_are_joined(cli: Cli, tmp_path: Path) -> None:
+    logs = [str(tmp_path / f"{n}.ndjson") for n in (1, 2)]
+    for n, log in enumerate(logs, 1):
+        ran = cli(*HERE, "--examples", "12", "--backend", "reference", "--shard", f"{n}/2", "--ndjson", log)
+        assert ran.code == 0
+        assert f"seed 0, shard {n}/2" in ran.out
+    whole = cli("verify", "--join", *logs, "--json", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html"))
+    assert whole.code == 0
+    assert "12 cases; " in whole.out
+    document = json.loads((tmp_path / "run.json").read_text())
+    assert (document["cases"], document["shard"], document["missing"]) == (12, None, [])
+    half = cli("verify", "--join", logs[1])
+    assert half.code == 2
+    assert "missing shard 1/2: there is no log" in half.out
+    assert "not whole; what ran is within its error bound" in half.out
+
+
 def test_the_summary_is_appended_where_github_asks(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path, other = tmp_path / "step.md", tmp_path / "other.md"
     path.write_text("# before\n")
@@ -268,6 +285,13 @@ def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytes
             "is not a Backend: see attnswitch.machine.backend",
         ),
         (("verify", "--workers", "0"), "Invalid value for '--workers'"),
+        (("verify", "--join"), "there is no run to join: name logs that attnswitch verify --ndjson wrote"),
+        (("verify", "--join", "a.ndjson"), "a.ndjson: it cannot be read: No such file or directory"),
+        (("verify", "--join", "a.ndjson", "--max-failures", "3"), "--max-failures: --join runs nothing"),
+        (("verify", "a.ndjson"), "a.ndjson: verify takes a log only with --join"),
+        (("verify", "--shard", "3/2"), "shard '3/2': expected a part and how many there are, such as 2/8"),
+        (("verify", "--shard", "1/2", "--secret"), "--shard and --secret: parts of a run have one seed"),
+        (("verify", "--mutants", "--shard", "1/2"), "--mutants tries the verifier itself"),
         (("verify", "--matrix"), "--matrix is of the verifier's own test: add --mutants"),
         (("verify", "--mutants", "--time", "9s"), "of the other options it takes --matrix, --seed, --examples"),
         (("verify", "--timeout", "0"), "Invalid value for '--timeout'"),

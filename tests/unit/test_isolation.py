@@ -226,7 +226,7 @@ sys.path.insert(0, {SABOTEURS!r})
 from attnswitch.verify import Case, Plan, Space, Target, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 space = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=140)
-def progress(report, doing, outcomes):
+def progress(report, source, device, outcomes):
     if report.cases == 5: print("begun", flush=True)
 report = run(Plan((Target("cpu", ("tiled",), space),), 10**6, 0, isolate=True, workers=2), progress)
 print(report.stopped, report.verified > 0, report.exit_code)

@@ -20,7 +20,7 @@ import attnswitch
 from attnswitch import Device, InvalidProblem, Problem
 from attnswitch.bench import compare
 from attnswitch.tune.problems import recorded
-from attnswitch.verify import Case, Failure, to_pytest
+from attnswitch.verify import Case, Failure, joined, to_html, to_json, to_pytest
 from attnswitch.verify.drawing.case import MaskRecipe
 from attnswitch.verify.session import corpus, journal
 from attnswitch.wisdom import exchange, store, view
@@ -151,6 +151,39 @@ def test_journals(tmp_path: Path) -> None:
         (tmp_path / "journal.json").write_bytes(text)
         found.append(journal.read(tmp_path / "journal.json"))
     assert {entry is None for entry in found} == {True, False}
+
+
+def log() -> list[dict[str, Any]]:
+    target = {"device": "cpu", "backends": ["tiled"], "space": {}, "recipes": 1, "emulation": {}}
+    shared = {"at": 1.0, "backend": "tiled", "device": "cpu"}
+    failure = {**saved()["failure"], "got": "inf", "expected": 0.5, "bound": None}
+    plan = {"targets": [target], "shard": "1/2", "seed": 3, "held": ["tiled"], "requirements": ["causal"]}
+    judged = {**shared, "verdict": "mismatch", "ratios": {"out": "nan"}, "worst": {"out": [0, 0, 1, 2]}}
+    found = {"chosen": "tiled", "variant": "64x64", "ratios": {"out": 2.5}, "failure": failure, "case": CASE.to_json()}
+    told = {"seconds": 1.0, "cases_before": 2, "from_corpus": False, "path": "a.json", "replayed_with": ["--court"]}
+    end = {"workers": 2, "stopped": "", "passed_over": ["b.json: cut off"], "environment": {"torch": "2.11.0"}}
+    return [
+        {"event": "start", "at": 0.0, "schema": 2, "plan": plan, "environment": {"torch": "2.11.0"}},
+        {"event": "case", "at": 1.0, "source": "drawn", "case": CASE.to_json()},
+        {"event": "outcome", **judged, "failure": failure, "checks": ["form"], "variant": "64x64", "seconds": 0.25},
+        {"event": "reason", "at": 1.0, "id": 0, "text": "no softcap"},
+        {"event": "outcome", **shared, "verdict": "refused", "reasons": [0]},
+        {"event": "divergence", **shared, "id": "nonfinite-leak", "shows": True},
+        {"event": "failure", **shared, **found, **told},
+        {"event": "end", "at": 2.0, **end},
+    ]
+
+
+def test_logs(tmp_path: Path) -> None:
+    dice, path, count = random.Random(0), tmp_path / "log.ndjson", 0
+    for number in range(RUNS):
+        lines = [json.dumps(event).encode() for event in log()]
+        at = dice.randrange(len(lines))
+        lines[at] = json.dumps(changed(json.loads(lines[at]), dice)).encode()
+        text = b"\n".join(lines)
+        path.write_bytes(garbled(text, dice) if number % 4 == 0 else text)
+        count += bool(refusal(lambda log: joined([log]), path, lambda report: (to_json(report), to_html(report))))
+    assert RUNS / 20 < count < RUNS * 0.95
 
 
 def test_runs_of_the_benchmark(tmp_path: Path) -> None:

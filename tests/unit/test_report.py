@@ -33,6 +33,7 @@ from attnswitch.verify.demands.figures import Demanded, Share
 from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.report import demands, facts, summary
 from attnswitch.verify.session.coverage import TRIGGERS
+from attnswitch.verify.session.explore import Source
 
 #: What a kernel may say, to break out of each format.
 NASTY = '</td><script>alert(1)</script> "quoted" \'and\' ``` | a\\b """ \x00\x1b[31m \ud800 && | \n# heading'
@@ -216,17 +217,19 @@ def test_the_log(report: Report, tmp_path: Path) -> None:
         log.start(PLAN)
         assert [event["event"] for event in events(path)] == ["start"]
         quiet = Report(seed=3)
-        log.progress(
-            quiet, "fuzzing on cpu", (outcome("one", ratios={"out": 0.123456789}), outcome("three", "refused"))
-        )
-        assert [event["event"] for event in events(path)] == ["start", "outcome", "reason", "outcome"]  # as they come
-        log.progress(quiet, "fuzzing on cpu", (outcome("three", "refused"),))
-        log.progress(report, "fuzzing on cpu", (wrong(),))
-        log.progress(report, "fuzzing on cpu", ())
+        log.progress(quiet, Source.DRAWN, (outcome("one", ratios={"out": 0.123456789}), outcome("three", "refused")))
+        assert [event["event"] for event in events(path)] == ["start", "case", "outcome", "reason", "outcome"]
+        log.progress(quiet, Source.DRAWN, (outcome("three", "refused"),))
+        log.progress(report, Source.DRAWN, (wrong(),))
+        log.progress(report, Source.DRAWN, ())
         log.end(report)
     written = events(path)
     names = [event["event"] for event in written]
-    assert names == ["start", "outcome", "reason", "outcome", "outcome", "outcome", "failure", "end"]
+    of_cases = [name for name in names if name != "case"]
+    assert of_cases == ["start", "outcome", "reason", "outcome", "outcome", "outcome", "failure", "end"]
+    assert names.count("case") == 3
+    assert {event["source"] for event in written if event["event"] == "case"} == {"drawn"}
+    written = [event for event in written if event["event"] != "case"]
     assert written[0]["plan"]["targets"][0]["backends"] == ["one", "two"]
     assert (written[0]["plan"]["examples"], "python" in written[0]["environment"]) == (10, True)
     assert (written[1]["ratios"], written[1]["checks"]) == ({"out": 0.1235}, ["form", "inputs", "reference"])
@@ -250,8 +253,8 @@ def test_a_log_goes_on_after_another(tmp_path: Path) -> None:
     for _ in range(2):
         with EventLog(path) as log:
             log.start(PLAN)
-            log.progress(Report(0), "", (outcome("three", "refused"),))
-    assert [event["event"] for event in events(path)] == ["start", "reason", "outcome"] * 2
+            log.progress(Report(0), Source.DRAWN, (outcome("three", "refused"),))
+    assert [event["event"] for event in events(path)] == ["start", "case", "reason", "outcome"] * 2
     path.write_text(path.read_text() + '{"event":"outc')  # a process that was killed while it wrote
     with EventLog(path) as log:
         log.start(PLAN)
@@ -273,19 +276,20 @@ def test_a_killed_process_leaves_what_it_logged(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 from attnswitch.verify import Case, EventLog, Outcome, Report
+from attnswitch.verify.session.explore import Source
 with EventLog(Path("log")) as log:
     for length in range(50):
-        log.progress(Report(0), "", (Outcome(Case(seq_k=length), "one", "cpu", "verified"),))
+        log.progress(Report(0), Source.DRAWN, (Outcome(Case(seq_k=length), "one", "cpu", "verified"),))
     os.kill(os.getpid(), signal.SIGKILL)
 """
     ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, check=False)
     assert ran.returncode < 0
-    assert len(events(tmp_path / "log")) == 50
+    assert [event["event"] for event in events(tmp_path / "log")] == ["case", "outcome"] * 50
 
 
 def test_every_report_can_be_logged(each: Report, tmp_path: Path) -> None:
     with EventLog(tmp_path / "log") as log:
-        log.progress(each, "", tuple(found.outcome for found in each.failures))
+        log.progress(each, Source.DRAWN, tuple(found.outcome for found in each.failures))
         log.end(each)
     assert events(tmp_path / "log")[-1]["event"] == "end"
 

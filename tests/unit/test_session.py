@@ -17,7 +17,7 @@ from attnswitch import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.verify import Case, Failure, Outcome, Plan, Report, Space, Target, load, run
 from attnswitch.verify.session import order, worker
-from attnswitch.verify.session.explore import Drawn
+from attnswitch.verify.session.explore import Drawn, Source
 
 Register = Callable[[str, str], None]
 #: What is wrong with a case: the property that it breaks, "refused", or None.
@@ -137,7 +137,11 @@ def test_every_target_gets_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "examine", spy)
     both = (Target("cpu", ("one",), Space()), Target("cuda:0", ("two",), Space(libraries=("torch",))))
     doing: list[str] = []
-    report = run(Plan(both, 60, 0), lambda report, what, outcomes: doing.append(what))
+
+    def note(report: Report, source: Source, device: str, outcomes: tuple[Outcome, ...]) -> None:
+        doing.append(f"{source.value} on {device}")
+
+    report = run(Plan(both, 60, 0), note)
     assert report.cases == len(spy.calls) == 120
     assert {(device, name) for device, name, _ in report.tallies} == {("cpu", "one"), ("cuda:0", "two")}
     assert {case.library for case, backends in spy.calls if backends == ("two",)} == {"torch"}

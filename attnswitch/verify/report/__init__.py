@@ -2,6 +2,7 @@
 
 document  JSON          junit    JUnit XML                   html         a page of its own
 ndjson    line by line  summary  Markdown for a CI service   pytest_file  a failure as a test
+joined    a report of what several runs wrote line by line
 """
 
 from attnswitch.verify.report.document import to_json

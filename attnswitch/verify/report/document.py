@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from attnswitch.verify.report import demands, facts
+from attnswitch.verify.session.shard import WHOLE
 from attnswitch.verify.session.tally import Found, Report, Tally
 
 __all__ = ["SCHEMA", "to_json"]
@@ -43,6 +44,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "emulated": report.emulated,
         "workers": report.workers,
         "stopped": report.stopped,
+        "shard": None if report.shard == WHOLE else str(report.shard),
+        "missing": report.missing,
         "exit_code": report.exit_code,
         "environment": facts.environment_of(report),
         "ratio_edges": list(facts.EDGES),

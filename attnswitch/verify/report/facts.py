@@ -178,6 +178,6 @@ def verdict(report: Report) -> str:
     return {
         0: "every result is within its error bound",
         1: ", ".join(wrong + lacking),
-        2: "interrupted; what ran is within its error bound",
+        2: f"{'not whole' if report.missing else 'interrupted'}; what ran is within its error bound",
         3: f"{never} demanded class{'es' * (never != 1)} never tried" if report.verified else "nothing was verified",
     }[report.exit_code]

@@ -13,13 +13,15 @@ from typing import Any
 
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.report import demands, facts
+from attnswitch.verify.session.explore import Source
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import Report
 
 __all__ = ["SCHEMA", "EventLog"]
 
-SCHEMA = 1
+#: 2 added ``case`` and ``divergence``, and the path of a failure.
+SCHEMA = 2
 
 
 class EventLog:
@@ -27,7 +29,9 @@ class EventLog:
 
     ``start``, then ``outcome`` for each case and backend and ``failure`` for each distinct mismatch in its smallest
     form, then ``end``, or ``error`` if an exception ended the run. A reason is written once, as ``reason`` with an
-    ``id``; outcomes name it by that. Fields that say nothing are left out.
+    ``id``; outcomes name it by that. Before the outcomes of a case stands ``case``, with all of it and where it came
+    from; ``divergence`` says whether a known one still shows. Fields that say nothing are left out. It is what
+    ``joined`` reads.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,30 +41,38 @@ class EventLog:
         if torn:  # an earlier process died while it wrote: its last line must not swallow our first
             self._file.write("\n")
         self._reasons: dict[str, int] = {}
-        self._failures = 0
+        self._failures = self._divergences = 0
         self._started = time.monotonic()
 
     def start(self, plan: Plan) -> None:
         """The plan, and what this process knows of the machine."""
         targets = [
-            {"device": t.device, "backends": t.backends, "space": asdict(t.space), "emulation": dict(t.emulation)}
+            {
+                "device": t.device,
+                "backends": t.backends,
+                "space": asdict(t.space),
+                "recipes": t.recipes,
+                "emulation": dict(t.emulation),
+            }
             for t in plan.targets
         ]
-        untold = {"targets", *(["seed"] if plan.secret else [])}
+        untold = {"targets", "shard", *(["seed"] if plan.secret else [])}
         options = {name: getattr(plan, name) for name in Plan.__dataclass_fields__ if name not in untold}
         self._write(
             "start",
             schema=SCHEMA,
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            plan={"targets": targets, **options},
+            plan={"targets": targets, "shard": str(plan.shard), **options},
             # Not the remembered one: libraries that are loaded later must not be missing from it ever after.
             environment=provenance.__wrapped__(),
         )
 
-    def progress(self, report: Report, doing: str, outcomes: tuple[Outcome, ...]) -> None:
-        """Write what is new. ``doing`` is for people."""
-        for outcome in outcomes:
-            self._outcome(outcome)
+    def progress(self, report: Report, source: Source, outcomes: tuple[Outcome, ...]) -> None:
+        """Write what is new: the outcomes of one case, and what is recorded since."""
+        if outcomes and source is not Source.DIVERGENCE:
+            self._write("case", source=source.name.lower(), case=outcomes[0].case.to_json())
+            for outcome in outcomes:
+                self._outcome(outcome)
         self._found(report)
 
     def end(self, report: Report) -> None:
@@ -76,6 +88,8 @@ class EventLog:
             failures=len(report.failures),
             seconds=round(report.seconds, 3),
             stopped=report.stopped,
+            workers=report.workers,
+            passed_over=report.passed_over,
             exit_code=report.exit_code,
             demanded=demands.document(report),
             environment=facts.environment_of(report),
@@ -102,6 +116,9 @@ class EventLog:
         )
 
     def _found(self, report: Report) -> None:
+        for device, backend, name, shows in report.divergences[self._divergences :]:
+            self._divergences += 1
+            self._write("divergence", device=device, backend=backend, id=name, shows=shows)
         for found in report.failures[self._failures :]:
             self._failures += 1
             outcome, failure = found.outcome, found.outcome.failure
@@ -111,6 +128,8 @@ class EventLog:
                 backend=outcome.backend,
                 device=outcome.device,
                 chosen=outcome.chosen,
+                variant=outcome.variant,
+                ratios={name: _short(ratio) for name, ratio in outcome.ratios.items()},
                 title=failure.title,
                 failure=_plain(asdict(failure)),
                 text=str(outcome.case),
@@ -118,6 +137,8 @@ class EventLog:
                 seconds=round(found.seconds, 3),
                 cases_before=found.after,
                 from_corpus=found.from_corpus,
+                path=None if found.path is None else str(found.path),
+                replayed_with=found.replayed_with,
                 replay=facts.replay_command(found),
             )
 

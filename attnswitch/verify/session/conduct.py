@@ -39,11 +39,11 @@ _TRIES = {"": 200, "crash": 30, "hang": 12}
 #: Seconds for one try while a case is shrunk. Most need a hundredth of it.
 _TRY_TIMEOUT = 15.0
 
-#: Called with the report so far, what is being done in words, and the new outcomes.
-Progress = Callable[[Report, str, tuple[Outcome, ...]], None]
+#: Called with the report so far, where the cases come from, the device, and the new outcomes.
+Progress = Callable[[Report, Source, str, tuple[Outcome, ...]], None]
 
 
-def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -> Report:
+def run(plan: Plan, progress: Progress = lambda report, source, device, outcomes: None) -> Report:
     """Carry out ``plan``.
 
     Raises:
@@ -56,7 +56,8 @@ def run(plan: Plan, progress: Progress = lambda report, doing, outcomes: None) -
     emulated = {target.device: dict(target.emulation) for target in plan.targets if target.emulation}
     held = [(target.device, name) for target in plan.targets for name in plan.held_on(target)]
     demands = {target.device: list(order.demanded(plan, target)) for target in plan.targets}
-    report = Report(plan.seed, recipes=recipes, emulated=emulated, demanded=Demanded(plan.requirements, held))
+    demanded = Demanded(plan.requirements, held)
+    report = Report(plan.seed, recipes=recipes, emulated=emulated, demanded=demanded, shard=plan.shard)
     return _Run(plan, progress, report, demands)()
 
 
@@ -109,14 +110,15 @@ class _Run:
 
     def _jobs(self, target: Target) -> Iterator[Job]:
         """All jobs of a device. A worker that is done takes the next: none waits for what another compiles."""
+        mine = self.plan.shard.dealt
         if self._corpus:
             yield from self._saved(target, self._corpus)
             if self.plan.isolate:  # what they do to a process is not for this one
                 yield from self._divergences(target, self._corpus)
-        yield from self.demands[target.device]
-        yield from order.fresh(self.plan, target, partial(self._drawn, target))
+        yield from mine(iter(self.demands[target.device]))
+        yield from mine(order.fresh(self.plan, target, partial(self._drawn, target)))
         if self.plan.targeted and self.plan.drawn(target) is not None:
-            yield from self._climbs(target)
+            yield from mine(self._climbs(target))
 
     @functools.cached_property
     def _corpus(self) -> list[corpus.Saved]:
@@ -125,7 +127,8 @@ class _Run:
             return []
         folders = self.plan.corpus, self.plan.corpus / corpus.WORST
         passed_over = self.report.passed_over if self.plan.pass_over else None
-        return [saved for folder in folders for saved in corpus.read_all(folder, passed_over)]
+        every = (saved for folder in folders for saved in corpus.read_all(folder, passed_over))
+        return [saved for saved in every if self.plan.shard.has(corpus.digest(saved.case))]
 
     def _saved(self, target: Target, every: list[corpus.Saved]) -> Iterator[Job]:
         """Saved cases of the target's backends. All run cases of the dispatcher's choice, and that runs all cases."""
@@ -174,8 +177,8 @@ class _Run:
     def _take(self, pool: Pool, device: str, source: Source, event: Event) -> None:
         self.began = self.began or time.monotonic()
         self._count(pool, source, event)
-        new = event.outcomes if isinstance(event, Examined) else ()
-        self.progress(self.report, f"{source.value} on {device}", new)
+        new = event.outcomes if isinstance(event, Examined) else (event.outcome,) if isinstance(event, Lost) else ()
+        self.progress(self.report, source, device, new)
 
     def _count(self, pool: Pool, source: Source, event: Event) -> None:
         if source is Source.DIVERGENCE:

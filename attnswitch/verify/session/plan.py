@@ -18,6 +18,7 @@ from attnswitch.verify.checks import DRAWN
 from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.outcome import AUTO
+from attnswitch.verify.session.shard import WHOLE, Shard
 from attnswitch.verify.terms import Terms
 
 __all__ = ["EMULATED", "EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
@@ -88,6 +89,8 @@ class Plan:
     replayed_with: tuple[str, ...] = ()
     #: The seed is told at the end, and nowhere before.
     secret: bool = False
+    #: Which part of it this is.
+    shard: Shard = WHOLE
     #: What has to be taken, and by which backends; by all where none is named.
     requirements: tuple[Requirement, ...] = ()
     held: tuple[str, ...] = ()

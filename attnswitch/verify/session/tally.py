@@ -11,6 +11,7 @@ from attnswitch.verify.demands.figures import Demanded
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.coverage import triggers
+from attnswitch.verify.session.shard import WHOLE, Shard
 
 __all__ = ["INTERRUPTED", "TILE", "Found", "Report", "Speed", "Tally"]
 
@@ -135,6 +136,10 @@ class Report:
     stopped: str = ""
     #: Whether the verifier itself failed, and the run could not go on.
     broke: bool = False
+    #: Which part of a run it is of.
+    shard: Shard = WHOLE
+    #: What was not done of a run in shards, in sentences.
+    missing: list[str] = field(default_factory=list)
     workers: int = 1
     tallies: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
     failures: list[Found] = field(default_factory=list)
@@ -172,12 +177,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 good, 1 a mismatch was found, 2 it was interrupted or broke, 3 nothing was verified.
+        """0 good, 1 a mismatch was found, 2 it was interrupted or broke or is not whole, 3 nothing was verified.
 
         1 as well if a demanded case was refused, and 3 if of a demanded class none was tried.
         """
         if self.failures or self.demanded.refused:
             return 1
-        if self.stopped == INTERRUPTED or self.broke:
+        if self.stopped == INTERRUPTED or self.broke or self.missing:
             return 2
         return 0 if self.verified and not self.demanded.never else 3
