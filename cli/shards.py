@@ -21,7 +21,7 @@ _BESIDE = ("join", "logs", "json", "junit", "html", "summary")
 
 
 def part(text: str | None, secret: bool) -> Shard:
-    """The part of the run that ``--shard`` names. Raises ``InvalidProblem``."""
+    """The part of a run that ``--shard`` names. Raises ``InvalidProblem``."""
     if text is None:
         return WHOLE
     if secret:

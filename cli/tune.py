@@ -15,6 +15,7 @@ from attnswitch.bench.measure import Budget
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.verify.session.provenance import provenance
+from attnswitch.verify.session.shard import WHOLE, Shard
 from attnswitch.wisdom import store
 from attnswitch.wisdom.record import Time
 
@@ -65,6 +66,12 @@ def tune(
             " for the catalogue.",
         ),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Measure part I of N of the problems alone: 2/8. No two parts have one in common."
+        ),
+    ] = None,
     again: Annotated[bool, typer.Option(help="Measure again what is known already.")] = False,
     timeout: Annotated[
         float,
@@ -86,9 +93,13 @@ def tune(
     tried = tuple(dict.fromkeys(backend or ()))
     for name in tried:
         able(name, where)
-    asked = _problems(where, problem, model, context, batch, dtype, train, recorded)
-    if not asked:
+    part = WHOLE if shard is None else Shard.parse(shard)
+    every = _problems(where, problem, model, context, batch, dtype, train, recorded)
+    asked = list(part.dealt(iter(every)))
+    if not every:
         render.error("nothing to measure: what was named holds no problem, or only such whose output is empty")
+    elif not asked:
+        render.error(f"nothing to measure: shard {part} of {len(every)} problem{'s' * (len(every) > 1)} is empty")
     from attnswitch.tune.trial import Effort  # torch is slow to import
 
     if search is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -309,6 +310,28 @@ def test_configs_are_searched_where_problems_are_named(
     monkeypatch.setattr(session, "run", run)
     assert cli("--device", "cpu", *arguments).code == 3
     assert [effort.search for effort in efforts] == [seconds]
+
+
+def test_parts_of_a_run_have_no_problem_in_common(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = list[list[Problem]]()
+
+    def run(todo: Sequence[Problem], where: str, effort: Effort, timeout: float) -> Iterator[session.Tuned]:
+        parts.append(list(todo))
+        yield from ()
+
+    monkeypatch.setattr(session, "run", run)
+    for n in range(4):
+        assert cli("--device", "cpu", *(("--shard", f"{n}/3") if n else ())).code == 3
+    whole, *dealt = parts
+    assert sorted(map(str, itertools.chain(*dealt))) == sorted(map(str, whole))
+    assert all(len(part) >= len(whole) // 3 for part in dealt)
+
+
+def test_a_part_without_a_problem_says_so(cli: Cli) -> None:
+    ran = cli(*BRIEF, "--problem", "b1.h2.s16.d8.fp32", "--shard", "2/2")
+    assert (ran.code, "nothing to measure: shard 2/2 of 1 problem is empty" in ran.out) == (3, True)
+    ran = cli(*BRIEF, "--shard", "3/2")
+    assert (ran.code, "shard '3/2': expected a part and how many there are" in ran.out) == (2, True)
 
 
 def test_problems_are_verified_side_by_side_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
