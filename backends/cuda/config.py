@@ -202,7 +202,7 @@ def _generic(problem: Problem, on_chip: int) -> CudaConfig:
 
 
 def _heuristic(problem: Problem, device: Device) -> CudaConfig:
-    if rows(problem) > FEWER and timed.taken(problem, device):
+    if timed.taken(problem, device):
         return _with(problem, device, *timed.soonest(problem, device))
     forwards = _forwards(problem, device.on_chip)
     if rows(problem) > FEWER:

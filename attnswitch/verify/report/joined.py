@@ -19,6 +19,7 @@ from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome, Verdict
 from attnswitch.verify.report.ndjson import SCHEMA
+from attnswitch.verify.session.counting import Counts
 from attnswitch.verify.session.explore import Source
 from attnswitch.verify.session.shard import Shard
 from attnswitch.verify.session.tally import INTERRUPTED, Found, Report
@@ -87,9 +88,9 @@ def joined(paths: Sequence[Path]) -> Report:
     if len({run.shard.count for run in runs}) > 1:
         raise InvalidProblem(f"{runs[0].path} and others: shards of a run, and whole runs, are two reports")
     report = _blank(runs)
-    seen: set[Case] = set()
+    counts = Counts(report)
     for run in runs:
-        _Reader(run, report, seen).read()
+        _Reader(run, report, counts).read()
     return report
 
 
@@ -194,11 +195,11 @@ def _started(path: Path, number: int, event: dict[str, Any]) -> _Run:
 
 @dataclass(slots=True)
 class _Reader:
-    """Adds the events of one run to a report. ``seen`` are the fixed cases, of which each counts once."""
+    """Adds the events of one run to a report."""
 
     run: _Run
     report: Report
-    seen: set[Case]
+    counts: Counts
     reasons: dict[int, str] = field(default_factory=dict)
     source: Source = Source.DRAWN
     case: Case = field(default_factory=Case)
@@ -220,28 +221,14 @@ class _Reader:
         elif kind == "case":
             found = reading.table(event, {"source": Literal[*_SOURCES], "case": dict})
             self.source, self.case = _SOURCES[found["source"]], Case.from_json(found["case"])
-            self._count()
+            self.counts.case(self.source, self.case)
         elif kind == "outcome":
-            outcome = self._outcome(reading.table(event, _OUTCOME))
-            self.report.add(outcome)
-            if self.source in (Source.DEMANDED, Source.DRAWN, Source.CLIMBED):
-                self.report.demanded.add(outcome)
+            self.counts.add(self.source, self._outcome(reading.table(event, _OUTCOME)))
         elif kind == "divergence":
             found = reading.table(event, {"device": str, "backend": str, "id": str, "shows": bool})
             self.report.divergences.append((found["device"], found["backend"], found["id"], found["shows"]))
         elif kind == "failure":
             self._failed(event)
-
-    def _count(self) -> None:
-        report = self.report
-        if self.source is Source.SAVED:
-            report.replayed += 1
-            return
-        report.fuzzed += self.source is Source.DRAWN
-        if self.source is not Source.FIXED or self.case not in self.seen:
-            report.drew(self.case)
-        if self.source is Source.FIXED:
-            self.seen.add(self.case)
 
     def _outcome(self, found: dict[str, Any]) -> Outcome:
         reasons = []

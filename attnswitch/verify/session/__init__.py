@@ -4,8 +4,9 @@ plan        what to do                      conduct     the phases of a run, and
 pool        jobs, here or in workers        process     a worker as its parent sees it
 worker      the process kernels run in      journal     the case about to run, on disk
 explore     one job: Hypothesis draws       reduce      smaller cases, where Hypothesis cannot shrink
-order       the jobs of new cases
+order       the jobs of new cases           shard       those of one of several machines
 events      what workers tell               tally       what is counted; coverage: situations met
+counting    what a case counts for, in a run and in a log
 corpus      saved cases                     provenance  versions and devices of a result
 apart       a single case in a worker
 """

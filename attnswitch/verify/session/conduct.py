@@ -17,6 +17,7 @@ from attnswitch.verify.demands.figures import Demanded
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO, Kind, Outcome
 from attnswitch.verify.session import corpus, known, order
+from attnswitch.verify.session.counting import Counts
 from attnswitch.verify.session.events import Event, Examined, Lost, Shrunk, Smaller
 from attnswitch.verify.session.explore import Drawn, Given, Job, Source
 from attnswitch.verify.session.plan import Plan, Target
@@ -79,8 +80,11 @@ class _Run:
     #: When each of them was first seen: seconds into the run, and cases.
     seen: dict[Kind, tuple[float, int]] = field(default_factory=dict)
     paths: dict[Case, Path] = field(default_factory=dict)
-    fixed: set[Case] = field(default_factory=set)
+    counts: Counts = field(init=False)
     divergences: dict[tuple[str, Case], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counts = Counts(self.report)
 
     def __call__(self) -> Report:
         """Carry the plan out. Ctrl-C ends it, and the report has what was done until then."""
@@ -188,7 +192,7 @@ class _Run:
                 self._diverged(event.outcome)
         elif isinstance(event, Examined):
             for outcome in event.outcomes:
-                self._add(source, outcome)
+                self.counts.add(source, outcome)
             if event.outcomes:
                 self._examined(pool, source, event.outcomes)
         elif isinstance(event, Smaller):
@@ -198,12 +202,6 @@ class _Run:
         elif isinstance(event, Lost):
             self._lost(pool, source, event.outcome)
 
-    def _add(self, source: Source, outcome: Outcome) -> None:
-        """Count an outcome, and whether what is demanded was taken; a probe alone does not say."""
-        self.report.add(outcome)
-        if source in (Source.DEMANDED, Source.DRAWN, Source.CLIMBED):
-            self.report.demanded.add(outcome)
-
     def _diverged(self, *outcomes: Outcome) -> None:
         """Count whether known divergences still show."""
         for outcome in outcomes:
@@ -212,10 +210,7 @@ class _Run:
 
     def _examined(self, pool: Pool, source: Source, outcomes: tuple[Outcome, ...]) -> None:
         """Count one case, and record what failed of a case that was not drawn: no worker shrinks that."""
-        if source is Source.SAVED:
-            self.report.replayed += 1
-        else:
-            self._drew(source, outcomes[0].case)
+        self.counts.case(source, outcomes[0].case)
         if source in (Source.DRAWN, Source.CLIMBED):
             return
         for outcome in outcomes:
@@ -224,20 +219,12 @@ class _Run:
             if outcome.verdict == "mismatch" and outcome.kind not in self.kinds:
                 self._record(outcome if source is Source.SAVED else self._smaller(pool, outcome, ""))
 
-    def _drew(self, source: Source, case: Case) -> None:
-        """Count a case; one of the lattice once for all backends."""
-        self.report.fuzzed += source is Source.DRAWN
-        if source is not Source.FIXED or case not in self.fixed:
-            self.report.drew(case)
-        if source is Source.FIXED:
-            self.fixed.add(case)
-
     def _lost(self, pool: Pool, source: Source, outcome: Outcome) -> None:
         """A failure that ended its process."""
         assert outcome.failure is not None
         if source is not Source.SAVED:
-            self._drew(source, outcome.case)
-        self._add(source, outcome)
+            self.counts.drew(source, outcome.case)
+        self.counts.add(source, outcome)
         if outcome.kind in self.kinds:
             return
         if isinstance(pool, Here):

@@ -49,7 +49,8 @@ def fresh(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Ite
 
 def _chunks(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Iterator[Job]:
     first, limit = 0, plan.problems(target)
-    usual, parts = 1 if target.recipes > 1 else _SLOW_CHUNK if target.emulation else _CHUNK, plan.shard.count
+    usual = 1 if target.recipes > 1 else _SLOW_CHUNK if target.emulation else _CHUNK
+    parts = plan.shard.count
     chunk = max(1, min(usual // parts, usual if limit is None else limit // parts))  # each part is to have some
     while limit is None or first < limit:
         count = chunk if limit is None else min(chunk, limit - first)

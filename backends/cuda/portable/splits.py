@@ -10,7 +10,7 @@ from attnswitch.problem import Problem
 
 from ..classes import per_class
 from . import choice, occupancy
-from .tiles import Tile, on_tensor_cores, packs, room
+from .tiles import Tile, on_tensor_cores, packs, real, room
 
 __all__ = ["EXTRA", "MERGE", "MERGED", "MOST_SPLITS", "PARTS", "WHOLE", "how", "of_parts", "pace", "schedule"]
 
@@ -61,15 +61,14 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     work = blocks, tiles, slots, tile.teams, tile.apart, launch
     cost, splits = _soonest(*work)
     # In more rounds than one blocks that end early leave room for others already.
-    if problem.page and splits == 1 and blocks <= sms * at_once:
+    if problem.page and splits == 1 and blocks <= slots:
         return _soonest_uneven(problem.batch, *work)
     return cost, splits
 
 
 def of_parts(problem: Problem) -> float:
     """Microseconds in which each of several splits writes its numerators, and a launch reads them."""
-    size = 8 if problem.dtype == "float64" else 4
-    return 2 * size * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v / _BYTES
+    return 2 * real(problem) * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v / _BYTES
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ __all__ = [
     "once",
     "packs",
     "paged",
+    "real",
     "room",
     "rows",
     "shared",
@@ -123,28 +124,28 @@ def paged(problem: Problem, tile: Tile) -> int:
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes; the sources assert the same."""
-    size, real = DTYPES[problem.dtype], _real(problem)
+    size, summed = DTYPES[problem.dtype], real(problem)
     pad = 16 // size
     dim, dim_v = (block(n, problem, tile) + pad for n in (problem.dim_qk, problem.dim_v))
     rows, columns = (tile.keys, tile.queries) if kernel == "key_gradients" else (tile.queries, tile.keys)
     if kernel == "mask_gradient":
-        return max((rows + columns) * (dim + dim_v) * size, rows * columns * real)
+        return max((rows + columns) * (dim + dim_v) * size, rows * columns * summed)
     if kernel == "prepare_added":
         return (rows + tile.stages * columns) * dim * size
     own = dim if kernel == "forward" else dim + dim_v
     stage = columns * (dim + dim_v) * size
     if kernel == "key_gradients":
-        stage += 2 * columns * real
+        stage += 2 * columns * summed
     scratch = 0 if on_tensor_cores(problem) else tile.teams * rows * (columns + pad) * size
     ring = tile.stages * stage
     if tile.apart:  # what a team has made of its keys lies where they were
-        ring = max(ring, rows * (dim_v + 2) * real)
+        ring = max(ring, rows * (dim_v + 2) * summed)
     return rows * own * size + tile.teams * ring + scratch
 
 
 def left(problem: Problem, tile: Tile) -> int:
     """Bytes that the block of one split leaves to that of the last: numerators, maximum and sum of each row."""
-    return tile.queries * (block(problem.dim_v, problem, tile) + 2) * _real(problem)
+    return tile.queries * (block(problem.dim_v, problem, tile) + 2) * real(problem)
 
 
 def merges_alone(splits: int) -> bool:
@@ -162,10 +163,10 @@ def merging_blocks(splits: int, lines: int) -> int:
 
 def merging_shared(problem: Problem) -> int:
     """Bytes of shared memory that a block of ``merge.cu`` takes for one row, of any length."""
-    return MERGING_WARPS * _MOST_COLUMNS * _real(problem)
+    return MERGING_WARPS * _MOST_COLUMNS * real(problem)
 
 
-def _real(problem: Problem) -> int:
+def real(problem: Problem) -> int:
     """Bytes of a number as the kernels add up: float32, or float64 for float64."""
     return 8 if problem.dtype == "float64" else 4
 

@@ -15,7 +15,7 @@ from attnswitch.problem import Problem
 
 from ...own import arithmetic
 from .splits import MERGE, of_parts
-from .tiles import Tile, block, packs
+from .tiles import FEWER, Tile, block, packs, rows
 
 __all__ = ["soonest", "taken"]
 
@@ -32,7 +32,9 @@ def taken(problem: Problem, device: Device) -> bool:
     """Whether the forward of ``problem`` on ``device`` is one of those."""
     if device.kind != "cuda" or (device.capability or (0, 0))[0] != 9 or problem.dtype != "float32":
         return False
-    return max(problem.dim_qk, problem.dim_v) <= 128 and not (problem.page or problem.varlen or packs(problem))
+    if problem.page or problem.varlen or packs(problem):
+        return False
+    return max(problem.dim_qk, problem.dim_v) <= 128 and rows(problem) > FEWER
 
 
 def soonest(problem: Problem, device: Device) -> tuple[Tile, int]:
