@@ -255,7 +255,7 @@ def splits(problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def _forward_rows(tile: Tile) -> tuple[int, int]:
-    return tile.queries // 2, tile.keys  # of query alone
+    return tile.queries, tile.keys  # of query alone
 
 
 def _key_gradient_rows(tile: Tile) -> tuple[int, int]:
@@ -292,13 +292,18 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
 
 
 def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
+    dims = width(problem, problem.dim_qk), width(problem, problem.dim_v)
     kept, streamed = rows(tile)
-    row = (width(problem, problem.dim_qk) + width(problem, problem.dim_v)) * DTYPES[problem.dtype]
+    row = sum(dims) * DTYPES[problem.dtype]
+    own = tile.queries * dims[0] * DTYPES[problem.dtype] if rows is _forward_rows else kept * row
     a_score, masked = DTYPES[problem.dtype], problem.element("attn_mask")
+    capability, waiting = device.capability or (0, 0), max(1, tile.stages - 1)
     # Tiles of a wider mask lie there as they come. Those of 4 bytes find room beside P's, but on Blackwell.
-    if masked == 8 or (masked > a_score and (device.capability or (0, 0)) >= (10, 0)):
-        a_score = 2 * a_score + masked * max(1, tile.stages - 1)
-    needed = kept * row + max(1, tile.stages) * streamed * row + tile.queries * tile.keys * a_score
+    if masked == 8 or (masked > a_score and capability >= (10, 0)):
+        a_score = 2 * a_score + masked * waiting
+    elif masked and capability >= (9, 0):  # those on their way, or scores that are laid out as the mask is
+        a_score = max(4, masked * waiting)
+    needed = own + max(1, tile.stages) * streamed * row + tile.queries * tile.keys * a_score
     return needed <= (device.shared_memory or _SHARED)
 
 
