@@ -1,0 +1,244 @@
+"""Context parallelism over ``torch.distributed``: attention of sequences whose rows are dealt among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+import torch
+from torch import distributed as dist
+
+from attnswitch.call.options import text_of
+from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.names import one_of
+from attnswitch.parallel import asking
+from attnswitch.parallel.dealing import ORDERS, Dealing, Order
+from attnswitch.parallel.way import METHODS, Method, attend
+from attnswitch.planning.policy import Policy
+from attnswitch.problem import Alignment, Window
+
+__all__ = ["ContextParallel", "context_parallel"]
+
+
+def context_parallel(group: Any = None, *, method: Method = "ring", order: Order | None = None) -> ContextParallel:
+    """Attention of sequences whose rows are dealt among the ranks of ``group``.
+
+        cp = context_parallel()
+        query, key, value = (cp.shard(x, dim=2) for x in (query, key, value))
+        out = cp.attention(query, key, value, is_causal=True)
+
+    Args:
+        group: a process group or a mesh of one axis; all ranks if None.
+        method: "ring": keys and values go from rank to rank, while each computes with what it has; any number of
+            heads. "all-to-all": ranks trade rows for heads and back (Ulysses); query heads divide by the ranks.
+        order: which rows a rank holds, "zigzag" (the usual of a ring: causal work is even) or "contiguous" (the usual
+            of all-to-all); see ``ContextParallel.shard``.
+
+    Raises:
+        InvalidProblem: there is no such method or order, or this process is not in ``group``.
+        Unsupported: torch.distributed is not there, or not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise Unsupported("context_parallel: torch.distributed is not initialised; call init_process_group first")
+    for name, said, known in (("method", method, METHODS), ("order", order or ORDERS[0], ORDERS)):
+        if said not in known:
+            raise InvalidProblem(f"{name}={text_of(said)}: {one_of(said if isinstance(said, str) else '', known)}")
+    group = group.get_group() if hasattr(group, "get_group") else dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise InvalidProblem("context_parallel: this process is not a rank of the group")
+    return ContextParallel(group, method, order or ("zigzag" if method == "ring" else "contiguous"))
+
+
+class ContextParallel:
+    """``attention`` over the ranks of a group; see ``context_parallel``.
+
+    All ranks make the same calls with the same options, forward and backward. Each gets the output of its own rows and
+    the gradients of what it holds. Gradients of sinks are of its own rows, and summed over ranks by the caller, as
+    those of weights are.
+    """
+
+    def __init__(self, group: Any, method: Method, order: Order) -> None:
+        self.group, self.method, self.order = group, method, order
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def __repr__(self) -> str:
+        return f"<ContextParallel {self.method}, {self.order}, rank {self.rank} of {self.ranks}>"
+
+    def dealing(self, length: int) -> Dealing:
+        """Which rows of a sequence of ``length`` each rank holds."""
+        return Dealing(length, self.ranks, self.order)
+
+    def positions(self, length: int, device: Any = None) -> torch.Tensor:
+        """The positions in the whole of the rows that this rank holds, for rotary embeddings and the like."""
+        held = [torch.arange(part.start, part.stop, device=device) for part in self.dealing(length).held(self.rank)]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *held])
+
+    def shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The rows along ``dim`` that this rank holds, of a tensor that has all of them."""
+        return tensor.index_select(dim, self.positions(tensor.shape[dim], tensor.device))
+
+    def unshard(self, tensor: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
+        """All rows along ``dim``, in their order, of what each rank holds. No gradient goes through it.
+
+        ``length`` is that of the whole; left out, every rank holds as many rows.
+        """
+        dealt = self.dealing(tensor.shape[dim] * self.ranks if length is None else length)
+        asking.check_rows("tensor", tensor.shape[dim], dealt, self.rank)
+        most = max(map(dealt.rows, range(self.ranks)))
+        rows = tensor.detach().movedim(dim, 0)
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        gathered = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(gathered, padded, group=self.group)
+        whole = rows.new_empty(dealt.length, *rows.shape[1:])
+        for rank, part in enumerate(gathered):
+            at = 0
+            for held in dealt.held(rank):
+                whole[held.start : held.stop] = part[at : at + len(held)]
+                at += len(held)
+        return whole.movedim(0, dim)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        length: int | tuple[int, int] | None = None,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool | None = None,
+        causal_alignment: Alignment = "top_left",
+        window: Window | None = None,
+        softcap: float = 0.0,
+        key_lengths: torch.Tensor | Sequence[int] | None = None,
+        return_lse: bool = False,
+        layout: str = "BHLD",
+        deterministic: bool = False,
+        sinks: torch.Tensor | Sequence[float] | None = None,
+        alibi_slopes: torch.Tensor | Sequence[float] | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
+        backend: str | None = None,
+        policy: Policy | str | None = None,
+        **unknown: Never,
+    ) -> Any:
+        """``attnswitch.attention`` of the whole sequence; operands and results are this rank's rows.
+
+        Args:
+            query: (B, Hq, rows, D), as ``shard`` deals them.
+            key: (B, Hkv, rows, D).
+            value: (B, Hkv, rows, Dv).
+            length: rows of the whole, or those of the queries and those of the keys. Left out, every rank holds as
+                many.
+            attn_mask: of the whole, broadcastable to (B, Hq, Lq, Lk), the same on every rank. No gradient.
+            is_causal: as for ``attnswitch.attention``, by positions in the whole, like all that follows.
+            scale: see is_causal.
+            enable_gqa: see is_causal.
+            causal_alignment: see is_causal.
+            window: see is_causal.
+            softcap: see is_causal.
+            key_lengths: see is_causal; (B,) lengths in the whole, the same on every rank.
+            return_lse: see is_causal; (B, Hq, rows).
+            layout: see is_causal.
+            deterministic: see is_causal.
+            sinks: see is_causal.
+            alibi_slopes: see is_causal; of method "all-to-all" alone.
+            dropout_p: refused unless 0: the mask is a function of the whole.
+            seed: has no use without dropout.
+            backend: see is_causal.
+            policy: see is_causal.
+            **unknown: refused, with the name that may have been meant.
+
+        Returns:
+            The output (B, Hq, rows, Dv), or (output, lse), differentiable once.
+
+        Raises:
+            InvalidProblem: the arguments make no sense together, or operands are not the rows of this rank.
+            Unsupported: what no part of a sequence can honour, or no backend takes.
+        """
+        options = asking.options(
+            unknown, self.attention, dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, softcap,
+            return_lse, layout, deterministic,
+        )  # fmt: skip
+        asked = asking.batch(
+            (query, key, value), self._lengths(length), options, self.dealing, self.rank,
+            attn_mask=attn_mask, key_lengths=key_lengths, sinks=sinks, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+        return attend(asked, self.method, self.group, backend, policy)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attention_varlen(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | Sequence[int],
+        *,
+        length: int | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool | None = None,
+        causal_alignment: Alignment = "top_left",
+        window: Window | None = None,
+        softcap: float = 0.0,
+        return_lse: bool = False,
+        deterministic: bool = False,
+        sinks: torch.Tensor | Sequence[float] | None = None,
+        alibi_slopes: torch.Tensor | Sequence[float] | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
+        backend: str | None = None,
+        policy: Policy | str | None = None,
+        **unknown: Never,
+    ) -> Any:
+        """``attnswitch.attention_varlen`` of packed sequences whose rows are dealt among the ranks, all as one.
+
+        Args:
+            query: (rows, Hq, D), as ``shard`` deals the (T, Hq, D) of all sequences.
+            key: (rows, Hkv, D).
+            value: (rows, Hkv, Dv).
+            cu_seqlens: (B + 1,) where each sequence begins in the whole, the same on every rank, for queries and keys
+                alike. The host reads it; on a GPU it waits for that.
+            length: T, the rows of all; left out, every rank holds as many.
+            is_causal: as for ``attention``, like all that follows.
+            scale: see is_causal.
+            enable_gqa: see is_causal.
+            causal_alignment: see is_causal.
+            window: see is_causal.
+            softcap: see is_causal.
+            return_lse: see is_causal; (Hq, rows).
+            deterministic: see is_causal.
+            sinks: see is_causal.
+            alibi_slopes: see is_causal; (Hq,), or (B, Hq) for B sequences.
+            dropout_p: see is_causal.
+            seed: see is_causal.
+            backend: see is_causal.
+            policy: see is_causal.
+            **unknown: see is_causal.
+
+        Returns:
+            The output (rows, Hq, Dv), or (output, lse). Rows past the last sequence have output 0 and lse -inf.
+
+        Raises what ``attention`` raises.
+        """
+        options = asking.options(
+            unknown, self.attention_varlen, dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, softcap,
+            return_lse, "BHLD", deterministic,
+        )  # fmt: skip
+        asked = asking.sequences(
+            (query, key, value), self._lengths(length), options, self.dealing, self.rank,
+            cu_seqlens=cu_seqlens, sinks=sinks, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+        return attend(asked, self.method, self.group, backend, policy)
+
+    def _lengths(self, length: Any) -> tuple[int, int] | None:
+        """Those of the whole's queries and keys, where they are said."""
+        if length is None:
+            return None
+        both = length if isinstance(length, tuple) else (length, length)
+        if len(both) != 2:
+            raise InvalidProblem(f"length={text_of(length)}: expected a number of rows, or those of queries and keys")
+        return both

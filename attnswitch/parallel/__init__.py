@@ -1,0 +1,1 @@
+"""Context parallelism: one sequence over several ranks. Who holds what, what is left to compute, and the two ways."""
