@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnswitch.verify.checks import named
 from attnswitch.verify.mutants.matrix import Matrix, measure
+from attnswitch.verify.mutants.matrix import Progress as Advance
 
 from . import render
 
-__all__ = ["run", "show"]
+__all__ = ["bar", "run", "show"]
 
 #: Columns of a terminal in which the checks that see a mutant are named.
 _WIDE = 150
@@ -17,14 +21,21 @@ _WIDE = 150
 
 def run(seed: int, examples: int, workers: int | None, alone: bool, quiet: bool) -> Matrix:
     """Measure every mutant, and every check ``alone``, with a progress bar."""
+    with bar(quiet) as progress:
+        return measure(seed, examples, workers=workers, progress=progress, alone=alone)
+
+
+@contextlib.contextmanager
+def bar(quiet: bool) -> Iterator[Advance]:
+    """A bar of what is done of how much, while mutants are tried."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=render.console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("starting", total=None)
+    with Progress(*columns, console=render.console, transient=True, disable=quiet) as shown:
+        task = shown.add_task("starting", total=None)
 
         def progress(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+            shown.update(task, completed=done, total=total, description=what)
 
-        return measure(seed, examples, workers=workers, progress=progress, alone=alone)
+        yield progress
 
 
 def show(matrix: Matrix) -> None:

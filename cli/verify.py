@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import attnswitch
 from attnswitch.errors import InvalidProblem
@@ -19,22 +17,21 @@ from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
 from attnswitch.verify.demands import precision as demanded
 from attnswitch.verify.drawing import provider
-from attnswitch.verify.outcome import AUTO, Outcome
-from attnswitch.verify.report import EventLog, to_html
-from attnswitch.verify.session.conduct import run
+from attnswitch.verify.outcome import AUTO
+from attnswitch.verify.report import to_html
 from attnswitch.verify.session.corpus import default_folder
-from attnswitch.verify.session.explore import Source
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Target, targets
 from attnswitch.verify.session.tally import INTERRUPTED, Report
 from attnswitch.verify.terms import Terms
 
-from . import demands, files, render, shards
+from . import demands, files, ranks, render, shards
 from . import mutants as measured
 from . import report as shown
 from . import speed as speeds
 from .court import COURT, FORBID, again, seat
 from .named import functions, named, present
 from .outputs import Outputs
+from .watching import watched
 
 __all__ = ["verify"]
 
@@ -163,6 +160,14 @@ def verify(
         list[str] | None,
         typer.Option(metavar="NAME", help="The same under a name (repeatable): llm-training, serving-paged, ..."),
     ] = None,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            "--ranks",
+            metavar="METHODS",
+            help="Verify attention over the ranks of torchrun, which starts this command: ring,all-to-all, or one.",
+        ),
+    ] = None,
     speed: Annotated[
         list[str] | None,
         typer.Option(
@@ -180,6 +185,9 @@ def verify(
     backend = [*(backend or ()), *functions(function, like)] or None
     if join or logs:
         raise typer.Exit(shards.join(context, logs or [], Outputs(json, junit, html, summary, None)))
+    if over is not None:
+        to = Outputs(json, junit, html, summary, None)
+        raise typer.Exit(ranks.verify(context, over, to, seconds, None if no_corpus else corpus or default_folder()))
     timed = speeds.read(speed, backend)
     devices = _devices(device)
     asked = seat(context, backend, court, isolate=isolate, timeout=timeout, forbid=forbid)
@@ -224,7 +232,7 @@ def verify(
     if not outputs.quiet:
         render.notices(backends)
         render.emulated(plan)
-    report = _run(plan, outputs.quiet, ndjson)
+    report = watched(plan, outputs.quiet, ndjson)
     if not (report.broke or report.stopped == INTERRUPTED):
         speeds.measure(report, timed, backends, asked)
     outputs.write(report)
@@ -252,37 +260,6 @@ def _mutants(plan: Plan, outputs: Outputs, alone: bool) -> int:
     if not outputs.quiet:
         measured.show(matrix)
     return 1 if matrix.survivors else 0
-
-
-def _run(plan: Plan, quiet: bool, ndjson: Path | None) -> Report:
-    """Carry the plan out with a bar that moves, and the log if there is one."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("cases, [green]{task.fields[verified]} verified[/]{task.fields[bad]}"),
-        TimeElapsedColumn(),
-    )
-    with ExitStack() as stack:
-        log = None if ndjson is None else stack.enter_context(EventLog(ndjson))
-        bar = stack.enter_context(Progress(*columns, console=render.console, transient=True, disable=quiet))
-        drawn = [plan.drawn(target) for target in plan.targets]
-        total = None if None in drawn else sum(number or 0 for number in drawn)
-        task = bar.add_task("starting", total=total, verified=0, bad="")
-
-        def progress(report: Report, source: Source, device: str, outcomes: tuple[Outcome, ...]) -> None:
-            doing = f"{source.value} on {device}"
-            if log is not None:
-                log.progress(report, source, outcomes)
-            bad = f", [red]{len(report.failures)} mismatches[/]" if report.failures else ""
-            bar.update(task, completed=report.fuzzed, description=doing, verified=report.verified, bad=bad)
-
-        if log is not None:
-            log.start(plan)
-        report = run(plan, progress)
-        if log is not None:
-            log.end(report)
-        return report
 
 
 def _drawn(seed: int) -> int:

@@ -44,8 +44,12 @@ _TRY_TIMEOUT = 15.0
 Progress = Callable[[Report, Source, str, tuple[Outcome, ...]], None]
 
 
-def run(plan: Plan, progress: Progress = lambda report, source, device, outcomes: None) -> Report:
-    """Carry out ``plan``.
+def run(
+    plan: Plan,
+    progress: Progress = lambda report, source, device, outcomes: None,
+    pool: Callable[[Plan], Pool] | None = None,
+) -> Report:
+    """Carry out ``plan``, in the ``pool`` that this makes of it; left out, as the plan says.
 
     Raises:
         InvalidProblem: a corpus file is damaged, there is nothing to run, or a requirement admits nothing.
@@ -59,7 +63,7 @@ def run(plan: Plan, progress: Progress = lambda report, source, device, outcomes
     demands = {target.device: list(order.demanded(plan, target)) for target in plan.targets}
     demanded = Demanded(plan.requirements, held)
     report = Report(plan.seed, recipes=recipes, emulated=emulated, demanded=demanded, shard=plan.shard)
-    return _Run(plan, progress, report, demands)()
+    return _Run(plan, progress, report, demands, pool or (Isolated if plan.isolate else Here))()
 
 
 @dataclass
@@ -71,6 +75,7 @@ class _Run:
     report: Report
     #: Jobs of cases that are demanded, by device.
     demands: dict[str, list[Given]]
+    pool: Callable[[Plan], Pool]
     started: float = field(default_factory=time.monotonic)
     #: When the first worker was ready: a time limit does not count how long that takes.
     began: float | None = None
@@ -89,7 +94,7 @@ class _Run:
     def __call__(self) -> Report:
         """Carry the plan out. Ctrl-C ends it, and the report has what was done until then."""
         try:
-            with Isolated(self.plan) if self.plan.isolate else Here(self.plan) as pool:
+            with self.pool(self.plan) as pool:
                 self.report.workers = pool.size
                 jobs = {target.device: self._jobs(target) for target in self.plan.targets}
                 pool.carry_out(jobs, self._enough, partial(self._take, pool))

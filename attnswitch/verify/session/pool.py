@@ -16,7 +16,7 @@ from attnswitch.verify import emulation, terms
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
-from attnswitch.verify.session.explore import Given, Job, Source, carry_out
+from attnswitch.verify.session.explore import Examine, Given, Job, Source, carry_out
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.process import Died, Process
 from attnswitch.verify.session.worker import recording
@@ -83,8 +83,10 @@ class Here:
 
     size = 1
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, examine: Examine | None = None) -> None:
+        """``examine`` tries cases in place of this process."""
         self._plan = plan
+        self._examine = examine or recording(None)
 
     def carry_out(self, jobs: Jobs, stop: Stop, take: Take) -> None:
         """See ``Pool``."""
@@ -97,7 +99,7 @@ class Here:
                         del queues[device]
                         continue
                     with terms.within(self._plan.terms):
-                        carry_out(job, recording(None), partial(_give, stop, take, device, job.source))
+                        carry_out(job, self._examine, partial(_give, stop, take, device, job.source))
         except _Stopped:
             return
 
