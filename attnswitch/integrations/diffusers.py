@@ -23,6 +23,8 @@ from diffusers.utils import logging
 from attnswitch import api
 from attnswitch.call.like_torch import as_autocast
 from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.integrations.diffusers_parallel import TEMPLATE, over_processes
+from attnswitch.integrations.members import member
 from attnswitch.machine import registry
 
 __all__ = ["register"]
@@ -30,10 +32,6 @@ __all__ = ["register"]
 #: Of diffusers' registry of backends, what is written to or called.
 _NEEDED = ("_backends", "_supported_arg_names", "register", "set_active_backend")
 _REASONS = {
-    "_parallel_config": (
-        "context parallelism moves keys, values and gradients between its processes in every forward and backward,"
-        " which diffusers does for backends of its own; use one that it names for it, such as 'native'"
-    ),
     "return_attn_probs": "attnswitch gives no attention weights; return_lse=True gives the lse",
 }
 _UNKNOWN = "it may change the result in a way not known here; use the backend 'native' for this model"
@@ -48,9 +46,7 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
 
     Layers of older models call ``F.scaled_dot_product_attention`` whatever the backend: those of UNets, SD3, CogVideoX,
     PixArt, Sana, most autoencoders. ``attnswitch.install()`` serves them. A model that has no others refuses the name
-    with ``Unsupported`` when it is set, one with both kinds warns; ``with attention_backend(name)`` cannot tell. A
-    model with context parallelism refuses the name.
-
+    with ``Unsupported`` when it is set, one XX
     diffusers keeps the names in an enumeration, which gets one more member, and asks nobody when a name is set: that
     method of its models is wrapped, once. Other names pass through.
 
@@ -66,13 +62,13 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
     if not name or name != name.lower():
         raise InvalidProblem(f"name={name!r}: diffusers looks for names in lower case; choose such a name")
     known = dispatch.AttentionBackendName.__members__
-    if name not in _names and (name.upper() in known or name in {member.value for member in known.values()}):
+    if name not in _names and (name.upper() in known or name in {one.value for one in known.values()}):
         raise InvalidProblem(f"name={name!r} is a backend of diffusers' own; choose another name")
     if backend is not None:
         registry.load(backend)
-    member = _member(dispatch.AttentionBackendName, name)
-    dispatch._AttentionBackendRegistry.register(member)(functools.partial(_attention, backend))
-    dispatch._AttentionBackendRegistry._supported_arg_names[member] = _Everything()
+    ours, kept = member(dispatch.AttentionBackendName, name), dispatch._AttentionBackendRegistry
+    kept.register(ours, supports_context_parallel=True)(functools.partial(_attention, backend))
+    kept._supported_arg_names[ours] = _Everything()
     _names.add(name)
     _watch(diffusers.ModelMixin)
 
@@ -90,30 +86,13 @@ def _dispatch() -> ModuleType:
         raise Unsupported(f"{found}: {error}; {remedy}") from error
     kept = getattr(dispatch, "_AttentionBackendRegistry", None)
     missing = [f"_AttentionBackendRegistry.{name}" for name in _NEEDED if not hasattr(kept, name)]
+    missing += [] if hasattr(dispatch, TEMPLATE) else [TEMPLATE]
     names = getattr(dispatch, "AttentionBackendName", None)
     if not (isinstance(names, type) and issubclass(names, str) and issubclass(names, enum.Enum)):
         missing.append("AttentionBackendName, an enumeration of strings")
     if missing:
         raise Unsupported(f"{found}: attention_dispatch lacks {', '.join(missing)}; {remedy}")
     return dispatch
-
-
-def _member(names: Any, name: str) -> Any:
-    """The member of the enumeration ``names`` for ``name``, made if it is not there.
-
-    Python has no way to extend an enumeration, but looks its members up in these tables and nowhere else. Another
-    enumeration in its place would be missed by every module that imported this one before.
-    """
-    if name in names._value2member_map_:
-        return names(name)
-    member = str.__new__(names, name)
-    member._name_, member._value_ = name.upper(), name
-    setattr(names, member._name_, member)
-    names._member_names_.append(member._name_)
-    names._member_map_[member._name_] = member
-    names._value2member_map_[name] = member
-    getattr(names, "_hashable_values_", []).append(name)  # Python 3.13 and later
-    return member
 
 
 class _Everything:
@@ -181,13 +160,14 @@ def _attention(
     softcap: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    _parallel_config: Any = None,
     **rest: Any,
 ) -> Any:
     """Output (B, Lq, Hq, Dv) for query (B, Lq, Hq, D), key (B, Lk, Hkv, D) and value (B, Lk, Hkv, Dv).
 
     A mask is what 'native' takes it for: (B, Lk), or what broadcasts to (B, Hq, Lq, Lk). ``window_size``, softcap and
     deterministic are those of flash-attn; a window counts from the last query and key, and is_causal beside it too.
-    With ``return_lse`` also the lse, (B, Lq, Hq).
+    With ``return_lse`` also the lse, (B, Lq, Hq). With ``_parallel_config`` Lq and Lk are this process's share.
 
     Raises:
         Unsupported: something is passed that is not honoured.
@@ -207,7 +187,7 @@ def _attention(
     batch = max(query.shape[0], key.shape[0], value.shape[0])
     # Only what is said is passed on. A batch of one and a single key head broadcast as torch's do.
     query, key, value = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value))
-    options: dict[str, Any] = {"enable_gqa": enable_gqa or key.shape[2] == 1}
+    options: dict[str, Any] = {"layout": "BLHD", "backend": backend}
     left, right = window_size
     if left >= 0 or right >= 0:
         options["window"] = None if left < 0 else left, None if right < 0 else right
@@ -216,6 +196,9 @@ def _attention(
         options["softcap"] = softcap
     if deterministic:
         options["deterministic"] = True
+    said = attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
+    if _parallel_config is not None:
+        return over_processes(query, key, value, *said, config=_parallel_config, options=options)
     if return_lse:
         options["return_lse"] = True
     found = api.attention(
@@ -226,8 +209,7 @@ def _attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
-        layout="BLHD",
-        backend=backend,
+        enable_gqa=enable_gqa or key.shape[2] == 1,
         **options,
     )
     return (found[0], found[1].transpose(1, 2)) if return_lse else found

