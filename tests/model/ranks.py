@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from filelock import FileLock
 from torch import distributed as dist
 
 __all__ = ["joined", "run", "save"]
 
 
-def run(program: str, world: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank saved of ``python program rank world folder``."""
-    command = [sys.executable, program]
+def run(program: str, world: int, factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saved of ``python program rank world folder``, run once for all workers of pytest."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / f"{Path(program).stem}-{world}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            _run(program, world, folder)
+            (folder / "done").touch()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def _run(program: str, world: int, folder: Path) -> None:
     started = [
-        subprocess.Popen([*command, str(rank), str(world), str(folder)], stderr=subprocess.PIPE)
+        subprocess.Popen([sys.executable, program, str(rank), str(world), str(folder)], stderr=subprocess.PIPE)
         for rank in range(world)
     ]
     try:
@@ -28,7 +43,6 @@ def run(program: str, world: int, folder: Path) -> list[dict[str, Any]]:
         for one in started:
             one.kill()
     assert [one.returncode for one in started] == [0] * world, "\n".join(errors)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def joined() -> tuple[int, int, Path]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,13 +22,14 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnswitch
+from attnswitch import api, attention_backward
 from attnswitch.integrations import diffusers_parallel as parallel
 from attnswitch.integrations.diffusers import register
 from attnswitch.verify import Case
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit")]
 import ranks
-from parts import Whole
+from parts import GRADIENTS, Whole
 from small_diffusion import MODELS
 
 BACKEND = "tiled"
@@ -35,7 +37,6 @@ CASE = Case(batch=2, heads_kv=4, group=1, seq_q=24, seq_k=24, dim_qk=16, dim_v=1
 CROSS = CASE.replace(seq_k=40)
 RING, ULYSSES, BOTH = {"ring_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2, "ulysses_degree": 2}
 EXACT = {"convert_to_fp32": False}  # a ring merges in float32 otherwise
-OPERANDS = ("query", "key", "value")
 
 
 class Way(NamedTuple):
@@ -76,6 +77,7 @@ WAYS = {
     ),
 }
 OF_FOUR = {name: Way(BOTH | EXACT, CASE.replace(dtype="float64")) for name in ("ring and ulysses",)}
+FAULTY = "ring, bfloat16"
 #: What fails in the processes themselves.
 REFUSED = {
     "the gradient of the lse": "its backward drops the gradient of the lse",
@@ -111,8 +113,13 @@ def computed(way: Way) -> dict[str, torch.Tensor]:
     results = {"out": out.detach().transpose(1, 2), "lse": lse.detach().transpose(1, 2)}
     if way.backward:
         grads = torch.autograd.grad(out, operands, grad_out)
-        results |= {name: grad.transpose(1, 2) for name, grad in zip(OPERANDS, grads, strict=True)}
+        results |= {name: grad.transpose(1, 2) for name, grad in zip(GRADIENTS, grads, strict=True)}
     return results
+
+
+def of_its_own_keys(*call: Any, out: torch.Tensor, lse: torch.Tensor, **said: Any) -> Any:
+    """A fault: gradients of each part come from its own output and lse, not from those of all keys."""
+    return attention_backward(*call, **said)
 
 
 def masked() -> dict[str, torch.Tensor]:
@@ -125,7 +132,7 @@ def masked() -> dict[str, torch.Tensor]:
         tensor.requires_grad_()
     out = dispatch_attention_fn(*operands, attn_mask=mine, backend="attnswitch", parallel_config=config(ULYSSES))
     grads = torch.autograd.grad(out, operands, grad_out)
-    return {name: x.detach().transpose(1, 2) for name, x in zip(("out", *OPERANDS), (out, *grads), strict=True)}
+    return {name: x.detach().transpose(1, 2) for name, x in zip(("out", *GRADIENTS), (out, *grads), strict=True)}
 
 
 def refused() -> dict[str, str]:
@@ -172,6 +179,8 @@ def process() -> None:
     if dist.get_world_size() == 4:
         return ranks.save({name: computed(way) for name, way in OF_FOUR.items()})
     results: dict[str, Any] = {name: computed(way) for name, way in WAYS.items()}
+    with mock.patch.object(api, "attention_backward", of_its_own_keys):
+        results["faulty"] = computed(WAYS[FAULTY])
     results |= {"masked": masked(), "refused": refused()}
     results |= {"flux, ring": flux(RING | EXACT), "flux, ulysses": flux(ULYSSES)}
     ranks.save(results)
@@ -182,7 +191,7 @@ def process() -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(__file__, 2, tmp_path_factory.mktemp("two"))
+    return ranks.run(__file__, 2, tmp_path_factory)
 
 
 def check(found: list[dict[str, torch.Tensor]], whole: Whole, parts: int) -> None:
@@ -201,6 +210,16 @@ def test_two_processes_are_the_whole(name: str, two: list[dict[str, Any]]) -> No
     """Output, lse and all gradients; where shares are unlike, diffusers has no backward."""
     way = WAYS[name]
     check([found[name] for found in two], Whole.of(way.case), way.degrees.get("ring_degree", 1))
+
+
+@pytest.mark.slow
+def test_local_lse_in_the_backward_would_be_seen(two: list[dict[str, Any]]) -> None:
+    """The control of the above: its forward is right, and a gradient is beyond its bound."""
+    found, whole = [each["faulty"] for each in two], Whole.of(WAYS[FAULTY].case)
+    check([{name: each[name] for name in ("out", "lse")} for each in found], whole, 2)
+    for name in GRADIENTS:
+        with pytest.raises(AssertionError, match="more than rounding explains"):
+            check([{name: each[name]} for each in found], whole, 2)
 
 
 @pytest.mark.slow
@@ -229,9 +248,9 @@ def test_what_is_refused_under_way(name: str, two: list[dict[str, Any]]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
-def test_four_processes_are_the_whole(name: str, tmp_path: Path) -> None:
+def test_four_processes_are_the_whole(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two rings of two: each holds half of the heads."""
-    found = ranks.run(__file__, 4, tmp_path)
+    found = ranks.run(__file__, 4, tmp_path_factory)
     check([each[name] for each in found], Whole.of(OF_FOUR[name].case), 2)
 
 
