@@ -17,7 +17,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.problem import Problem, cost
 
-__all__ = ["Direction", "Estimate", "Peak", "Tile", "estimate", "published"]
+__all__ = ["Direction", "Estimate", "Peak", "Tile", "estimate", "published", "sheet"]
 
 #: Rows of queries in a tile, where no backend says.
 _QUERIES = 128
@@ -112,12 +112,15 @@ def estimate(problem: Problem, device: Device, peak: Peak | None, *, configs: bo
 
 def published(device: Device, dtype: str) -> Peak | None:
     """What the data sheet of ``device`` says for operands of ``dtype``; None where the table has none."""
+    key, row = sheet(device)
+    return Peak(row.get(dtype, row["float32"]), row["gbps"], f"data sheet of the {key.upper()}") if row else None
+
+
+def sheet(device: Device) -> tuple[str, dict[str, Any]]:
+    """The name of ``device`` in the table of data sheets, and its row; "" and nothing where the table has none."""
     name = _plain(device.name)
     named = ((key, row) for key, row in _table().items() if name in (key, *map(_plain, row.get("names", ()))))
-    key, row = next(named, ("", {}))
-    if device.kind != "cuda" or not key:
-        return None
-    return Peak(row.get(dtype, row["float32"]), row["gbps"], f"data sheet of the {key.upper()}")
+    return next(named, ("", {})) if device.kind == "cuda" else ("", {})
 
 
 def _plain(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from attnswitch.problem import DTYPES, Problem
 
 #: Work of the backward over the forward: five matrix products, the scores among them again, over two.
-_BACKWARD = 2.5
+BACKWARD = 2.5
 #: Bytes of a statistic: lse, and in the backward the row sums of dO * O.
 STATISTIC = 4
 
@@ -23,7 +23,7 @@ def flops(problem: Problem, *, backward: bool = False) -> float:
     forward = 2.0 * rows(problem) * problem.seq_k * (problem.dim_qk + problem.dim_v)
     if problem.causal and not problem.sees_all:
         forward /= 2
-    return forward * _BACKWARD if backward else forward
+    return forward * BACKWARD if backward else forward
 
 
 def kv_bytes(problem: Problem) -> int:

@@ -7,6 +7,6 @@ exp(-distance) between the ``features`` of two problems. ``fixtures/fit_forecast
 has measured corrects it.
 """
 
-from attnswitch.planning.forecast.predict import Forecast, forecast
+from attnswitch.planning.forecast.predict import Forecast, forecast, of_itself
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "forecast", "of_itself"]

@@ -16,7 +16,7 @@ from attnswitch.wisdom.classes import SpeedClass, representative, speed_class
 if TYPE_CHECKING:
     from attnswitch.planning.forecast.table import Table
 
-__all__ = ["TABLES", "Forecast", "forecast"]
+__all__ = ["TABLES", "Forecast", "forecast", "of_itself"]
 
 #: The tables, by compute capability.
 TABLES = {(9, 0): "sm90.npz"}
@@ -50,19 +50,30 @@ def forecast(problem: Problem, device: Device) -> Forecast:
 
     Of no backend where there is no table for such a device.
     """
-    table = _table(device.capability) if device.kind == "cuda" else None
-    if table is None or problem.is_empty or not problem.seq_k:
+    table = _of(problem, device)
+    if table is None:
         return _NOTHING
     key = speed_class(problem), device, view.generation()
     known = _known.get(key)
     if known is None:
         if len(_known) >= _MOST:
             _known.clear()
-        known = _known[key] = _of_class(table, representative(problem), device)
+        known = _known[key] = _made(table, representative(problem), device)
     return known
 
 
-def _of_class(table: Table, problem: Problem, device: Device) -> Forecast:
+def of_itself(problem: Problem, device: Device) -> Forecast:
+    """The same of ``problem`` and not of its class, for whoever adds times up. Nothing of it is remembered."""
+    table = _of(problem, device)
+    return _NOTHING if table is None else _made(table, problem, device)
+
+
+def _of(problem: Problem, device: Device) -> Table | None:
+    table = _table(device.capability) if device.kind == "cuda" else None
+    return None if problem.is_empty or not problem.seq_k else table
+
+
+def _made(table: Table, problem: Problem, device: Device) -> Forecast:
     ms, here = {name: _repeats(name, problem, device) * time for name, time in table.times(problem, device).items()}, 0
     if view.current().times:
         from attnswitch.planning.forecast.correction import correction  # imports NumPy
