@@ -19,6 +19,7 @@ import torch
 import attnswitch
 from attnswitch import Device, InvalidProblem, Problem
 from attnswitch.bench import compare
+from attnswitch.machine import fleet
 from attnswitch.tune.problems import recorded
 from attnswitch.verify import Case, Failure, joined, to_html, to_json, to_pytest
 from attnswitch.verify.drawing.case import MaskRecipe
@@ -136,6 +137,16 @@ def test_saved_cases(tmp_path: Path) -> None:
         ast.parse(to_pytest(found.case, found.backend, found.device, failure, {}).encode(errors="replace"))
 
     assert RUNS / 20 < refused(corpus.load, saved(), tmp_path / "case.json", use) < RUNS * 0.95
+
+
+def test_machines(tmp_path: Path) -> None:
+    plain = {"backends": {"tiled": None, "cuda": "no GPU"}, "libraries": {"numpy": "2.4.6"}, "devices": ["cpu (x)"]}
+    plain |= {"distrusted": None, "host": "node", "version": "0.1.0", "date": "2026-11-27T12:00:00+00:00"}
+
+    def use(found: fleet.Fleet) -> None:
+        assert json.dumps(found.to_json())
+
+    assert RUNS / 20 < refused(lambda path: fleet.joined([path]), plain, tmp_path / "m.json", use) < RUNS * 0.95
 
 
 def test_worst_cases(tmp_path: Path) -> None:
