@@ -15,7 +15,6 @@ from attnswitch.call.options import Options, text_of
 from attnswitch.call.per_head import PerHead, Read
 from attnswitch.call.varlen import offsets_of
 from attnswitch.errors import InvalidProblem, Unsupported
-from attnswitch.names import meant
 from attnswitch.parallel.dealing import Dealing
 
 __all__ = ["Asked", "batch", "check_rows", "options", "sequences"]
@@ -44,10 +43,8 @@ def options(unknown: dict[str, Any], function: Callable[..., Any], dropout_p: An
 
     Raises ``InvalidProblem`` for what makes no sense, ``Unsupported`` for dropout.
     """
-    if unknown:
-        name = next(iter(unknown))
-        known = [name for name in function.__code__.co_varnames if name not in ("self", "unknown")]
-        raise InvalidProblem(f"{function.__name__}: there is an unexpected keyword {name!r}{meant(name, known)}")
+    for name in unknown:
+        raise read.unknown(name, f"{function.__name__}: there is", function)
     said = read.of_call(dropout_p, *given)
     if said.dropout_p:
         raise Unsupported(

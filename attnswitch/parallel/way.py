@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from torch import distributed as dist
-
 from attnswitch.api import attention
 from attnswitch.call import autograd
 from attnswitch.errors import Unsupported
+from attnswitch.machine import registry
 from attnswitch.parallel import ring
 from attnswitch.parallel.all_to_all import AllToAll
 from attnswitch.parallel.asking import Asked
@@ -25,6 +24,8 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 def attend(asked: Asked, method: Method, group: Any, backend: str | None, policy: Policy | str | None) -> Any:
     """The output of this rank's rows as the caller has it, or (output, lse). Raises ``Unsupported``."""
+    if backend is not None:
+        registry.load(backend)
     way = _round if method == "ring" else _traded
     out, lse = way(asked, group, {"backend": backend, "policy": policy})
     options = asked.options
@@ -67,7 +68,7 @@ def _round(asked: Asked, group: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
 
 def _traded(asked: Asked, group: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
     query, key, _ = asked.operands
-    ranks = dist.get_world_size(group)
+    ranks = asked.queries.ranks
     if query.shape[1] % ranks:
         raise Unsupported(
             f"{query.shape[1]} query heads over {ranks} ranks: all-to-all deals heads evenly; method='ring' takes any"

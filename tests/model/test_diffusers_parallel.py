@@ -246,7 +246,7 @@ def test_what_is_refused_under_way(name: str, two: list[dict[str, Any]]) -> None
     assert [REFUSED[name] in found["refused"][name] for found in two] == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_four_processes_are_the_whole(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two rings of two: each holds half of the heads."""

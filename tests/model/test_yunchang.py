@@ -205,7 +205,7 @@ def test_local_lse_in_the_backward_would_be_seen(two: list[dict[str, Any]]) -> N
             check([{key: each[key] for key in ("rows", name)} for each in found], WAYS[FAULTY])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_processes_are_the_whole(tmp_path_factory: pytest.TempPathFactory) -> None:
     """USP, two by two: by ring, by zigzag and by stripe."""
     found = ranks.run(__file__, 4, tmp_path_factory)
