@@ -52,7 +52,7 @@ def estimate(
     ] = "0us",
     order: Annotated[
         Order | None,
-        typer.Option(help="With --ranks: how a ring's rows are dealt. Default: zigzag if causal, else contiguous."),
+        typer.Option(help="With --ranks: how a ring's rows are dealt, zigzag (the default) or contiguous."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -148,7 +148,7 @@ def estimate(
         found.setdefault((told.source, told.basis), {}).update(dict.fromkeys(told.backends))
         return told
 
-    order = order or ("zigzag" if problem.causal else "contiguous")
+    order = order or "zigzag"  # as context_parallel's ring
     clock = _Clock(link, known, gbps)
     splits = [Split(problem, ranks, over, order) for over in range(1, ranks + 1) if ranks % over == 0]
     planned = tuple(

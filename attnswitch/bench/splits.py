@@ -23,12 +23,10 @@ __all__ = ["Split", "key_heads"]
 _SUM = 4
 #: Passes over the sums of a piece's rows by which it is merged; and, in elements of sums and operands, what adding
 #: gradients costs: the operand is read, the sum is read and written.
-_MERGED, _ADDED = 6, 2
+_MERGED, _ADDED = 5, 2
 #: Messages in the memory of a rank at once: what it computes with or sends, and what arrives; of gradients, which are
 #: summed on the way, also those that it makes.
 _HELD, _HELD_SUMS = 2, 3
-#: Sums by the rows of a piece that merging it holds for a while: the part, each times its share, and the new sum.
-_MERGING = 4
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ class Split:
         operands: query, key and value, and the mask. results: output and lse. gradients: those of the output and of the
         operands. gathered: all of these again, for the rank's heads and the rows of its group, and what is packed to be
         sent. messages: keys and values on their way, gradients with them. accumulators: sums over parts. parts: what
-        one call of a ring returns, and what merging it, or cutting its rows out, takes for a while.
+        one call of a ring returns, and what cutting its rows out takes for a while.
         """
         p, (rows, keys), (most, far), item = self.problem, self.rows, self.held, DTYPES[self.problem.dtype]
         lse = STATISTIC if item < 8 else item
@@ -188,7 +186,7 @@ class Split:
         found["parts"] = 0
         if self.ring > 1:
             copied = 2 * queries * p.dim_v * item
-            found["parts"] = mine[0] + copied if backward else mine[1] + _MERGING * queries * p.dim_v * self._sum
+            found["parts"] = mine[0] + copied if backward else mine[1]
         return found
 
 

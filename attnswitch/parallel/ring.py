@@ -14,7 +14,6 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from attnswitch.call.merge import merge
 from attnswitch.parallel.call import Call
 
 __all__ = ["Ring", "attend"]
@@ -58,9 +57,11 @@ class Ring:
     def merge(self, out: Any, lse: Any, rows: range, part: Any, part_lse: Any) -> None:
         """Add what ``rows`` see of more keys to ``out`` and ``lse``, which are float32 or float64."""
         some, seen = out[:, :, rows.start : rows.stop], lse[:, :, rows.start : rows.stop]
-        merged = merge([some, part.to(some.dtype)], [seen, part_lse])
-        some.copy_(merged[0])
-        seen.copy_(merged[1])
+        both = torch.logaddexp(seen, part_lse)
+        # Each share by itself: of a part that weighs next to nothing, 1 - share would have no digits.
+        before, share = (torch.where(both == -torch.inf, 0.0, torch.exp(x - both))[..., None] for x in (seen, part_lse))
+        some.mul_(before).addcmul_(part, share)
+        seen.copy_(both)
 
     def backward(
         self, operands: Sequence[Any], results: Sequence[Any], upstream: Sequence[Any]

@@ -131,7 +131,7 @@ def test_zigzag_is_even_where_contiguous_is_not() -> None:
     zigzag, contiguous = (planned(TRAINING, 4, order=order) for order in ("zigzag", "contiguous"))
     assert split(zigzag, "ring").ms < split(contiguous, "ring").ms
     assert planned(TRAINING, 4).order == "zigzag"
-    assert planned(TRAINING.replace(causal=False), 4).order == "contiguous"
+    assert planned(TRAINING.replace(causal=False), 4).order == "zigzag"  # as context_parallel deals by itself
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (12, 2), (24, 4), (6, 3)])
@@ -186,7 +186,7 @@ def test_memory_by_hand() -> None:
         "gathered": 0,
         "messages": 2 * keys,
         "accumulators": 2 * query + lse,
-        "parts": query + lse + 4 * 2 * query,
+        "parts": query + lse,
         "kernels": 0,
     }
     assert ring["backward"] == ring["forward"] | {
