@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
@@ -41,7 +42,7 @@ def verify(context: typer.Context, methods: str, outputs: Outputs, seconds: floa
     devices = said["device"] or [None]
     if len(devices) > 1:
         raise InvalidProblem("--device with --ranks: name one, cpu or cuda")
-    provider.storage()
+    os.environ.update(provider.storage())
     with ranks.joined(devices[0], said["timeout"]) as conductor:
         if conductor is None:
             return 0
@@ -49,7 +50,8 @@ def verify(context: typer.Context, methods: str, outputs: Outputs, seconds: floa
         if said["mutants"]:
             return _mutants(conductor, names, outputs, said["seed"], said["examples"] or _EXAMPLES)
         examples = said["examples"] if said["examples"] is not None or seconds is not None else _EXAMPLES
-        plan = ranks.plan(names, conductor.device, examples, said["seed"], seconds, corpus)
+        limits = examples, said["seed"], seconds
+        plan = ranks.plan(names, conductor, *limits, corpus, max_failures=said["max_failures"])
 
         def carry_out(plan: Plan, progress: Progress) -> Report:
             return ranks.run(plan, conductor, progress)

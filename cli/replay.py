@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from attnswitch.errors import InvalidProblem, VerificationError
+from attnswitch.parallel import METHODS
 from attnswitch.verify import emulation, terms
 from attnswitch.verify.demands.precision import read as level
 from attnswitch.verify.drawing.case import Case
@@ -108,6 +109,11 @@ def _run(again: _Again, saved: Saved, backend: str | None, device: str | None) -
     if backend is None and ":" in name:  # a file is data: what it names is not run for its sake
         raise InvalidProblem(
             f"{saved.path} is of the target {name}, which is code to import: name it yourself, --backend {name}"
+        )
+    if name in METHODS:
+        raise InvalidProblem(
+            f"{saved.path} is of attention over ranks, which needs their processes: torchrun --nproc-per-node N"
+            f" -m attnswitch verify --ranks {name} --corpus {saved.path.parent.parent}"
         )
     named(name)
     if saved.check == "conduct" and name not in again.demanded.court.on(where).backends:

@@ -11,9 +11,9 @@ from torch import distributed as dist
 from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.names import one_of
-from attnswitch.parallel import asking
+from attnswitch.parallel import METHODS, Method, asking
 from attnswitch.parallel.dealing import ORDERS, Dealing, Order
-from attnswitch.parallel.way import METHODS, Method, attend
+from attnswitch.parallel.way import attend
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Alignment, Window
 

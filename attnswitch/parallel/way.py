@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 from attnswitch.api import attention
 from attnswitch.call import autograd
 from attnswitch.errors import Unsupported
 from attnswitch.machine import registry
-from attnswitch.parallel import ring
+from attnswitch.parallel import Method, ring
 from attnswitch.parallel.all_to_all import AllToAll
 from attnswitch.parallel.asking import Asked
 from attnswitch.parallel.call import Call
@@ -16,10 +16,7 @@ from attnswitch.parallel.pieces import Band
 from attnswitch.planning.policy import Policy
 from attnswitch.varlen import attention_varlen
 
-__all__ = ["METHODS", "Method", "attend"]
-
-Method = Literal["ring", "all-to-all"]
-METHODS: tuple[Method, ...] = get_args(Method)
+__all__ = ["attend"]
 
 
 def attend(asked: Asked, method: Method, group: Any, backend: str | None, policy: Policy | str | None) -> Any:

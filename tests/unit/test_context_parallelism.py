@@ -17,7 +17,7 @@ from torch import nn
 import attnswitch
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.integrations.torch_distributed import ContextParallel, context_parallel
-from attnswitch.parallel.way import METHODS
+from attnswitch.parallel import METHODS
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"

@@ -31,6 +31,11 @@ class Conductor:
     def __str__(self) -> str:
         return f"{self._ranks} over {'gloo' if self.device == 'cpu' else 'nccl'}"
 
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """What starts such a run again."""
+        return ("torchrun", "--nproc-per-node", str(self._ranks), "-m", "attnswitch", "verify")
+
     def examine(self, case: Case, backends: Sequence[str], device: str, only: bool = False) -> list[Outcome]:
         """The verdict on each way of computing ``case`` over ranks: a method, or "method:mutant"."""
         return [self._tried(case, name, device) for name in backends]
@@ -50,10 +55,8 @@ class Conductor:
         failed = [answer.failed for answer in answers if answer.failed]
         if failed:
             self._generation += 1
-            lost = any("no answer in time" in text for text in failed)
-            return Outcome(
-                task.case, name, device, "mismatch", failure=Failure("hang" if lost else "crash", "; ".join(failed))
-            )
+            check = "hang" if any(answer.hung for answer in answers) else "crash"
+            return Outcome(task.case, name, device, "mismatch", failure=Failure(check, "; ".join(failed)))
         refused = [answer.refused for answer in answers]
         if all(refused):
             return Outcome(task.case, name, device, "refused", reasons=(refused[0],))

@@ -32,14 +32,14 @@ def measure(
     for n, name in enumerate(chosen):
         fault = FAULTS[name]
         progress(n, len(chosen), name)
-        alone = plan((f"{fault.method}:{name}",), conductor.device, examples, seed, None, None, 1, 0)
+        alone = plan((f"{fault.method}:{name}",), conductor, examples, seed, None, None, 1, 0)
         report = run(alone, conductor)
         found = report.failures[0] if report.failures else None
         check = None if found is None or found.outcome.failure is None else found.outcome.failure.check
         rows.append(Row(name, fault.method, fault.what, "", check, report.cases, report.seconds))
     most = max((row.cases for row in rows), default=1)
     progress(len(chosen), len(chosen), "the true layer")
-    true = run(plan(methods, conductor.device, most, seed, None, None, 1, 0), conductor)
+    true = run(plan(methods, conductor, most, seed, None, None, 1, 0), conductor)
     if true.failures:
         raise VerificationError(f"the true layer fails as well: {true.failures[0].outcome.failure}")
     return Matrix(tuple(rows), (), seed, examples)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of
-from attnswitch.parallel.way import METHODS
+from attnswitch.parallel import METHODS
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.ranks.conductor import Conductor
 from attnswitch.verify.ranks.supervisor import Supervisor
@@ -68,7 +68,7 @@ def joined(device: str | None, timeout: float) -> Iterator[Conductor | None]:
 
 def plan(
     backends: Sequence[str],
-    device: str,
+    conductor: Conductor,
     examples: int | None,
     seed: int,
     seconds: float | None,
@@ -77,6 +77,7 @@ def plan(
     shrink_tries: int = 100,
 ) -> Plan:
     """The cases of a run, of as many ``examples``, or for so many ``seconds``; saved ones first."""
+    device = conductor.device
     dtypes = ("float32", "bfloat16", "float16", *(("float64",) if device == "cpu" else ()))
     space = Space(libraries=("torch",), dtypes=dtypes, work=2**20, longest=600, lacks=_LACKS)
     folder = None if corpus is None else corpus / "ranks"  # what one process replays is another's
@@ -89,6 +90,7 @@ def plan(
         corpus=folder,
         pass_over=True,
         shrink_tries=shrink_tries,
+        replayed_by=(*conductor.launcher, "--ranks", ",".join(backends), "--examples", "1"),
     )
 
 

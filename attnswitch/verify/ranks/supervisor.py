@@ -73,7 +73,7 @@ class Supervisor:
             now = time.monotonic()
             if now > limit:
                 self._end()
-                return Answer(failed=f"rank {self._rank}: no answer in time; its process was ended")
+                return Answer(failed=f"rank {self._rank}: no answer in time; its process was ended", hung=True)
             if now - looked > _GLANCE:
                 looked = now
                 if come(self._store, key_of("over", number)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnswitch.parallel import Method
 from attnswitch.parallel.dealing import Dealing, Order
-from attnswitch.parallel.way import Method
 from attnswitch.problem import Problem
 from attnswitch.verify.drawing.case import Case
 
@@ -47,13 +47,14 @@ class Answer:
     """What a rank computed of its rows, by name, as NumPy arrays (B, H, rows, ...); or why it did not.
 
     ``calls`` are the problems of its parts, with the backend that was chosen for each. ``refused`` is a reason,
-    ``failed`` a finding.
+    ``failed`` a finding; ``hung`` if that is for want of an answer.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
     calls: tuple[tuple[Problem, str], ...] = ()
     refused: str = ""
     failed: str = ""
+    hung: bool = False
 
 
 def fitted(case: Case, method: str, ranks: int) -> Case:

@@ -57,6 +57,8 @@ _BY_NAME = {check.name: check for check in CHECKS}
 
 def replay_command(found: Found) -> str:
     """The line that runs a failure again. A target is named in it: replay imports none for a file's sake."""
+    if found.replayed_by and found.path:
+        return shlex.join((*found.replayed_by, "--corpus", str(found.path.parent.parent)))
     target = ("--backend", found.outcome.backend) if ":" in found.outcome.backend else ()
     options = (*target, *found.replayed_with)
     return shlex.join(("attnswitch", "replay", str(found.path), *options)) if found.path else "(not saved)"

@@ -291,4 +291,5 @@ class _Run:
                 path = None  # the failure is reported even if it cannot be saved
         self._remember(outcome, path.name if path is not None else corpus.digest(outcome.case))
         seconds, cases = self.seen.get(outcome.kind, (time.monotonic() - self.started, self.report.cases))
-        self.report.failures.append(Found(outcome, path, from_corpus, seconds, cases, self.plan.replayed_with))
+        again = self.plan.replayed_with, self.plan.replayed_by
+        self.report.failures.append(Found(outcome, path, from_corpus, seconds, cases, *again))

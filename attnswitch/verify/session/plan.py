@@ -87,6 +87,8 @@ class Plan:
     terms: Terms = Terms()  # noqa: RUF009
     #: Options with which ``attnswitch replay`` judges on the same terms.
     replayed_with: tuple[str, ...] = ()
+    #: The command that tries saved cases first, where ``attnswitch replay`` cannot.
+    replayed_by: tuple[str, ...] = ()
     #: The seed is told at the end, and nowhere before.
     secret: bool = False
     #: Which part of it this is.

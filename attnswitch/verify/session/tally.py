@@ -34,6 +34,8 @@ class Found:
     after: int = 0
     #: Options of ``attnswitch replay`` that it takes to judge it as the run did.
     replayed_with: tuple[str, ...] = ()
+    #: The command that runs it again, where ``attnswitch replay`` cannot.
+    replayed_by: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
