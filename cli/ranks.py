@@ -28,16 +28,17 @@ _BESIDE = (
     "over", "device", "examples", "time", "seed", "max_failures", "corpus", "no_corpus", "timeout", "mutants",
     "json", "junit", "html", "summary", "ndjson",
 )  # fmt: skip
+#: And what of that says nothing to ``--mutants``.
+_OF_RUNS = ("time", "max_failures", "corpus", "no_corpus", "junit", "html", "summary", "ndjson")
 
 
 def verify(context: typer.Context, methods: str, outputs: Outputs, seconds: float | None, corpus: Path | None) -> int:
     """The exit code of this process: that of the run on rank 0, and 0 on all others. Raises ``InvalidProblem``."""
     said = context.params
-    for name in said:
-        source = context.get_parameter_source(name)
-        if name not in _BESIDE and source is not None and source.name == "COMMANDLINE":
-            option = "--" + name.replace("_", "-")
-            raise InvalidProblem(f"{option}: --ranks verifies what is computed over ranks, and takes no such option")
+    if others := [name for name in said if name not in _BESIDE and _given(context, name)]:
+        raise InvalidProblem(
+            f"{_option(context, others[0])}: --ranks verifies what is computed over ranks, and takes no such option"
+        )
     names = ranks.methods_of(methods)
     devices = said["device"] or [None]
     if len(devices) > 1:
@@ -48,6 +49,10 @@ def verify(context: typer.Context, methods: str, outputs: Outputs, seconds: floa
             return 0
         outputs.check(corpus, said["ndjson"])
         if said["mutants"]:
+            if unused := [name for name in _OF_RUNS if _given(context, name)]:
+                raise InvalidProblem(
+                    f"{_option(context, unused[0])}: --mutants over ranks takes --seed, --examples, --json"
+                )
             return _mutants(conductor, names, outputs, said["seed"], said["examples"] or _EXAMPLES)
         examples = said["examples"] if said["examples"] is not None or seconds is not None else _EXAMPLES
         limits = examples, said["seed"], seconds
@@ -61,6 +66,17 @@ def verify(context: typer.Context, methods: str, outputs: Outputs, seconds: floa
     if not outputs.quiet:
         shown.show(report)
     return report.exit_code
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the command line says it."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _option(context: typer.Context, name: str) -> str:
+    """What a parameter is called there."""
+    return next((one.opts[0] for one in context.command.params if one.name == name), name)
 
 
 def _mutants(conductor: ranks.Conductor, names: tuple[str, ...], outputs: Outputs, seed: int, examples: int) -> int:

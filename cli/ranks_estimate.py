@@ -121,9 +121,10 @@ def _sentences(found: Ranks) -> list[str]:
     said = [f"{split.name}: {split.why_not}" for split in found.splits if split.why_not]
     if best is None:
         return [*said, "no split of these ranks takes it"]
-    said.append(f"best: {best.name}, {of_ms(best.ms)} in all")
+    none = "" if found.fits(best) else "no split fits in memory; the least time is that of "
+    said.append(f"best: {none}{best.name}, {of_ms(best.ms)} in all")
     if 1 < best.heads_over < found.ranks:
-        said.append("attnswitch.context_parallel has the two ends; a split between them is two groups of your own")
+        said.append("context_parallel has the ring and all-to-all; a split between them is one of yunchang's (USP)")
     for label, covered in zip(("forward", "backward"), found.covered or (), strict=False):
         said.append(f"{label}: {_hidden(covered)}")
     return said
@@ -133,6 +134,6 @@ def _hidden(covered: Covered) -> str:
     if covered.rows is None:
         return "the ring never hides its traffic: a step computes for less time than its messages take"
     return (
-        f"the ring hides its traffic from {covered.rows:,} rows a rank on, which this problem has up to"
-        f" {render.counted(covered.ranks, 'rank')}"
+        f"a step of the ring covers what is on its way from {covered.rows:,} rows a rank on, or fewer; this problem has"
+        f" so many up to {covered.ranks:,} ranks"
     )

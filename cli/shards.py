@@ -35,7 +35,7 @@ def join(context: typer.Context, logs: Sequence[Path], outputs: Outputs) -> int:
         raise InvalidProblem(f"{logs[0]}: verify takes a log only with --join")
     sources = {name: context.get_parameter_source(name) for name in context.params if name not in _BESIDE}
     if others := [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]:
-        option = "--" + others[0].replace("_", "-")
+        option = next(one.opts[0] for one in context.command.params if one.name == others[0])
         raise InvalidProblem(f"{option}: --join runs nothing, and takes --json, --junit, --html and --summary alone")
     outputs.check(None)
     found = joined(logs)

@@ -24,7 +24,7 @@ from attnswitch.wisdom.classes import TILE
 __all__ = ["MOST", "Covered", "Phase", "Planned", "Ranks", "estimate"]
 
 #: As many ranks as are worked out.
-MOST = 1024
+MOST = 256
 #: Passes over what an exchange sends: it is packed, and put in order where it arrives; each reads and writes.
 _PACKED = 4
 
@@ -106,14 +106,18 @@ class Ranks:
     @property
     def rows(self) -> int:
         """Rows of queries that a rank holds, the most that any has."""
-        return -(-self.problem.seq_q // self.ranks)
+        return Split(self.problem, self.ranks, 1, self.order).held[0]
 
     @property
     def best(self) -> Planned | None:
         """The split that takes the least time, of those that fit in memory if any does."""
         able = [split for split in self.splits if not split.why_not]
-        fit = [split for split in able if not self.device.memory or split.peak <= self.device.memory]
+        fit = [split for split in able if self.fits(split)]
         return min(fit or able, key=lambda split: split.ms, default=None)
+
+    def fits(self, split: Planned) -> bool:
+        """Whether a rank has as much memory as ``split`` takes, as far as that is known."""
+        return not self.device.memory or split.peak <= self.device.memory
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

@@ -82,7 +82,9 @@ class Split:
     @cached_property
     def rows(self) -> tuple[int, int]:
         """Rows of queries and of keys that a rank holds between calls, the most that any has."""
-        return -(-self.problem.seq_q // self.ranks), -(-self.problem.seq_k // self.ranks)
+        lengths = self.problem.seq_q, self.problem.seq_k
+        dealt = [Dealing(length, self.ranks, self.order) for length in lengths]
+        return max(map(dealt[0].rows, range(self.ranks))), max(map(dealt[1].rows, range(self.ranks)))
 
     def calls(self, rank: int, owner: int) -> Iterator[Problem]:
         """What group ``rank`` computes of the keys of group ``owner``."""

@@ -46,7 +46,8 @@ def register(name: str = "attnswitch", backend: str | None = None) -> None:
 
     Layers of older models call ``F.scaled_dot_product_attention`` whatever the backend: those of UNets, SD3, CogVideoX,
     PixArt, Sana, most autoencoders. ``attnswitch.install()`` serves them. A model that has no others refuses the name
-    with ``Unsupported`` when it is set, one XX
+    with ``Unsupported`` when it is set, one with both kinds warns; ``with attention_backend(name)`` cannot tell.
+
     diffusers keeps the names in an enumeration, which gets one more member, and asks nobody when a name is set: that
     method of its models is wrapped, once. Other names pass through.
 

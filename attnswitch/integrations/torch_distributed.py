@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Never
 
@@ -40,21 +41,35 @@ def context_parallel(group: Any = None, *, method: Method = "ring", order: Order
     """
     if not dist.is_available() or not dist.is_initialized():
         raise Unsupported("context_parallel: torch.distributed is not initialised; call init_process_group first")
-    for name, said, known in (("method", method, METHODS), ("order", order or ORDERS[0], ORDERS)):
+    order = ("zigzag" if method == "ring" else "contiguous") if order is None else order
+    for name, said, known in (("method", method, METHODS), ("order", order, ORDERS)):
         if said not in known:
             raise InvalidProblem(f"{name}={text_of(said)}: {one_of(said if isinstance(said, str) else '', known)}")
-    group = group.get_group() if hasattr(group, "get_group") else dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
+    return ContextParallel(_group(group), method, order)
+
+
+def _group(given: Any) -> Any:
+    """The process group that is meant, of which this process is a rank. Raises ``InvalidProblem``."""
+    if getattr(given, "ndim", 1) != 1:
+        raise InvalidProblem(f"group={given}: expected a mesh of one axis, such as mesh['cp']")
+    group = given.get_group() if hasattr(given, "get_group") else dist.group.WORLD if given is None else given
+    try:
+        rank = dist.get_rank(group)
+    except (RuntimeError, TypeError, ValueError):
+        hint = f"; say method={given!r}" if given in METHODS else ""
+        raise InvalidProblem(f"group={text_of(given)}: expected a process group, or a mesh of one axis{hint}") from None
+    if rank < 0:
         raise InvalidProblem("context_parallel: this process is not a rank of the group")
-    return ContextParallel(group, method, order or ("zigzag" if method == "ring" else "contiguous"))
+    return group
 
 
 class ContextParallel:
     """``attention`` over the ranks of a group; see ``context_parallel``.
 
     All ranks make the same calls with the same options, forward and backward. Each gets the output of its own rows and
-    the gradients of what it holds. Gradients of sinks are of its own rows, and summed over ranks by the caller, as
-    those of weights are.
+    the gradients of what it holds. Gradients of sinks are what a rank computes of them, and summed over ranks by the
+    caller, as those of weights are. An error may be of one rank alone, as a length that is not its own: the others
+    then wait for it, until the process group gives up.
     """
 
     def __init__(self, group: Any, method: Method, order: Order) -> None:
@@ -175,7 +190,7 @@ class ContextParallel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cu_seqlens: torch.Tensor | Sequence[int],
+        cu_seqlens_q: torch.Tensor | Sequence[int],
         *,
         length: int | None = None,
         is_causal: bool = False,
@@ -200,7 +215,7 @@ class ContextParallel:
             query: (rows, Hq, D), as ``shard`` deals the (T, Hq, D) of all sequences.
             key: (rows, Hkv, D).
             value: (rows, Hkv, Dv).
-            cu_seqlens: (B + 1,) where each sequence begins in the whole, the same on every rank, for queries and keys
+            cu_seqlens_q: (B + 1,) where each sequence begins in the whole, the same on every rank, for queries and keys
                 alike. The host reads it; on a GPU it waits for that.
             length: T, the rows of all; left out, every rank holds as many.
             is_causal: as for ``attention``, like all that follows.
@@ -230,7 +245,7 @@ class ContextParallel:
         )  # fmt: skip
         asked = asking.sequences(
             (query, key, value), self._lengths(length), options, self.dealing, self.rank,
-            cu_seqlens=cu_seqlens, sinks=sinks, alibi_slopes=alibi_slopes,
+            cu_seqlens=cu_seqlens_q, sinks=sinks, alibi_slopes=alibi_slopes,
         )  # fmt: skip
         return attend(asked, self.method, self.group, backend, policy)
 
@@ -238,7 +253,11 @@ class ContextParallel:
         """Those of the whole's queries and keys, where they are said."""
         if length is None:
             return None
-        both = length if isinstance(length, tuple) else (length, length)
-        if len(both) != 2:
-            raise InvalidProblem(f"length={text_of(length)}: expected a number of rows, or those of queries and keys")
-        return both
+        both = tuple(length) if isinstance(length, (tuple, list)) else (length, length)
+        try:
+            queries, keys = (operator.index(rows) for rows in both)
+        except (TypeError, ValueError):
+            raise InvalidProblem(
+                f"length={text_of(length)}: expected a number of rows, or those of queries and keys"
+            ) from None
+        return queries, keys

@@ -89,7 +89,7 @@ def joined(paths: Sequence[Path]) -> Fleet:
 
     Raises ``InvalidProblem`` for what is no such document, naming the file, and ``OSError`` for what cannot be read.
     """
-    once = list(dict.fromkeys(paths))
+    once = list({path.resolve(): path for path in paths}.values())
     if not once:
         raise InvalidProblem(
             "there is no machine to join: name files that attnswitch backends --json wrote, one of each"

@@ -174,6 +174,6 @@ def _mask(attn_mask: Any) -> tuple[Any, Facts]:
 def _check_edges(edges: Sequence[int], rows: int) -> None:
     if edges[0] != 0 or edges[-1] > rows or any(end < start for start, end in pairwise(edges)):
         raise InvalidProblem(
-            f"cu_seqlens={list(edges[:20])}: expected 0 first, none less than the one before it, and none beyond the"
+            f"cu_seqlens_q={list(edges[:20])}: expected 0 first, none less than the one before it, and none beyond the"
             f" {rows} rows that there are"
         )

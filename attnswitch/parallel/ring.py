@@ -37,9 +37,15 @@ class Ring:
         wide = _wide(query.dtype)
         out = torch.zeros((*query.shape[:3], value.shape[3]), dtype=wide, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=wide, device=query.device)
+        failed: Exception | None = None
         for owner, (keys, values) in self.passing((key, value)):
-            for piece in self.call.pieces(owner):
-                self.merge(out, lse, piece.rows, *self.call.attend(piece, owner, query, keys, values))
+            try:
+                for piece in self.call.pieces(owner) if failed is None else ():
+                    self.merge(out, lse, piece.rows, *self.call.attend(piece, owner, query, keys, values))
+            except Exception as error:  # others wait for what this rank passes on
+                failed = error
+        if failed is not None:
+            raise failed
         if self.sinks is not None:  # a part of its own, of keys whose value is 0
             self.merge(out, lse, range(query.shape[2]), torch.zeros_like(out), self.sunk(lse))
         return out.to(query.dtype), lse
@@ -74,20 +80,26 @@ class Ring:
         wide = _wide(query.dtype)
         of_query = torch.zeros_like(query, dtype=wide)
         arriving: _Message | None = None
+        failed: Exception | None = None
         for owner, held in self.passing((key, value)):
             grads = [torch.zeros_like(x, dtype=wide) for x in held]
-            for piece in self.call.pieces(owner):
-                found = self.call.differentiate(piece, owner, (query, *held), results, upstream)
-                for into, grad, rows in zip(
-                    (of_query, *grads), found, (piece.rows, piece.keys, piece.keys), strict=True
-                ):
-                    into[:, :, rows.start : rows.stop] += grad
+            try:
+                for piece in self.call.pieces(owner) if failed is None else ():
+                    found = self.call.differentiate(piece, owner, (query, *held), results, upstream)
+                    for into, grad, rows in zip(
+                        (of_query, *grads), found, (piece.rows, piece.keys, piece.keys), strict=True
+                    ):
+                        into[:, :, rows.start : rows.stop] += grad
+            except Exception as error:  # as in the forward
+                failed = error
             if arriving is not None:
                 grads = [grad.add_(sums) for grad, sums in zip(grads, arriving.take(), strict=True)]
             if self.ranks > 1:
                 arriving = self.send(grads, self.rank - 1 - self.step(owner))
         if arriving is not None:
             grads = arriving.take()
+        if failed is not None:
+            raise failed
         return of_query.to(query.dtype), grads[0].to(key.dtype), grads[1].to(value.dtype)
 
     def step(self, owner: int) -> int:

@@ -8,7 +8,7 @@ from attnswitch.api import attention
 from attnswitch.call import autograd
 from attnswitch.errors import Unsupported
 from attnswitch.machine import registry
-from attnswitch.parallel import Method, ring
+from attnswitch.parallel import Method, far, ring
 from attnswitch.parallel.all_to_all import AllToAll
 from attnswitch.parallel.asking import Asked
 from attnswitch.parallel.call import Call
@@ -44,6 +44,11 @@ def _round(asked: Asked, group: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
         raise Unsupported(
             "bottom_right with key_lengths in a ring: every batch entry would be cut at other rows;"
             " method='all-to-all' takes them"
+        )
+    if far.hides(asked):
+        raise Unsupported(
+            f"attn_mask in a ring: the largest number that a row sees is beyond {far.MOST:g}, of which an lse keeps too"
+            " few digits to merge parts by; pass a bool mask where it hides, or method='all-to-all'"
         )
     offset = asked.keys.length - asked.queries.length if said.causal_alignment == "bottom_right" else 0
     beside = {"attn_mask": asked.attn_mask, "key_lengths": asked.key_lengths}

@@ -70,7 +70,8 @@ def test_a_group_of_one_is_the_call_itself(group: Any, method: Any, layout: str)
         ({"length": 25}, InvalidProblem, "rank 0 of 2 holds"),
         ({"length": (24, 30)}, InvalidProblem, "key has 12 rows"),
         ({"length": (24, 24, 24)}, InvalidProblem, "length="),
-        ({"length": "all"}, InvalidProblem, "length"),
+        ({"length": "all"}, InvalidProblem, "length='all'"),
+        ({"length": [24, 30]}, InvalidProblem, "key has 12 rows"),
         ({"attn_mask": torch.ones(12, 12).requires_grad_()}, Unsupported, "attn_mask requires_grad"),
         ({"attn_mask": torch.ones(12, 12)}, InvalidProblem, r"\(2, 4, 24, 24\)"),
         ({"key_lengths": [3, 25]}, InvalidProblem, "25"),
@@ -102,6 +103,37 @@ def test_a_method_that_cannot_names_the_one_that_can(group: Any, method: Any, sa
         OneOfTwo(group, method).attention(*operands(12, *heads), **said)
 
 
+@pytest.mark.parametrize(
+    ("number", "said", "refused"),
+    [
+        (torch.finfo(torch.float32).min, {}, True),
+        (-3e4, {}, True),
+        (1e6, {}, True),
+        (-900.0, {}, False),
+        (-torch.inf, {}, False),
+        (-1e9, {"is_causal": True}, True),  # of row 0, which sees key 0 alone
+        (-1e9, {"window": (0, None)}, False),
+    ],
+)
+def test_a_ring_refuses_a_mask_that_no_lse_can_merge(
+    group: Any, number: float, said: dict[str, Any], refused: bool
+) -> None:
+    """The first five of twelve keys have it; by themselves in the first rows where these see no others."""
+    mask = torch.zeros(1, 1, 1, 12)
+    mask[..., :5] = number
+    if not said:
+        mask = mask.expand(1, 1, 12, 12).clone()
+        mask[:, :, 3] = number
+    parallel, operated = context_parallel(group), operands()
+    if refused:
+        with pytest.raises(Unsupported, match="all-to-all"):
+            parallel.attention(*operated, attn_mask=mask, **said)
+    else:
+        ours = parallel.attention(*operated, attn_mask=mask, **said)
+        torch.testing.assert_close(ours, attnswitch.attention(*operated, attn_mask=mask, **said), rtol=1e-4, atol=1e-4)
+    context_parallel(group, method="all-to-all").attention(*operated, attn_mask=mask, **said)
+
+
 def test_operands_that_are_no_rows_of_torch(group: Any) -> None:
     parallel = OneOfTwo(group, "ring")
     query, key, value = operands()
@@ -118,9 +150,17 @@ def test_operands_that_are_no_rows_of_torch(group: Any) -> None:
 
 
 def test_groups_and_names(group: Any) -> None:
-    for said, words in (({"method": "rings"}, "ring"), ({"order": "zig"}, "zigzag"), ({"method": None}, "method")):
+    for said, words in (
+        ({"method": "rings"}, "ring"),
+        ({"order": "zig"}, "zigzag"),
+        ({"order": ""}, "zigzag"),
+        ({"method": None}, "method"),
+    ):
         with pytest.raises(InvalidProblem, match=words):
             context_parallel(group, **said)
+    for given, words in (("ring", "say method='ring'"), ([0, 1], "process group")):
+        with pytest.raises(InvalidProblem, match=words):
+            context_parallel(given)
     assert "ring, zigzag, rank 0 of 1" in repr(context_parallel())
     assert context_parallel(method="all-to-all").order == "contiguous"
 
@@ -162,6 +202,19 @@ def made(attend: Any) -> nn.Sequential:
     return nn.Sequential(Block(attend), Block(attend)).double()
 
 
+def refused_alike(mesh: Any) -> None:
+    """What no backend takes is refused on all ranks, and leaves nothing behind that the next call would wait for."""
+    parallel = context_parallel(mesh)
+    whole = operands(13)
+    expected = attnswitch.attention(*whole, is_causal=True)
+    for _ in range(3):
+        mine = [parallel.shard(x, 2) for x in whole]
+        with pytest.raises(Unsupported, match="sdpa-math"):
+            parallel.attention(*mine, is_causal=True, length=13, backend="sdpa-math")
+        out = parallel.attention(*mine, is_causal=True, length=13)
+        torch.testing.assert_close(parallel.unshard(out, 2, 13), expected, rtol=1e-4, atol=1e-5)
+
+
 def trained() -> None:
     """Weights sharded by FSDP2, and rows by ``context_parallel``: gradients are those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -170,6 +223,7 @@ def trained() -> None:
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
+    refused_alike(mesh)
     whole = made(attnswitch.attention)
     torch.manual_seed(1)
     x = torch.randn(2, 47, 32, dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.ranks.judge import judged
-from attnswitch.verify.ranks.mail import come, key_of, put, take
+from attnswitch.verify.ranks.mail import come, drop, key_of, put, take
 from attnswitch.verify.ranks.task import Answer, Task, fitted
 
 __all__ = ["Conductor"]
@@ -79,9 +79,11 @@ class Conductor:
             time.sleep(_GLANCE)
             for rank in waiting:
                 if come(self._store, keys[rank]):
-                    answers[rank] = take(self._store, keys[rank], last=True)
-            if any(answer.failed or answer.refused for answer in answers.values()) and len(answers) < self._ranks:
+                    answers[rank] = take(self._store, keys[rank])
+                    drop(self._store, keys[rank])
+            if any(answer.failed for answer in answers.values()):
                 over = over or time.monotonic() + _GRACE
-                if time.monotonic() > over:
+                if time.monotonic() > over and not come(self._store, key_of("over", number)):
                     put(self._store, key_of("over", number), None)
+        drop(self._store, key_of("task", number))
         return [answers[rank] for rank in range(self._ranks)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-__all__ = ["come", "key_of", "put", "take"]
+__all__ = ["come", "drop", "key_of", "put", "take"]
 
 #: Bytes of a message: torch's store refuses more than 8 MiB, and drops whoever sends it.
 _MOST = 2**22
@@ -30,10 +30,16 @@ def come(store: Any, key: str) -> bool:
     return bool(store.check([key]))
 
 
-def take(store: Any, key: str, *, last: bool = False) -> Any:
-    """The message under ``key``; the ``last`` to take it leaves nothing behind."""
-    parts = [f"{key}/part/{n}" for n in range(int(store.get(key)))]
-    data = b"".join(store.get(part) for part in parts)
-    for part in (*parts, key) if last else ():
+def take(store: Any, key: str) -> Any:
+    """The message under ``key``, which stays there."""
+    return pickle.loads(b"".join(map(store.get, _parts(store, key))))
+
+
+def drop(store: Any, key: str) -> None:
+    """Leave nothing of the message under ``key``."""
+    for part in (*_parts(store, key), key):
         store.delete_key(part)
-    return pickle.loads(data)
+
+
+def _parts(store: Any, key: str) -> list[str]:
+    return [f"{key}/part/{n}" for n in range(int(store.get(key)))]

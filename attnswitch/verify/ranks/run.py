@@ -33,7 +33,7 @@ def methods_of(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in METHODS:
-            raise InvalidProblem(f"--ranks {name}: {one_of(name, METHODS)}")
+            raise InvalidProblem(f"--ranks {name or repr(name)}: {one_of(name, METHODS)}")
     return names
 
 

@@ -1,0 +1,43 @@
+"""Whether a float mask moves whole rows so far that their lse cannot tell a part of the keys from another."""
+
+from __future__ import annotations
+
+import torch
+
+from attnswitch.parallel.asking import Asked
+
+__all__ = ["MOST", "hides"]
+
+#: The largest number that a row may see in its mask. An lse of 1,024 is stored to 6e-5, by which weights are off.
+MOST = 1024.0
+#: Rows that are looked at together.
+_ROWS = 1024
+
+
+def hides(asked: Asked) -> bool:
+    """Whether a row's largest visible number in the mask is beyond ``MOST``; rows that see nothing are not.
+
+    Of the whole, so that all ranks say the same. On a GPU the host waits for it.
+    """
+    mask = asked.attn_mask
+    if mask is None or mask.dtype == torch.bool or not mask.numel():
+        return False
+    said, keys = asked.options, torch.arange(asked.keys.length, device=mask.device)
+    offset = asked.keys.length - asked.queries.length if said.causal_alignment == "bottom_right" else 0
+    left, right = said.window or (None, None)
+    for start in range(0, asked.queries.length, _ROWS):
+        rows = torch.arange(start, min(start + _ROWS, asked.queries.length), device=mask.device)[:, None] + offset
+        seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=mask.device)
+        if said.is_causal:
+            seen &= keys <= rows
+        if left is not None:
+            seen &= keys >= rows - left
+        if right is not None:
+            seen &= keys <= rows + right
+        if asked.key_lengths is not None:
+            seen = seen & (keys < asked.key_lengths[:, None, None, None])
+        some = mask if mask.shape[2] == 1 else mask[:, :, start : start + _ROWS]
+        top = torch.where(seen, some, -torch.inf).amax(-1)
+        if bool((top.isfinite() & (top.abs() > MOST)).any()):
+            return True
+    return False
