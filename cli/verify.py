@@ -19,6 +19,7 @@ from attnswitch.verify.demands import precision as demanded
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.outcome import AUTO
 from attnswitch.verify.report import to_html
+from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Target, targets
 from attnswitch.verify.session.tally import INTERRUPTED, Report
@@ -232,7 +233,7 @@ def verify(
     if not outputs.quiet:
         render.notices(backends)
         render.emulated(plan)
-    report = watched(plan, outputs.quiet, ndjson)
+    report = watched(plan, outputs.quiet, ndjson, run)
     if not (report.broke or report.stopped == INTERRUPTED):
         speeds.measure(report, timed, backends, asked)
     outputs.write(report)

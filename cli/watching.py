@@ -11,7 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.report import EventLog
 from attnswitch.verify.session import conduct
-from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.explore import Source
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Report
@@ -24,7 +23,7 @@ __all__ = ["watched"]
 Run = Callable[[Plan, conduct.Progress], Report]
 
 
-def watched(plan: Plan, quiet: bool, ndjson: Path | None, carry_out: Run = run) -> Report:
+def watched(plan: Plan, quiet: bool, ndjson: Path | None, carry_out: Run) -> Report:
     """Carry the plan out with a bar that moves, and the log if there is one."""
     columns = (
         TextColumn("{task.description}"),

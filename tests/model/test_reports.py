@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TEXTS = Path(__file__).parents[2] / "fixtures" / "divergences"
+TEXTS = Path(__file__).parents[2] / "fixtures" / "divergences" / "engines"
 #: By file, the package that it is about and the latest version that is known to be so.
 REPORTS = {
     "diffusers-ulysses-anything-mask.md": ("diffusers", "0.42.1"),
