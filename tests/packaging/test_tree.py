@@ -170,8 +170,8 @@ def test_no_top_level_module_is_called_like_a_folder(tmp_path: Path) -> None:
     script = f"""
 import importlib, sys
 for name in {sorted(MODULES)!r}:
-    # Whose libraries are no dependencies.
-    if not name.startswith(tuple("attnswitch.integrations." + of for of in ("diffusers", "jax", "transformers", "yunchang"))):
+    of = ("diffusers", "jax", "transformers", "yunchang")  # which are no dependencies
+    if not name.startswith(tuple("attnswitch.integrations." + name for name in of)):
         importlib.import_module(name)
 print(sorted({{"backends", "cli", "tests", "fixtures"}} & {{name.split(".")[0] for name in sys.modules}}))
 """
