@@ -14,7 +14,7 @@ from attnswitch.machine.device import Device
 from attnswitch.parallel.dealing import Order
 from attnswitch.problem import Problem
 
-from . import ranks_estimate, render
+from . import ranks_estimate, render, said
 from .named import first, present
 from .units import of_bytes, of_ms
 
@@ -81,11 +81,9 @@ def estimate(
 
 def _check(context: typer.Context, ranks: int | None) -> None:
     """Raises ``InvalidProblem`` for an option that has no use beside the others."""
-    for name in _OF_RANKS if ranks is None else ("configs",):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            why = "it is of ranks, of which --ranks says how many" if ranks is None else "--ranks tells of no tiles"
-            raise InvalidProblem(f"--{name}: {why}")
+    if name := said.first(context, _OF_RANKS if ranks is None else ("configs",)):
+        why = "it is of ranks, of which --ranks says how many" if ranks is None else "--ranks tells of no tiles"
+        raise InvalidProblem(f"{said.option(context, name)}: {why}")
 
 
 def _measured(name: str) -> Peak:

@@ -14,7 +14,7 @@ from attnswitch.verify.session.conduct import Progress
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Report
 
-from . import mutants, render
+from . import mutants, render, said
 from . import report as shown
 from .outputs import Outputs
 from .watching import watched
@@ -34,49 +34,38 @@ _OF_RUNS = ("time", "max_failures", "corpus", "no_corpus", "junit", "html", "sum
 
 def verify(context: typer.Context, methods: str, outputs: Outputs, seconds: float | None, corpus: Path | None) -> int:
     """The exit code of this process: that of the run on rank 0, and 0 on all others. Raises ``InvalidProblem``."""
-    said = context.params
-    if others := [name for name in said if name not in _BESIDE and _given(context, name)]:
+    given = context.params
+    if other := said.first(context, [name for name in given if name not in _BESIDE]):
         raise InvalidProblem(
-            f"{_option(context, others[0])}: --ranks verifies what is computed over ranks, and takes no such option"
+            f"{said.option(context, other)}: --ranks verifies what is computed over ranks, and takes no such option"
         )
     names = ranks.methods_of(methods)
-    devices = said["device"] or [None]
+    devices = given["device"] or [None]
     if len(devices) > 1:
         raise InvalidProblem("--device with --ranks: name one, cpu or cuda")
     os.environ.update(provider.storage())
-    with ranks.joined(devices[0], said["timeout"]) as conductor:
+    with ranks.joined(devices[0], given["timeout"]) as conductor:
         if conductor is None:
             return 0
-        outputs.check(corpus, said["ndjson"])
-        if said["mutants"]:
-            if unused := [name for name in _OF_RUNS if _given(context, name)]:
+        outputs.check(corpus, given["ndjson"])
+        if given["mutants"]:
+            if unused := said.first(context, _OF_RUNS):
                 raise InvalidProblem(
-                    f"{_option(context, unused[0])}: --mutants over ranks takes --seed, --examples, --json"
+                    f"{said.option(context, unused)}: --mutants over ranks takes --seed, --examples, --json"
                 )
-            return _mutants(conductor, names, outputs, said["seed"], said["examples"] or _EXAMPLES)
-        examples = said["examples"] if said["examples"] is not None or seconds is not None else _EXAMPLES
-        limits = examples, said["seed"], seconds
-        plan = ranks.plan(names, conductor, *limits, corpus, max_failures=said["max_failures"])
+            return _mutants(conductor, names, outputs, given["seed"], given["examples"] or _EXAMPLES)
+        examples = given["examples"] if given["examples"] is not None or seconds is not None else _EXAMPLES
+        limits = examples, given["seed"], seconds
+        plan = ranks.plan(names, conductor, *limits, corpus, max_failures=given["max_failures"])
 
         def carry_out(plan: Plan, progress: Progress) -> Report:
             return ranks.run(plan, conductor, progress)
 
-        report = watched(plan, outputs.quiet, said["ndjson"], carry_out)
+        report = watched(plan, outputs.quiet, given["ndjson"], carry_out)
     outputs.write(report)
     if not outputs.quiet:
         shown.show(report)
     return report.exit_code
-
-
-def _given(context: typer.Context, name: str) -> bool:
-    """Whether the command line says it."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _option(context: typer.Context, name: str) -> str:
-    """What a parameter is called there."""
-    return next((one.opts[0] for one in context.command.params if one.name == name), name)
 
 
 def _mutants(conductor: ranks.Conductor, names: tuple[str, ...], outputs: Outputs, seed: int, examples: int) -> int:

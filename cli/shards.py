@@ -12,6 +12,7 @@ from attnswitch.verify.report.joined import joined
 from attnswitch.verify.session.shard import WHOLE, Shard
 
 from . import report as shown
+from . import said
 from .outputs import Outputs
 
 __all__ = ["join", "part"]
@@ -33,9 +34,8 @@ def join(context: typer.Context, logs: Sequence[Path], outputs: Outputs) -> int:
     """Report what ``logs`` hold, as one run; the exit code. Raises ``InvalidProblem``."""
     if not context.params["join"]:
         raise InvalidProblem(f"{logs[0]}: verify takes a log only with --join")
-    sources = {name: context.get_parameter_source(name) for name in context.params if name not in _BESIDE}
-    if others := [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]:
-        option = next(one.opts[0] for one in context.command.params if one.name == others[0])
+    if other := said.first(context, [name for name in context.params if name not in _BESIDE]):
+        option = said.option(context, other)
         raise InvalidProblem(f"{option}: --join runs nothing, and takes --json, --junit, --html and --summary alone")
     outputs.check(None)
     found = joined(logs)

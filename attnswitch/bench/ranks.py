@@ -17,7 +17,7 @@ from attnswitch.bench.rings import elapsed
 from attnswitch.bench.splits import Split
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.device import Device
-from attnswitch.parallel.dealing import Order
+from attnswitch.parallel.dealing import USUAL, Order
 from attnswitch.problem import Problem
 from attnswitch.wisdom.classes import TILE
 
@@ -152,7 +152,7 @@ def estimate(
         found.setdefault((told.source, told.basis), {}).update(dict.fromkeys(told.backends))
         return told
 
-    order = order or "zigzag"  # as context_parallel's ring
+    order = order or USUAL["ring"]
     clock = _Clock(link, known, gbps)
     splits = [Split(problem, ranks, over, order) for over in range(1, ranks + 1) if ranks % over == 0]
     planned = tuple(

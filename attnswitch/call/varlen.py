@@ -28,6 +28,7 @@ __all__ = [
     "attend",
     "batched",
     "check_counts",
+    "check_edges",
     "check_left_out",
     "check_offsets",
     "fitting_rows",
@@ -274,7 +275,7 @@ def offsets_of(given: Any, limit: Any, name: str, rows: int, query: Facts) -> tu
     role, asked = f"cu_seqlens_{name}", _most(limit, f"max_seqlen_{name}")
     offsets, edges = _offsets(given, role, query)
     if edges is not None:
-        _check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
+        check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
         asked = _longest(edges) if asked is None else asked
     if offsets is None:
         library = query.library if query.library in ("numpy", "cupy") else "torch"
@@ -332,7 +333,8 @@ def _longest(edges: list[int] | None) -> int:
     return max((end - begin for begin, end in itertools.pairwise(edges or ())), default=0)
 
 
-def _check_edges(edges: list[int], role: str, rows: int, most: int | None, name: str) -> None:
+def check_edges(edges: list[int], role: str, rows: int, most: int | None, name: str) -> None:
+    """Raises ``InvalidProblem`` where ``edges`` are no offsets of sequences in ``rows``, of at most ``most`` each."""
     if edges[0] != 0 or edges[-1] > rows or any(end < begin for begin, end in itertools.pairwise(edges)):
         raise InvalidProblem(
             f"{role}={edges if len(edges) < 20 else [*edges[:19], '...']}: expected 0 first, none less than the one"

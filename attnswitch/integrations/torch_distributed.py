@@ -13,7 +13,7 @@ from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.names import one_of
 from attnswitch.parallel import METHODS, Method, asking
-from attnswitch.parallel.dealing import ORDERS, Dealing, Order
+from attnswitch.parallel.dealing import ORDERS, USUAL, Dealing, Order
 from attnswitch.parallel.way import attend
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Alignment, Window
@@ -41,11 +41,11 @@ def context_parallel(group: Any = None, *, method: Method = "ring", order: Order
     """
     if not dist.is_available() or not dist.is_initialized():
         raise Unsupported("context_parallel: torch.distributed is not initialised; call init_process_group first")
-    order = ("zigzag" if method == "ring" else "contiguous") if order is None else order
-    for name, said, known in (("method", method, METHODS), ("order", order, ORDERS)):
+    for name, said, known in (("method", method, METHODS), ("order", order, (None, *ORDERS))):
         if said not in known:
-            raise InvalidProblem(f"{name}={text_of(said)}: {one_of(said if isinstance(said, str) else '', known)}")
-    return ContextParallel(_group(group), method, order)
+            named = [one for one in known if one is not None]
+            raise InvalidProblem(f"{name}={text_of(said)}: {one_of(said if isinstance(said, str) else '', named)}")
+    return ContextParallel(_group(group), method, USUAL[method] if order is None else order)
 
 
 def _group(given: Any) -> Any:

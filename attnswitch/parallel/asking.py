@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from attnswitch import arrays
@@ -13,7 +12,7 @@ from attnswitch.call import per_head
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.options import Options, text_of
 from attnswitch.call.per_head import PerHead, Read
-from attnswitch.call.varlen import offsets_of
+from attnswitch.call.varlen import check_edges, fitting_rows, offsets_of
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.parallel.dealing import Dealing
 
@@ -99,17 +98,14 @@ def sequences(
         raise InvalidProblem(
             f"query has {queries.length} rows in all and key {keys.length}: packed sequences over ranks have the same"
         )
-    rows = facts[0]._replace(shape=(1, facts[0].shape[1], queries.length, facts[0].shape[2]))
-    offsets, _ = offsets_of(cu_seqlens, None, "q", queries.length, rows)
-    edges = tuple(int(edge) for edge in offsets.tolist())
-    _check_edges(edges, queries.length)
+    whole = fitting_rows([_of_length(one, 0, queries.length) for one in facts], said)
+    describe((*whole, None), said, lengths=False, seeded=False)
+    offsets, _ = offsets_of(cu_seqlens, None, "q", queries.length, whole[0])
+    edges = [int(edge) for edge in offsets.tolist()]
+    check_edges(edges, "cu_seqlens_q", queries.length, None, "")  # those of a GPU were not looked at
     turned = tuple(x.swapaxes(0, 1)[None] for x in operands)
-    batched = [
-        one._replace(shape=(1, one.shape[1], queries.length, one.shape[2]), strides=(0, *one.strides)) for one in facts
-    ]
-    describe((*batched, None), said, lengths=False, seeded=False)
     heads = per_head.read(PerHead(sinks, alibi_slopes), facts[0], facts[0].shape[1], len(edges) - 1, autograd=True)
-    return Asked(turned, said, rank, queries, keys, heads, cu_seqlens=edges)
+    return Asked(turned, said, rank, queries, keys, heads, cu_seqlens=tuple(edges))
 
 
 def check_rows(role: str, rows: int, dealt: Dealing, rank: int) -> None:
@@ -169,11 +165,3 @@ def _mask(attn_mask: Any) -> tuple[Any, Facts]:
             " attn_mask.detach()"
         )
     return array[(None,) * max(0, 4 - array.dim())], facts
-
-
-def _check_edges(edges: Sequence[int], rows: int) -> None:
-    if edges[0] != 0 or edges[-1] > rows or any(end < start for start, end in pairwise(edges)):
-        raise InvalidProblem(
-            f"cu_seqlens_q={list(edges[:20])}: expected 0 first, none less than the one before it, and none beyond the"
-            f" {rows} rows that there are"
-        )

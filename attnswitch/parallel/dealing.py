@@ -8,11 +8,14 @@ from typing import Literal, get_args
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of, shown
+from attnswitch.parallel import Method
 
-__all__ = ["ORDERS", "Dealing", "Order"]
+__all__ = ["ORDERS", "USUAL", "Dealing", "Order"]
 
 Order = Literal["zigzag", "contiguous"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+#: What each way deals by, unless it is told otherwise.
+USUAL: dict[Method, Order] = {"ring": "zigzag", "all-to-all": "contiguous"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnswitch.parallel.asking import Asked
+from attnswitch.parallel.pieces import Band
 
 __all__ = ["MOST", "hides"]
 
@@ -14,7 +15,7 @@ MOST = 1024.0
 _ROWS = 1024
 
 
-def hides(asked: Asked) -> bool:
+def hides(asked: Asked, band: Band) -> bool:
     """Whether a row's largest visible number in the mask is beyond ``MOST``; rows that see nothing are not.
 
     Of the whole, so that all ranks say the same. On a GPU the host waits for it.
@@ -22,18 +23,14 @@ def hides(asked: Asked) -> bool:
     mask = asked.attn_mask
     if mask is None or mask.dtype == torch.bool or not mask.numel():
         return False
-    said, keys = asked.options, torch.arange(asked.keys.length, device=mask.device)
-    offset = asked.keys.length - asked.queries.length if said.causal_alignment == "bottom_right" else 0
-    left, right = said.window or (None, None)
+    keys = torch.arange(asked.keys.length, device=mask.device)
     for start in range(0, asked.queries.length, _ROWS):
-        rows = torch.arange(start, min(start + _ROWS, asked.queries.length), device=mask.device)[:, None] + offset
+        rows = torch.arange(start, min(start + _ROWS, asked.queries.length), device=mask.device)[:, None]
         seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=mask.device)
-        if said.is_causal:
-            seen &= keys <= rows
-        if left is not None:
-            seen &= keys >= rows - left
-        if right is not None:
-            seen &= keys <= rows + right
+        if band.low is not None:
+            seen &= keys - rows >= band.low
+        if band.high is not None:
+            seen &= keys - rows <= band.high
         if asked.key_lengths is not None:
             seen = seen & (keys < asked.key_lengths[:, None, None, None])
         some = mask if mask.shape[2] == 1 else mask[:, :, start : start + _ROWS]

@@ -45,18 +45,19 @@ def _round(asked: Asked, group: Any, chosen: dict[str, Any]) -> tuple[Any, Any]:
             "bottom_right with key_lengths in a ring: every batch entry would be cut at other rows;"
             " method='all-to-all' takes them"
         )
-    if far.hides(asked):
+    offset = asked.keys.length - asked.queries.length if said.causal_alignment == "bottom_right" else 0
+    band = Band.of(said.is_causal, said.window, offset)
+    if far.hides(asked, band):
         raise Unsupported(
             f"attn_mask in a ring: the largest number that a row sees is beyond {far.MOST:g}, of which an lse keeps too"
             " few digits to merge parts by; pass a bool mask where it hides, or method='all-to-all'"
         )
-    offset = asked.keys.length - asked.queries.length if said.causal_alignment == "bottom_right" else 0
     beside = {"attn_mask": asked.attn_mask, "key_lengths": asked.key_lengths}
     call = Call(
         asked.rank,
         asked.queries,
         asked.keys,
-        Band.of(said.is_causal, said.window, offset),
+        band,
         {"scale": said.scale, "softcap": said.softcap, "deterministic": said.deterministic, **chosen},
         asked.cu_seqlens,
         {name: array for name, array in beside.items() if array is not None},

@@ -48,7 +48,7 @@ def _whole(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
     for name in answers[0].results:
         each = [answer.results[name] for answer in answers]
         if name == "grad sinks":
-            found[name] = sum(each)
+            found[name] = np.sum(each, 0, dtype=np.float64)
             continue
         dealt = keys if name in sequences.OF_KEYS else queries
         found[name] = _padded(task.case, name, _joined(name, each, dealt))
@@ -57,13 +57,12 @@ def _whole(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
 
 def _joined(name: str, each: Sequence[Any], dealt: Dealing) -> Any:
     first = each[0]
-    whole = np.full((*first.shape[:2], dealt.length, *first.shape[3:]), np.nan)
     for rank, rows in enumerate(each):
         wanted = (*first.shape[:2], dealt.rows(rank), *first.shape[3:])
         if rows.shape != wanted:
             raise ValueError(f"{name} of rank {rank} has shape {rows.shape}, expected {wanted}")
-        at = [position for part in dealt.held(rank) for position in part]
-        whole[:, :, at] = rows
+    whole = np.empty((*first.shape[:2], dealt.length, *first.shape[3:]))
+    whole[:, :, dealt.positions()] = np.concatenate(each, 2)
     return whole
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from attnswitch.errors import VerificationError
 from attnswitch.verify.mutants.matrix import Matrix, Progress, Row
@@ -18,16 +18,14 @@ def measure(
     methods: Sequence[str],
     seed: int,
     examples: int,
-    names: Iterable[str] | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Matrix:
-    """Run every mutant of ``methods``, or those of ``names``, until it is caught or the examples are over.
+    """Run every mutant of ``methods`` until it is caught or the examples are over.
 
     The true layer goes through as many cases as it took to catch the last. Raises ``VerificationError`` if anything is
     held against it: what is held against a mutant would then mean nothing.
     """
-    wanted = None if names is None else set(names)
-    chosen = [name for name, fault in FAULTS.items() if fault.method in methods and (wanted is None or name in wanted)]
+    chosen = [name for name, fault in FAULTS.items() if fault.method in methods]
     rows = []
     for n, name in enumerate(chosen):
         fault = FAULTS[name]

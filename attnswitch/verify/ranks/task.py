@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnswitch.parallel import Method
-from attnswitch.parallel.dealing import Dealing, Order
+from attnswitch.parallel.dealing import ORDERS, USUAL, Dealing, Order
 from attnswitch.problem import Problem
 from attnswitch.verify.drawing.case import Case
 
@@ -31,8 +31,10 @@ class Task:
     @property
     def order(self) -> Order:
         """Which rows a rank holds: that of the method, or now and then the other."""
-        usual = (self.method == "ring") != (self.case.data_seed % _OTHER_ORDER == _OTHER_ORDER - 1)
-        return "zigzag" if usual else "contiguous"
+        usual = USUAL[self.method]
+        if self.case.data_seed % _OTHER_ORDER < _OTHER_ORDER - 1:
+            return usual
+        return next(order for order in ORDERS if order != usual)
 
     def dealt(self, ranks: int) -> tuple[Dealing, Dealing]:
         """How queries and keys are dealt; packed sequences are dealt as one."""

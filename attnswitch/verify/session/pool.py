@@ -116,7 +116,7 @@ class Here:
         if stop():
             raise Late
         with terms.within(self._plan.terms):
-            return _only(recording(None)(case, (backend,), device, only), case, backend, device)
+            return _only(self._examine(case, (backend,), device, only), case, backend, device)
 
     @property
     def provenance(self) -> dict[str, str]:
