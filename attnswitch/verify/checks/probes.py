@@ -221,8 +221,11 @@ def _powers(trial: Trial) -> Failure | None:
         results = {name: results[name] for name in ("out", "lse", "grad value") if name in results}
     found = []
     for name, base in results.items():
-        factor = factors.get(name, 1.0)
-        normal = (np.abs(base) > _LOWEST[case.dtype]) & (np.abs(base) < _HIGHEST[case.dtype])
+        factor, types = factors.get(name, 1.0), {case.dtype}
+        if name == "grad attn_mask" and case.mask is not None:
+            types.add(case.mask.dtype)  # a mask's gradient is of the mask's own type
+        lowest, highest = max(_LOWEST[type_] for type_ in types), min(_HIGHEST[type_] for type_ in types)
+        normal = (np.abs(base) > lowest) & (np.abs(base) < highest)
         message = f"{role} times 4 does not change it by exactly {factor:g}"
         found.append(identical("powers-of-two", name, got[name][normal], base[normal] * factor, message))
     return first_of(*found)
