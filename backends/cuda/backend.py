@@ -15,6 +15,7 @@ from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Reg
 from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
 from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem.cost import STATISTIC
 
 from ..own import requirements
 from . import config, families
@@ -22,6 +23,7 @@ from .config import CudaConfig
 from .families import against_hopper, against_hopper_backward, beside_hopper, is_hopper
 from .fused import tiles as fused_tiles
 from .fused.tiles import FusedTile
+from .hopper import choice as hopper_choice
 from .hopper import tiles as hopper_tiles
 from .hopper.tiles import HopperGradients, HopperTile
 from .launching import emulator
@@ -67,11 +69,15 @@ class CudaBackend(Backend):
         return config.configs(problem, device)
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
-        """A copy of a float mask, where Hopper's kernels take it and do not read it where it lies."""
-        if not hopper_tiles.copies_mask(problem) or against_hopper(problem, device):
-            return super().extra_bytes(problem, device)
-        b, h, q, k = problem.mask_shape or (0, 0, 0, 0)
-        return super().extra_bytes(problem, device) + b * h * q * -(-k // 8) * 16
+        """Of Hopper's kernels, sums of gradients, and a copy of a float mask that they do not read as it is."""
+        p, extra = problem, super().extra_bytes(problem, device)
+        if p.grads and not against_hopper_backward(p, device):
+            parts = hopper_choice.splits(p, device, hopper_choice.gradients(p))
+            extra = max(extra, sum(hopper_tiles.saved(p, parts)) * STATISTIC)
+        if not hopper_tiles.copies_mask(p) or against_hopper(p, device):
+            return extra
+        b, h, q, k = p.mask_shape or (0, 0, 0, 0)
+        return extra + b * h * q * -(-k // 8) * 16
 
     def tiles(self, problem: Problem, device: Device, config: CudaConfig) -> tuple[OnChip, ...]:
         """Of the forward, and of those gradients that ``problem`` asks for; "key_gradients" are also of values."""

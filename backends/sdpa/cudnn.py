@@ -42,8 +42,9 @@ class CudnnBackend(SdpaBackend):
         yield from _size_limits(problem, device)
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
-        """The bias."""
-        return super().extra_bytes(problem, device) + memory.with_bias(problem)
+        """The bias; and sums of the query's gradient, and all that key heads share written out, with its gradients."""
+        extra = super().extra_bytes(problem, device) + memory.with_bias(problem)
+        return extra + memory.with_sums(problem)
 
     def launcher(self, problem: Problem, device: Device) -> Launch:
         """The operator."""

@@ -6,7 +6,7 @@ import math
 
 from attnswitch.problem import DTYPES, Problem, cost
 
-__all__ = ["composed", "with_bias", "with_scores"]
+__all__ = ["composed", "with_bias", "with_scores", "with_sums"]
 
 
 def composed(problem: Problem, accepted: tuple[str, ...]) -> int:
@@ -51,6 +51,15 @@ def with_bias(problem: Problem) -> int:
     if "m" in p.grads:
         extra += p.batch * p.heads_q * p.seq_q * p.seq_k * DTYPES[p.dtype]
     return extra
+
+
+def with_sums(problem: Problem) -> int:
+    """Of cuDNN's backward: float32 sums of dQ, and keys and values of each query head with their gradients."""
+    p = problem
+    if not p.grads:
+        return 0
+    written_out = 0 if p.group == 1 else 2 * p.group * cost.kv_bytes(p.replace(mask=None))
+    return p.batch * p.heads_q * p.seq_q * p.dim_qk * DTYPES["float32"] + written_out
 
 
 def _elements(problem: Problem) -> int:

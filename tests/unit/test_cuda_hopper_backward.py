@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 import attnswitch
 from attnswitch import Problem
 from attnswitch.bench import workload
+from attnswitch.machine import registry
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 from attnswitch.problem import Mask, Memory
@@ -181,6 +183,17 @@ def test_memory_is_what_the_launches_need() -> None:
     assert made.space == 2 * rows + rows * 128 + 2 * parts * 2 * 4 * 1024 * 128
     assert made.begins == (0, 4 * rows, 8 * rows, 8 * rows + 4 * rows * 128)
     assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 8 * parts, rows // 64 + 2 * 2 * 4 * 16]
+
+
+@pytest.mark.parametrize("more", ["", ".deterministic", "=kv", ".mask=bf16"])
+@pytest.mark.parametrize(
+    "problem", ["b1.h32/8.s32768.d128.bf16.causal", "b2.h8.s1000.d80.bf16", "b1.h4.s999x300.d64.bf16"]
+)
+def test_the_backend_says_how_much_memory_that_is(problem: str, more: str) -> None:
+    p = Problem.parse(f"{problem}.grad{more}" if "mask" not in more else f"{problem}{more}.grad")
+    made = backward.Backward(p, choice.gradients(p), H200)
+    copied = math.prod(p.mask_shape or (0,)) * 2 if tiles.copies_mask(p) else 0
+    assert 4 * made.space <= registry.loaded("cuda").extra_bytes(p, H200) <= 4 * made.space + 1.1 * copied
 
 
 def test_sums_of_keys_are_an_even_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,3 +46,13 @@ def test_a_bias_on_a_gpu_is_no_larger_than_the_mask_spans(backend: str) -> None:
     plain = extra(Problem.parse("b4.h8.s77.d64.bf16"), device)
     masked = extra(Problem.parse("b4.h8.s77.d64.bf16.mask=bool:qk"), device)
     assert masked - plain == 77 * 80 * 2
+
+
+def test_cudnn_writes_out_what_key_heads_share_in_a_backward() -> None:
+    """Once measured on an H200: 5 times the keys of all query heads and 4 bytes for each number of the queries."""
+    extra = registry.load("sdpa-cudnn").extra_bytes  # type: ignore[union-attr]
+    said = extra(Problem.parse("b1.h16/4.s32768.d128.bf16.causal.grad"), Device.named("h200"))
+    numbers = 16 * 32768 * 128
+    assert 0.8 * (5 * 2 + 4) * numbers <= said <= (5 * 2 + 4) * numbers
+    alone = extra(Problem.parse("b1.h16.s32768.d128.bf16.causal.grad"), Device.named("h200"))
+    assert 4 * numbers <= alone <= 4.1 * numbers

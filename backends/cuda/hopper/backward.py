@@ -15,7 +15,7 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered
+from .tiles import HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered, saved
 
 __all__ = ["Backward"]
 
@@ -28,8 +28,6 @@ _SECTION = 24 * 2**20
 #: Heads that run side by side at least where blocks add in turn: the fewer blocks of a head run at once, the less they
 #: wait for one another; and as they follow one another, they share tiles in the L2 however many these are.
 _TOGETHER = 32
-#: Numbers that begin where a line of the L2 does.
-_ALIGN = 32
 
 
 class Backward(BackwardLaunches):
@@ -43,16 +41,9 @@ class Backward(BackwardLaunches):
 
     def __init__(self, p: Problem, tile: HopperGradients, device: Device, added: Step | None = None) -> None:
         padded, (dim, _) = arithmetic.padded(p), gradient_dims(p)
-        rows = p.batch * p.heads_q * padded
-        keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * _ROWS) * 2 * _ROWS
-        parts = splits(p, device, tile)
-        constants = arguments.constants(p)
-        of_queries = rows if "q" in p.grads else 0
-        of_keys = 2 * keys if parts > 1 else 0
-        turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
-        bases = 2 * rows if p.adds_mask else rows
-        # Numbers of what is saved for a backward: base, delta and turns, sums of dQ, those of dK and dV for each split.
-        super().__init__(p, constants, (bases, rows + turns, of_queries * dim, of_keys * parts * dim), least=16)
+        rows, parts = p.batch * p.heads_q * padded, splits(p, device, tile)
+        kept = saved(p, parts)
+        super().__init__(p, arguments.constants(p), kept, least=16)
         side_by_side = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
         if ordered(p):
             side_by_side = max(side_by_side, _TOGETHER)
@@ -62,7 +53,7 @@ class Backward(BackwardLaunches):
             *(() if added is None else (added,)),
             Step(_prepare(p), rows // _ROWS, 0),
             Step(_backward(p, tile), blocks, section, mapped=True, beside=True, splits=parts),
-            Step(_finish(p), (of_queries + of_keys) // _ROWS, 0, beside=True, splits=parts),
+            Step(_finish(p), (kept[2] + kept[3] // parts) // dim // _ROWS, 0, beside=True, splits=parts),
         ]
         if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from attnswitch.machine.device import Device
@@ -84,6 +85,7 @@ def gradients(problem: Problem) -> HopperGradients:
     return (_CAPPED if small else _GRADIENTS)[gradient_dims(problem)]
 
 
+@functools.lru_cache(maxsize=64)  # asked for by the plan, and by what it launches
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
     """Among how many blocks the queries of the same keys are divided: as many as let SMs end at about the same time."""
     p = problem

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from attnswitch.problem import Problem
 
+from ...own import arithmetic
+
 __all__ = [
     *("SMS", "HopperGradients", "HopperTile"),
-    *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared", "ordered", "shared"),
+    *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared", "ordered", "saved", "shared"),
 ]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
@@ -18,6 +20,8 @@ _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _GRADIENT_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 #: Columns that an operand has side by side in shared memory.
 _PANEL = 64
+#: Rows of a tile of sums, and numbers that begin where a line of the L2 does.
+_ROWS, _ALIGN = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +116,16 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     numbers = weights + tile.queries * (2 * sums + tile.stages * (2 if kind else 1) + upstream)
     biases = tile.stages * scores if kind == 1 else 0
     return 2 * (rows + 2 * scores + biases) + 4 * numbers + 1024
+
+
+def saved(p: Problem, parts: int) -> tuple[int, int, int, int]:
+    """Numbers that launches of a backward leave to one another: base; delta and turns; sums of dQ; of dK and dV.
+
+    ``parts``: among how many blocks the queries of the same keys are divided, each with sums of its own.
+    """
+    rows, (dim, _) = p.batch * p.heads_q * arithmetic.padded(p), gradient_dims(p)
+    keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * _ROWS) * 2 * _ROWS
+    turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
+    of_queries = rows if "q" in p.grads else 0
+    of_keys = 2 * keys * parts if parts > 1 else 0
+    return 2 * rows if p.adds_mask else rows, rows + turns, of_queries * dim, of_keys * dim
