@@ -50,8 +50,7 @@ class Phase:
 class Planned:
     """One split: ranks that trade heads, groups in the ring, and its phases; ``why_not`` where it cannot be.
 
-    ``memory`` is bytes of a rank by what they are (``Split.memory``, and ``kernels``: what a call holds beside its
-    operands and results), in the forward and in the backward.
+    ``memory`` is bytes of a rank by what they are (``Split.memory``), in the forward and in the backward.
     """
 
     name: str
@@ -196,7 +195,7 @@ class _Clock:
         phases = _phases(split.problem)
         forward, *backward = (self.phase(split, backward=back) for back in phases)
         memory = tuple(
-            (name, split.memory(backward=back) | {"kernels": self.extra(split, back)})
+            (name, split.memory(backward=back, kernels=self.extra(split, back)))
             for name, back in zip(("forward", "backward"), phases, strict=False)
         )
         return Planned(split.name, split.heads_over, split.ring, "", forward, backward[0] if backward else None, memory)

@@ -27,6 +27,8 @@ _MERGED, _ADDED = 5, 2
 #: Messages in the memory of a rank at once: what it computes with or sends, and what arrives; of gradients, which are
 #: summed on the way, also those that it makes.
 _HELD, _HELD_SUMS = 2, 3
+#: What a rank holds.
+_ITEMS = ("operands", "results", "gradients", "gathered", "messages", "accumulators", "parts", "kernels")
 
 
 @dataclass(frozen=True)
@@ -155,41 +157,86 @@ class Split:
         copied = 2 * cost.rows(call) * call.dim_v  # the rows of output and upstream gradient, cut out
         return elements * (_ADDED * self._sum + DTYPES[call.dtype]) + 2 * copied * DTYPES[call.dtype]
 
-    def memory(self, *, backward: bool) -> dict[str, int]:
-        """Bytes that a rank holds at most, in the forward or in the backward, by what they are.
+    def memory(self, *, backward: bool, kernels: int = 0) -> dict[str, int]:
+        """Bytes that a rank holds at the fullest moment of the forward or of the backward, by what they are.
 
         operands: query, key and value, and the mask. results: output and lse. gradients: those of the output and of the
         operands. gathered: all of these again, for the rank's heads and the rows of its group, and what is packed to be
         sent. messages: keys and values on their way, gradients with them. accumulators: sums over parts. parts: what
-        one call of a ring returns, and what cutting its rows out takes for a while.
+        one call of a ring returns, and what cutting its rows out takes for a while. ``kernels``: what a call holds
+        beside operands and results.
         """
-        p, (rows, keys), (most, far), item = self.problem, self.rows, self.held, DTYPES[self.problem.dtype]
-        lse = STATISTIC if item < 8 else item
+        moments = self._moments_back(kernels) if backward else self._moments(kernels)
+        return dict.fromkeys(_ITEMS, 0) | max(moments, key=lambda items: sum(items.values()))
 
-        def bytes_of(heads_q: int, heads_kv: int, some: int, other: int) -> tuple[int, int, int]:
-            q, kv = p.batch * heads_q * some, p.batch * heads_kv * other * (p.dim_qk + p.dim_v)
-            operands, out = (q * p.dim_qk + kv) * item, q * p.dim_v * item
-            return operands, out + q * lse, operands + out
+    def _moments(self, kernels: int) -> Iterator[dict[str, int]]:
+        """What is held while it computes, while operands are traded, and while the output is."""
+        operands, out, lse = self._bytes(self.problem, *self.rows)
+        held = {"operands": operands + cost.mask_bytes(self.problem)}
+        mine, part, statistic = self._bytes(self.local, *self.held)
+        there, back = self._packed
+        if self.ring > 1:
+            yield held | {
+                "gathered": mine if there else 0,
+                "messages": min(_HELD, self.ring - 1) * self.message(self.held[1]),
+                "accumulators": part // DTYPES[self.problem.dtype] * self._sum + statistic,
+                "parts": part + statistic,
+                "kernels": kernels,
+            }
+        else:
+            yield held | {"gathered": mine if there else 0, "results": part + statistic, "kernels": kernels}
+        if there:
+            yield held | {"gathered": there + max(there, mine)}
+            yield held | {"gathered": mine + part + statistic + back, "results": out + lse}
 
-        operands, results, gradients = bytes_of(p.heads_q, p.heads_kv, rows, keys)
-        found = {"operands": operands + cost.mask_bytes(p), "results": results}
-        found["gradients"] = gradients if backward else 0
-        mine = bytes_of(self.local.heads_q, self.local.heads_kv, most, far)
-        found["gathered"] = 0
-        if self.heads_over > 1:
-            packed = 2 * max(self.exchanged) * self.heads_over // (self.heads_over - 1)
-            found["gathered"] = packed + sum(mine[: 3 if backward else 2])
-        found |= {"messages": 0, "accumulators": 0}
-        queries = p.batch * self.local.heads_q * most
+    def _moments_back(self, kernels: int) -> Iterator[dict[str, int]]:
+        """What is held while it computes, while the output's gradient is traded, and while those of operands are."""
+        operands, out, lse = self._bytes(self.problem, *self.rows)
+        held = {"operands": operands + cost.mask_bytes(self.problem), "results": out + lse, "gradients": out}
+        mine, part, statistic = self._bytes(self.local, *self.held)
+        there, back = self._packed
+        saved = mine + part + statistic if there else 0
         if self.ring > 1:
-            sums = self.sums(far) if backward else 0
-            found["messages"] = _HELD * self.message(far) + _HELD_SUMS * sums
-            found["accumulators"] = queries * (p.dim_qk * self._sum if backward else p.dim_v * self._sum + lse)
-        found["parts"] = 0
-        if self.ring > 1:
-            copied = 2 * queries * p.dim_v * item
-            found["parts"] = mine[0] + copied if backward else mine[1]
-        return found
+            sums = self.sums(self.held[1])
+            yield held | {
+                "gathered": saved + (part if there else 0),
+                "messages": min(_HELD, self.ring - 1) * self.message(self.held[1]) + _HELD_SUMS * sums,
+                "accumulators": self._of_queries * self._sum,
+                "parts": max(map(self._returned, {0, self.ring - 1})),
+                "kernels": kernels,
+            }
+        elif there:
+            yield held | {"gathered": saved + part + mine, "kernels": kernels}
+        else:
+            yield held | {"gradients": out + operands, "kernels": kernels}
+        if there:
+            yield held | {"gathered": saved + 2 * back}
+            yield held | {"gathered": mine + 2 * there}
+
+    def _bytes(self, p: Problem, queries: int, keys: int) -> tuple[int, int, int]:
+        """Of the operands, the output and the lse of so many rows."""
+        item, lse = DTYPES[p.dtype], max(STATISTIC, DTYPES[p.dtype])
+        rows, others = p.batch * p.heads_q * queries, p.batch * p.heads_kv * keys
+        return (rows * p.dim_qk + others * (p.dim_qk + p.dim_v)) * item, rows * p.dim_v * item, rows * lse
+
+    @property
+    def _packed(self) -> tuple[int, int]:
+        """Bytes of what is traded at once, what a rank keeps with what it sends: operands, and the output."""
+        there, back = (n * self.heads_over // max(1, self.heads_over - 1) for n in self.exchanged)
+        return there, back
+
+    @property
+    def _of_queries(self) -> int:
+        p = self.local
+        return p.batch * p.heads_q * self.held[0] * p.dim_qk
+
+    def _returned(self, rank: int) -> int:
+        """Bytes of the gradients that a call returns to ``rank``, and of the rows that are cut out for it, at most."""
+        found = []
+        for call in (call for owner in range(self.ring) for call in self.calls(rank, owner)):
+            operands, out, _ = self._bytes(call, call.seq_q, call.seq_k)
+            found.append(operands + (2 * out if call.seq_q < self.held[0] else 0))
+        return max(found, default=0)
 
 
 def key_heads(heads_q: int, heads_kv: int, ranks: int) -> int:

@@ -42,6 +42,13 @@ class AllToAll:
         self, query: Any, key: Any, value: Any, compute: Callable[[Any, Any, Any], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
         """Output and lse (or None) of this rank's rows, (B, H, L, D): ``compute`` has whole rows of its heads."""
+        out, lse = compute(*self.there(query, key, value))
+        results = [out] if lse is None else [out, lse[..., None]]
+        back = [self.back(x) for x in results]
+        return back[0], None if lse is None else back[1][..., 0]
+
+    def there(self, query: Any, key: Any, value: Any) -> list[Any]:
+        """Whole rows of this rank's heads, of this rank's rows of all heads."""
         ranks, dealt = range(self.ranks), (self.queries, self.keys, self.keys)
         sent = [
             [_heads(query, self.heads(n)), _heads(key, self.key_heads(n)), _heads(value, self.key_heads(n))]
@@ -51,11 +58,7 @@ class AllToAll:
             [(*x.shape[:2], d.rows(n), x.shape[3]) for x, d in zip(sent[self.rank], dealt, strict=True)] for n in ranks
         ]
         arrived = self.exchange(sent, shapes)
-        whole = [_in_order(list(parts), d) for parts, d in zip(zip(*arrived, strict=True), dealt, strict=True)]
-        out, lse = compute(*whole)
-        results = [out] if lse is None else [out, lse[..., None]]
-        back = [self.back(x) for x in results]
-        return back[0], None if lse is None else back[1][..., 0]
+        return [_in_order(list(parts), d) for parts, d in zip(zip(*arrived, strict=True), dealt, strict=True)]
 
     def back(self, array: Any) -> Any:
         """Whole rows of this rank's heads as this rank's rows of all heads."""
