@@ -46,7 +46,7 @@ _COPIED, _COPIED_NUMBER = 2**29, 256
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
 #: that they refuse: 1.4 times with the lengths of bench-packed.json, 2.1 by its speed where all are as long.
-_SLOWER = {"alibi": (2.4, 2.7), "varlen": (1.0, 1.8), "page": (1.4, 1.6)}
+_SLOWER = {"varlen": (1.0, 1.8), "page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -71,12 +71,12 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
 
 
 def beside_hopper(problem: Problem, device: Device) -> float:
-    """How many times as long the portable kernels take ``problem`` as Hopper's do without its slopes, pages and so on.
+    """How many times as long the portable kernels take ``problem`` as Hopper's do without its pages and so on.
 
     1 where Hopper's take neither.
     """
     forms = [slower[bool(problem.grads)] for form, slower in _SLOWER.items() if getattr(problem, form)]
-    plain = problem.replace(alibi=False, varlen=False, page=0, splits=0, cache="")
+    plain = problem.replace(varlen=False, page=0, splits=0, cache="")
     if not forms or against_hopper(plain, device):
         return 1.0
     return max(forms)
@@ -130,8 +130,6 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _features(p: Problem) -> Iterator[str]:
-    if p.alibi:
-        yield "alibi_slopes: it adds nothing that depends on the distance"
     if p.page:
         yield f"page={p.page}: it reads keys that lie one after another, not in pages"
     if p.dtype not in _HALF:
@@ -139,6 +137,8 @@ def _features(p: Problem) -> Iterator[str]:
     if p.mask is not None and p.adds_mask:
         if p.mask.dtype != p.dtype:
             yield f"attn_mask of {p.mask.dtype}: it adds one of the operands' type"
+        if p.alibi:
+            yield "attn_mask beside alibi_slopes: it adds one of them"
         if "k" not in p.mask.axes:
             yield "attn_mask is the same for all keys: it loads one with a number for each"
     if p.dim_v % 8:

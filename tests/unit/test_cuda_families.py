@@ -316,7 +316,7 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])
 def test_a_softcap_is_compiled_in(softcap: float, flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, variant, _, arguments, *_),) = launches(PLAIN.replace(softcap=softcap, scale=0.6), monkeypatch)
-    others = ("CONTINUED", "MASKED", "DROPOUT", "BIAS", "SINKS")
+    others = ("CONTINUED", "MASKED", "DROPOUT", "BIAS", "ALIBI", "SINKS")
     assert dict(variant.flags) == {"SOFTCAP": flag, **dict.fromkeys(others, 0)}
     assert arguments.cap == softcap
     assert arguments.factor == pytest.approx(0.6 / 30.0 if flag else 0.6 * 1.4426950408889634)

@@ -41,7 +41,7 @@ WITH_FEATURES = (
 SPILLED = {2: 16, 3: 64}
 #: The same behind a mask or a softcap, where loader and dealer spill what they look tiles up by.
 SPILLED_MORE = {2: 64, 3: 128}
-MORE = ("", ".mask=bool:bk", ".softcap=30.0", ".dropout=0.1", ".mask=bf16:hqk", ".sinks")
+MORE = ("", ".mask=bool:bk", ".softcap=30.0", ".dropout=0.1", ".mask=bf16:hqk", ".sinks", ".alibi")
 #: Where the machine code is read.
 SOME = nights.some(MORE, 3)
 

@@ -240,8 +240,8 @@ def expected(chosen: Any) -> tuple[int, int, int]:
     ("dims", "more"),
     nights.some(
         [
-            *itertools.product(("64", "128"), ("", ".softcap=30.0", *SPILLED)),
-            *itertools.product(("192/128", "256"), ("", ".softcap=30.0", ".mask=bool")),
+            *itertools.product(("64", "128"), ("", ".softcap=30.0", ".alibi", *SPILLED)),
+            *itertools.product(("192/128", "256"), ("", ".softcap=30.0", ".alibi", ".mask=bool")),
         ],
         3,
     ),

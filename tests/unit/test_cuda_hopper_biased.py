@@ -93,7 +93,7 @@ def test_times_of_the_portable_kernels_are_of_the_past() -> None:
     for sinks in (True, False):
         p = PLAIN.replace(mask=None, sinks=sinks, grads="")
         assert is_outdated(p, H200, "h200/bench-serving.json") == sinks
-        assert not is_outdated(p.replace(alibi=True), H200, "h200/bench-serving.json")
+        assert is_outdated(p.replace(alibi=True), H200, "h200/bench-serving.json")
 
 
 # -- what is launched --------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_rows_are_prepared_for_a_float_mask(axes: str, kind: int) -> None:
     assert made.space == plain.space + rows
     assert made.begins == (0, *(at + 4 * rows for at in plain.begins[1:]))
     assert made.look is None
-    assert dict(made.steps[2].variant.flags) == {"MASKED": 0, "SOFTCAP": 0, "BIAS": kind}
+    assert dict(made.steps[2].variant.flags) == {"MASKED": 0, "SOFTCAP": 0, "BIAS": kind, "ALIBI": 0}
     assert made.steps[2].variant.shared <= H200.on_chip
     places = [(0, *(64,) * 4)] * (5 if kind == 1 else 4)
     assert len(made.maps(*places)) == len(places)

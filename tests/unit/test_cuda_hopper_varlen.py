@@ -111,9 +111,8 @@ def test_the_forward_takes_them_and_the_backward_says_why_not(text: str) -> None
     assert any(reason.startswith("varlen") for reason in families.against_hopper_backward(problem, H200))
 
 
-@pytest.mark.parametrize("form", ["lengths.page=64", "alibi"])
-def test_other_forms_beside_are_refused(form: str) -> None:
-    problem = Problem.parse(f"b4.h16.s1024.d128.bf16.{form}")
+def test_pages_beside_are_refused() -> None:
+    problem = Problem.parse("b4.h16.s1024.d128.bf16.lengths.page=64")
     assert families.against_hopper(problem.replace(varlen=True), H200)
 
 

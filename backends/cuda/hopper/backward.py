@@ -98,6 +98,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
             ("MASKED", int(p.mask is not None and p.mask.is_bool)),
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("BIAS", bias(p)),
+            ("ALIBI", int(p.alibi)),
         ),
         family="hopper",
     )

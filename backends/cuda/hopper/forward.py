@@ -136,6 +136,7 @@ def _forward(p: Problem, tile: HopperTile) -> Variant:
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("DROPOUT", int(p.dropout > 0.0)),
             ("BIAS", bias(p)),
+            ("ALIBI", int(p.alibi)),
             ("SINKS", int(p.sinks)),
         ),
         family="hopper",

@@ -15,14 +15,15 @@
 // CONTINUED says that the first scores of a tile of rows come beside the last values of the one before. MASKED: the
 // loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
 // need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh. BIAS: a float mask is added to them, a tile of which
-// comes with every tile of keys (bias.cuh). DROPOUT: weights of some keys become 0 once they are summed. SINKS: every
-// row has one more key, which joins it at the end (sinks.cuh). VARLEN: operands hold sequences one after another, of
-// which TMA brings rows of the next one too.
+// comes with every tile of keys (bias.cuh). DROPOUT: weights of some keys become 0 once they are summed. ALIBI: scores
+// fall with the distance (alibi.cuh). SINKS: every row has one more key, which joins it at the end (sinks.cuh). VARLEN:
+// operands hold sequences one after another, of which TMA brings rows of the next one too.
 #include "hopper/forward/consumer.cuh"
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_D % 32 == 0 && BLOCK_DV % 32 == 0, "whole products, and rows to store");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "warps of whole warpgroups");
 static_assert(!VARLEN || (!MASKED && !BIAS), "masks are of batch entries");
+static_assert(!ALIBI || !BIAS, "scores have one unit");
 
 // Of a thread, once the first warpgroup has handed on what it does not need: no more than all have at the start, or it
 // waits for ever.

@@ -1,6 +1,7 @@
 // P^T and dS^T of the 64 keys of a warpgroup against tiles of queries, from S^T and dP^T as products leave them, and in
-// their place: of a whole tile, or of some of its queries from `from` on.
+// their place: of a whole tile, or of some of its queries from `from` on. ALIBI takes slopes off exponents alone.
 #pragma once
+#include "hopper/alibi.cuh"
 #include "hopper/backward/columns.cuh"
 #include "hopper/backward/steps.cuh"
 
@@ -8,13 +9,15 @@ struct Weigher {
     const Arguments& a;
     const Keys& block;
     const int index;  // of the 64 keys among the block's
-    const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
+    const float factor = float(SOFTCAP ? a.cap : a.factor) * float(SOFTCAP || ALIBI ? UNIT : 1);
+    float slope;              // ALIBI: of the step's head, in units of the exponential
     u32 shown[BLOCK_N / 64];  // MASKED: what the mask shows the thread's columns, 16 bits for each of its rows
 
     DEVICE Weigher(const Arguments& a, const Keys& block, int index) : a(a), block(block), index(index) {}
 
-    // What the mask shows, asked for before a product is waited for.
+    // The head's slope, and what the mask shows: asked for before a product is waited for.
     DEVICE void look(const Queries& step) {
+        if (ALIBI) slope = slope_of(a, block.batch, step.head);
         if (!MASKED || !step.mixed) return;
         const int plane = mask_plane(a, block.batch, step.head), lane = thread_index() % 32;
         const int chunk = 4 * index + thread_index() % 128 / 32, at = lane / 8 * 4 + lane / 4 % 2;
@@ -46,12 +49,18 @@ struct Weigher {
         hold(scores);
         if (SOFTCAP) cap(scores, float(a.factor));
         hide(scores, step, -INFINITE, from);
+        // From key to query, of the first of both.
+        const int first = step.start + from + first_column() + block.extent.offset - block.first - 64 * index;
         UNROLL for (int c = 0; c < COUNT / 4; c++) {
             const Pair of = base(c);
             UNROLL for (int m = 0; m < 2; m++) {
                 float* const score = scores + 4 * c + 2 * m;
                 float weight[2];
-                UNROLL for (int e = 0; e < 2; e++) weight[e] = power(multiply_add(score[e], factor, -of.at[e]));
+                UNROLL for (int e = 0; e < 2; e++) {
+                    float exponent = multiply_add(score[e], factor, -of.at[e]);
+                    if (ALIBI) exponent -= slope * fabsf(float(first - row_of(m)) + float(8 * c + e));
+                    weight[e] = power(exponent);
+                }
                 if (SOFTCAP) packed[c / 2][c % 2 * 2 + m] = pack_pair<T>(weight[0], weight[1]);
                 UNROLL for (int e = 0; e < 2; e++) {
                     const float tanh = larger(score[e], -1);  // of what is hidden, -inf

@@ -4,6 +4,7 @@
 // waited for. Invariants: weights, the left operand in registers, are rewritten when no product is under way. Every
 // tile of the block is waited for and freed, also one that these rows do not see, and takes a turn.
 #pragma once
+#include "hopper/alibi.cuh"
 #include "hopper/forward/dropout.cuh"
 #include "hopper/forward/loader.cuh"
 #include "hopper/forward/softmax.cuh"
@@ -37,7 +38,7 @@ struct Consumer {
     Shared& shared;
     const Arguments& a;
     const int index;
-    const float factor = SOFTCAP ? float(a.cap) * UNIT : float(a.factor);
+    const float factor = float(SOFTCAP ? a.cap : a.factor) * float(SOFTCAP || ALIBI ? UNIT : 1);
     const u32 origin = shared_address(&shared) >> 4;  // in units of 16 bytes
     Position<QUERY_STAGES> query_at;
     Position<STAGES> key_at, value_at;
@@ -49,6 +50,7 @@ struct Consumer {
     Softmax softmax;
     Dropout dropout;  // DROPOUT: of the tile whose scores are asked for
     float rescale[2];
+    float slope;  // ALIBI: of the rows whose scores are asked for, in units of the exponential
 
     static DEVICE void release(Barrier& free) {
         if (thread_index() % 32 == 0) free.arrive();
@@ -89,6 +91,7 @@ struct Consumer {
         if (rows.work.count && !rows.count) free_query();  // first: the loader may wait for it
         pass_by(rows.before);
         if (!rows.count) return;
+        if (ALIBI) slope = slope_of(a, rows.work.batch, rows.work.head);
         ask_scores(rows);
         pass_turn(index);
         draw(rows, 0);
@@ -121,6 +124,7 @@ struct Consumer {
         const float sink = sink_of(rows);
         free_query();
         await_query();
+        if (ALIBI) slope = slope_of(a, next.work.batch, next.work.head);
         ask_scores(next);
         ask_sums();
         pass_turn(index);
@@ -189,6 +193,7 @@ struct Consumer {
         release(shared.key_free[key_at.stage]);
         key_at.next();
         if (SOFTCAP && !BIAS) cap(scores, float(a.factor));
+        if (ALIBI) slant(rows, start_of(rows, i));
         if (MASKED ? rows.reach.hides(start_of(rows, i)) : rows.hides(i))
             hide(scores, start_of(rows, i), [&](int m) { return keys_of(a, rows.work.extent, rows.first + row_of(m)); });
         if (MASKED && mixed()) hide(scores, shown);
@@ -196,6 +201,17 @@ struct Consumer {
     // While products are under way.
     DEVICE void draw(const Rows& rows, int i) {
         if (DROPOUT) dropout.draw(a, rows.work.batch, rows.work.head, rows.first + row_of(0), start_of(rows, i));
+    }
+    // Scores become exponents. A distance is a whole number: the nearest keys lose no digits to those far away.
+    DEVICE void slant(const Rows& rows, int start) {
+        const int first = rows.first + rows.work.extent.offset - start - first_column();
+        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
+            UNROLL for (int m = 0; m < 2; m++)
+                UNROLL for (int e = 0; e < 2; e++) {
+                    float& score = scores[4 * c + 2 * m + e];
+                    const float apart = float(first + row_of(m)) - float(8 * c + e);
+                    score = multiply_add(score, factor, -slope * fabsf(apart));
+                }
     }
     DEVICE void add_bias() {
 #if BIAS
@@ -261,7 +277,8 @@ struct Consumer {
                 static_cast<float*>(a.lse)[line] =
                     empty ? -INFINITE
                           : multiply_add(sunk ? higher : softmax.top[m],
-                                         float(sunk || BIAS ? 1 : SOFTCAP ? a.cap : a.scale), logarithm(total));
+                                         float(sunk || BIAS ? 1 : ALIBI ? 1 / UNIT : SOFTCAP ? a.cap : a.scale),
+                                         logarithm(total));
             T* const out = reinterpret_cast<T*>(a.out.at) + BEGIN_OF(a.out, work.batch, first_query(work.extent)) +
                            work.head * a.out.head;
             store_row<BLOCK_DV>(there ? out + r * a.out.row : nullptr, sums, m,

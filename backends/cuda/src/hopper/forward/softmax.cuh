@@ -1,9 +1,10 @@
 // The online softmax of a warpgroup's 64 rows, two to a thread, in the registers where wgmma leaves the scores.
 //
 // A score is q . k, or its tanh for a softcap, times a positive factor, which is a part of the exponential; with a float
-// mask it is the score itself, and the base is taken off first: a large mask is not rounded again. Weights are
-// taken relative to `top`, the largest score of a tile before; only where they add up to too much is the largest of
-// their own tile looked for, and they are taken again. So a tile costs a comparison for a row, and not one for a score.
+// mask it is the score itself, and the base is taken off first: a large mask is not rounded again. With slopes it is the
+// exponent itself. Weights are taken relative to `top`, the largest score of a tile before; only where they add up to too
+// much is the largest of their own tile looked for, and they are taken again. So a tile costs a comparison for a row, and
+// not one for a score.
 // A warp goes that way together, but only the rows that ask for it rise: bits of a row do not depend on its neighbours.
 //
 // Invariants: `total` is relative to `top`, and of a thread's own columns until `finish`. Weights of a tile, those of a
@@ -41,7 +42,7 @@ struct Softmax {
 
     // What the exponential is taken of.
     DEVICE float above_base(float score, float factor, int m) const {
-        return BIAS ? (score - base[m]) * UNIT : multiply_add(score, factor, -base[m]);
+        return BIAS ? (score - base[m]) * UNIT : ALIBI ? score - base[m] : multiply_add(score, factor, -base[m]);
     }
 
     // Turns scores into weights, in 16 bits as the left operand of a product. False if some of the warp's may be too
@@ -72,9 +73,9 @@ struct Softmax {
             here[m] = over_row(here[m], most);
             rescale[m] = 1;
             if (over_row(asks[m], most) == 0) continue;
-            const float first = BIAS ? here[m] : here[m] * factor;
+            const float first = BIAS || ALIBI ? here[m] : here[m] * factor;
             base[m] = here[m] == -INFINITE ? -LOWEST : first + (here[m] - here[m]);  // of inf, NaN
-            rescale[m] = power(BIAS ? (top[m] - base[m]) * UNIT : top[m] * factor - base[m]);
+            rescale[m] = power(BIAS ? (top[m] - base[m]) * UNIT : (ALIBI ? top[m] : top[m] * factor) - base[m]);
             top[m] = here[m];
             total[m] *= rescale[m];
         }
