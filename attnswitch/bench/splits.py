@@ -193,7 +193,8 @@ class Split:
         """What is held while it computes, while the output's gradient is traded, and while those of operands are."""
         operands, out, lse = self._bytes(self.problem, *self.rows)
         held = {"operands": operands + cost.mask_bytes(self.problem), "results": out + lse, "gradients": out}
-        mine, part, statistic = self._bytes(self.local, *self.held)
+        p = self.local
+        mine, part, statistic = self._bytes(p, *self.held)
         there, back = self._packed
         saved = mine + part + statistic if there else 0
         if self.ring > 1:
@@ -201,7 +202,7 @@ class Split:
             yield held | {
                 "gathered": saved + (part if there else 0),
                 "messages": min(_HELD, self.ring - 1) * self.message(self.held[1]) + _HELD_SUMS * sums,
-                "accumulators": self._of_queries * self._sum,
+                "accumulators": p.batch * p.heads_q * self.held[0] * p.dim_qk * self._sum,
                 "parts": max(map(self._returned, {0, self.ring - 1})),
                 "kernels": kernels,
             }
@@ -224,11 +225,6 @@ class Split:
         """Bytes of what is traded at once, what a rank keeps with what it sends: operands, and the output."""
         there, back = (n * self.heads_over // max(1, self.heads_over - 1) for n in self.exchanged)
         return there, back
-
-    @property
-    def _of_queries(self) -> int:
-        p = self.local
-        return p.batch * p.heads_q * self.held[0] * p.dim_qk
 
     def _returned(self, rank: int) -> int:
         """Bytes of the gradients that a call returns to ``rank``, and of the rows that are cut out for it, at most."""
