@@ -124,6 +124,21 @@ def emulated(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by the variant of each launch of the emulator."""
+    emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+    seen: list[Any] = []
+    launch = emulator.launch
+
+    def noting(variant: Any, *passed: Any) -> None:
+        seen.append(variant)
+        launch(variant, *passed)
+
+    monkeypatch.setattr(emulator, "launch", noting)
+    return seen
+
+
+@pytest.fixture
 def built(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one for each launch that is built. No call is like one before: a cache that is full forgets all."""
     seen: list[object] = []

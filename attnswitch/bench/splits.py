@@ -228,11 +228,12 @@ class Split:
 
     def _returned(self, rank: int) -> int:
         """Bytes of the gradients that a call returns to ``rank``, and of the rows that are cut out for it, at most."""
-        found = []
-        for call in (call for owner in range(self.ring) for call in self.calls(rank, owner)):
-            operands, out, _ = self._bytes(call, call.seq_q, call.seq_k)
-            found.append(operands + (2 * out if call.seq_q < self.held[0] else 0))
-        return max(found, default=0)
+        most = 0
+        for owner in range(self.ring):
+            for call in self.calls(rank, owner):
+                operands, out, _ = self._bytes(call, call.seq_q, call.seq_k)
+                most = max(most, operands + (2 * out if call.seq_q < self.held[0] else 0))
+        return most
 
 
 def key_heads(heads_q: int, heads_kv: int, ranks: int) -> int:

@@ -58,7 +58,7 @@ def with_sums(problem: Problem) -> int:
     p = problem
     if not p.grads:
         return 0
-    written_out = 0 if p.group == 1 else 2 * p.group * cost.kv_bytes(p.replace(mask=None))
+    written_out = 0 if p.group == 1 else 2 * p.group * cost.kv_bytes(p)
     return p.batch * p.heads_q * p.seq_q * p.dim_qk * DTYPES["float32"] + written_out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hopper_forms import compare, shown
 
 import attnswitch
 from attnswitch import Problem
@@ -21,17 +22,8 @@ emulated = pytest.mark.usefixtures("emulated")
 compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
 #: As it is called here, with lengths in lists.
 attention: Any = attnswitch.attention
-#: Odd, so that the emulator takes Hopper's kernels.
-QUERIES, KEYS = 71, 133
 #: Of four heads: none, that of a model, one that leaves each row one key, and scores that rise with the distance.
 SLOPES = (0.0, 0.5, 300.0, -0.03)
-
-
-def shown() -> torch.Tensor:
-    """Some rows see nothing, others nothing of some tiles."""
-    mask = np.random.default_rng(1).random((2, 1, QUERIES, KEYS)) < 0.5
-    mask[:, :, :9], mask[:, :, :64, 30:] = False, False
-    return torch.from_numpy(mask)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -44,41 +36,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def results(backend: str, arrays: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
-    """Output, lse, and gradients of query, key and value."""
-    query, key, value = operands = [array.clone().requires_grad_() for array in arrays[:3]]
-    out, lse = attention(query, key, value, alibi_slopes=arrays[3], return_lse=True, backend=backend, **options)
-    alive = lse.isfinite()
-    found = torch.autograd.grad((out, torch.where(alive, lse, 0)), operands, (arrays[4], alive.to(lse.dtype)))
-    return [array.detach().double() for array in (out, lse, *found)]
-
-
 @compiled
 @emulated
 @pytest.mark.parametrize(
     "dim", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_scores_fall_with_the_distance(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_fall_with_the_distance(name: str, dim: int, variants: list[Any]) -> None:
     if (name, dim) == ("deterministic", 256):
         pytest.skip("Hopper's backward refuses it")
-    launched = []
-    launch = emulator.launch
-
-    def noting(variant: Any, *rest: Any) -> None:
-        launched.append(variant)
-        launch(variant, *rest)
-
-    monkeypatch.setattr(emulator, "launch", noting)
-    rng = np.random.default_rng(0)
-    shapes = (2, 4, QUERIES, dim), (2, 2, KEYS, dim), (2, 2, KEYS, dim), (2, 4, QUERIES, dim)
-    query, key, value, grad = (torch.from_numpy(rng.standard_normal(shape)).half() for shape in shapes)
-    arrays = [query, key, value, torch.tensor(SLOPES), grad]
-    right = results("reference", [array.double() for array in arrays], CASES[name])
-    for got, wanted in zip(results("cuda", arrays, CASES[name]), right, strict=True):
-        size = max(1.0, wanted[wanted.isfinite()].abs().max().item())
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-3 * size)
-    slanted = [each for each in launched if each.kernel.startswith(("forward", "backward"))]
+    compare(dim, {"alibi_slopes": torch.tensor(SLOPES)}, CASES[name], CASES[name])
+    slanted = [each for each in variants if each.kernel.startswith(("forward", "backward"))]
     assert [each.kernel.partition("_")[0] for each in slanted] == ["forward", "backward"]
     assert {(each.family, dict(each.flags)["ALIBI"]) for each in slanted} == {("hopper", 1)}
 

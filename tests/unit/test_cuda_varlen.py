@@ -45,20 +45,6 @@ def forgotten() -> Iterator[None]:
     attend.forget()
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The variants that are launched."""
-    seen: list[Any] = []
-    launch = emulator.launch
-
-    def noting(variant: Any, *passed: Any) -> None:
-        seen.append(variant)
-        launch(variant, *passed)
-
-    monkeypatch.setattr(emulator, "launch", noting)
-    return seen
-
-
 def edges(sizes: Any) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
@@ -146,9 +132,9 @@ def test_lengths_of_a_class_do_not_mix_with_those_of_batch_entries() -> None:
 @pytest.mark.parametrize("text", ["b0.h1.s0.d8.fp32.varlen", "b3.h2.s0x9.d8.fp32.varlen.grad"])
 def test_the_grid_has_an_entry_more_and_a_tile_for_rows_past_the_end(text: str) -> None:
     p = Problem.parse(text)
-    wide = sequences.launched(p)
+    wide = sequences.variants(p)
     assert (wide.batch, wide.seq_q) == (p.batch + 1, 1)
-    assert sequences.launched(p.replace(varlen=False)) == p.replace(varlen=False)
+    assert sequences.variants(p.replace(varlen=False)) == p.replace(varlen=False)
 
 
 def test_what_the_backward_keeps_has_room_for_every_sequence() -> None:
@@ -188,14 +174,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_results_are_those_of_the_reference(
-    options: dict[str, Any], dtype: str, generic: bool, launched: list[Any]
+    options: dict[str, Any], dtype: str, generic: bool, variants: list[Any]
 ) -> None:
     longest = 64 if generic else 53  # of even numbers generic kernels take all, emulated
     compare(operands(past=(3, 2)), offsets(), dtype, max_seqlen_k=longest, **options)
-    assert launched
-    assert all(variant.varlen for variant in launched)
-    assert {variant.generic for variant in launched if variant.rows and variant.family == "portable"} == {generic}
-    assert ("hopper" in {variant.family for variant in launched}) == (dtype == "bfloat16")  # 37 queries are odd
+    assert variants
+    assert all(variant.varlen for variant in variants)
+    assert {variant.generic for variant in variants if variant.rows and variant.family == "portable"} == {generic}
+    assert ("hopper" in {variant.family for variant in variants}) == (dtype == "bfloat16")  # 37 queries are odd
 
 
 @compiled
@@ -226,14 +212,14 @@ def test_sequences_may_be_empty(queries: Any, keys: Any, past: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("queries", "split"), [((1, 1, 1, 1), 2), ((8, 1, 0, 3), 2), ((40, 1, 0, 3), 1)], ids=["decoding", "few", "parts"]
 )
-def test_keys_are_split(queries: Any, split: int, dtype: str, options: Any, launched: list[Any]) -> None:
+def test_keys_are_split(queries: Any, split: int, dtype: str, options: Any, variants: list[Any]) -> None:
     """Sequences shorter than what a split has, and rows past the end, which the launch that merges has to know."""
     keys = (53, 9, 101, 0)
     heads = (4, 2) if split == 2 else (2, 2)
     compare(operands(queries, keys, heads, past=(3, 2)), offsets(queries, keys), dtype, **options)
-    forwards = [dict(variant.flags)["SPLIT"] for variant in launched if variant.kernel == "forward"]
+    forwards = [dict(variant.flags)["SPLIT"] for variant in variants if variant.kernel == "forward"]
     assert forwards == [split]
-    assert ("merge" in [variant.kernel for variant in launched]) == (split == 1)
+    assert ("merge" in [variant.kernel for variant in variants]) == (split == 1)
 
 
 @compiled
@@ -381,17 +367,17 @@ def test_numpy_arrays(longest: int, given: bool) -> None:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
 @pytest.mark.parametrize("longest", [53, 64], ids=["own", "generic"])
-def test_only_the_gradients_that_are_asked_for(longest: int, wanted: str, launched: list[Any]) -> None:
+def test_only_the_gradients_that_are_asked_for(longest: int, wanted: str, variants: list[Any]) -> None:
     *arrays, upstream = (array.float() for array in operands(past=(3, 2)))
     every = results("cuda", [*arrays, upstream], offsets(), max_seqlen_k=longest)[2:]
-    launched.clear()
+    variants.clear()
     leaves = [array.requires_grad_(letter in wanted) for letter, array in zip("qkv", arrays, strict=True)]
     out, lse = attnswitch.attention_varlen(*leaves, *offsets(), max_seqlen_k=longest, return_lse=True, backend="cuda")
     total = (out * upstream).sum() + (torch.where(torch.isfinite(lse), lse, 0) ** 2).sum()
     found = torch.autograd.grad(total, [leaf for leaf in leaves if leaf.requires_grad])
     for got, right in zip(found, [every["qkv".index(letter)] for letter in wanted], strict=True):
         assert torch.equal(got, right)
-    names = [variant.kernel for variant in launched]
+    names = [variant.kernel for variant in variants]
     assert ("query_gradient" in names) == ("q" in wanted)
     assert ("key_gradients" in names) == bool({"k", "v"} & set(wanted))
 
@@ -401,10 +387,10 @@ def test_only_the_gradients_that_are_asked_for(longest: int, wanted: str, launch
 @pytest.mark.parametrize(
     "text", ["b5.h4/2.s37x53.d24/40.fp32.causal.varlen.lse.grad", "b5.h4/2.s37x64.d24/40.bf16.varlen.lse.grad"]
 )
-def test_what_is_launched_was_listed(text: str, launched: list[Any]) -> None:
+def test_what_is_launched_was_listed(text: str, variants: list[Any]) -> None:
     p = Problem.parse(text)
     cuda, cpu = backend.CudaBackend(), Device.cpu()
     kernel = cuda.compile(p, cpu, next(cuda.configs(p, cpu)))
     arrays = [array.to(getattr(torch, p.dtype)) for array in operands()]
     results("cuda", arrays, offsets(), is_causal=p.causal, max_seqlen_q=p.seq_q, max_seqlen_k=p.seq_k)
-    assert set(launched) == set(kernel.variants())
+    assert set(variants) == set(kernel.variants())

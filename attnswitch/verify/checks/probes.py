@@ -14,6 +14,7 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements, identical
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import hashed, rounded
+from attnswitch.verify.launch.call import expected as returned
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial
 
@@ -221,9 +222,7 @@ def _powers(trial: Trial) -> Failure | None:
         results = {name: results[name] for name in ("out", "lse", "grad value") if name in results}
     found = []
     for name, base in results.items():
-        factor, types = factors.get(name, 1.0), {case.dtype}
-        if name == "grad attn_mask" and case.mask is not None:
-            types.add(case.mask.dtype)  # a mask's gradient is of the mask's own type
+        factor, types = factors.get(name, 1.0), {case.dtype, returned(case)[name][1]}
         lowest, highest = max(_LOWEST[type_] for type_ in types), min(_HIGHEST[type_] for type_ in types)
         normal = (np.abs(base) > lowest) & (np.abs(base) < highest)
         message = f"{role} times 4 does not change it by exactly {factor:g}"

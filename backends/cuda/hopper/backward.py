@@ -15,14 +15,12 @@ from ..launching.backward import BackwardLaunches, Step
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered, saved
+from .tiles import ROWS, HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered, saved
 
 __all__ = ["Backward"]
 
-#: Rows of a tile of sums, which a block of four warps prepares and finishes; of keys' tiles there are an even number.
-_ROWS, _WARPS = 64, 4
-#: Warpgroups that compute.
-_WORKERS = 2
+#: Warps of a block before and after, and of a warpgroup; warpgroups that compute.
+_WARPS, _WORKERS = 4, 2
 #: Bytes of the L2 that heads may share which run side by side: their queries, upstream gradients and sums of dQ.
 _SECTION = 24 * 2**20
 #: Heads that run side by side at least where blocks add in turn: the fewer blocks of a head run at once, the less they
@@ -51,9 +49,9 @@ class Backward(BackwardLaunches):
         blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
         self.steps = [
             *(() if added is None else (added,)),
-            Step(_prepare(p), rows // _ROWS, 0),
+            Step(_prepare(p), rows // ROWS, 0),
             Step(_backward(p, tile), blocks, section, mapped=True, beside=True, splits=parts),
-            Step(_finish(p), (kept[2] + kept[3] // parts) // dim // _ROWS, 0, beside=True, splits=parts),
+            Step(_finish(p), (kept[2] + kept[3] // parts) // dim // ROWS, 0, beside=True, splits=parts),
         ]
         if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)
@@ -61,8 +59,8 @@ class Backward(BackwardLaunches):
         #: Shapes of query, key, value, the output's gradient and maybe a mask, and rows of each that a load brings.
         self._mapped = [
             ((*queries, p.dim_qk), tile.queries),
-            ((*by_keys, p.dim_qk), _ROWS),
-            ((*by_keys, p.dim_v), _ROWS),
+            ((*by_keys, p.dim_qk), ROWS),
+            ((*by_keys, p.dim_v), ROWS),
             ((*queries, p.dim_v), tile.queries),
         ]
         self.maps_mask = bias(p) == 1
@@ -116,4 +114,4 @@ def _finish(p: Problem) -> Variant:
 
 def _of_rows(p: Problem, kernel: str, *flags: tuple[str, int]) -> Variant:
     dim, dim_v = gradient_dims(p)
-    return Variant(kernel, p.dtype, _ROWS, _ROWS, dim, dim_v, warps=_WARPS, flags=flags, family="hopper")
+    return Variant(kernel, p.dtype, ROWS, ROWS, dim, dim_v, warps=_WARPS, flags=flags, family="hopper")

@@ -9,7 +9,7 @@ from attnswitch.problem import Problem
 from ...own import arithmetic
 
 __all__ = [
-    *("SMS", "HopperGradients", "HopperTile"),
+    *("ROWS", "SMS", "HopperGradients", "HopperTile"),
     *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared", "ordered", "saved", "shared"),
 ]
 
@@ -20,8 +20,10 @@ _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _GRADIENT_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 #: Columns that an operand has side by side in shared memory.
 _PANEL = 64
-#: Rows of a tile of sums, and numbers that begin where a line of the L2 does.
-_ROWS, _ALIGN = 64, 32
+#: Rows of a tile of sums, which a block of four warps prepares and finishes; of keys' tiles there are an even number.
+ROWS = 64
+#: Numbers that begin where a line of the L2 does.
+_ALIGN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,8 @@ def saved(p: Problem, parts: int) -> tuple[int, int, int, int]:
     ``parts``: among how many blocks the queries of the same keys are divided, each with sums of its own.
     """
     rows, (dim, _) = p.batch * p.heads_q * arithmetic.padded(p), gradient_dims(p)
-    keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * _ROWS) * 2 * _ROWS
-    turns = arithmetic.tiles(rows // _ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
+    keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * ROWS) * 2 * ROWS
+    turns = arithmetic.tiles(rows // ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
     of_queries = rows if "q" in p.grads else 0
     of_keys = 2 * keys * parts if parts > 1 else 0
     return 2 * rows if p.adds_mask else rows, rows + turns, of_queries * dim, of_keys * dim

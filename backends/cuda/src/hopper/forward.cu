@@ -16,7 +16,7 @@
 // loader leaves out the tiles that a mask hides from all rows of the block, and says of each other one which consumers
 // need the mask's bits (mask.cuh). SOFTCAP: scores go through a tanh. BIAS: a float mask is added to them, a tile of which
 // comes with every tile of keys (bias.cuh). DROPOUT: weights of some keys become 0 once they are summed. ALIBI: scores
-// fall with the distance (alibi.cuh). SINKS: every row has one more key, which joins it at the end (sinks.cuh). VARLEN:
+// fall with the distance (slopes.cuh). SINKS: every row has one more key, which joins it at the end (sinks.cuh). VARLEN:
 // operands hold sequences one after another, of which TMA brings rows of the next one too.
 #include "hopper/forward/consumer.cuh"
 

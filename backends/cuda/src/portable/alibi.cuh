@@ -1,10 +1,7 @@
 // Scores that fall with the distance from query to key (ALIBI; Press et al. 2022), by a slope of the head.
 #pragma once
 #include "portable/products.cuh"
-
-DEVICE Real slope_of(const Arguments& a, i64 b, i64 head) {
-    return reinterpret_cast<const Real*>(a.slopes)[b * a.slope_batch + head * a.slope_head];
-}
+#include "slopes.cuh"
 
 // Takes slope times distance from the scores of a tile whose columns begin at `start`. `slope(m)` and `place(m)` are of
 // a thread's row, the place being that column which its distance is 0 to.

@@ -1,9 +1,9 @@
 // P^T and dS^T of the 64 keys of a warpgroup against tiles of queries, from S^T and dP^T as products leave them, and in
 // their place: of a whole tile, or of some of its queries from `from` on. ALIBI takes slopes off exponents alone.
 #pragma once
-#include "hopper/alibi.cuh"
 #include "hopper/backward/columns.cuh"
 #include "hopper/backward/steps.cuh"
+#include "slopes.cuh"
 
 struct Weigher {
     const Arguments& a;
@@ -17,7 +17,7 @@ struct Weigher {
 
     // The head's slope, and what the mask shows: asked for before a product is waited for.
     DEVICE void look(const Queries& step) {
-        if (ALIBI) slope = slope_of(a, block.batch, step.head);
+        if (ALIBI) slope = slope_of(a, block.batch, step.head) * UNIT;
         if (!MASKED || !step.mixed) return;
         const int plane = mask_plane(a, block.batch, step.head), lane = thread_index() % 32;
         const int chunk = 4 * index + thread_index() % 128 / 32, at = lane / 8 * 4 + lane / 4 % 2;

@@ -4,12 +4,12 @@
 // waited for. Invariants: weights, the left operand in registers, are rewritten when no product is under way. Every
 // tile of the block is waited for and freed, also one that these rows do not see, and takes a turn.
 #pragma once
-#include "hopper/alibi.cuh"
 #include "hopper/forward/dropout.cuh"
 #include "hopper/forward/loader.cuh"
 #include "hopper/forward/softmax.cuh"
 #include "hopper/store.cuh"
 #include "sinks.cuh"
+#include "slopes.cuh"
 
 // A consumer's rows, and which of the block's tiles of keys they see: `count`, with `before` and `after` others around.
 // Of tiles `plain` to `plain + plains` every row sees every key by position. A mask may hide all of some of them.
@@ -91,7 +91,7 @@ struct Consumer {
         if (rows.work.count && !rows.count) free_query();  // first: the loader may wait for it
         pass_by(rows.before);
         if (!rows.count) return;
-        if (ALIBI) slope = slope_of(a, rows.work.batch, rows.work.head);
+        if (ALIBI) slope = slope_of(a, rows.work.batch, rows.work.head) * UNIT;
         ask_scores(rows);
         pass_turn(index);
         draw(rows, 0);
@@ -124,7 +124,7 @@ struct Consumer {
         const float sink = sink_of(rows);
         free_query();
         await_query();
-        if (ALIBI) slope = slope_of(a, next.work.batch, next.work.head);
+        if (ALIBI) slope = slope_of(a, next.work.batch, next.work.head) * UNIT;
         ask_scores(next);
         ask_sums();
         pass_turn(index);
