@@ -132,9 +132,9 @@ def test_lengths_of_a_class_do_not_mix_with_those_of_batch_entries() -> None:
 @pytest.mark.parametrize("text", ["b0.h1.s0.d8.fp32.varlen", "b3.h2.s0x9.d8.fp32.varlen.grad"])
 def test_the_grid_has_an_entry_more_and_a_tile_for_rows_past_the_end(text: str) -> None:
     p = Problem.parse(text)
-    wide = sequences.variants(p)
+    wide = sequences.launched(p)
     assert (wide.batch, wide.seq_q) == (p.batch + 1, 1)
-    assert sequences.variants(p.replace(varlen=False)) == p.replace(varlen=False)
+    assert sequences.launched(p.replace(varlen=False)) == p.replace(varlen=False)
 
 
 def test_what_the_backward_keeps_has_room_for_every_sequence() -> None:
