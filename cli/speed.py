@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from attnswitch.bench import workload
-from attnswitch.bench.beside import Beside, beside
-from attnswitch.bench.candidates import fitting
-from attnswitch.bench.steps import first_line
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Problem
 from attnswitch.verify.court import Court, sitting
@@ -16,6 +13,9 @@ from attnswitch.verify.report import demands
 from attnswitch.verify.session.tally import Report, Speed
 
 from . import render
+
+if TYPE_CHECKING:
+    from attnswitch.bench.beside import Beside
 
 __all__ = ["measure", "read", "show"]
 
@@ -62,6 +62,11 @@ def _against(name: str, correct: bool, seated: Sequence[str], device: str) -> st
 def _timed(
     problem: Problem, device: str, names: Sequence[str], named: Sequence[str], court: Court, others_seated: bool
 ) -> Beside:
+    from attnswitch.bench import workload  # torch is slow to import
+    from attnswitch.bench.beside import Beside, beside
+    from attnswitch.bench.candidates import fitting
+    from attnswitch.bench.steps import first_line
+
     try:
         others = [name for name in fitting(workload.of(problem, device)) if name not in named]
         with sitting(Court(tuple(others) if others_seated else (), court.timeout, everywhere=True)):

@@ -23,6 +23,7 @@ from attnswitch import api
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.loops import Loop, loops, rested
 from attnswitch.bench.measure import Budget, current, measure, wait
+from attnswitch.bench.steps import first_line
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
 from attnswitch.errors import VerificationError, out_of_memory
@@ -341,14 +342,9 @@ def _wrong(entry: _Entry, trial: Trial, where: str, measured: float, most: float
 
 def _failed(trial: Trial, backend: str, name: str, error: Exception) -> None:
     """Record that the candidate ``name`` of ``backend`` raised."""
-    trial.failed[name] = _first_line(error)
+    trial.failed[name] = first_line(error)
     if out_of_memory(error):
         trial.starved.add(backend)
-
-
-def _first_line(error: Exception) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _gone() -> None:

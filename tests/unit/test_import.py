@@ -45,6 +45,13 @@ def test_no_slow_module_of_the_standard_library_is_loaded() -> None:
     assert not slow & set(loaded)
 
 
+def test_the_command_line_loads_no_library_of_arrays_that_is_slow() -> None:
+    """Each command imports it when it needs it: ``--help`` and a wrong option answer at once."""
+    loaded = ask("import attnswitch.cli.app, json, sys; print(json.dumps(sorted(sys.modules)))")
+    assert "attnswitch.cli.verify" in loaded
+    assert not {"torch", "triton", "cupy", "jax", "matplotlib"} & set(loaded)
+
+
 def test_all_is_sorted_and_whole() -> None:
     program = """
 import json, types, attnswitch

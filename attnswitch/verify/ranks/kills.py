@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from attnswitch.errors import VerificationError
 from attnswitch.verify.mutants.matrix import Matrix, Progress, Row
 from attnswitch.verify.ranks.conductor import Conductor
-from attnswitch.verify.ranks.faults import FAULTS
 from attnswitch.verify.ranks.run import plan, run
 
 __all__ = ["measure"]
@@ -25,6 +24,8 @@ def measure(
     The true layer goes through as many cases as it took to catch the last. Raises ``VerificationError`` if anything is
     held against it: what is held against a mutant would then mean nothing.
     """
+    from attnswitch.verify.ranks.faults import FAULTS  # loads torch, which most commands have no need of
+
     chosen = [name for name, fault in FAULTS.items() if fault.method in methods]
     rows = []
     for n, name in enumerate(chosen):
