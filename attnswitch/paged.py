@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 from attnswitch.arrays import Array
-from attnswitch.call.entry import compiling
 from attnswitch.call.per_head import PerHead
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Window
@@ -80,7 +79,7 @@ def attention_paged(
 
     Returns:
         The output (B, Lq, Hq, Dv), or (T, Hq, Dv), or (output, lse). Rows past the last sequence have output 0 and lse
-        -inf. There are no gradients. torch.compile breaks its graph at the call.
+        -inf. There are no gradients. torch.compile takes the call into its graph.
 
     Raises what ``attention`` raises, and ``InvalidProblem`` for tensors that require gradients.
     """
@@ -88,20 +87,11 @@ def attention_paged(
         from attnswitch.call.paged import unsaid
 
         raise unsaid(next(iter(unknown)), attention_paged)
-    beside = (
-        block_table,
-        cache_lengths,
-        cu_seqlens_q,
-        max_seqlen_q,
-        num_splits,
-        key_scale,
-        value_scale,
-        PerHead(sinks, alibi_slopes),
-    )
+    from attnswitch.call.entry_paged import call  # which programs without such calls do not wait for
+    from attnswitch.call.paged import Beside
+
+    heads = PerHead(sinks, alibi_slopes)
+    sequences = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q
+    beside = Beside(*sequences, num_splits, key_scale, value_scale, heads)
     said = 0.0, is_causal, scale, None, "bottom_right", window, softcap, return_lse, "BHLD", deterministic
-    attend: Any
-    if hasattr(query, "is_cuda") and compiling():
-        from attnswitch.call.beside_graphs import paged as attend
-    else:
-        from attnswitch.call.paged import attend
-    return attend((query, key_cache, value_cache), beside, backend, policy, *said)
+    return call((query, key_cache, value_cache), beside, backend, policy, *said)

@@ -9,9 +9,8 @@ import torch
 
 from attnswitch.call import entry_varlen as of_sequences
 from attnswitch.call import headwise as of_batches
-from attnswitch.call import paged as of_pages
 
-__all__ = ["backward", "headwise", "paged", "varlen"]
+__all__ = ["backward", "headwise", "varlen"]
 
 
 def _call(function: Callable[..., Any], *given: Any, **said: Any) -> Any:
@@ -23,10 +22,6 @@ varlen = torch.compiler.disable(  # type: ignore[no-untyped-call]
     of_sequences.call,
     reason="attention_varlen with alibi_slopes is no operator of torch.compile's yet, as it is without them; compile"
     " without fullgraph, or pass padded tensors and -slope * distance as a float attn_mask to attnswitch.attention",
-)
-paged = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    of_pages.attend,
-    reason="attention_paged is no operator of torch.compile's yet; compile without fullgraph",
 )
 headwise = torch.compiler.disable(  # type: ignore[no-untyped-call]
     of_batches.attend,

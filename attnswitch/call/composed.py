@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnswitch.call import entry, operators
-from attnswitch.call.options import text_of
+from attnswitch.call.operators.calls import as_floats
 from attnswitch.errors import InvalidProblem
 
 __all__ = ["attention", "attention_varlen"]
@@ -49,11 +49,7 @@ def _with(sinks: Any, out: Any, lse: Any, *, heads_last: bool) -> tuple[Any, Any
 
 def _beside(sinks: Any, query: Any, heads: int) -> Any:
     """``sinks`` as a tensor (Hq,) beside query. Raises ``InvalidProblem``."""
-    if not isinstance(sinks, torch.Tensor):
-        try:
-            sinks = torch.tensor(sinks, device=query.device, dtype=torch.float64)
-        except (RuntimeError, TypeError, ValueError):
-            raise InvalidProblem(f"sinks={text_of(sinks)}: expected a tensor, or a list of numbers") from None
+    sinks = as_floats(sinks, "sinks", query)
     if not sinks.is_floating_point():
         raise InvalidProblem(f"sinks has dtype {sinks.dtype}: expected a float type")
     if sinks.shape != (heads,):

@@ -63,11 +63,12 @@ def run_plan(
 ) -> Any:
     """What calling ``plan`` does; raises as ``Plan.__call__`` says. In a graph a plan fixes the backend alone."""
     if plan.problem.page:
-        from attnswitch.call import paged
+        from attnswitch.call import entry_paged
+        from attnswitch.call.paged import Beside
 
         table, lengths, key_scale, value_scale = cache
-        beside = paged.Beside(table, lengths, cu_seqlens[0], None, None, key_scale, value_scale, PerHead(*heads))
-        return paged.run_plan(plan, (query, key, value), beside)
+        beside = Beside(table, lengths, cu_seqlens[0], None, None, key_scale, value_scale, PerHead(*heads))
+        return entry_paged.run_plan(plan, (query, key, value), beside)
     if plan.problem.varlen:
         from attnswitch.call import entry_varlen  # which programs without such calls do not wait for
 

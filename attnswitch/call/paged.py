@@ -12,6 +12,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
 from attnswitch.call import finite, forms, per_head, scales
 from attnswitch.call import options as read
+from attnswitch.call.attend import modes_of
 from attnswitch.call.describe import INTEGERS, check_alike, check_beside, lengths_beside, swapped
 from attnswitch.call.forms import Asked
 from attnswitch.call.options import Options, text_of
@@ -26,7 +27,22 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["Beside", "attend", "problem_of", "run_plan", "unsaid"]
+__all__ = [
+    "NO_GRADIENT",
+    "ROLES",
+    "Beside",
+    "as_planned",
+    "attend",
+    "attend_by",
+    "fitting",
+    "problem_of",
+    "run_plan",
+    "splits_of",
+    "unsaid",
+]
+
+#: The operands of such a call, in their order.
+ROLES = ("query", "key_cache", "value_cache")
 
 #: Keywords of ``attention`` and ``attention_varlen`` that say something that a cache in pages does not have.
 _ELSEWHERE = {
@@ -37,8 +53,7 @@ _ELSEWHERE = {
     "layout": "arrays are (B, L, H, D), and of packed queries (T, H, D)",
 }
 
-
-_NO_GRADIENT = (
+NO_GRADIENT = (
     "a tensor of attention_paged requires a gradient, which a cache has none of: call it under torch.no_grad(), or pass"
     " detached tensors"
 )
@@ -59,20 +74,38 @@ class Beside(NamedTuple):
 
 def attend(
     operands: tuple[Array, Array, Array],
-    beside: tuple[Any, ...],
+    beside: Beside,
     backend: str | None,
     policy: Policy | str | None,
     *given: Any,
 ) -> Any:
-    """What ``attention_paged`` returns; ``given`` are the options in the order of ``Options``."""
-    return forms.run(forms.called(_ask(operands, Beside(*beside), read.of_call(*given)), backend, policy))
+    """What ``attention_paged`` returns; ``given`` are the options in the order of ``Options``.
+
+    Raises ``Intercepted`` where torch looks at the call before its tensors do.
+    """
+    return attend_by(operands, beside, read.of_call(*given), backend, policy)
+
+
+def attend_by(
+    operands: tuple[Array, Array, Array],
+    beside: Beside,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+) -> Any:
+    """The same, of options that were read."""
+    return forms.run(forms.called(_ask(operands, beside, options), backend, policy))
 
 
 def run_plan(plan: Plan, operands: tuple[Array, Array, Array], beside: Beside) -> Any:
     """The same by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
     p = plan.problem
-    beside = beside._replace(max_seqlen_q=p.seq_q if p.varlen else None, num_splits=p.splits or None)
-    return forms.run(forms.planned(_ask(operands, beside, read.of_problem(p)), plan))
+    return forms.run(forms.planned(_ask(operands, as_planned(beside, p), read.of_problem(p)), plan))
+
+
+def as_planned(beside: Beside, p: Problem) -> Beside:
+    """``beside`` with what a plan for ``p`` fixes of it."""
+    return beside._replace(max_seqlen_q=p.seq_q if p.varlen else None, num_splits=p.splits or None)
 
 
 def problem_of(
@@ -82,7 +115,14 @@ def problem_of(
     for name in keywords:
         if name in _ELSEWHERE:
             raise unsaid(name, function)
-    asked = _ask(operands, beside, read.of_keywords({"is_causal": True} | keywords, "the call has", function))
+    options = read.of_keywords({"is_causal": True} | keywords, "the call has", function)
+    try:
+        asked = _ask(operands, beside, options)
+    except Intercepted:
+        raise InvalidProblem(
+            "a cache in pages of tensors that only torch can read (of a mode, on the meta device, of a subclass): a"
+            " plan needs tensors with memory, or a described problem"
+        ) from None
     return asked.problem, asked.device
 
 
@@ -102,20 +142,15 @@ def unsaid(name: str, function: Callable[..., Any]) -> InvalidProblem:
 
 
 def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options) -> Asked:
-    try:
-        given, facts = arrays.take_all(operands)
-        q, k, v = _fitting(facts, options, packed=beside.cu_seqlens_q is not None)
-        inputs, batch, seq_q, seq_k = _inputs(given, q, k, beside)
-        said = beside.key_scale, beside.value_scale
-        inputs = inputs._replace(**scales.read(said, q, k) if k.dtype != q.dtype else scales.none(said, k))
-        heads = per_head.read(beside.heads, q, q.shape[1], batch, autograd=True)
-    except Intercepted:
-        raise InvalidProblem(
-            "attention_paged takes tensors with memory of their own: none on the meta device, within torch.func or"
-            " forward mode, or of a subclass that looks at what is done to it"
-        ) from None
+    modes_of(operands[0])
+    given, facts = arrays.take_all(operands)
+    q, k, v = fitting(facts, options, packed=beside.cu_seqlens_q is not None)
+    inputs, batch, seq_q, seq_k = _inputs(given, q, k, beside)
+    said = beside.key_scale, beside.value_scale
+    inputs = inputs._replace(**scales.read(said, q, k) if k.dtype != q.dtype else scales.none(said, k))
+    heads = per_head.read(beside.heads, q, q.shape[1], batch, autograd=True)
     if heads.grad:
-        raise InvalidProblem(_NO_GRADIENT)
+        raise InvalidProblem(NO_GRADIENT)
     inputs = inputs._replace(sinks=heads.sinks, alibi_slopes=heads.alibi_slopes)
     problem = Problem(
         batch=batch,
@@ -138,7 +173,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         sinks=heads.sinks is not None,
         alibi=heads.alibi_slopes is not None,
         page=k.shape[2],
-        splits=_splits(beside.num_splits),
+        splits=splits_of(beside.num_splits),
         cache=k.dtype if k.dtype != q.dtype else "",
         query=q.memory,
         key=k.memory,
@@ -151,7 +186,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
     return Asked(problem, *where, of_rows if problem.varlen else forms.turned, options.return_lse)
 
 
-def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple[Facts, Facts, Facts]:
+def fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple[Facts, Facts, Facts]:
     """Facts of query (B, Hq, Lq, D), or (1, Hq, T, D), and of the caches (P, Hkv, page, D or Dv).
 
     Raises ``InvalidProblem`` where they do not go together.
@@ -159,7 +194,7 @@ def _fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple
     q, k, v = facts
     check_alike(q, *scales.widened(q, k, v))
     if q.grad or k.grad or v.grad:
-        raise InvalidProblem(_NO_GRADIENT)
+        raise InvalidProblem(NO_GRADIENT)
     shapes = f"query {q.shape}, key_cache {k.shape}, value_cache {v.shape}"
     rows = "(T, Hq, D) with cu_seqlens_q" if packed else "(B, Lq, Hq, D), or (T, Hq, D) with cu_seqlens_q"
     expected = f"; expected query {rows}, key_cache (P, page, Hkv, D), value_cache (P, page, Hkv, Dv)"
@@ -255,7 +290,8 @@ def _check_pages(table: Any, lengths: list[int], count: int, page: int) -> None:
             )
 
 
-def _splits(given: Any) -> int:
+def splits_of(given: Any) -> int:
+    """``num_splits``, 0 where it is left open. Raises ``InvalidProblem`` for what is no number of parts."""
     if given is None:
         return 0
     if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1:

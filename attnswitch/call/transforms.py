@@ -25,7 +25,16 @@ from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["active", "attention", "differentiates", "looks", "refuse", "refuse_gradients", "refuse_varlen"]
+__all__ = [
+    "active",
+    "attention",
+    "differentiates",
+    "looks",
+    "refuse",
+    "refuse_gradients",
+    "refuse_paged",
+    "refuse_varlen",
+]
 
 _COMPOSITE = "sdpa-math"
 _JVP = torch._C._functorch.TransformType.Jvp
@@ -111,6 +120,10 @@ _REFUSED_VARLEN = (
     "attention_varlen within torch.func or forward mode, or of DTensors or nested tensors: pass padded ones and"
     " key_lengths to attnswitch.attention, or nested ones to attnswitch.scaled_dot_product_attention"
 )
+_REFUSED_PAGED = (
+    "attention_paged within torch.func or forward mode, or of DTensors or nested tensors: call it with tensors of their"
+    " own, for every example and on every process"
+)
 
 
 def _active() -> bool:
@@ -134,7 +147,9 @@ def _refusal(reason: str) -> Callable[[], None]:
 #: same.
 active = torch.compiler.assume_constant_result(_active)  # type: ignore[no-untyped-call]
 differentiates = torch.compiler.assume_constant_result(_differentiates)  # type: ignore[no-untyped-call]
-refuse, refuse_gradients, refuse_varlen = map(_refusal, (_REFUSED, _REFUSED_GRADIENTS, _REFUSED_VARLEN))
+refuse, refuse_gradients, refuse_varlen, refuse_paged = map(
+    _refusal, (_REFUSED, _REFUSED_GRADIENTS, _REFUSED_VARLEN, _REFUSED_PAGED)
+)
 
 
 # -- reverse mode ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 torch.compile, torch.export, FakeTensorMode, make_fx, torch.func and tensor subclasses that dispatch see
 ``torch.ops.attnswitch``: ``attention``, and with lse or gradients ``attention_forward`` and ``attention_backward``; the
-same of ``attention_varlen``. A graph holds the call, not the choice: a backend is chosen when the graph runs, by the
-facts of its tensors there, as it is without a graph.
+same of ``attention_varlen``; and ``attention_paged``, with lse ``attention_paged_forward``. A graph holds the call, not
+the choice: a backend is chosen when the graph runs, by the facts of its tensors there, as it is without a graph.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnswitch.call.operators import again, autograd, direct, fake, flops, run, schema, varlen
+from attnswitch.call.operators import again, autograd, direct, fake, flops, paged, run, schema, varlen
 from attnswitch.call.operators.calls import (
     attention,
     attention_backward,
+    attention_paged,
     attention_varlen,
     attention_varlen_backward,
     told,
 )
 
-__all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "told"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_paged",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "told",
+]
 
 _NAMESPACE = "attnswitch"
 
@@ -53,6 +61,10 @@ _define_all(
     (varlen.plain, varlen.forward, varlen.backward),
     (varlen.fake_plain, varlen.fake_forward, varlen.fake_backward),
 )
+for _form, _run, _fake in zip(
+    schema.PAGED, (paged.plain, paged.forward), (paged.fake_plain, paged.fake_forward), strict=True
+):
+    torch.library.register_autograd(f"{_NAMESPACE}::{_define(_form, _run, _fake)}", paged.no_gradient, lib=_library)
 for _operator, _again in (
     (_ops.attention_forward.default, again.forward),
     (_ops.attention_backward.default, again.backward),
@@ -62,3 +74,4 @@ register_flop_formula([_ops.attention, _ops.attention_forward])(flops.forward)
 register_flop_formula(_ops.attention_backward)(flops.backward)
 register_flop_formula([_ops.attention_varlen, _ops.attention_varlen_forward], get_raw=True)(flops.forward_varlen)
 register_flop_formula(_ops.attention_varlen_backward, get_raw=True)(flops.backward_varlen)
+register_flop_formula([_ops.attention_paged, _ops.attention_paged_forward], get_raw=True)(flops.forward_paged)

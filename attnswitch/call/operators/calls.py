@@ -9,10 +9,23 @@ import torch
 
 from attnswitch.call.operators.run import signed
 from attnswitch.call.operators.schema import USUAL
+from attnswitch.call.options import text_of
+from attnswitch.call.paged import NO_GRADIENT, Beside, splits_of
+from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "told", "told_varlen"]
+__all__ = [
+    "as_floats",
+    "attention",
+    "attention_backward",
+    "attention_paged",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "told",
+    "told_paged",
+    "told_varlen",
+]
 
 _ops = torch.ops.attnswitch
 
@@ -61,6 +74,16 @@ def _called(
         return plain(*inputs, **said)
     out, lse, _ = forward(*inputs, **said)
     return (out, lse) if "return_lse" in said else out
+
+
+def attention_paged(
+    operands: tuple[Any, Any, Any], beside: Beside, backend: str | None, policy: str | None, *given: Any
+) -> Any:
+    """The same of a cache in pages, which has no gradients. Raises ``InvalidProblem`` where one is asked for."""
+    inputs, said = told_paged(operands, beside, backend, policy, given)
+    if "return_lse" in said:
+        return _ops.attention_paged_forward(*inputs, **said)
+    return _ops.attention_paged(*inputs, **said)
 
 
 def attention_backward(
@@ -160,6 +183,53 @@ def told_varlen(
     beside = [x if x is None or isinstance(x, torch.Tensor) else torch.tensor(x) for x in cu_seqlens]
     most = [x.item() if isinstance(x, torch.Tensor) else x for x in longest]
     return (*operands, *beside, *most), _said(operands, backend, policy, given, _requires_grad)
+
+
+def told_paged(
+    operands: tuple[Any, Any, Any], beside: Beside, backend: str | None, policy: str | None, given: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same of a cache in pages. What is a list of integers becomes a tensor on the CPU, where it is read."""
+    table, lengths, edges, longest, splits, *scales, heads = beside
+    table, lengths = _integers(table, "block_table", (0, 0)), _integers(lengths, "cache_lengths", (0,))
+    edges = edges if edges is None else _integers(edges, "cu_seqlens_q", (0,))
+    roles = ("key_scale", "value_scale", *heads._fields)
+    floats = [
+        x if x is None else as_floats(x, role, operands[0]) for role, x in zip(roles, (*scales, *heads), strict=True)
+    ]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, *floats)):
+        raise InvalidProblem(NO_GRADIENT)
+    if splits is not None and (type(splits) is not int or splits < 1):
+        splits = splits_of(splits)
+    longest = longest.item() if isinstance(longest, torch.Tensor) else longest
+    said = _said((), backend, policy, given, _requires_grad)
+    said.pop("causal_alignment", None)  # queries are the newest tokens
+    return (*operands, table, lengths, edges, longest, splits, *floats), said
+
+
+def _integers(given: Any, role: str, none: tuple[int, ...]) -> torch.Tensor:
+    """A tensor, or one on the CPU of a list, in the shape ``none`` if that is empty. Raises ``InvalidProblem``."""
+    if isinstance(given, torch.Tensor):
+        return given
+    try:
+        tensor = torch.tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise InvalidProblem(f"{role}={text_of(given)}: expected integers") from None
+    return tensor if tensor.numel() else torch.zeros(none, dtype=torch.int64)
+
+
+def as_floats(given: Any, role: str, query: Any) -> Any:
+    """``given``, a tensor, a number or a list of such, as a tensor; it is beside query if it is made here.
+
+    Raises ``InvalidProblem`` where it is none of these.
+    """
+    if isinstance(given, torch.Tensor):
+        return given
+    try:
+        if not isinstance(given, bool):
+            return torch.tensor(given, device=query.device, dtype=torch.float64)
+    except (RuntimeError, TypeError, ValueError):
+        pass
+    raise InvalidProblem(f"{role}={text_of(given)}: expected a tensor, or a list of numbers")
 
 
 def _said(

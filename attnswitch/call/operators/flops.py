@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["backward", "backward_varlen", "forward", "forward_varlen"]
+__all__ = ["backward", "backward_varlen", "forward", "forward_paged", "forward_varlen"]
 
 Shape = tuple[int, ...]
 
@@ -50,8 +50,40 @@ def _pairs(query: Any, key: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, most_q: i
     keys: int = key.shape[0]
     if cu_seqlens_k is None:
         cu_seqlens_k, most_k = cu_seqlens_q, most_q if most_k is None else most_k
-    if all(type(offsets) is torch.Tensor and not offsets.is_meta for offsets in (cu_seqlens_q, cu_seqlens_k)):
+    if _have_numbers(cu_seqlens_q, cu_seqlens_k):
         lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         return heads * int(sum(q * k for q, k in zip(*lengths, strict=True)))
     by_queries, by_keys = queries * (keys if most_k is None else most_k), keys * (queries if most_q is None else most_q)
     return heads * min(by_queries, by_keys)
+
+
+# -- a cache in pages --------------------------------------------------------------------------------------------------
+
+
+def forward_paged(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_table: Any,
+    cache_lengths: Any,
+    cu_seqlens_q: Any,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """The same of each sequence; where lengths are without numbers, as if every page of the table were full."""
+    *rows, heads, dim = query.shape
+    dims: int = dim + value_cache.shape[3]
+    batch, width = block_table.shape
+    queries: Any = [rows[-1]] * batch if len(rows) == 2 else None
+    keys: Any = width * key_cache.shape[1]
+    if queries is None and not _have_numbers(cu_seqlens_q, cache_lengths):
+        return 2 * int(rows[0]) * int(keys) * int(heads) * dims
+    if queries is None:
+        queries = cu_seqlens_q.diff().tolist()
+    lengths = cache_lengths.tolist() if _have_numbers(cache_lengths) else [keys] * batch
+    return 2 * int(sum(q * k for q, k in zip(queries, lengths, strict=True))) * int(heads) * dims
+
+
+def _have_numbers(*tensors: Any) -> bool:
+    """Whether elements can be read, unlike those of a graph in the making."""
+    return all(type(tensor) is torch.Tensor and not tensor.is_meta for tensor in tensors)

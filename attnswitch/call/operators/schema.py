@@ -8,7 +8,7 @@ from typing import Any
 from attnswitch.call import options as read
 from attnswitch.call.options import Options
 
-__all__ = ["ATTENTION", "USUAL", "VARLEN", "read_said"]
+__all__ = ["ATTENTION", "PAGED", "USUAL", "VARLEN", "read_said"]
 
 _TYPES = {
     "float": "float",
@@ -50,6 +50,25 @@ VARLEN = _forms(
     " SymInt? max_seqlen_k",
     without="layout",
 )
+
+
+def _of_pages() -> tuple[str, str]:
+    """The schemas of both operators on a cache in pages: the second returns the lse as well. It has no gradients."""
+    operands = (
+        "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor cache_lengths,"
+        " Tensor? cu_seqlens_q, SymInt? max_seqlen_q, SymInt? num_splits, Tensor? key_scale, Tensor? value_scale,"
+        " Tensor? sinks, Tensor? alibi_slopes"
+    )
+    without = ("dropout_p", "enable_gqa", "causal_alignment", "layout")
+    said = ", ".join([each for option, each in _SAID.items() if option not in without])
+    return (
+        f"attention_paged({operands}, *, {said}) -> Tensor",
+        f"attention_paged_forward({operands}, *, {said}) -> (Tensor, Tensor)",
+    )
+
+
+#: Of ``attention_paged``.
+PAGED = _of_pages()
 
 
 def read_said(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
