@@ -76,7 +76,7 @@ def test_forecasts_are_times(gpu: str) -> None:
     assert statistics.quantiles(map(abs, errors), n=10)[7] < math.log(2.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_is_what_the_results_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RESULTS.parent)
     fit_forecast = importlib.import_module("fit_forecast")

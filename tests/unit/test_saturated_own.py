@@ -196,7 +196,7 @@ LSES = {"of-another-kernel": check_an_lse_of_another_kernel, "of-more-keys": che
 
 @compiled
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("setting", nights.some(SETTINGS), ids=str)
+@pytest.mark.parametrize("setting", nights.some(SETTINGS, 3), ids=str)
 def test_cuda(setting: Setting) -> None:
     check("cuda", setting)
 
