@@ -197,13 +197,14 @@ def attention_backward(
     traced = hasattr(query, "is_cuda") and compiling()
     heads = PerHead(sinks, alibi_slopes)
     mask_grad, sinks_grad = read.flag("mask_grad", mask_grad), read.flag("sinks_grad", sinks_grad)
-    if traced and not sinks is alibi_slopes is None:
+    if traced and sinks_grad:
         from attnswitch.call.beside_graphs import backward
 
-        call = query, key, value
         beside = {"attn_mask": attn_mask, "mask_grad": mask_grad, "key_lengths": key_lengths, "sinks_grad": sinks_grad}
         beside |= {"out": out, "lse": lse, "grad_lse": grad_lse, "backend": backend, "policy": policy}
-        found: Gradients = backward(attention_backward, grad_out, *call, **beside, **heads._asdict(), **options)
+        found: Gradients = backward(
+            attention_backward, grad_out, query, key, value, **beside, **heads._asdict(), **options
+        )
         return found
     seed = options.pop("seed", None)
     asked = options | {"return_lse": options.get("return_lse", grad_lse is not None)}
@@ -216,8 +217,8 @@ def attention_backward(
         raise InvalidProblem("a gradient of sinks was asked for, but there are none")
     wanted = "qkvm" if mask_grad else "qkv"
     if traced:
-        whole = query, key, value, attn_mask, key_lengths
-        return compiled_gradients((grad_out, grad_lse), (out, lse), wanted, whole, seed, backend, policy, *given)
+        call = (grad_out, grad_lse), (out, lse), wanted, (query, key, value, attn_mask, key_lengths)
+        return compiled_gradients(*call, seed, backend, policy, *given, heads=heads)
     seed = None if seed is None else seed_of(seed)
     read.check_remembered("attention", said.dropout_p, seed)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)

@@ -10,28 +10,43 @@ from attnswitch.call import entry, operators
 from attnswitch.call.operators.calls import as_floats
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["attention", "attention_varlen"]
+__all__ = ["attention", "attention_varlen", "results", "results_varlen"]
 
 
-def attention(*call: Any, sinks: Any) -> Any:
-    """What ``attention`` returns of ``call``, as ``entry.call`` takes it, with ``sinks``."""
+def attention(*call: Any, sinks: Any, alibi_slopes: Any = None) -> Any:
+    """What ``attention`` returns of ``call``, as ``entry.traced`` takes it, with ``sinks``."""
     query, (return_lse, layout, deterministic) = call[0], call[-3:]
     heads_last = layout == "BLHD"
     sinks = _beside(sinks, query, query.shape[2 if heads_last else 1])
-    out, lse = _with(sinks, *entry.call(*call[:-3], True, layout, deterministic), heads_last=heads_last)
+    without = entry.traced(*call[:-3], True, layout, deterministic, alibi_slopes=alibi_slopes)
+    out, lse = _with(sinks, *without, heads_last=heads_last)
     return (out, lse) if return_lse else out
 
 
-def attention_varlen(*call: Any, sinks: Any) -> Any:
+def attention_varlen(*call: Any, sinks: Any, alibi_slopes: Any = None) -> Any:
     """What ``attention_varlen`` returns of ``call``, as ``operators.attention_varlen`` takes it, with ``sinks``."""
     query, cu_seqlens, (return_lse, *rest) = call[0][0], call[1], call[-3:]
     sinks = _beside(sinks, query, query.shape[1])
-    without, lse = operators.attention_varlen(*call[:-3], True, *rest)
+    without, lse = operators.attention_varlen(*call[:-3], True, *rest, alibi_slopes=alibi_slopes)
     out, whole = _with(sinks, without, lse, heads_last=True)
     if not return_lse:
         return out
     # Rows past the last sequence see no sink either.
     return out, torch.where(torch.arange(query.shape[0], device=query.device) < cu_seqlens[0][-1], whole, lse)
+
+
+def results(*call: Any, sinks: Any, alibi_slopes: Any) -> tuple[Any, Any]:
+    """Output and lse of the same, of which nothing is differentiated."""
+    with torch.no_grad():
+        out, lse = attention(*call[:-3], True, *call[-2:], sinks=sinks, alibi_slopes=alibi_slopes)
+    return out, lse
+
+
+def results_varlen(*call: Any, sinks: Any, alibi_slopes: Any) -> tuple[Any, Any]:
+    """The same of ``attention_varlen``."""
+    with torch.no_grad():
+        out, lse = attention_varlen(*call[:-3], True, *call[-2:], sinks=sinks, alibi_slopes=alibi_slopes)
+    return out, lse
 
 
 def _with(sinks: Any, out: Any, lse: Any, *, heads_last: bool) -> tuple[Any, Any]:
@@ -57,7 +72,7 @@ def _beside(sinks: Any, query: Any, heads: int) -> Any:
             f"sinks has shape {tuple(sinks.shape)}: expected ({heads},), one score for each query head"
         )
     if hasattr(query, "device_mesh") and not hasattr(sinks, "device_mesh"):  # of DTensors: every process has all sinks
-        from torch.distributed.tensor import DTensor, Replicate
+        from attnswitch.call import sharded
 
-        sinks = DTensor.from_local(sinks, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
+        sinks = sharded.everywhere(sinks, query.device_mesh)
     return sinks

@@ -34,8 +34,7 @@ def call(
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
     if hasattr(query, "is_cuda") and compiling():
-        way = _by_parts if type(query).__name__ == "DTensor" else _compiled
-        return way(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+        return traced(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
     if seed is not None:
         seed = seed_of(seed)
@@ -45,7 +44,17 @@ def call(
         pass
     else:
         return (out, lse) if options.return_lse else out
-    return _intercepted(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+    return traced(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+
+
+def traced(*call: Any, alibi_slopes: Any = None) -> Any:
+    """What ``call`` returns, where torch looks at it before its tensors do; with slopes of ALiBi if there are some."""
+    query = call[0]
+    if hasattr(query, "is_cuda") and compiling():
+        way = _by_parts if type(query).__name__ == "DTensor" else _compiled
+    else:
+        way = _intercepted
+    return way(*call, alibi_slopes=alibi_slopes)
 
 
 def run_plan(
@@ -77,8 +86,7 @@ def run_plan(
         from attnswitch.call import headwise
 
         return headwise.run_plan(plan, query, key, value, attn_mask, key_lengths, seed, layout, PerHead(*heads))
-    traced = hasattr(query, "is_cuda") and compiling()
-    if not traced:
+    if not (hasattr(query, "is_cuda") and compiling()):
         seed = None if seed is None else seed_of(seed)
         options = _options_of(plan.problem, layout)
         try:
@@ -90,8 +98,7 @@ def run_plan(
     if plan.backend is None:
         raise Unsupported(f"the plan chose nothing\n{plan}", plan)
     given = read.said_by(plan.problem, layout)
-    way = _compiled if traced else _intercepted
-    return way(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
+    return traced(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
 
 
 def compiling() -> bool:
@@ -104,12 +111,12 @@ def compiling() -> bool:
     return torch.compiler.is_dynamo_compiling()
 
 
-def _compiled(*call: Any) -> Any:
+def _compiled(*call: Any, alibi_slopes: Any) -> Any:
     from attnswitch.call import transforms  # which tells torch how the operators are mapped by vmap
 
     if transforms.differentiates():
         transforms.refuse()
-    return _operated(*call)
+    return _operated(*call, alibi_slopes=alibi_slopes)
 
 
 def compiled_gradients(
@@ -121,39 +128,50 @@ def compiled_gradients(
     backend: str | None,
     policy: Policy | str | None,
     *given: Any,
+    heads: PerHead,
 ) -> Gradients:
-    """What ``attention_backward`` returns in a graph, given pairs for output and lse; the rest is as in ``call``."""
+    """What ``attention_backward`` returns in a graph, given pairs for output and lse; the rest is as in ``traced``."""
     from attnswitch.call import operators, transforms
 
     read.check_remembered("attention", given[0], seed)
     if transforms.active() or type(operands[0]).__name__ == "DTensor":
         transforms.refuse_gradients()
-    return operators.attention_backward(upstream, saved, wanted, operands, seed, backend, policy, *given)
+    said = seed, backend, policy, *given
+    if heads.sinks is not None and any(result is None for result in saved):
+        from attnswitch.call import composed
+
+        saved = composed.results(*operands, *said, **heads._asdict())
+    return operators.attention_backward(upstream, saved, wanted, operands, *said, alibi_slopes=heads.alibi_slopes)
 
 
-def _operated(*call: Any) -> Any:
+def _operated(*call: Any, alibi_slopes: Any) -> Any:
     from attnswitch.call import operators  # of torch, which is there by now
 
-    return operators.attention(*call)
+    return operators.attention(*call, alibi_slopes=alibi_slopes)
 
 
-def _intercepted(*given: Any) -> Any:
+def _intercepted(*given: Any, alibi_slopes: Any) -> Any:
     from attnswitch.call import transforms
 
     for role, tensor in zip(arrays.ROLES, given, strict=False):
         if tensor is not None:
             arrays.check_dense(tensor, role)
     if are_sharded(given[:5]):
-        return _by_parts(*given)
-    return transforms.attention(*given) if transforms.looks(*given[:4]) else _operated(*given)
+        return _by_parts(*given, alibi_slopes=alibi_slopes)
+    way = transforms.attention if transforms.looks(*given[:4]) else _operated
+    return way(*given, alibi_slopes=alibi_slopes)
 
 
-def _by_parts(*given: Any) -> Any:
+def _by_parts(*given: Any, alibi_slopes: Any) -> Any:
     """Of DTensors: the call that this process makes of the parts it has."""
     from attnswitch.call import sharded
 
-    part, whole = sharded.parts(*given)
-    return whole(call(*part))
+    part, slopes, whole = sharded.parts(*given, alibi_slopes=alibi_slopes)
+    if slopes is None:
+        return whole(call(*part))
+    from attnswitch.call import headwise
+
+    return whole(headwise.attend(*part, heads=PerHead(None, slopes)))
 
 
 def are_sharded(tensors: Any) -> bool:

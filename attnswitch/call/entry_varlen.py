@@ -74,14 +74,7 @@ def gradients(
     """What ``attention_varlen_backward`` returns, given pairs for output and lse; the rest is as in ``call``."""
     read.check_remembered("attention_varlen", given[0], seed)
     call = operands, cu_seqlens, longest
-    traced = _is_traced(operands)
-    if traced and not heads.sinks is heads.alibi_slopes is None:
-        from attnswitch.call import beside_graphs
-
-        said: tuple[Any, ...] = upstream, saved, *call, seed, backend, policy, *given
-        found: Gradients = beside_graphs.backward(gradients, *said, heads=heads, sinks_grad=sinks_grad)
-        return found
-    if not traced:
+    if not _is_traced(operands):
         options = read.of_call(*given)
         seed = None if seed is None else seed_of(seed)
         try:
@@ -89,15 +82,26 @@ def gradients(
                 upstream, saved, *call, seed, options, backend, policy, "qkv", heads, sinks_grad=sinks_grad
             )
         except Intercepted:
-            if not heads.sinks is heads.alibi_slopes is None:
+            if sinks_grad:
                 raise Unsupported(
-                    "attention_varlen_backward with sinks or alibi_slopes, of tensors that only torch can read (of a"
-                    " mode, on the meta device, of a subclass): pass tensors with memory of their own"
+                    "attention_varlen_backward with sinks_grad, of tensors that only torch can read (of a mode, on the"
+                    " meta device, of a subclass): pass tensors with memory of their own"
                 ) from None
+    elif sinks_grad:
+        from attnswitch.call import beside_graphs
+
+        said: tuple[Any, ...] = upstream, saved, *call, seed, backend, policy, *given
+        found: Gradients = beside_graphs.backward(gradients, *said, heads=heads, sinks_grad=sinks_grad)
+        return found
     from attnswitch.call import operators
 
     _check(operands)
-    return operators.attention_varlen_backward(upstream, saved, *call, seed, backend, policy, *given)
+    rest: tuple[Any, ...] = *call, seed, backend, policy, *given
+    if heads.sinks is not None and any(result is None for result in saved):
+        from attnswitch.call import composed
+
+        saved = composed.results_varlen(*rest, **heads._asdict())
+    return operators.attention_varlen_backward(upstream, saved, *rest, alibi_slopes=heads.alibi_slopes)
 
 
 def _is_traced(operands: _Operands) -> bool:
@@ -106,29 +110,14 @@ def _is_traced(operands: _Operands) -> bool:
 
 def _operated(operands: _Operands, *rest: Any, heads: PerHead) -> Any:
     """By the operators, which take sequences without sinks: these are composed with what they give."""
-    from attnswitch.call import operators  # of torch, which is there by now
-
     _check(operands)
-    if heads.alibi_slopes is not None:
-        return _with_slopes(operands, *rest, heads=heads)
     if heads.sinks is not None:
         from attnswitch.call import composed
 
-        return composed.attention_varlen(operands, *rest, sinks=heads.sinks)
-    return operators.attention_varlen(operands, *rest)
+        return composed.attention_varlen(operands, *rest, **heads._asdict())
+    from attnswitch.call import operators  # of torch, which is there by now
 
-
-def _with_slopes(*call: Any, heads: PerHead) -> Any:
-    """Beside the graph in the making, if there is one. Raises ``Unsupported`` elsewhere."""
-    if compiling():
-        from attnswitch.call import beside_graphs
-
-        return beside_graphs.varlen(*call, heads=heads)
-    raise Unsupported(
-        "attention_varlen with alibi_slopes, of tensors that only torch can read (of a mode, on the meta device,"
-        " torch.export, or a subclass): pass padded ones and -slope * distance as a float attn_mask to"
-        " attnswitch.attention"
-    )
+    return operators.attention_varlen(operands, *rest, alibi_slopes=heads.alibi_slopes)
 
 
 def _check(operands: _Operands) -> None:

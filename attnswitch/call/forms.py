@@ -26,7 +26,7 @@ from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["Asked", "Call", "called", "gradients", "planned", "run", "turned"]
+__all__ = ["Asked", "Call", "called", "gradients", "planned", "results", "run", "turned"]
 
 
 class Asked(NamedTuple):
@@ -127,6 +127,12 @@ def run(call: Call) -> Any:
         native = "torch"
     out = call.back(out, native)
     return (out, call.back(lse, native)) if asked.returns_lse else out
+
+
+def results(call: Call) -> tuple[Array, Array]:
+    """Output and lse for ``gradients``, as the caller's."""
+    out, lse = call.kernel.results(to_native(call.inputs, call.asked.library, call.native))
+    return call.back(out), call.back(lse)
 
 
 def gradients(

@@ -13,14 +13,14 @@ from attnswitch.call.forms import Asked
 from attnswitch.call.launch import straight
 from attnswitch.call.options import Options
 from attnswitch.call.per_head import PerHead
-from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients
 from attnswitch.machine.device import Device
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["attend", "gradients", "problem_of", "run_plan"]
+__all__ = ["attend", "attend_by", "gradients", "problem_of", "results", "run_plan"]
 
 
 def attend(
@@ -42,9 +42,25 @@ def attend(
     options = read.of_call(*given)
     seed = None if seed is None else read.seed_of(seed)
     try:
-        asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
+        return attend_by(query, key, value, attn_mask, key_lengths, seed, options, backend, policy, heads)
     except Intercepted:
         return _composed(*call, heads=heads)
+
+
+def attend_by(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None,
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    heads: PerHead,
+) -> Any:
+    """The same, of options that were read. Raises ``Intercepted``."""
+    asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
     return forms.run(forms.called(asked, backend, policy))
 
 
@@ -92,6 +108,21 @@ def problem_of(
             " plan needs tensors with memory, or a described problem"
         ) from None
     return asked.problem, asked.device
+
+
+def results(
+    operands: tuple[Array, ...],
+    key_lengths: Any,
+    seed: int | None,
+    options: Options,
+    backend: str | None,
+    policy: Policy | str | None,
+    wanted: str,
+    heads: PerHead,
+) -> tuple[Array, Array]:
+    """Output and lse for ``gradients`` of the same call, by the backend that these are computed by."""
+    call = forms.called(_ask(operands, key_lengths, seed, options, heads, wanted), backend, policy, restarts=True)
+    return forms.results(call)
 
 
 def gradients(
@@ -172,16 +203,9 @@ def _as_is(array: Array) -> Array:
 
 
 def _composed(*call: Any, heads: PerHead) -> Any:
-    """Where torch looks at a call before its tensors do."""
-    if heads.alibi_slopes is None:
-        from attnswitch.call import composed
+    """Where torch looks at a call before its tensors do: by the operators, which know slopes, and no sinks."""
+    if heads.sinks is None:
+        return entry.traced(*call, alibi_slopes=heads.alibi_slopes)
+    from attnswitch.call import composed
 
-        return composed.attention(*call, sinks=heads.sinks)
-    if hasattr(call[0], "is_cuda") and entry.compiling():
-        from attnswitch.call.beside_graphs import headwise
-
-        return headwise(*call, heads=heads)
-    raise Unsupported(
-        "alibi_slopes beside tensors that only torch can read (of a mode, torch.func, torch.export, or a subclass):"
-        " pass -slope * distance as a float attn_mask"
-    )
+    return composed.attention(*call, **heads._asdict())

@@ -13,7 +13,12 @@ from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import DTYPES
 
-__all__ = ["NONE", "PerHead", "Read", "as_floats", "read", "taken"]
+__all__ = ["NONE", "NO_SLOPES_GRADIENT", "PerHead", "Read", "as_floats", "check_slopes", "read", "taken"]
+
+NO_SLOPES_GRADIENT = (
+    "alibi_slopes requires_grad, and its gradient would be lost: pass -slope * distance as a float attn_mask, which"
+    " gets one, or alibi_slopes.detach()"
+)
 
 
 class PerHead(NamedTuple):
@@ -48,13 +53,13 @@ def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool)
     if sinks is not None and grad and not autograd:
         sinks, grad = sinks.detach(), False
     if slopes_grad and autograd:
+        raise InvalidProblem(NO_SLOPES_GRADIENT)
+    if sinks is not None and tuple(sinks.shape) != (heads,):
         raise InvalidProblem(
-            "alibi_slopes requires_grad, and its gradient would be lost: pass -slope * distance as a float attn_mask,"
-            " which gets one, or alibi_slopes.detach()"
+            f"sinks has shape {tuple(sinks.shape)}: expected ({heads},), one score for each query head"
         )
-    _check_shape(sinks, "sinks", ((heads,),), f"({heads},), one score for each query head")
-    either = f"({heads},) or ({batch}, {heads}), for each query head, or each batch entry and query head"
-    _check_shape(slopes, "alibi_slopes", ((heads,), (batch, heads)), either)
+    if slopes is not None:
+        check_slopes(tuple(slopes.shape), heads, batch)
     wide, plain = as_floats(sinks, query), as_floats(slopes, query)
     if plain is not None and len(plain.shape) == 1:
         plain = plain[None]
@@ -95,9 +100,13 @@ def taken(
     return arrays.lengths_as_array(host, library, query.device, "float64"), False
 
 
-def _check_shape(array: Array | None, role: str, shapes: tuple[tuple[int, ...], ...], expected: str) -> None:
-    if array is not None and tuple(array.shape) not in shapes:
-        raise InvalidProblem(f"{role} has shape {tuple(array.shape)}: expected {expected}")
+def check_slopes(shape: tuple[int, ...], heads: int, batch: int) -> None:
+    """Raises ``InvalidProblem`` where slopes of ALiBi are not one for each head, or each batch entry and head."""
+    if shape not in ((heads,), (batch, heads)):
+        raise InvalidProblem(
+            f"alibi_slopes has shape {shape}: expected ({heads},) or ({batch}, {heads}), for each query head, or each"
+            " batch entry and query head"
+        )
 
 
 def as_floats(array: Array | None, query: Facts) -> Array | None:

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from attnswitch import arrays
 from attnswitch.call import options as read
+from attnswitch.call.operators.calls import as_floats
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem, Unsupported
 
-__all__ = ["parts"]
+__all__ = ["everywhere", "parts"]
 
 _BATCH, _HEADS, _WHOLE = "batch", "heads", "whole"
 
@@ -32,8 +33,9 @@ def parts(
     backend: str | None,
     policy: Any,
     *given: Any,
-) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
-    """The call that this process makes, and what makes DTensors of its results.
+    alibi_slopes: Any = None,
+) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
+    """The call that this process makes, the slopes of ALiBi beside it, and what makes DTensors of its results.
 
     Raises ``InvalidProblem`` for operands that are not on one mesh, ``Unsupported`` for dropout without a seed.
     """
@@ -44,6 +46,8 @@ def parts(
     operands = dict(zip(arrays.ROLES, (query, key, value, attn_mask), strict=False))
     operands["key_lengths"] = key_lengths
     mesh = _mesh(operands)
+    if alibi_slopes is not None and not isinstance(alibi_slopes, DTensor):
+        alibi_slopes = everywhere(as_floats(alibi_slopes, "alibi_slopes", query), mesh)
     for role in arrays.ROLES[:3]:
         if operands[role].dim() != 4:
             raise InvalidProblem(
@@ -81,7 +85,14 @@ def parts(
             return _joined(out, mesh, of(rows)), _joined(lse, mesh, of({_BATCH: 0, _HEADS: 1}))
         return _joined(found, mesh, of(rows))
 
-    return (*here, seed, backend, policy, *given), whole
+    # Slopes are (Hq,), or (B, Hq).
+    of_each = {_HEADS: 0} if alibi_slopes is None or alibi_slopes.dim() == 1 else {_BATCH: 0, _HEADS: 1}
+    return (*here, seed, backend, policy, *given), local(alibi_slopes, of_each), whole
+
+
+def everywhere(tensor: Any, mesh: Any) -> Any:
+    """A DTensor of which every process has all: what is given of each head beside others."""
+    return _joined(tensor, mesh, [Replicate()] * mesh.ndim)
 
 
 def _joined(part: Any, mesh: Any, placed: list[Placement]) -> Any:

@@ -56,6 +56,7 @@ def attention(
     backend: str | None,
     policy: str | None,
     *given: Any,
+    alibi_slopes: Any = None,
 ) -> Any:
     """What ``operators.attention`` returns. Raises ``Unsupported`` for another backend in forward mode."""
     forward_mode = _dual((query, key, value, attn_mask)) or any(
@@ -67,8 +68,8 @@ def attention(
             f" {_COMPOSITE!r}"
         )
     if forward_mode or backend == _COMPOSITE:
-        return _composite(query, key, value, attn_mask, key_lengths, seed, given)
-    tensors, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given, _asked)
+        return _composite(query, key, value, attn_mask, key_lengths, alibi_slopes, seed, given)
+    tensors, said = told(query, key, value, attn_mask, key_lengths, alibi_slopes, backend, policy, given, _asked)
     said["seed"] = signed(seed)
     if not ("grads" in said or "return_lse" in said):
         return torch.ops.attnswitch.attention(*tensors, **said)
@@ -88,13 +89,22 @@ def _dual(tensors: Sequence[Any]) -> bool:
 
 
 def _composite(
-    query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, seed: int | None, given: Sequence[Any]
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    alibi_slopes: Any,
+    seed: int | None,
+    given: Sequence[Any],
 ) -> Any:
     options = read.of_call(*given)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     facts = [arrays.outline(x)._replace(grad=False) for x in operands]
     whole = facts if len(facts) == 4 else [*facts, None]
     problem = describe(whole, options, lengths=key_lengths is not None, seeded=seed is not None)
+    if alibi_slopes is not None:  # which it refuses, with its reason
+        problem = problem.replace(alibi=True, alignment=options.causal_alignment)
     device = Device.of(*facts[0].device)
     planner.require(planner.make_plan(problem, device, _COMPOSITE))
     _, kernel = planner.kernel(_COMPOSITE, problem, device)
@@ -167,8 +177,9 @@ class _Transformed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, said: _Said) -> Any:
-        return torch.ops.attnswitch.attention_forward(query, key, value, attn_mask, key_lengths, **said.by_name)
+    def forward(*args: Any) -> Any:
+        *tensors, said = args
+        return torch.ops.attnswitch.attention_forward(*tensors, **said.by_name)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -183,10 +194,10 @@ class _Transformed(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> Any:
         tensors = ctx.saved_tensors
         if grad_out is None:
-            grad_out = torch.zeros_like(tensors[5])
+            grad_out = torch.zeros_like(tensors[-3])
         found = _TransformedBackward.apply(grad_out, grad_lse, *tensors, ctx.said)
         by_name = dict(zip(ctx.said.by_name["grads"], found, strict=True))
-        return *(by_name.get(name) for name in GRAD_OPERANDS), None, None
+        return *(by_name.get(name) for name in GRAD_OPERANDS), None, None, None
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -234,6 +245,15 @@ def _mask(mask: Any, axis: int | None, size: int, batch: int, *, own: bool) -> A
     return mask.expand(size, batch, *mask.shape[2:]).flatten(0, 1)
 
 
+def _slopes(slopes: Any, axis: int | None, size: int, batch: int) -> Any:
+    """Slopes beside such operands, (Hq,) if all examples share them, else (N * B, Hq)."""
+    if slopes is None or (axis is None and slopes.dim() == 1):
+        return slopes
+    slopes = slopes[None] if axis is None else slopes.movedim(axis, 0)
+    wide = slopes[:, None] if slopes.dim() == 2 else slopes
+    return wide.expand(size, batch, wide.shape[-1]).flatten(0, 1)
+
+
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
     if said.get("dropout_p"):
         said = _seeded(info, said)
@@ -274,10 +294,11 @@ def _one_by_one(
 
 def _folded(n: int, in_dims: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
     """What both operators are given of ``n`` examples at once."""
-    query, key, value, mask, lengths = tensors
+    query, key, value, mask, lengths, slopes = tensors
     q, k, v = (_batched(x, axis, n) for x, axis in zip((query, key, value), in_dims, strict=False))
     batch = q.shape[0] // n
-    return q, k, v, _mask(mask, in_dims[3], n, batch, own=False), _batched(lengths, in_dims[4], n)
+    wide = _mask(mask, in_dims[3], n, batch, own=False)
+    return q, k, v, wide, _batched(lengths, in_dims[4], n), _slopes(slopes, in_dims[5], n, batch)
 
 
 def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
@@ -286,13 +307,14 @@ def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: A
         grads = _one_by_one(operator, info, in_dims, tensors)
         return list(grads), [0] * len(grads)
     n = info.batch_size
-    grad_out, grad_lse, q, k, v, mask, lengths, out, lse, state = (
-        x if role in (5, 9) else _batched(x, axis, n)
+    grad_out, grad_lse, q, k, v, mask, lengths, slopes, out, lse, state = (
+        x if role in (5, 7, 10) else _batched(x, axis, n)
         for role, (x, axis) in enumerate(zip(tensors, in_dims, strict=True))
     )
     batch, own = q.shape[0] // n, "m" in said["grads"]
     wide = _mask(mask, in_dims[5], n, batch, own=own)
-    found = torch.ops.attnswitch.attention_backward(grad_out, grad_lse, q, k, v, wide, lengths, out, lse, state, **said)
+    beside = wide, lengths, _slopes(slopes, in_dims[7], n, batch)
+    found = torch.ops.attnswitch.attention_backward(grad_out, grad_lse, q, k, v, *beside, out, lse, state, **said)
     found = list(_apart(found, n))
     if own:  # of a mask that an example's batch shares, the sum
         shape = mask.shape if in_dims[5] is None else mask.movedim(in_dims[5], 0).shape[1:]

@@ -16,7 +16,6 @@ from attnswitch.call.describe import INTEGERS, check_beside, fitting, result_bes
 from attnswitch.call.forms import Asked, Call
 from attnswitch.call.options import Options, text_of
 from attnswitch.call.per_head import PerHead
-from attnswitch.call.run import to_native
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients, Inputs, Offsets
 from attnswitch.machine.device import Device
@@ -95,12 +94,11 @@ def results(
     backend: str | None,
     policy: Policy | str | None,
     wanted: str,
+    heads: PerHead = per_head.NONE,
 ) -> tuple[Array, Array]:
     """Output and lse for ``gradients`` of the same call, by the backend that these are computed by."""
-    asked = _ask(operands, cu_seqlens, longest, seed, options, per_head.NONE, grads=wanted)
-    call = forms.called(asked, backend, policy, restarts=True)
-    out, lse = call.kernel.results(to_native(call.inputs, asked.library, call.native))
-    return call.back(out), call.back(lse)
+    asked = _ask(operands, cu_seqlens, longest, seed, options, heads, grads=wanted)
+    return forms.results(forms.called(asked, backend, policy, restarts=True))
 
 
 def gradients(

@@ -103,7 +103,7 @@ class _Operators:
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "return_lse": True, **self.said}
         grads = "qkv" if wanted or dropout_p > 0.0 else ""  # which keeps the seed
-        out, lse, seed = run.forward(query, key, value, None, None, grads=grads, **options)
+        out, lse, seed = run.forward(query, key, value, None, None, None, grads=grads, **options)
         state = unused = query.new_empty((), dtype=torch.uint64)  # no axes, as torch's, on which DTensors insist
         if dropout_p > 0.0:  # on the host, which reads it
             state = torch.cat((seed, torch.zeros_like(seed))).view(torch.uint64)
@@ -131,7 +131,7 @@ class _Operators:
     ) -> tuple[Any, ...]:
         """Gradients of query, key and value."""
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, **self.said}
-        operands, results = (query, key, value, None, None), (out, logsumexp, philox_seed)
+        operands, results = (query, key, value, None, None, None), (out, logsumexp, philox_seed)
         found = run.backward(grad_out, None, *operands, *results, grads="qkv", **options)
         return tuple(_lying(x, like) for x, like in zip(found, operands[:3], strict=True))
 

@@ -10,6 +10,7 @@ import torch
 from formula import written_out
 
 import attnswitch
+import attnswitch.call.operators
 from attnswitch import InvalidProblem, Unsupported
 
 B, HQ, HK, LQ, LK, D = 2, 4, 2, 5, 7, 8
@@ -108,15 +109,79 @@ def test_slopes_have_no_gradient() -> None:
         attention(q, k, v, alibi_slopes=slopes)
 
 
-def test_where_only_torch_can_look() -> None:
+# -- where torch looks at a call before its tensors do -----------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("slopes", [SLOPES, OF_EACH, SLOPES.tolist()], ids=["heads", "batch", "list"])
+@pytest.mark.parametrize("beside", [{}, {"sinks": SLOPES.tolist()}], ids=["alone", "sinks"])
+@pytest.mark.parametrize("options", [*OPTIONS, {"dropout_p": 0.3, "seed": 5}, {"layout": "BLHD"}], ids=str)
+def test_a_whole_graph_gives_what_a_call_gives(options: dict[str, Any], beside: dict[str, Any], slopes: Any) -> None:
+    leaves = tensors(Q, K, V, grad=True)
+    if options.get("layout") == "BLHD":
+        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
+    slopes = torch.from_numpy(slopes) if isinstance(slopes, np.ndarray) else slopes
+
+    def call(*operands: Any) -> Any:
+        out, lse = attention(*operands, alibi_slopes=slopes, return_lse=True, **beside, **options)
+        return out * 2, lse
+
+    found, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
+    torch.testing.assert_close(found, expected)
+    both = [torch.autograd.grad(out.sin().sum() + torch.sigmoid(lse).sum(), leaves) for out, lse in (found, expected)]
+    torch.testing.assert_close(*both)
+
+
+def test_a_plan_in_a_whole_graph() -> None:
     q, k, v = tensors(Q, K, V)
     slopes = torch.tensor(SLOPES)
+    plan = attnswitch.plan(q, k, v, alibi_slopes=slopes, **BOTTOM, backend="reference")
+    compiled = torch.compile(lambda *x: plan(*x, alibi_slopes=slopes), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), plan(q, k, v, alibi_slopes=slopes), rtol=0, atol=0)
 
-    def call(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, alibi_slopes=slopes) * 2
 
-    with pytest.raises(Exception, match="pass -slope"):
-        torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
-    torch.testing.assert_close(torch.compile(call, backend="eager")(q, k, v), call(q, k, v))
-    with pytest.raises(Unsupported, match=r"pass -slope \* distance as a float attn_mask"):
-        torch.vmap(call)(q[None], k[None], v[None])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's
+def test_an_operator_as_torch_checks_one() -> None:
+    q, k, v = tensors(Q, K, V, grad=True)
+    operator = torch.ops.attnswitch.attention_forward.default
+    given = q, k, v, None, None, torch.tensor(OF_EACH)
+    torch.library.opcheck(operator, given, {"grads": "qkv", "is_causal": True, "return_lse": True})
+
+
+@pytest.mark.parametrize("of_example", [False, True])
+@pytest.mark.parametrize("slopes", [SLOPES, OF_EACH], ids=["heads", "batch"])
+def test_vmap_and_grad(slopes: Any, of_example: bool) -> None:
+    """Of examples one after the other; slopes are shared, or each example's own."""
+    examples = [torch.randn(3, *x.shape, dtype=torch.float64) for x in (Q, K, V)]
+    every = torch.tensor(np.stack([slopes, 2 * slopes, -slopes])) if of_example else torch.tensor(slopes)
+    axes = (0, 0, 0, 0 if of_example else None)
+
+    def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        return attention(q, k, v, alibi_slopes=slopes, is_causal=True).sin().sum()
+
+    grad: Any = torch.func.grad
+    functions: tuple[Any, ...] = call, grad(call), grad(call, argnums=1), grad(call, argnums=2)
+    for function in functions:
+        found = torch.vmap(function, axes)(*examples, every)
+        expected = [function(*(x[n] for x in examples), every[n] if of_example else every) for n in range(3)]
+        torch.testing.assert_close(found, torch.stack(expected))
+    with pytest.raises(InvalidProblem, match=r"alibi_slopes requires_grad"):
+        grad(call, argnums=3)(*(x[0] for x in examples), torch.tensor(slopes))
+
+
+def test_forward_mode_says_why_not() -> None:
+    q, k, v = tensors(Q, K, V)
+    call = lambda q: attention(q, k, v, alibi_slopes=torch.tensor(SLOPES))  # noqa: E731
+    with pytest.raises(Unsupported, match=r"sdpa-math.*alibi"):
+        torch.func.jvp(call, (q,), (q,))
+
+
+def test_tensors_without_elements() -> None:
+    q, k, v = (x.to("meta") for x in tensors(Q, K, V))
+    assert attention(q, k, v, alibi_slopes=SLOPES.tolist()).shape == q.shape
+    with pytest.raises(InvalidProblem, match=r"alibi_slopes has shape \(3,\): expected \(4,\) or \(2, 4\)"):
+        attention(q, k, v, alibi_slopes=SLOPES[:3].tolist())

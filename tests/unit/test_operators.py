@@ -72,7 +72,7 @@ def loss(result: Any) -> torch.Tensor:
 def told(kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (q, k, v), keywords = call_of(kind)
     options = [keywords.get(name, usual) for name, usual in schema.USUAL.items()]
-    return operators.told(q, k, v, keywords.get("attn_mask"), keywords.get("key_lengths"), None, None, options)
+    return operators.told(q, k, v, keywords.get("attn_mask"), keywords.get("key_lengths"), None, None, None, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,10 +96,10 @@ def test_opcheck_of_a_call_that_keeps_nothing(kind: str) -> None:
 
 def test_the_lse_is_there_whether_or_not_it_was_asked_for() -> None:
     q, k, v = (x.detach() for x in tensors())
-    _, lse, _ = torch.ops.attnswitch.attention_forward(q, k, v, None, None, backend="tiled")
+    _, lse, _ = torch.ops.attnswitch.attention_forward(q, k, v, None, None, None, backend="tiled")
     torch.testing.assert_close(lse, attnswitch.attention(q, k, v, return_lse=True)[1])
     with pytest.raises(Unsupported, match="return_lse"):
-        torch.ops.attnswitch.attention_forward(q, k, v, None, None, backend="sdpa-math")
+        torch.ops.attnswitch.attention_forward(q, k, v, None, None, None, backend="sdpa-math")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

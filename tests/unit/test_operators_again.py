@@ -26,7 +26,7 @@ def operands(length: int = 16, dtype: torch.dtype = torch.float32) -> tuple[torc
 
 
 def forward(*given: Any, mask: Any = None, **said: Any) -> Any:
-    return FORWARD(*given, mask, None, **{**SAID, **said})
+    return FORWARD(*given, mask, None, None, **{**SAID, **said})
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def known() -> Iterator[None]:
     with torch.no_grad():
         for _ in range(4):
             out, lse, state = forward(*operands())
-            BACKWARD(torch.ones_like(out), None, *operands(), None, None, out, lse, state, **SAID)
+            BACKWARD(torch.ones_like(out), None, *operands(), None, None, None, out, lse, state, **SAID)
         yield
 
 
@@ -49,7 +49,7 @@ def test_calls_that_are_alike_are_made_at_once(dispatched: Any) -> None:
     assert not dispatched(lambda: forward(*operands()))
     out, lse, state = forward(*operands())
     upstream = torch.randn_like(out)
-    given = upstream, None, *operands(), None, None, out, lse, state
+    given = upstream, None, *operands(), None, None, None, out, lse, state
     assert not dispatched(lambda: BACKWARD(*given, **SAID))
 
 
@@ -57,7 +57,7 @@ def test_they_return_what_torch_would() -> None:
     fresh = [torch.rand_like(x) for x in operands()]
     out, lse, state = forward(*fresh)
     upstream = torch.rand_like(out)
-    found = BACKWARD(upstream, None, *fresh, None, None, out, lse, state, **SAID)
+    found = BACKWARD(upstream, None, *fresh, None, None, None, out, lse, state, **SAID)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in fresh]
         expected = sdpa(*leaves, is_causal=True, enable_gqa=True)
@@ -89,8 +89,8 @@ def test_other_options_are_others(dispatched: Any) -> None:
 
 def test_results_of_another_type_are_converted_every_time(dispatched: Any) -> None:
     out, lse, state = forward(*operands())
-    given = torch.ones_like(out), None, *operands(), None, None, out, lse.double(), state
-    expected = BACKWARD(*given[:8], lse, state, **SAID)
+    given = torch.ones_like(out), None, *operands(), None, None, None, out, lse.double(), state
+    expected = BACKWARD(*given[:9], lse, state, **SAID)
     for _ in range(4):
         assert dispatched(lambda: BACKWARD(*given, **SAID))
     for one, other in zip(BACKWARD(*given, **SAID), expected, strict=True):

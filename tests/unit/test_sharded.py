@@ -32,6 +32,8 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "lengths": (Shard(0), "", {"key_lengths": [9, 3, 1, 5]}),
     "heads inside": (Shard(2), "", {"layout": "BLHD", "return_lse": True}),
     "dropout": (Shard(0), "", {"dropout_p": 0.5, "seed": 7}),
+    "slopes": (Shard(1), "", {"is_causal": True, "alibi_slopes": [0.5, -0.25, 0.0, 2.0], "return_lse": True}),
+    "slopes by batch": (Shard(0), "", {"alibi_slopes": torch.arange(16.0).view(4, 4) / 8}),
 }
 
 
@@ -67,6 +69,8 @@ def check_cases(mesh: Any) -> None:
         expected = results(name, tensors, mask, keywords)
         if "key_lengths" in keywords:
             keywords = {**keywords, "key_lengths": distribute_tensor(torch.tensor(keywords["key_lengths"]), mesh)}
+        if "by batch" in name and "alibi_slopes" in keywords:
+            keywords = {**keywords, "alibi_slopes": distribute_tensor(keywords["alibi_slopes"], mesh)}
         spread = [distribute_tensor(x, mesh, [Replicate() if x.shape[1] == 1 else placement]) for x in tensors]
         shared = None if mask is None else distribute_tensor(mask, mesh, [Replicate()])
         found = results(name, spread, shared, keywords)
@@ -80,7 +84,7 @@ def check_cases(mesh: Any) -> None:
 
 def check_compiled(mesh: Any) -> None:
     """One graph without a break, each process of its own part."""
-    for name in ("batch", "heads", "keys and queries", "heads inside"):
+    for name in ("batch", "heads", "keys and queries", "heads inside", "slopes", "slopes by batch"):
         placement, _, keywords = CASES[name]
         tensors = operands(name)
         torch.compiler.reset()

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True},
     "dropout": {"dropout_p": 0.5, "seed": 2**64 - 3},
     "longest": {"max_seqlen_q": 8, "max_seqlen_k": 9, "softcap": 2.0},
+    "slopes": {"alibi_slopes": [0.5, 0.0, -0.25, 2.0], "return_lse": True},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -61,9 +62,10 @@ def told(kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the operators are told of such a call."""
     options = {**KINDS[kind]}
     options.pop("seed", None)
+    slopes = options.pop("alibi_slopes", None)
     longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     given = [options.get(name, usual) for name, usual in schema.USUAL.items()]
-    return calls.told_varlen(tuple(tensors()), offsets(), longest, None, None, given)
+    return calls.told_varlen(tuple(tensors()), offsets(), slopes, longest, None, None, given)
 
 
 @every_kind
@@ -71,14 +73,14 @@ def test_opcheck(kind: str) -> None:
     given, said = told(kind)
     torch.library.opcheck(OPS.attention_varlen_forward.default, given, {**said, "seed": 5})
     out, lse, state = OPS.attention_varlen_forward(*given, **said, seed=5)
-    upstream = torch.randn_like(out), torch.randn_like(lse) if kind == "lse" else None
+    upstream = torch.randn_like(out), torch.randn_like(lse) if "return_lse" in KINDS[kind] else None
     detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in (*upstream, *given, out, lse, state))
     torch.library.opcheck(OPS.attention_varlen_backward.default, detached, said)
 
 
 def test_opcheck_of_a_call_that_keeps_nothing() -> None:
     q, k, v = tensors(grad=False)
-    torch.library.opcheck(OPS.attention_varlen.default, (q, k, v, *offsets(), None, None), {"is_causal": True})
+    torch.library.opcheck(OPS.attention_varlen.default, (q, k, v, *offsets(), None, None, None), {"is_causal": True})
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -167,7 +169,7 @@ def test_a_plan_fixes_the_backend_and_the_longest_of_a_graph() -> None:
     torch.testing.assert_close(found, plan(*operands, **said), rtol=0, atol=0)
     (node,) = (node for node in graphs[0].graph.nodes if node.target is OPS.attention_varlen_forward)
     assert node.kwargs["backend"] == "tiled"
-    assert node.args[5:] == (8, 6)
+    assert node.args[6:] == (8, 6)
 
 
 class Attention(torch.nn.Module):
@@ -314,7 +316,7 @@ def test_gradients_in_a_graph_need_what_others_need() -> None:
             torch.compile(attention_backward, backend="eager")(out[None], *(x[None] for x in operands), **said)
 
 
-# -- sinks and slopes, which the operators do not take -----------------------------------------------------------------
+# -- sinks, which the operators do not take, and slopes ----------------------------------------------------------------
 
 SINKS, SLOPES = [0.5, float("-inf"), -1.0, 30.0], [0.5, 0.0, -0.25, 2.0]
 every_form = pytest.mark.parametrize("offsets_of", [offsets, lambda: (CU_Q, CU_K)], ids=["tensors", "lists"])
@@ -345,21 +347,30 @@ def test_sinks_of_tensors_without_elements() -> None:
         assert attention_varlen(*tensors(), *offsets(), sinks=torch.tensor(SINKS)).shape == (15, 4, 8)
 
 
+@pytest.mark.parametrize("slopes", [SLOPES, torch.rand(3, 4)], ids=["heads", "sequences"])
 @pytest.mark.parametrize("beside", [{}, {"sinks": SINKS}], ids=["alone", "sinks"])
-def test_slopes_break_a_graph(beside: dict[str, Any]) -> None:
-    operands, where, slopes = tensors(), offsets(), torch.tensor(SLOPES)
+def test_slopes_in_a_whole_graph(beside: dict[str, Any], slopes: Any) -> None:
+    operands, where = tensors(), offsets()
 
     def function(*operands: torch.Tensor) -> Any:
-        return attention_varlen(*operands, *where, alibi_slopes=slopes, **beside) * 2.0
+        return attention_varlen(*operands, *where, alibi_slopes=slopes, is_causal=True, **beside) * 2.0
 
     expected = function(*operands)
-    found = torch.compile(function, backend="aot_eager")(*operands)
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(*operands)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(loss(x), operands) for x in (found, expected)))
-    with pytest.raises(Exception, match="attention_varlen with alibi_slopes is no operator"):
-        torch.compile(function, fullgraph=True, backend="eager")(*operands)
-    with pytest.raises(Unsupported, match=r"pass padded ones and -slope"):
-        function(*(x.to("meta") for x in operands))
+    meta = [x.to("meta") for x in operands]
+    assert attention_varlen(*meta, CU_Q, CU_K, alibi_slopes=SLOPES, **beside).shape == (15, 4, 8)
+
+
+def test_slopes_that_make_no_sense() -> None:
+    meta = [x.to("meta") for x in tensors()]
+    with pytest.raises(InvalidProblem, match=r"alibi_slopes has shape \(2, 4\): expected \(4,\) or \(3, 4\)"):
+        attention_varlen(*meta, CU_Q, CU_K, alibi_slopes=torch.rand(2, 4, device="meta"))
+    slopes = torch.rand(4, requires_grad=True)
+    for call in (attention_varlen, torch.compile(attention_varlen, backend="aot_eager")):
+        with pytest.raises(InvalidProblem, match=r"alibi_slopes requires_grad.*float attn_mask"):
+            call(*tensors(), *offsets(), alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
@@ -367,27 +378,44 @@ def test_a_plan_with_either_in_a_graph(name: str) -> None:
     operands, (cu_q, cu_k) = tensors(grad=False), offsets()
     said: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, name: torch.tensor(SLOPES)}
     plan = attnswitch.plan(*operands, **said, backend="tiled")
-    compiled = torch.compile(lambda *x: plan(*x, **said), fullgraph=name == "sinks", backend="eager")
+    compiled = torch.compile(lambda *x: plan(*x, **said), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(*operands), plan(*operands, **said))
 
 
+def gradient_calls() -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """Both functions that return gradients, with what they take."""
+    operands, out = tensors(grad=False), torch.randn(15, 4, 8)
+    batched = tuple(x.transpose(0, 1)[None] for x in (out, *operands))
+    return (attention_varlen_backward, (out, *operands, *offsets())), (attention_backward, batched)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.5, "seed": 3}], ids=["", "dropout"])
 @pytest.mark.parametrize(
-    "beside", [{"sinks": SINKS, "sinks_grad": True}, {"alibi_slopes": SLOPES}], ids=["sinks", "slopes"]
+    "beside", [{"sinks": SINKS}, {"alibi_slopes": SLOPES}, {"sinks": SINKS, "alibi_slopes": SLOPES}], ids=" ".join
 )
-def test_gradients_with_either_break_a_graph(beside: dict[str, Any]) -> None:
-    operands, where = tensors(grad=False), offsets()
-    out = torch.randn(15, 4, 8)
-    batched = [x.transpose(0, 1)[None] for x in (out, *operands)]
-    for function, given in (attention_varlen_backward, (out, *operands, *where)), (attention_backward, batched):
-        for said in beside, beside | {"dropout_p": 0.5, "seed": 3}:
+def test_gradients_with_either_in_a_whole_graph(beside: dict[str, Any], dropout: dict[str, Any], given: bool) -> None:
+    for function, (out, *rest) in gradient_calls():
+        forward: Any = attention_varlen if function is attention_varlen_backward else attnswitch.attention
+        whole = forward(*rest, return_lse=True, **beside, **dropout)
+        said = beside | dropout | (dict(zip(("out", "lse"), whole, strict=True)) if given else {})
+        expected: Any = function(out, *rest, **said)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(out, *rest, **said), expected)
+        torch.compiler.reset()
 
-            def differentiate(*given: Any, function: Any = function, said: Any = said) -> Any:
-                found = function(*given, **said)
-                return (*found[:3], getattr(found, "sinks", None))
 
-            torch.testing.assert_close(torch.compile(differentiate, backend="eager")(*given), differentiate(*given))
+def test_a_gradient_of_sinks_breaks_a_graph() -> None:
+    beside: dict[str, Any] = {"sinks": SINKS, "sinks_grad": True}
+    for function, given in gradient_calls():
+
+        def differentiate(*given: Any, function: Any = function) -> Any:
+            found = function(*given, **beside)
+            return (*found[:3], found.sinks)
+
+        torch.testing.assert_close(torch.compile(differentiate, backend="eager")(*given), differentiate(*given))
         torch.compiler.reset()  # which remembers that nothing is left to compile
-        with pytest.raises(Exception, match="gradients of a call with sinks or alibi_slopes are no operator"):
+        with pytest.raises(Exception, match="sinks_grad=True is of no operator"):
             torch.compile(differentiate, fullgraph=True, backend="eager")(*given)
         with pytest.raises((InvalidProblem, Unsupported), match="only torch can read"):
             differentiate(*(x.to("meta") if x.is_floating_point() else x for x in given))
@@ -424,7 +452,7 @@ def test_gradients_within_a_transform_are_refused_in_a_graph() -> None:
 
 def test_a_second_derivative_is_refused_in_a_graph() -> None:
     operands, where = tensors(), offsets()
-    out = OPS.attention_varlen_forward(*operands, *where, None, None, grads="qkv")[0]
+    out = OPS.attention_varlen_forward(*operands, *where, None, None, None, grads="qkv")[0]
     (grad, *_) = torch.autograd.grad(out.square().sum(), operands, create_graph=True)
     with pytest.raises(Unsupported, match="double backward"):
         grad.sum().backward()

@@ -134,15 +134,15 @@ def backward(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_forward(given: tuple[Any, ...], said: dict[str, Any]) -> tuple[Any, ...] | None:
-    if len(given) != 5 or type(given[0]) is not torch.Tensor or given[4] is not None:
+    if len(given) != 6 or type(given[0]) is not torch.Tensor or not given[4] is given[5] is None:
         return None
     return None if said.get("dropout_p") or not said.get("grads") else _operands(given[:4])
 
 
 def _of_backward(given: tuple[Any, ...], said: dict[str, Any]) -> tuple[Any, ...] | None:
-    if len(given) != 10 or type(given[0]) is not torch.Tensor or given[1] is not None or given[6] is not None:
+    if len(given) != 11 or type(given[0]) is not torch.Tensor or not given[1] is given[6] is given[7] is None:
         return None
-    return None if said.get("dropout_p") else (*_operands(given[2:6]), given[7], given[8], given[0])
+    return None if said.get("dropout_p") else (*_operands(given[2:6]), given[8], given[9], given[0])
 
 
 def _operands(given: tuple[Any, ...]) -> tuple[Any, ...]:

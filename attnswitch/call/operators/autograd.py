@@ -14,8 +14,8 @@ from attnswitch.problem import GRAD_OPERANDS
 __all__ = ["differentiated_by", "only_once", "save"]
 
 _USUAL = {**USUAL, "backend": None, "policy": None}
-#: How many of an operator's operands are tensors, or None: query, key, value, and two beside them. Numbers follow.
-_TENSORS = 5
+#: How many of an operator's operands are tensors, or None: query, key, value, and three beside them. Numbers follow.
+_TENSORS = 6
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
@@ -40,7 +40,8 @@ def differentiated_by(backward: Callable[..., Any]) -> Callable[..., tuple[Any, 
             grad_out = torch.zeros_like(out)
         found = backward(grad_out, grad_lse, *operands, *ctx.numbers, out, lse, state, **ctx.said)
         by_name = dict(zip(ctx.said["grads"], found, strict=True))
-        return *(by_name.get(name) for name in GRAD_OPERANDS), None, *(None for _ in ctx.numbers)
+        gradients = [by_name.get(name) for name in GRAD_OPERANDS]
+        return *gradients, *(None for _ in operands[len(gradients) :]), *(None for _ in ctx.numbers)
 
     return differentiate
 

@@ -11,6 +11,7 @@ from attnswitch.call.operators.run import signed
 from attnswitch.call.operators.schema import USUAL
 from attnswitch.call.options import text_of
 from attnswitch.call.paged import NO_GRADIENT, Beside, splits_of
+from attnswitch.call.per_head import NO_SLOPES_GRADIENT
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Gradients
 from attnswitch.problem import GRAD_OPERANDS
@@ -40,9 +41,10 @@ def attention(
     backend: str | None,
     policy: str | None,
     *given: Any,
+    alibi_slopes: Any = None,
 ) -> Any:
     """Output, or output and lse; ``given`` are the options in the order of ``Options``."""
-    tensors, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given)
+    tensors, said = told(query, key, value, attn_mask, key_lengths, alibi_slopes, backend, policy, given)
     return _called(_ops.attention, _ops.attention_forward, tensors, said, seed)
 
 
@@ -54,9 +56,10 @@ def attention_varlen(
     backend: str | None,
     policy: str | None,
     *given: Any,
+    alibi_slopes: Any = None,
 ) -> Any:
     """The same of sequences one after another."""
-    inputs, said = told_varlen(operands, cu_seqlens, longest, backend, policy, given)
+    inputs, said = told_varlen(operands, cu_seqlens, alibi_slopes, longest, backend, policy, given)
     return _called(_ops.attention_varlen, _ops.attention_varlen_forward, inputs, said, seed)
 
 
@@ -95,10 +98,11 @@ def attention_backward(
     backend: str | None,
     policy: str | None,
     *given: Any,
+    alibi_slopes: Any = None,
 ) -> Gradients:
     """Gradients of what ``wanted`` names; those of output and lse come first, and these two, or None."""
     query, key, value, attn_mask, key_lengths = operands
-    inputs, said = told(query, key, value, attn_mask, key_lengths, backend, policy, given)
+    inputs, said = told(query, key, value, attn_mask, key_lengths, alibi_slopes, backend, policy, given)
     said["grads"] = wanted
     return _gradients(_ops.attention_forward, _ops.attention_backward, upstream, saved, inputs, said, seed)
 
@@ -113,9 +117,10 @@ def attention_varlen_backward(
     backend: str | None,
     policy: str | None,
     *given: Any,
+    alibi_slopes: Any = None,
 ) -> Gradients:
     """The same of sequences one after another, of query, key and value."""
-    inputs, said = told_varlen(operands, cu_seqlens, longest, backend, policy, given)
+    inputs, said = told_varlen(operands, cu_seqlens, alibi_slopes, longest, backend, policy, given)
     said["grads"] = "qkv"
     forward, backward = _ops.attention_varlen_forward, _ops.attention_varlen_backward
     return _gradients(forward, backward, upstream, saved, inputs, said, seed)
@@ -156,6 +161,7 @@ def told(
     value: Any,
     attn_mask: Any,
     key_lengths: Any,
+    alibi_slopes: Any,
     backend: str | None,
     policy: str | None,
     given: Sequence[Any],
@@ -168,12 +174,13 @@ def told(
     if key_lengths is not None and not isinstance(key_lengths, torch.Tensor):
         key_lengths = torch.tensor(key_lengths, device=query.device)
     said = _said((query, key, value, attn_mask), backend, policy, given, asked)
-    return (query, key, value, attn_mask, key_lengths), said
+    return (query, key, value, attn_mask, key_lengths, _slopes(alibi_slopes, query, asked)), said
 
 
 def told_varlen(
     operands: tuple[Any, Any, Any],
     cu_seqlens: tuple[Any, Any],
+    alibi_slopes: Any,
     longest: tuple[Any, Any],
     backend: str | None,
     policy: str | None,
@@ -182,7 +189,8 @@ def told_varlen(
     """The same of sequences one after another. Offsets in a list become a tensor on the CPU, where they are read."""
     beside = [x if x is None or isinstance(x, torch.Tensor) else torch.tensor(x) for x in cu_seqlens]
     most = [x.item() if isinstance(x, torch.Tensor) else x for x in longest]
-    return (*operands, *beside, *most), _said(operands, backend, policy, given, _requires_grad)
+    slopes = _slopes(alibi_slopes, operands[0], _requires_grad)
+    return (*operands, *beside, slopes, *most), _said(operands, backend, policy, given, _requires_grad)
 
 
 def told_paged(
@@ -215,6 +223,16 @@ def _integers(given: Any, role: str, none: tuple[int, ...]) -> torch.Tensor:
     except (RuntimeError, TypeError, ValueError):
         raise InvalidProblem(f"{role}={text_of(given)}: expected integers") from None
     return tensor if tensor.numel() else torch.zeros(none, dtype=torch.int64)
+
+
+def _slopes(given: Any, query: Any, asked: Callable[[Any], bool]) -> Any:
+    """Slopes of ALiBi as a tensor, or None. Raises ``InvalidProblem`` where their gradient may be asked for."""
+    if given is None:
+        return None
+    slopes = as_floats(given, "alibi_slopes", query)
+    if torch.is_grad_enabled() and asked(slopes):
+        raise InvalidProblem(NO_SLOPES_GRADIENT)
+    return slopes
 
 
 def as_floats(given: Any, role: str, query: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attnswitch import arrays
+from attnswitch.call import per_head
 from attnswitch.call.describe import check_beside, fitting
 from attnswitch.call.operators.memory import like
 from attnswitch.call.operators.schema import read_said
@@ -16,10 +17,18 @@ __all__ = ["backward", "forward", "plain"]
 
 
 def plain(
-    query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, *, seed: int | None = None, **said: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    alibi_slopes: Any,
+    *,
+    seed: int | None = None,
+    **said: Any,
 ) -> Any:
     """The output."""
-    options = _checked(query, key, value, attn_mask, key_lengths, said)
+    options = _checked(query, key, value, attn_mask, key_lengths, alibi_slopes, said)
     return like(query, value.shape[-1], options.layout)
 
 
@@ -29,13 +38,14 @@ def forward(
     value: Any,
     attn_mask: Any,
     key_lengths: Any,
+    alibi_slopes: Any,
     *,
     grads: str = "",
     seed: int | None = None,
     **said: Any,
 ) -> tuple[Any, Any, Any]:
     """Output, lse, and a seed on the CPU where one is kept."""
-    options = _checked(query, key, value, attn_mask, key_lengths, said)
+    options = _checked(query, key, value, attn_mask, key_lengths, alibi_slopes, said)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     b, h, length, _ = (query if options.layout == "BHLD" else query.swapaxes(1, 2)).shape
     draws = bool(grads) and options.dropout_p > 0.0
@@ -60,10 +70,16 @@ def backward(
     return made + ([attn_mask.new_empty(attn_mask.shape)] if "m" in grads else [])
 
 
-def _checked(query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, said: dict[str, Any]) -> Options:
+def _checked(
+    query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, alibi_slopes: Any, said: dict[str, Any]
+) -> Options:
     *_, options = read_said(said)
     q, k, v = arrays.outline(query), arrays.outline(key), arrays.outline(value)
     fitting(q, k, v, None if attn_mask is None else arrays.outline(attn_mask), options)
     if key_lengths is not None:
         check_beside(arrays.outline(key_lengths), "key_lengths", q)
+    if alibi_slopes is not None:
+        check_beside(arrays.outline(alibi_slopes), "alibi_slopes", q)
+        heads = query.shape[1 if options.layout == "BHLD" else 2]
+        per_head.check_slopes(tuple(alibi_slopes.shape), heads, query.shape[0])
     return options

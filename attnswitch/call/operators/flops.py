@@ -40,10 +40,12 @@ def forward_varlen(query: Any, key: Any, value: Any, *where: Any, **_: Any) -> i
 def backward_varlen(_: Any, __: Any, query: Any, key: Any, value: Any, *where: Any, **___: Any) -> int:
     """The same of each sequence."""
     dims: int = 3 * query.shape[2] + 2 * value.shape[2]
-    return 2 * _pairs(query, key, *where[:4]) * dims
+    return 2 * _pairs(query, key, *where[:5]) * dims
 
 
-def _pairs(query: Any, key: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, most_q: int | None, most_k: int | None) -> int:
+def _pairs(
+    query: Any, key: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, _: Any, most_q: int | None, most_k: int | None
+) -> int:
     """Scores of all heads; where offsets are without numbers, as in a graph in the making, the most there can be."""
     queries: int = query.shape[0]
     heads: int = query.shape[1]

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from attnswitch.call import headwise
 from attnswitch.call.attend import attend, lies_alike, request
 from attnswitch.call.backward import are_of, gradients, results
 from attnswitch.call.launch import Launch
 from attnswitch.call.operators.memory import laid
 from attnswitch.call.operators.schema import read_said
+from attnswitch.call.per_head import PerHead
 from attnswitch.call.run import drawn_seed
 from attnswitch.problem import GRAD_OPERANDS
 
@@ -57,11 +59,23 @@ def as_without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @as_without_graph
 def plain(
-    query: Any, key: Any, value: Any, attn_mask: Any, key_lengths: Any, *, seed: int | None = None, **said: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    alibi_slopes: Any,
+    *,
+    seed: int | None = None,
+    **said: Any,
 ) -> Any:
     """Output."""
     backend, policy, options = read_said(said)
-    out, _ = attend(query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy)
+    call = query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy
+    if alibi_slopes is None:
+        out, _ = attend(*call)
+    else:
+        out = headwise.attend_by(*call, PerHead(None, alibi_slopes))
     return laid(out, query, options.layout)
 
 
@@ -72,6 +86,7 @@ def forward(
     value: Any,
     attn_mask: Any,
     key_lengths: Any,
+    alibi_slopes: Any,
     *,
     grads: str = "",
     seed: int | None = None,
@@ -82,14 +97,21 @@ def forward(
     draws = bool(grads) and options.dropout_p > 0.0
     if seed is None and draws:
         seed = drawn_seed()
-    if grads:
-        operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        out, lse = results(operands, key_lengths, unsigned(seed), options, backend, policy, grads)
+    if not (grads or options.return_lse):  # an output of the operator, whether or not the call wants it
+        options = replace(options, return_lse=True)
+    operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    call = query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy
+    lse: Any
+    if alibi_slopes is not None:
+        heads = PerHead(None, alibi_slopes)
+        if grads:
+            out, lse = headwise.results(operands, *call[4:], grads, heads)
+        else:
+            out, lse = headwise.attend_by(*call, heads)
+    elif grads:
+        out, lse = results(operands, *call[4:], grads)
     else:
-        if not options.return_lse:  # an output of the operator, whether or not the call wants it
-            options = replace(options, return_lse=True)
-        out, lse = attend(query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy)
-        assert lse is not None
+        out, lse = attend(*call)
     state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
     return laid(out, query, options.layout), lse.contiguous(), state
 
@@ -103,6 +125,7 @@ def backward(
     value: Any,
     attn_mask: Any,
     key_lengths: Any,
+    alibi_slopes: Any,
     out: Any,
     lse: Any,
     state: Any,
@@ -114,19 +137,13 @@ def backward(
     backend, policy, options = read_said(said)
     seed = unsigned(int(state[0])) if options.dropout_p > 0.0 else None
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    found = gradients(
-        grad_out,
-        operands,
-        key_lengths,
-        seed,
-        options,
-        backend,
-        policy,
-        out=out,
-        lse=lse,
-        grad_lse=grad_lse,
-        wanted=grads,
-    )
+    call = grad_out, operands, key_lengths, seed, options, backend, policy
+    given = {"out": out, "lse": lse, "grad_lse": grad_lse}
+    if alibi_slopes is None:
+        found = gradients(*call, **given, wanted=grads)
+    else:
+        heads = PerHead(None, alibi_slopes)
+        found = headwise.gradients(*call, **given, wanted=grads, heads=heads, sinks_grad=False)
     return [
         laid(grad, like, options.layout) if name != "m" else grad.contiguous()  # type: ignore[union-attr]
         for name, grad, like in zip(GRAD_OPERANDS, found, operands, strict=False)

@@ -42,12 +42,15 @@ def _forms(name: str, operands: str, *, without: str = "") -> tuple[str, str, st
 
 
 #: Of ``attention``.
-ATTENTION = _forms("attention", "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths")
+ATTENTION = _forms(
+    "attention",
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? alibi_slopes",
+)
 #: Of ``attention_varlen``. The longest may be symbols in a graph; those left out are computed when it runs.
 VARLEN = _forms(
     "attention_varlen",
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q,"
-    " SymInt? max_seqlen_k",
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes,"
+    " SymInt? max_seqlen_q, SymInt? max_seqlen_k",
     without="layout",
 )
 

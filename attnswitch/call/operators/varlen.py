@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from attnswitch import arrays
-from attnswitch.call import varlen
+from attnswitch.call import per_head, varlen
 from attnswitch.call.describe import check_beside
 from attnswitch.call.operators.run import as_without_graph, signed, unsigned
 from attnswitch.call.operators.schema import read_said
+from attnswitch.call.per_head import PerHead
 from attnswitch.call.run import drawn_seed
 
 __all__ = ["backward", "fake_backward", "fake_forward", "fake_plain", "forward", "plain"]
@@ -24,6 +25,7 @@ def plain(
     value: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    alibi_slopes: Any,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     *,
@@ -33,7 +35,7 @@ def plain(
     """Output."""
     backend, policy, options = read_said(said)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
-    return varlen.attend(*call, backend, policy).contiguous()
+    return varlen.attend(*call, backend, policy, PerHead(None, alibi_slopes)).contiguous()
 
 
 @as_without_graph
@@ -43,6 +45,7 @@ def forward(
     value: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    alibi_slopes: Any,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     *,
@@ -58,10 +61,11 @@ def forward(
     if not grads:  # lse is an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
+    heads = PerHead(None, alibi_slopes)
     if grads:
-        out, lse = varlen.results(*call, backend, policy, grads)
+        out, lse = varlen.results(*call, backend, policy, grads, heads)
     else:
-        out, lse = varlen.attend(*call, backend, policy)
+        out, lse = varlen.attend(*call, backend, policy, heads)
     state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
     return out.contiguous(), lse.contiguous(), state
 
@@ -75,6 +79,7 @@ def backward(
     value: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    alibi_slopes: Any,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     out: Any,
@@ -88,7 +93,8 @@ def backward(
     backend, policy, options = read_said(said)
     seed = unsigned(int(state[0])) if options.dropout_p > 0.0 else None
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seed, options
-    found = varlen.gradients((grad_out, grad_lse), (out, lse), *call, backend, policy, grads)
+    heads = PerHead(None, alibi_slopes)
+    found = varlen.gradients((grad_out, grad_lse), (out, lse), *call, backend, policy, grads, heads)
     return [grad.contiguous() for name, grad in zip("qkv", found, strict=False) if grad is not None and name in grads]
 
 
@@ -124,7 +130,7 @@ def fake_backward(
 def _check(query: Any, key: Any, value: Any, where: tuple[Any, ...], said: dict[str, Any]) -> None:
     *_, options = read_said(said)
     q, k, _ = varlen.fitting_rows([arrays.outline(x) for x in (query, key, value)], options)
-    cu_seqlens_q, cu_seqlens_k, *_ = where
+    cu_seqlens_q, cu_seqlens_k, alibi_slopes, *_ = where
     counts = []
     for role, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if offsets is not None:
@@ -134,3 +140,6 @@ def _check(query: Any, key: Any, value: Any, where: tuple[Any, ...], said: dict[
     if cu_seqlens_k is None:
         varlen.check_left_out(q, k)
     varlen.check_counts(counts[0], counts[-1])
+    if alibi_slopes is not None:
+        check_beside(arrays.outline(alibi_slopes), "alibi_slopes", q)
+        per_head.check_slopes(tuple(alibi_slopes.shape), query.shape[1], counts[0])
