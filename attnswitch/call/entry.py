@@ -156,7 +156,7 @@ def _intercepted(*given: Any, alibi_slopes: Any) -> Any:
     for role, tensor in zip(arrays.ROLES, given, strict=False):
         if tensor is not None:
             arrays.check_dense(tensor, role)
-    if are_sharded(given[:5]):
+    if are_sharded((*given[:5], alibi_slopes)):
         return _by_parts(*given, alibi_slopes=alibi_slopes)
     way = transforms.attention if transforms.looks(*given[:4]) else _operated
     return way(*given, alibi_slopes=alibi_slopes)

@@ -187,6 +187,9 @@ def test_operands_that_are_no_dtensors_are_refused(mesh: Any) -> None:
         )
     with pytest.raises(InvalidProblem, match=r"torch\.tensor\(key_lengths\)"):
         attnswitch.attention(q, k, v, key_lengths=[9, 9, 9, 9])
+    slopes = distribute_tensor(torch.ones(4), mesh)
+    with pytest.raises(InvalidProblem, match="query is no DTensor"):
+        attnswitch.attention(q.to_local(), k.to_local(), v.to_local(), alibi_slopes=slopes)
     row = distribute_tensor(torch.randn(8), mesh)
     with pytest.raises(InvalidProblem, match=r"query has shape .*expected four axes"):
         attnswitch.attention(row, row, row)

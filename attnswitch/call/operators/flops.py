@@ -73,17 +73,16 @@ def forward_paged(
     **__: Any,
 ) -> int:
     """The same of each sequence; where lengths are without numbers, as if every page of the table were full."""
-    *rows, heads, dim = query.shape
-    dims: int = dim + value_cache.shape[3]
-    batch, width = block_table.shape
-    queries: Any = [rows[-1]] * batch if len(rows) == 2 else None
-    keys: Any = width * key_cache.shape[1]
-    if queries is None and not _have_numbers(cu_seqlens_q, cache_lengths):
-        return 2 * int(rows[0]) * int(keys) * int(heads) * dims
-    if queries is None:
-        queries = cu_seqlens_q.diff().tolist()
-    lengths = cache_lengths.tolist() if _have_numbers(cache_lengths) else [keys] * batch
-    return 2 * int(sum(q * k for q, k in zip(queries, lengths, strict=True))) * int(heads) * dims
+    *rows, heads, dim = query.shape  # (B, Lq, Hq, D), or (T, Hq, D)
+    most = block_table.shape[1] * key_cache.shape[1]
+    if len(rows) == 2:
+        keys = sum(cache_lengths.tolist()) if _have_numbers(cache_lengths) else rows[0] * most
+        pairs = rows[1] * keys
+    elif _have_numbers(cu_seqlens_q, cache_lengths):
+        pairs = sum(q * k for q, k in zip(cu_seqlens_q.diff().tolist(), cache_lengths.tolist(), strict=True))
+    else:
+        pairs = rows[0] * most
+    return 2 * int(pairs) * int(heads) * int(dim + value_cache.shape[3])
 
 
 def _have_numbers(*tensors: Any) -> bool:

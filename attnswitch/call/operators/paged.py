@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Never
 
+import torch
+
 from attnswitch import arrays
 from attnswitch.call import paged
 from attnswitch.call.operators.run import as_without_graph
@@ -60,8 +62,6 @@ def fake_plain(query: Any, key_cache: Any, value_cache: Any, *beside: Any, **sai
 
 def fake_forward(query: Any, key_cache: Any, value_cache: Any, *beside: Any, **said: Any) -> tuple[Any, Any]:
     """Output and lse."""
-    import torch
-
     out = fake_plain(query, key_cache, value_cache, *beside, **said)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     *rows, heads, _ = query.shape  # (B, Lq) or (T,)
