@@ -137,10 +137,10 @@ def compiled_gradients(
     if transforms.active() or type(operands[0]).__name__ == "DTensor":
         transforms.refuse_gradients()
     said = seed, backend, policy, *given
-    if heads.sinks is not None and any(result is None for result in saved):
+    if heads.sinks is not None:
         from attnswitch.call import composed
 
-        saved = composed.results(*operands, *said, **heads._asdict())
+        saved = composed.saved(saved, *operands, *said, **heads._asdict())
     return operators.attention_backward(upstream, saved, wanted, operands, *said, alibi_slopes=heads.alibi_slopes)
 
 

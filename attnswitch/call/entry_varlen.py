@@ -97,10 +97,10 @@ def gradients(
 
     _check(operands)
     rest: tuple[Any, ...] = *call, seed, backend, policy, *given
-    if heads.sinks is not None and any(result is None for result in saved):
+    if heads.sinks is not None:
         from attnswitch.call import composed
 
-        saved = composed.results_varlen(*rest, **heads._asdict())
+        saved = composed.saved_varlen(saved, *rest, **heads._asdict())
     return operators.attention_varlen_backward(upstream, saved, *rest, alibi_slopes=heads.alibi_slopes)
 
 

@@ -36,15 +36,14 @@ def attend(
     heads: PerHead,
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    call = query, key, value, attn_mask, key_lengths, seed, backend, policy, *given
-    if hasattr(query, "is_cuda") and entry.compiling():
-        return _composed(*call, heads=heads)
-    options = read.of_call(*given)
-    seed = None if seed is None else read.seed_of(seed)
-    try:
-        return attend_by(query, key, value, attn_mask, key_lengths, seed, options, backend, policy, heads)
-    except Intercepted:
-        return _composed(*call, heads=heads)
+    if not (hasattr(query, "is_cuda") and entry.compiling()):
+        options = read.of_call(*given)
+        seed = None if seed is None else read.seed_of(seed)
+        try:
+            return attend_by(query, key, value, attn_mask, key_lengths, seed, options, backend, policy, heads)
+        except Intercepted:
+            pass
+    return _composed(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given, heads=heads)
 
 
 def attend_by(

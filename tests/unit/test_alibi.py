@@ -180,6 +180,13 @@ def test_forward_mode_says_why_not() -> None:
         torch.func.jvp(call, (q,), (q,))
 
 
+def test_a_seed_of_numpy_within_vmap() -> None:
+    examples = [torch.randn(3, *x.shape, dtype=torch.float64) for x in (Q, K, V)]
+    call = {"alibi_slopes": torch.tensor(SLOPES), "dropout_p": 0.5, "seed": np.int64(5)}
+    found = torch.vmap(lambda *x: attention(*x, **call))(*examples)
+    torch.testing.assert_close(found[1], attention(*(x[1] for x in examples), **call))
+
+
 def test_tensors_without_elements() -> None:
     q, k, v = (x.to("meta") for x in tensors(Q, K, V))
     assert attention(q, k, v, alibi_slopes=SLOPES.tolist()).shape == q.shape

@@ -405,6 +405,13 @@ def test_gradients_with_either_in_a_whole_graph(beside: dict[str, Any], dropout:
         torch.compiler.reset()
 
 
+def test_sinks_beside_results_are_looked_at() -> None:
+    for function, (out, *rest) in gradient_calls():
+        lse = torch.zeros((4, 15) if function is attention_varlen_backward else (1, 4, 15))
+        with pytest.raises(InvalidProblem, match=r"sinks has shape \(3,\)"):
+            torch.compile(function, backend="eager")(out, *rest, out=out, lse=lse, sinks=SINKS[:3])
+
+
 def test_a_gradient_of_sinks_breaks_a_graph() -> None:
     beside: dict[str, Any] = {"sinks": SINKS, "sinks_grad": True}
     for function, given in gradient_calls():
