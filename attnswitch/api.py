@@ -11,7 +11,7 @@ from attnswitch.call import like_torch
 from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
-from attnswitch.call.entry import call, compiled_gradients, compiling, run_plan
+from attnswitch.call.entry import call, compiled_gradients, is_traced, run_plan
 from attnswitch.call.launch import learn, measure
 from attnswitch.call.options import Options, seed_of
 from attnswitch.call.per_head import PerHead
@@ -194,7 +194,7 @@ def attention_backward(
     """
     if grad_out is None:
         raise InvalidProblem("grad_out is None: expected the upstream gradient of the output, (B, Hq, Lq, Dv)")
-    traced = hasattr(query, "is_cuda") and compiling()
+    traced = is_traced(query)
     heads = PerHead(sinks, alibi_slopes)
     mask_grad, sinks_grad = read.flag("mask_grad", mask_grad), read.flag("sinks_grad", sinks_grad)
     if traced and sinks_grad:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnswitch.call import entry, operators
+from attnswitch.call import entry, operators, per_head
 from attnswitch.call.operators.calls import as_floats
 from attnswitch.errors import InvalidProblem
 
@@ -75,10 +75,7 @@ def _beside(sinks: Any, query: Any, heads: int) -> Any:
     sinks = as_floats(sinks, "sinks", query)
     if not sinks.is_floating_point():
         raise InvalidProblem(f"sinks has dtype {sinks.dtype}: expected a float type")
-    if sinks.shape != (heads,):
-        raise InvalidProblem(
-            f"sinks has shape {tuple(sinks.shape)}: expected ({heads},), one score for each query head"
-        )
+    per_head.check_sinks(tuple(sinks.shape), heads)
     if hasattr(query, "device_mesh") and not hasattr(sinks, "device_mesh"):  # of DTensors: every process has all sinks
         from attnswitch.call import sharded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from attnswitch import arrays
@@ -18,7 +19,7 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["are_sharded", "call", "compiled_gradients", "compiling", "run_plan"]
+__all__ = ["call", "check_plain", "compiled_gradients", "is_traced", "run_plan", "traced"]
 
 
 def call(
@@ -33,7 +34,7 @@ def call(
     *given: Any,
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    if hasattr(query, "is_cuda") and compiling():
+    if hasattr(query, "is_cuda") and _compiling():  # is_traced, without a call more
         return traced(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
     if seed is not None:
@@ -50,10 +51,9 @@ def call(
 def traced(*call: Any, alibi_slopes: Any = None) -> Any:
     """What ``call`` returns, where torch looks at it before its tensors do; with slopes of ALiBi if there are some."""
     query = call[0]
-    if hasattr(query, "is_cuda") and compiling():
-        way = _by_parts if type(query).__name__ == "DTensor" else _compiled
-    else:
-        way = _intercepted
+    if not is_traced(query):
+        return _intercepted(*call, alibi_slopes=alibi_slopes)
+    way = _by_parts if type(query).__name__ == "DTensor" else _compiled
     return way(*call, alibi_slopes=alibi_slopes)
 
 
@@ -86,7 +86,7 @@ def run_plan(
         from attnswitch.call import headwise
 
         return headwise.run_plan(plan, query, key, value, attn_mask, key_lengths, seed, layout, PerHead(*heads))
-    if not (hasattr(query, "is_cuda") and compiling()):
+    if not is_traced(query):
         seed = None if seed is None else seed_of(seed)
         options = _options_of(plan.problem, layout)
         try:
@@ -101,7 +101,7 @@ def run_plan(
     return traced(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
 
 
-def compiling() -> bool:
+def _compiling() -> bool:
     """Whether torch.compile is looking at the code that runs; asked of torch's tensors alone, so that torch is there.
 
     torch.compile would make a guard of every module in ``sys.modules``.
@@ -109,6 +109,25 @@ def compiling() -> bool:
     import torch
 
     return torch.compiler.is_dynamo_compiling()
+
+
+def is_traced(query: Any) -> bool:
+    """Whether torch.compile is looking at a call with ``query``."""
+    return hasattr(query, "is_cuda") and _compiling()
+
+
+def check_plain(roles: tuple[str, ...], operands: Any, refuse: Callable[[], None]) -> None:
+    """Refuse operands of an operator that knows no transform, no DTensor and no nested tensor, where they are such."""
+    from attnswitch.call import transforms
+
+    if _compiling():
+        if transforms.active() or any(type(x).__name__ == "DTensor" or x.is_nested for x in operands):
+            refuse()
+        return
+    for role, tensor in zip(roles, operands, strict=False):
+        arrays.check_dense(tensor, role)
+    if _are_sharded(operands) or transforms.looks(*operands):
+        refuse()
 
 
 def _compiled(*call: Any, alibi_slopes: Any) -> Any:
@@ -156,7 +175,7 @@ def _intercepted(*given: Any, alibi_slopes: Any) -> Any:
     for role, tensor in zip(arrays.ROLES, given, strict=False):
         if tensor is not None:
             arrays.check_dense(tensor, role)
-    if are_sharded((*given[:5], alibi_slopes)):
+    if _are_sharded((*given[:5], alibi_slopes)):
         return _by_parts(*given, alibi_slopes=alibi_slopes)
     way = transforms.attention if transforms.looks(*given[:4]) else _operated
     return way(*given, alibi_slopes=alibi_slopes)
@@ -174,7 +193,7 @@ def _by_parts(*given: Any, alibi_slopes: Any) -> Any:
     return whole(headwise.attend(*part, heads=PerHead(None, slopes)))
 
 
-def are_sharded(tensors: Any) -> bool:
+def _are_sharded(tensors: Any) -> bool:
     """Whether one is a DTensor, of which a program without torch.distributed has none."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and any(isinstance(x, distributed.DTensor) for x in tensors)

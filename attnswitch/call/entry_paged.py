@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
 from attnswitch.call import paged
-from attnswitch.call.entry import are_sharded, compiling
+from attnswitch.call.entry import check_plain, is_traced
 from attnswitch.call.paged import Beside
 from attnswitch.errors import Unsupported
 from attnswitch.planning.plan import Plan
@@ -21,9 +20,9 @@ _Operands = tuple[Array, Array, Array]
 
 def call(operands: _Operands, beside: Beside, backend: str | None, policy: Policy | str | None, *given: Any) -> Any:
     """What ``attention_paged`` returns; ``given`` are the options in the order of ``Options``."""
-    if not _is_traced(operands):
+    if not is_traced(operands[0]):
         try:
-            return paged.attend(operands, beside, backend, policy, *given)
+            return paged.attend(operands, beside, read.of_call(*given), backend, policy)
         except Intercepted:
             pass
     return _operated(operands, beside, backend, policy, *given)
@@ -31,7 +30,7 @@ def call(operands: _Operands, beside: Beside, backend: str | None, policy: Polic
 
 def run_plan(plan: Plan, operands: _Operands, beside: Beside) -> Any:
     """What calling ``plan`` does. In a graph a plan fixes the backend, the splits and the longest alone."""
-    if not _is_traced(operands):
+    if not is_traced(operands[0]):
         try:
             return paged.run_plan(plan, operands, beside)
         except Intercepted:
@@ -42,19 +41,8 @@ def run_plan(plan: Plan, operands: _Operands, beside: Beside) -> Any:
     return _operated(operands, paged.as_planned(beside, p), plan.backend, None, *read.said_by(p, "BHLD"))
 
 
-def _is_traced(operands: _Operands) -> bool:
-    return hasattr(operands[0], "is_cuda") and compiling()
-
-
 def _operated(operands: _Operands, *rest: Any) -> Any:
     from attnswitch.call import operators, transforms  # of torch, which is there by now
 
-    if compiling():
-        if transforms.active() or any(type(x).__name__ == "DTensor" or x.is_nested for x in operands):
-            transforms.refuse_paged()
-    else:
-        for role, tensor in zip(paged.ROLES, operands, strict=True):
-            arrays.check_dense(tensor, role)
-        if are_sharded(operands) or transforms.looks(*operands):
-            transforms.refuse_paged()
+    check_plain(paged.ROLES, operands, transforms.refuse_paged)
     return operators.attention_paged(operands, *rest)

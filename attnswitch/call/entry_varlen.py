@@ -8,7 +8,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import options as read
 from attnswitch.call import per_head, varlen
-from attnswitch.call.entry import are_sharded, compiling
+from attnswitch.call.entry import check_plain, is_traced
 from attnswitch.call.options import seed_of
 from attnswitch.call.per_head import PerHead
 from attnswitch.errors import Unsupported
@@ -33,7 +33,7 @@ def call(
     heads: PerHead = per_head.NONE,
 ) -> Any:
     """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
-    if not _is_traced(operands):
+    if not is_traced(operands[0]):
         options = read.of_call(*given)
         seed = None if seed is None else seed_of(seed)
         try:
@@ -45,7 +45,7 @@ def call(
 
 def run_plan(plan: Plan, operands: _Operands, cu_seqlens: _Pair, seed: Any, heads: PerHead) -> Any:
     """What calling ``plan`` does. In a graph a plan fixes the backend and the longest alone."""
-    if not _is_traced(operands):
+    if not is_traced(operands[0]):
         seed = None if seed is None else seed_of(seed)
         try:
             return varlen.run_plan(plan, operands, cu_seqlens, seed, heads)
@@ -74,7 +74,7 @@ def gradients(
     """What ``attention_varlen_backward`` returns, given pairs for output and lse; the rest is as in ``call``."""
     read.check_remembered("attention_varlen", given[0], seed)
     call = operands, cu_seqlens, longest
-    if not _is_traced(operands):
+    if not is_traced(operands[0]):
         options = read.of_call(*given)
         seed = None if seed is None else seed_of(seed)
         try:
@@ -104,10 +104,6 @@ def gradients(
     return operators.attention_varlen_backward(upstream, saved, *rest, alibi_slopes=heads.alibi_slopes)
 
 
-def _is_traced(operands: _Operands) -> bool:
-    return hasattr(operands[0], "is_cuda") and compiling()
-
-
 def _operated(operands: _Operands, *rest: Any, heads: PerHead) -> Any:
     """By the operators, which take sequences without sinks: these are composed with what they give."""
     _check(operands)
@@ -124,11 +120,4 @@ def _check(operands: _Operands) -> None:
     """Raises ``Unsupported`` where the operators do not know what looks at tensors."""
     from attnswitch.call import transforms
 
-    if compiling():
-        if transforms.active() or any(type(x).__name__ == "DTensor" or x.is_nested for x in operands):
-            transforms.refuse_varlen()
-        return
-    for role, tensor in zip(arrays.ROLES, operands, strict=False):
-        arrays.check_dense(tensor, role)
-    if are_sharded(operands) or transforms.looks(*operands):
-        transforms.refuse_varlen()
+    check_plain(arrays.ROLES, operands, transforms.refuse_varlen)

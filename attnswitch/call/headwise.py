@@ -36,7 +36,7 @@ def attend(
     heads: PerHead,
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    if not (hasattr(query, "is_cuda") and entry.compiling()):
+    if not entry.is_traced(query):
         options = read.of_call(*given)
         seed = None if seed is None else read.seed_of(seed)
         try:
@@ -75,7 +75,7 @@ def run_plan(
     heads: PerHead,
 ) -> Any:
     """The same by what ``plan`` chose, which in a graph is the backend alone."""
-    if hasattr(query, "is_cuda") and entry.compiling():
+    if entry.is_traced(query):
         said = read.said_by(plan.problem, layout)
         return _composed(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *said, heads=heads)
     seed = None if seed is None else read.seed_of(seed)

@@ -33,7 +33,6 @@ __all__ = [
     "Beside",
     "as_planned",
     "attend",
-    "attend_by",
     "fitting",
     "problem_of",
     "run_plan",
@@ -75,25 +74,11 @@ class Beside(NamedTuple):
 def attend(
     operands: tuple[Array, Array, Array],
     beside: Beside,
-    backend: str | None,
-    policy: Policy | str | None,
-    *given: Any,
-) -> Any:
-    """What ``attention_paged`` returns; ``given`` are the options in the order of ``Options``.
-
-    Raises ``Intercepted`` where torch looks at the call before its tensors do.
-    """
-    return attend_by(operands, beside, read.of_call(*given), backend, policy)
-
-
-def attend_by(
-    operands: tuple[Array, Array, Array],
-    beside: Beside,
     options: Options,
     backend: str | None,
     policy: Policy | str | None,
 ) -> Any:
-    """The same, of options that were read."""
+    """What ``attention_paged`` returns. Raises ``Intercepted`` where torch looks at the call before its tensors do."""
     return forms.run(forms.called(_ask(operands, beside, options), backend, policy))
 
 

@@ -13,7 +13,7 @@ from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import DTYPES
 
-__all__ = ["NONE", "NO_SLOPES_GRADIENT", "PerHead", "Read", "as_floats", "check_slopes", "read", "taken"]
+__all__ = ["NONE", "NO_SLOPES_GRADIENT", "PerHead", "Read", "as_floats", "check_sinks", "check_slopes", "read", "taken"]
 
 NO_SLOPES_GRADIENT = (
     "alibi_slopes requires_grad, and its gradient would be lost: pass -slope * distance as a float attn_mask, which"
@@ -54,10 +54,8 @@ def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool)
         sinks, grad = sinks.detach(), False
     if slopes_grad and autograd:
         raise InvalidProblem(NO_SLOPES_GRADIENT)
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise InvalidProblem(
-            f"sinks has shape {tuple(sinks.shape)}: expected ({heads},), one score for each query head"
-        )
+    if sinks is not None:
+        check_sinks(tuple(sinks.shape), heads)
     if slopes is not None:
         check_slopes(tuple(slopes.shape), heads, batch)
     wide, plain = as_floats(sinks, query), as_floats(slopes, query)
@@ -98,6 +96,12 @@ def taken(
         raise InvalidProblem(f"{role}={text_of(given)}: expected {expected}")
     library = query.library if query.library in ("numpy", "cupy") else "torch"
     return arrays.lengths_as_array(host, library, query.device, "float64"), False
+
+
+def check_sinks(shape: tuple[int, ...], heads: int) -> None:
+    """Raises ``InvalidProblem`` where sinks are not one for each head."""
+    if shape != (heads,):
+        raise InvalidProblem(f"sinks has shape {shape}: expected ({heads},), one score for each query head")
 
 
 def check_slopes(shape: tuple[int, ...], heads: int, batch: int) -> None:

@@ -44,11 +44,10 @@ def parts(
     if options.dropout_p and seed is None:
         raise Unsupported(f"dropout_p={options.dropout_p} of DTensors: processes would draw their own; pass a seed")
     operands = dict(zip(arrays.ROLES, (query, key, value, attn_mask), strict=False))
-    of_heads = alibi_slopes if isinstance(alibi_slopes, DTensor) else None
-    operands |= {"key_lengths": key_lengths, "alibi_slopes": of_heads}
+    if isinstance(query, DTensor) and alibi_slopes is not None and not isinstance(alibi_slopes, DTensor):
+        alibi_slopes = everywhere(as_floats(alibi_slopes, "alibi_slopes", query), query.device_mesh)
+    operands |= {"key_lengths": key_lengths, "alibi_slopes": alibi_slopes}
     mesh = _mesh(operands)
-    if alibi_slopes is not of_heads:
-        alibi_slopes = everywhere(as_floats(alibi_slopes, "alibi_slopes", query), mesh)
     for role in arrays.ROLES[:3]:
         if operands[role].dim() != 4:
             raise InvalidProblem(

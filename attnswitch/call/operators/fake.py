@@ -9,7 +9,7 @@ import torch
 from attnswitch import arrays
 from attnswitch.call import per_head
 from attnswitch.call.describe import check_beside, fitting
-from attnswitch.call.operators.memory import like
+from attnswitch.call.operators.memory import like, lse_of
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.options import Options
 
@@ -46,11 +46,10 @@ def forward(
 ) -> tuple[Any, Any, Any]:
     """Output, lse, and a seed on the CPU where one is kept."""
     options = _checked(query, key, value, attn_mask, key_lengths, alibi_slopes, said)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     b, h, length, _ = (query if options.layout == "BHLD" else query.swapaxes(1, 2)).shape
     draws = bool(grads) and options.dropout_p > 0.0
     state = torch.empty(1, dtype=torch.int64, device="cpu") if draws else query.new_empty(0, dtype=torch.float32)
-    return like(query, value.shape[-1], options.layout), query.new_empty((b, h, length), dtype=wide), state
+    return like(query, value.shape[-1], options.layout), lse_of(query, (b, h, length)), state
 
 
 def backward(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["laid", "like", "steps"]
+__all__ = ["laid", "like", "lse_of", "steps"]
 
 
 def like(operand: Any, columns: Any, layout: str) -> Any:
@@ -15,6 +15,11 @@ def like(operand: Any, columns: Any, layout: str) -> Any:
     if _heads_inside(operand, layout) == (layout == "BLHD"):
         return operand.new_empty((b, first, second, columns))
     return operand.new_empty((b, second, first, columns)).swapaxes(1, 2)
+
+
+def lse_of(query: Any, shape: tuple[Any, ...]) -> Any:
+    """Dense memory for an lse beside ``query``."""
+    return query.new_empty(shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def laid(array: Any, operand: Any, layout: str) -> Any:

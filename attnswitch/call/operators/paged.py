@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Never
 
-import torch
-
 from attnswitch import arrays
 from attnswitch.call import paged
+from attnswitch.call.operators.memory import lse_of
 from attnswitch.call.operators.run import as_without_graph
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.options import Options
@@ -23,7 +22,7 @@ __all__ = ["fake_forward", "fake_plain", "forward", "no_gradient", "plain"]
 def plain(query: Any, key_cache: Any, value_cache: Any, *beside: Any, **said: Any) -> Any:
     """Output."""
     backend, policy, options = _read(said)
-    return paged.attend_by((query, key_cache, value_cache), _named(beside), options, backend, policy).contiguous()
+    return paged.attend((query, key_cache, value_cache), _named(beside), options, backend, policy).contiguous()
 
 
 @as_without_graph
@@ -31,7 +30,7 @@ def forward(query: Any, key_cache: Any, value_cache: Any, *beside: Any, **said: 
     """Output and lse."""
     backend, policy, options = _read(said)
     options = replace(options, return_lse=True)
-    out, lse = paged.attend_by((query, key_cache, value_cache), _named(beside), options, backend, policy)
+    out, lse = paged.attend((query, key_cache, value_cache), _named(beside), options, backend, policy)
     return out.contiguous(), lse.contiguous()
 
 
@@ -63,7 +62,6 @@ def fake_plain(query: Any, key_cache: Any, value_cache: Any, *beside: Any, **sai
 def fake_forward(query: Any, key_cache: Any, value_cache: Any, *beside: Any, **said: Any) -> tuple[Any, Any]:
     """Output and lse."""
     out = fake_plain(query, key_cache, value_cache, *beside, **said)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     *rows, heads, _ = query.shape  # (B, Lq) or (T,)
     shape = (rows[0], heads, rows[1]) if len(rows) == 2 else (heads, *rows)
-    return out, query.new_empty(shape, dtype=wide)
+    return out, lse_of(query, shape)

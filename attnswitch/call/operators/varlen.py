@@ -10,6 +10,7 @@ import torch
 from attnswitch import arrays
 from attnswitch.call import per_head, varlen
 from attnswitch.call.describe import check_beside
+from attnswitch.call.operators.memory import lse_of
 from attnswitch.call.operators.run import as_without_graph, signed, unsigned
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.per_head import PerHead
@@ -113,10 +114,9 @@ def fake_forward(
     """Output, lse, and a seed on the CPU where one is kept."""
     _check(query, key, value, where, said)
     rows, heads, _ = query.shape
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     draws = bool(grads) and said.get("dropout_p", 0.0) > 0.0
     state = torch.empty(1, dtype=torch.int64, device="cpu") if draws else query.new_empty(0, dtype=torch.float32)
-    return query.new_empty((rows, heads, value.shape[2])), query.new_empty((heads, rows), dtype=wide), state
+    return query.new_empty((rows, heads, value.shape[2])), lse_of(query, (heads, rows)), state
 
 
 def fake_backward(
