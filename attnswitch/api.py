@@ -302,6 +302,7 @@ def explain(
     block_table: Array | Sequence[Sequence[int]] | None = None,
     cache_lengths: Array | Sequence[int] | None = None,
     num_splits: int | None = None,
+    tree_mask: Array | None = None,
     key_scale: Array | Sequence[float] | float | None = None,
     value_scale: Array | Sequence[float] | float | None = None,
     sinks: Array | Sequence[float] | None = None,
@@ -310,7 +311,7 @@ def explain(
 ) -> Plan:
     """As ``plan``, but where nothing fits it returns the plan that says so. Print it to read every reason."""
     policy = effective(policy)
-    cache = block_table, cache_lengths, num_splits, key_scale, value_scale
+    cache = block_table, cache_lengths, num_splits, tree_mask, key_scale, value_scale
     if isinstance(query, (Problem, str)):
         sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         beside = key, value, attn_mask, key_lengths, seed, *sequences, *cache, sinks, alibi_slopes
@@ -329,7 +330,7 @@ def explain(
 
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "seed": seed, "cu_seqlens_k": cu_seqlens_k}
         options |= {name: given for name, given in others.items() if given is not None}
-        queries, heads = (cu_seqlens_q, max_seqlen_q, num_splits), PerHead(sinks, alibi_slopes)
+        queries, heads = (cu_seqlens_q, max_seqlen_q, num_splits, tree_mask), PerHead(sinks, alibi_slopes)
         where = paged.Beside(block_table, cache_lengths, *queries, key_scale, value_scale, heads)
         return _made(*paged.problem_of((query, key, value), where, options, explain), backend, policy)
     said: Options = read.of_keywords(options, "the call has", explain)

@@ -28,6 +28,7 @@ def attention_paged(
     softcap: float = 0.0,
     return_lse: bool = False,
     num_splits: int | None = None,
+    tree_mask: Array | None = None,
     key_scale: Array | Sequence[float] | float | None = None,
     value_scale: Array | Sequence[float] | float | None = None,
     sinks: Array | Sequence[float] | None = None,
@@ -66,6 +67,11 @@ def attention_paged(
         num_splits: into how many parts the keys of each sequence are divided, whatever the batch. With it a backend
             gives a sequence the same bits alone and in any batch; name the backend too, as the choice of one may depend
             on the batch. A backend that cannot refuses.
+        tree_mask: of the keys of the queries themselves, the newest, those that each query sees, where these are the
+            tokens of a tree (speculative decoding): (B, Lq, W) bytes (uint8), or (T, W) with cu_seqlens_q, as
+            ``numpy.packbits(seen, axis=-1, bitorder="little")`` makes them. Bit t % 8 of byte t // 8 is about the key
+            of query t of the sequence. Older keys are seen by all. is_causal, window and alibi_slopes go by the order
+            in the cache, and apply as well.
         key_scale: what an element of a cache of 8 bits stands for is itself times this, in float32 (float64 where query
             is that): a number, (Hkv,) of each head, or (P, 1) or (P, Hkv) of each page. 1 where it is left out. An
             array beside query, or a number or a list. Scales of pages that no sequence uses may hold anything.
@@ -92,6 +98,6 @@ def attention_paged(
 
     heads = PerHead(sinks, alibi_slopes)
     sequences = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q
-    beside = Beside(*sequences, num_splits, key_scale, value_scale, heads)
+    beside = Beside(*sequences, num_splits, tree_mask, key_scale, value_scale, heads)
     said = 0.0, is_causal, scale, None, "bottom_right", window, softcap, return_lse, "BHLD", deterministic
     return call((query, key_cache, value_cache), beside, backend, policy, *said)

@@ -49,6 +49,7 @@ class TiledBackend(Backend):
     varlen: ClassVar[bool] = True
     paged: ClassVar[bool] = True
     caches: ClassVar[tuple[str, ...]] = CACHES
+    trees: ClassVar[bool] = True
     splits: ClassVar[bool] = True  # by tiles of one size from the first key on, each sequence alone
     sinks: ClassVar[bool] = True
     alibi: ClassVar[bool] = True

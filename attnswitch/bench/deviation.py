@@ -167,6 +167,8 @@ def _rows(
             visible = visible & (j >= i - left)
         if right is not None:
             visible = visible & (j <= i + right)
+    if (seen := work.seen(b)) is not None:
+        visible = visible & seen[rows]
     if work.attn_mask is not None:
         mask = work.attn_mask.detach()[b if work.attn_mask.shape[0] > 1 else 0]
         mask = mask[heads] if mask.shape[0] > 1 else mask

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import attnswitch
 from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
+from attnswitch.machine import trees
 from attnswitch.machine.pages import Pages
 from attnswitch.problem import Problem
 
@@ -32,6 +34,7 @@ class Workload:
     where those of queries and of keys begin. With ``problem.page`` key and value are caches (P, page, Hkv, D or Dv), of
     whose pages ``block_table`` names those of each sequence in no order, and query is (B, Lq, Hq, D), or (T, Hq, D).
     With ``problem.cache`` these are stored in 8 bits, with ``scales`` of keys and of values, (P, Hkv).
+    With ``problem.tree`` the queries of each sequence are a binary tree, level after level, whose bits are tree_mask.
     sinks are (Hq,), and alibi_slopes those of the paper, (Hq,), in float32. ``problem.grads`` names those that require
     gradients: none for the forward.
     """
@@ -49,6 +52,7 @@ class Workload:
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -70,6 +74,15 @@ class Workload:
         begin, end = self.offsets[role != "query"][b : b + 2].tolist()
         return tensor[begin:end].transpose(0, 1)
 
+    def seen(self, b: int) -> torch.Tensor | None:
+        """Which keys of sequence ``b`` each of its queries sees by its tree, (L, keys); None where there is none."""
+        if self.tree_mask is None:
+            return None
+        assert self.key_lengths is not None
+        begin, end = (b, b + 1) if self.offsets is None else self.offsets[0][b : b + 2].tolist()
+        bits = self.tree_mask[begin:end] if self.offsets is None else self.tree_mask[None, begin:end]
+        return trees.as_mask(bits, int(self.key_lengths[b]))[0, 0]  # type: ignore[no-any-return]
+
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The operands that gradients are taken of, in the order q, k, v, m."""
@@ -83,8 +96,8 @@ class Workload:
         if self.block_table is not None:
             starts = None if self.offsets is None else self.offsets[0]
             cache = {"block_table": self.block_table, "cache_lengths": self.key_lengths, "cu_seqlens_q": starts}
-            scales = zip(("key_scale", "value_scale"), self.scales, strict=True)
-            return beside | cache | {name: scale for name, scale in scales if scale is not None}
+            some = {"tree_mask": self.tree_mask, "key_scale": self.scales[0], "value_scale": self.scales[1]}
+            return beside | cache | {name: tensor for name, tensor in some.items() if tensor is not None}
         beside["seed"] = SEED if self.problem.seeded else None
         if self.offsets is not None:
             return beside | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.offsets, strict=True))
@@ -203,9 +216,22 @@ def _paged(
         scales = of_keys, of_values
     cache_lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
     offsets = (_offsets(queries, device),) * 2 if p.varlen else None
+    tree = _tree(p.seq_q, queries if p.varlen else (p.seq_q,) * p.batch).to(device) if p.tree else None
+    if tree is not None and not p.varlen:
+        tree = tree.reshape(p.batch, p.seq_q, -1)
+    heads = _heads(p, device)
     return Workload(
-        p, device, query, key, value, None, cache_lengths, None, offsets, table, scales, **_heads(p, device)
+        p, device, query, key, value, None, cache_lengths, None, offsets, table, scales, tree_mask=tree, **heads
     )
+
+
+def _tree(most: int, queries: tuple[int, ...]) -> torch.Tensor:
+    """The bits of a binary tree of so many queries for each sequence, one after another, (T, W)."""
+    seen = np.eye(most, dtype=bool)
+    for t in range(1, most):
+        seen[t] |= seen[(t - 1) // 2]
+    bits = torch.from_numpy(np.packbits(seen, axis=-1, bitorder="little"))
+    return torch.cat([bits[:count] for count in queries])
 
 
 def _stored(cache: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

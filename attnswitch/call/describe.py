@@ -57,7 +57,7 @@ def describe(
         *(batch, heads_q, heads_kv, seq_q, seq_k, dim_qk, dim_v, q.dtype),
         *(o.is_causal, o.causal_alignment, o.window, mask, lengths, o.scale, o.softcap),
         *(o.dropout_p, seeded and o.dropout_p > 0.0, o.return_lse, grads, o.deterministic),
-        *(False, False, False, 0, 0, ""),  # varlen, sinks, alibi, page, splits, cache
+        *(False, False, False, 0, 0, "", False),  # varlen, sinks, alibi, page, splits, cache, tree
         *(q.memory, k.memory, v.memory, mask_memory, False),
     )
 

@@ -75,8 +75,8 @@ def run_plan(
         from attnswitch.call import entry_paged
         from attnswitch.call.paged import Beside
 
-        table, lengths, key_scale, value_scale = cache
-        beside = Beside(table, lengths, cu_seqlens[0], None, None, key_scale, value_scale, PerHead(*heads))
+        table, lengths, tree, *scales = cache
+        beside = Beside._make((table, lengths, cu_seqlens[0], None, None, tree, *scales, PerHead(*heads)))
         return entry_paged.run_plan(plan, (query, key, value), beside)
     if plan.problem.varlen:
         from attnswitch.call import entry_varlen  # which programs without such calls do not wait for

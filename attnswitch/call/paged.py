@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import numbers
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ ROLES = ("query", "key_cache", "value_cache")
 
 #: Keywords of ``attention`` and ``attention_varlen`` that say something that a cache in pages does not have.
 _ELSEWHERE = {
-    **dict.fromkeys(("attn_mask", "dropout_p", "seed"), "a cache in pages takes no mask and no dropout"),
+    "attn_mask": "a cache in pages takes a tree_mask, of the newest keys, and no other",
+    **dict.fromkeys(("dropout_p", "seed"), "a cache in pages takes no dropout"),
     **dict.fromkeys(("key_lengths", "cu_seqlens_k", "max_seqlen_k"), "cache_lengths says how long sequences are"),
     "causal_alignment": "queries are the newest tokens, and the last one stands at the last key",
     "enable_gqa": "unequal head counts need no flag",
@@ -66,6 +68,7 @@ class Beside(NamedTuple):
     cu_seqlens_q: Any = None
     max_seqlen_q: Any = None
     num_splits: Any = None
+    tree_mask: Any = None
     key_scale: Any = None
     value_scale: Any = None
     heads: PerHead = NONE
@@ -137,6 +140,8 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
     if heads.grad:
         raise InvalidProblem(NO_GRADIENT)
     inputs = inputs._replace(sinks=heads.sinks, alibi_slopes=heads.alibi_slopes)
+    if beside.tree_mask is not None:
+        inputs = inputs._replace(tree_mask=_bits(beside.tree_mask, facts[0], seq_q))
     problem = Problem(
         batch=batch,
         heads_q=q.shape[1],
@@ -160,6 +165,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         page=k.shape[2],
         splits=splits_of(beside.num_splits),
         cache=k.dtype if k.dtype != q.dtype else "",
+        tree=inputs.tree_mask is not None,
         query=q.memory,
         key=k.memory,
         value=v.memory,
@@ -222,6 +228,24 @@ def _inputs(given: Sequence[Array], query: Facts, cache: Facts, beside: Beside) 
     key, value = (array.swapaxes(1, 2) for array in given[1:])
     inputs = Inputs(queries, key, value, key_lengths=lengths, offsets=offsets, block_table=table)
     return inputs, batch, seq_q, width * page
+
+
+def _bits(given: Any, query: Facts, longest: int) -> Array:
+    """A tree_mask beside query as it is, (B, Lq, W) or (T, W), as bytes with three axes."""
+    rows = query.shape[:-2]
+    expected = (*rows, f"{-(-longest // 8)} or more")
+    what = (
+        f"expected bytes (uint8) of shape ({', '.join(map(str, expected))}), with a bit for each of {longest} queries"
+    )
+    if not arrays.library_of(given):
+        raise InvalidProblem(f"tree_mask={text_of(given)}: {what}")
+    array, facts = arrays.take(given, "tree_mask")
+    if facts.dtype != "uint8" or facts.shape[:-1] != rows or facts.shape[-1] * 8 < longest:
+        raise InvalidProblem(f"tree_mask has dtype {facts.dtype} and shape {facts.shape}: {what}")
+    check_beside(facts, "tree_mask", query)
+    xp: Any = sys.modules[arrays.library_of(array)]
+    array = array.contiguous() if xp.__name__ == "torch" else xp.ascontiguousarray(array)
+    return array if len(rows) == 2 else array[None]
 
 
 def _table(given: Any, query: Facts) -> tuple[Array, Any]:

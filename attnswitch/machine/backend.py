@@ -59,7 +59,9 @@ class Inputs(NamedTuple):
     ``block_table[b, j // page]``: (B, Lk / page) integers of 32 or 64 bits, which past the length may be any. Queries
     alone are told apart by ``offsets``, of which ``key`` then says nothing. Where the problem names a ``cache`` the
     caches are of that type, and row j stands for its elements times the scale of its page and head: key_scale and
-    value_scale are (P, Hkv) in the type of sinks, and may have strides of 0.
+    value_scale are (P, Hkv) in the type of sinks, and may have strides of 0. With a ``tree``, tree_mask are bytes
+    (B, Lq, W), B being 1 where ``offsets`` tell queries apart: bit ``t % 8`` of byte ``t // 8`` says whether a query
+    sees the key of query t of its sequence.
     """
 
     query: Array
@@ -74,6 +76,7 @@ class Inputs(NamedTuple):
     block_table: Array | None = None
     key_scale: Array | None = None
     value_scale: Array | None = None
+    tree_mask: Array | None = None
 
     def map(self, change: Callable[[Array], Array]) -> Inputs:
         """The same inputs with ``change`` applied to every array."""
@@ -303,6 +306,8 @@ class Backend:
     paged: ClassVar[bool] = False
     #: Of the types of 8 bits that pages may be stored in (``attnswitch.problem.CACHES``), those its kernels read.
     caches: ClassVar[tuple[str, ...]] = ()
+    #: Whether its kernels, if they take pages, read the bits of a tree. Others get a mask, with the gathered keys.
+    trees: ClassVar[bool] = False
     #: Whether it divides the keys of a sequence as ``Problem.splits`` says: then the bits of a sequence are the same
     #: alone and in any batch. Where keys are never divided they are that anyway.
     splits: ClassVar[bool] = False

@@ -18,5 +18,7 @@ def refused(backend: Backend, problem: Problem) -> Iterator[str]:
         yield "alibi_slopes: it adds nothing that depends on the distance"
     if problem.cache and backend.paged and problem.cache not in backend.caches:
         yield f"cache={problem.cache}: its kernels read pages of query's dtype"
+    if problem.tree and backend.paged and not backend.trees:
+        yield "tree_mask: its kernels read no mask beside pages"
     if problem.splits and not backend.splits:
         yield f"num_splits={problem.splits}: how it divides the keys of a sequence may depend on the batch"

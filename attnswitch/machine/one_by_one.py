@@ -15,11 +15,11 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.errors import Unsupported
-from attnswitch.machine import divergences, forms
+from attnswitch.machine import divergences, forms, trees
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
-from attnswitch.problem import Memory, Problem, cost
+from attnswitch.problem import Mask, Memory, Problem, cost
 
 __all__ = ["OneByOne", "asked", "compiled", "extra_bytes", "reasons"]
 
@@ -114,10 +114,13 @@ def compiled(backend: Backend, problem: Problem, device: Device, config: Config)
 
 
 def _alone(problem: Problem, queries: int, keys: int) -> Problem:
-    """One sequence; of a cache of 8 bits in the type in which its numbers are exact to rounding."""
+    """One sequence; of a cache of 8 bits in the type in which its numbers are exact to rounding.
+
+    A tree is a mask.
+    """
     p = problem
-    lengths = p.key_lengths and not p.page
-    alone = p.replace(varlen=False, key_lengths=lengths, page=0, splits=0, cache="")
+    lengths, mask = p.key_lengths and not p.page, Mask("bool", "qk") if p.tree else p.mask
+    alone = p.replace(varlen=False, key_lengths=lengths, page=0, splits=0, cache="", tree=False, mask=mask)
     if p.cache:
         dtype = "float64" if p.dtype == "float64" else "float32"
         # Once they are gathered they lie plainly; but a cache that runs backwards has to become torch's before that.
@@ -188,11 +191,14 @@ class OneByOne(Kernel):
             sizes = _sizes(inputs.offsets.query, inputs.query)
         keys = self._in_pages(inputs) if self.problem.page else self._in_rows(inputs)
         # What lies past the last sequence has no keys.
-        for number, (query, (length, part)) in enumerate(
-            zip(_split(inputs.query, sizes, self._axis), keys, strict=False)
+        bits = _split(inputs.tree_mask, sizes, 1 if self.problem.varlen else _BATCH)
+        for number, (query, of_tree, (length, part)) in enumerate(
+            zip(_split(inputs.query, sizes, self._axis), bits, keys, strict=False)
         ):
             if self.problem.cache:
                 query = _cast(query, inputs.key_scale.dtype)  # type: ignore[union-attr]
+            if of_tree is not None:
+                part = part._replace(attn_mask=trees.as_mask(of_tree, length))
             yield self._kernel(query.shape[_ROWS], length, number), part._replace(query=query)
 
     def _in_rows(self, inputs: Inputs) -> Iterator[tuple[int, Inputs]]:

@@ -24,7 +24,8 @@ from attnswitch.wisdom.record import Time
 __all__ = ["Plan"]
 
 _OF_CACHES = ("block_table", "cache_lengths")
-_SCALES = ("key_scale", "value_scale")
+#: What some caches have besides.
+_BESIDE = ("tree_mask", "key_scale", "value_scale")
 _OF_HEADS = ("sinks", "alibi_slopes")
 
 
@@ -73,6 +74,7 @@ class Plan:
         cu_seqlens_k: Any = None,
         block_table: Any = None,
         cache_lengths: Any = None,
+        tree_mask: Any = None,
         key_scale: Any = None,
         value_scale: Any = None,
         sinks: Any = None,
@@ -98,14 +100,14 @@ class Plan:
                 "cu_seqlens_q",
                 "cu_seqlens_k",
                 *_OF_CACHES,
-                *_SCALES,
+                *_BESIDE,
                 *_OF_HEADS,
             )
             raise InvalidProblem(
                 f"a plan's call has no keyword {name!r}: it has {', '.join(own)}, and its problem says the rest, which"
                 f" attnswitch.plan takes{meant(name, own)}"
             )
-        cache, scales = (block_table, cache_lengths), (key_scale, value_scale)
+        cache, of_some = (block_table, cache_lengths), (tree_mask, key_scale, value_scale)
         beside = attn_mask is not None or key_lengths is not None or layout != "BHLD"
         varlen, packed = self.problem.varlen, cu_seqlens_q is not None
         if self.problem.page:
@@ -114,11 +116,10 @@ class Plan:
                 taken = (*(("cu_seqlens_q",) if varlen else ()), *_OF_CACHES)
                 raise InvalidProblem(
                     f"the plan is for a cache in pages: beside query and the caches its call takes {', '.join(taken)},"
-                    f" {' and '.join(_SCALES)} of one of 8 bits, and {' and '.join(_OF_HEADS)} where the problem has"
-                    " them"
+                    f" and where the problem has them {', '.join((*_BESIDE, *_OF_HEADS))}"
                 )
-        elif any(given is not None for given in (*cache, *scales)):
-            told = " and ".join((*_OF_CACHES, *_SCALES))
+        elif any(given is not None for given in (*cache, *of_some)):
+            told = ", ".join((*_OF_CACHES, *_BESIDE))
             raise InvalidProblem(f"the plan is not for a cache in pages, of which {told} tell")
         elif varlen and (not packed or beside):
             raise InvalidProblem(
@@ -130,7 +131,7 @@ class Plan:
         assert self.run is not None
         cu_seqlens, heads = (cu_seqlens_q, cu_seqlens_k), (sinks, alibi_slopes)
         return self.run(
-            self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, (*cache, *scales), heads
+            self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, (*cache, *of_some), heads
         )
 
     @property

@@ -15,7 +15,7 @@ first and are required; the others appear only when they differ from the default
     cache=fp8e4m3         type of the pages: fp8e4m3 (float8_e4m3fn), fp8e5m2 (float8_e5m2) or int8
     varlen                attention_varlen: s128x256 are the most queries and keys of any of its sequences
     page=16               attention_paged: rows of a page   splits=4           its num_splits
-    sinks  alibi          sinks and alibi_slopes are given
+    sinks  alibi          sinks and alibi_slopes are given  tree               tree_mask, with page
     bottom-right          alignment of a window or of alibi that is not causal
 """
 
@@ -60,7 +60,7 @@ def format_problem(p: Problem) -> str:
     parts += [name for name, said in (("lengths", p.key_lengths), ("varlen", p.varlen)) if said]
     parts += [f"{name}={number}" for name in ("page", "splits") if (number := getattr(p, name))]
     parts += [f"cache={short}" for short, long in _CACHES.items() if long == p.cache]
-    parts += [name for name in ("sinks", "alibi") if getattr(p, name)]
+    parts += [name for name in ("tree", "sinks", "alibi") if getattr(p, name)]
     if p.scale is not None:
         parts.append(f"scale={float(p.scale)!r}")
     parts += [f"{name}={float(number)!r}" for name in ("softcap", "dropout") if (number := getattr(p, name))]
@@ -114,7 +114,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "bottom-right": {"alignment": "bottom_right"},
     "lengths": {"key_lengths": True},
     "grad": {"grads": "qkv"},
-    **{name: {name: True} for name in ("varlen", "sinks", "alibi", "seeded", "lse", "deterministic", "nonfinite")},
+    **{name: {name: True} for name in ("varlen", "tree", "sinks", "alibi")},
+    **{name: {name: True} for name in ("seeded", "lse", "deterministic", "nonfinite")},
     **{short: {"dtype": long} for short, long in _LONG.items() if long != "bool"},
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {

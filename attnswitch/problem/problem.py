@@ -111,6 +111,8 @@ class _Fields(NamedTuple):
     splits: int = 0
     #: The type of 8 bits that the pages are stored in, one of ``CACHES``; "" where it is ``dtype``.
     cache: str = ""
+    #: Of the keys of its own queries, in pages, a query sees those that its bits name.
+    tree: bool = False
     query: Memory = CONTIGUOUS
     key: Memory = CONTIGUOUS
     value: Memory = CONTIGUOUS
@@ -132,7 +134,8 @@ class Problem(_Fields):
     With ``page`` key and value are caches (pages, page, heads_kv, dim) of which each sequence has at most ``seq_k``
     rows, a multiple of ``page``, and ``key_lengths`` of them hold something (``attention_paged``); ``varlen`` then says
     it of the queries alone. With ``cache`` they are stored in 8 bits, and float32 scales of each page and key head
-    (P, heads_kv) say what an element stands for: itself times the scale.
+    (P, heads_kv) say what an element stands for: itself times the scale. With ``tree`` bits say which of the keys of
+    the queries themselves, the newest, each query sees; older ones are seen by all.
 
     It is a tuple, since every call with a length not met before makes one, in a fifth of a dataclass's time.
     """
@@ -178,7 +181,7 @@ class Problem(_Fields):
             and hq % hk == 0
             and self.dtype in DTYPES
             and self.window is None
-            and not (self.varlen or self.sinks or self.alibi or self.page or self.splits or self.cache)
+            and not (self.varlen or self.sinks or self.alibi or self.page or self.splits or self.cache or self.tree)
             and self.scale is None
             and self.alignment == "top_left"
             and type(self.softcap) is type(self.dropout) is float
@@ -199,6 +202,8 @@ class Problem(_Fields):
             left, right = (None if side is None or side >= reach else side for side in window)
             window = None if left is right is None else (left, right)
         alignment = self.alignment if self.causal or window is not None or self.alibi else "top_left"
+        if self.tree:  # whose queries are the newest keys
+            alignment = "bottom_right"
         if mask is not None:
             mask = Mask(mask.dtype, self._long(mask.axes))
         return self._replace(window=window, mask=mask, alignment=alignment)
@@ -277,6 +282,8 @@ class Problem(_Fields):
         if self.cache and (not page or self.cache not in CACHES):
             known = "only a cache in pages has a type of its own" if not page else one_of(self.cache, CACHES)
             raise InvalidProblem(f"cache={shown(self.cache)}: {known}")
+        if self.tree and not page:
+            raise InvalidProblem("tree: only queries of a cache in pages have a tree_mask; others take an attn_mask")
 
     @property
     def softmax_scale(self) -> float:

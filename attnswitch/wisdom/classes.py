@@ -39,7 +39,7 @@ TIE = 1.02
 
 #: What a fault needs of a problem, if the case that it was seen on has it.
 _NEEDED = (
-    *("window", "key_lengths", "varlen", "page", "splits", "sinks", "alibi"),
+    *("window", "key_lengths", "varlen", "page", "splits", "tree", "sinks", "alibi"),
     *("softcap", "dropout", "seeded", "lse", "deterministic", "nonfinite"),
 )
 
@@ -62,7 +62,7 @@ def speed_class(problem: Problem) -> SpeedClass:
     seq_q, seq_k = _length(p.seq_q), _keys(p)
     if window is not None:  # a window that holds all the rounded keys is none
         window = _rounded_window(window, seq_q + seq_k)
-        if window is None and not (p.causal or p.alibi):
+        if window is None and not (p.causal or p.alibi or p.tree):
             alignment = "top_left"
     return (
         _rounded(p.batch),
@@ -88,6 +88,7 @@ def speed_class(problem: Problem) -> SpeedClass:
         p.page,
         p.splits,
         p.cache,
+        p.tree,
         p.sinks,
         p.alibi,
     )

@@ -64,6 +64,7 @@ def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
     made = functools.partial(stand_in, far=far, turned=p.varlen)
     cached = functools.partial(stand_in, far=far, turned=p.varlen or p.page > 0)
     table = (p.batch, p.seq_k // p.page) if p.page else ()
+    bits = batch, seq_q, -(-p.seq_q // 8)
     return Inputs(
         made((batch, p.heads_q, seq_q, p.dim_qk), p.dtype, p.query),
         cached((*keys, p.dim_qk), p.cache or p.dtype, p.key),
@@ -77,6 +78,7 @@ def inputs_of(p: Problem, *, far: bool = False) -> Inputs:
         block_table=torch.empty(table, dtype=torch.int32, device="meta") if p.page else None,
         key_scale=torch.empty(keys[:2], device="meta") if p.cache else None,
         value_scale=torch.empty(keys[:2], device="meta") if p.cache else None,
+        tree_mask=torch.empty(bits, dtype=torch.uint8, device="meta") if p.tree else None,
     )
 
 

@@ -50,7 +50,7 @@ __all__ = [
 
 _NO_STEPS = Steps(0, 0, 0, 0)
 #: What generic kernels are compiled for beside tiles and head dimensions.
-_KNOWN = "mask_kind", "dropout", "has_lengths", "wide", "varlen", "sinks", "alibi", "paged", "scaled"
+_KNOWN = "mask_kind", "dropout", "has_lengths", "wide", "varlen", "sinks", "alibi", "paged", "scaled", "tree"
 
 
 def variant(p: Problem, tile: Tile, **more: bool) -> Variant:
@@ -133,12 +133,13 @@ def sizes(p: Problem, query: Any = None, key: Any = None) -> Sizes | VarlenSizes
     return VarlenSizes(p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows_q), p.seq_k, rows_q, rows_k)
 
 
-def paged_sizes(p: Problem, query: Any, table: Any, *scales: Any) -> PagedSizes:
-    """The same of keys in pages, for what reads them, and of the ``scales`` of keys and of values, if there are any."""
+def paged_sizes(p: Problem, query: Any, table: Any, scales: tuple[Any, Any], tree: Any) -> PagedSizes:
+    """The same of keys in pages, for what reads them: of ``scales`` of keys and of values, and bits of a ``tree``."""
     rows = query.shape[2] if p.varlen else 0
-    apart = [step for scale in scales if scale is not None for step in scale.stride()]
+    apart = [step for scale in scales for step in ((0, 0) if scale is None else scale.stride())]
+    of_tree = () if tree is None else (0 if p.varlen else tree.stride(0), tree.stride(1))
     whole = p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows), p.seq_k
-    return PagedSizes(*whole, rows, p.page, table.stride(0), *apart)
+    return PagedSizes(*whole, rows, p.page, table.stride(0), *apart, *of_tree)
 
 
 def padded(p: Problem, rows: int) -> int:

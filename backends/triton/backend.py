@@ -38,6 +38,7 @@ class TritonBackend(Backend):
     alibi: ClassVar[bool] = True
     paged: ClassVar[bool] = True
     caches: ClassVar[tuple[str, ...]] = CACHES
+    trees: ClassVar[bool] = True
     splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {_INTERPRETER: "1"}
 

@@ -91,6 +91,7 @@ class Forward:
         table: Any = None,
         key_scale: Any = None,
         value_scale: Any = None,
+        tree: Any = None,
     ) -> tuple[Any, Any]:
         """Launch it."""
         cu_q, cu_k = offsets or _NO_OFFSETS
@@ -99,7 +100,7 @@ class Forward:
         if self._merge is not None:
             parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
         tiles, counts = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
-        beside = mask, lengths, cu_q, cu_k, tiles, counts, sinks, slopes, table, key_scale, value_scale
+        beside = mask, lengths, cu_q, cu_k, tiles, counts, sinks, slopes, table, key_scale, value_scale, tree
         self._launch(query, key, value, parts, sums, *beside, seed=seed)
         if self._merge is not None:
             self._merge(parts, sums, out, lse, cu_q, sinks)
@@ -116,7 +117,7 @@ class Forward:
         return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, out, _, mask, *_, slopes, table, key_scale, value_scale = arrays
+        query, key, value, out, _, mask, *_, slopes, table, key_scale, value_scale, tree = arrays
         p, tile, splits = self._p, self._tile, self._splits
         rows = steps(out) if p.varlen and splits == 1 else Steps(*out.stride()[-4:])
         by = Strides(steps(query), steps(key), steps(value), rows, steps(mask))
@@ -141,12 +142,13 @@ class Forward:
             sinks=p.sinks and splits == 1,
             paged=p.page > 0,
             scaled=p.cache != "",
+            tree=p.tree,
         )
         return Passed(
             values=(
                 by,
                 _visits(self._lists),
-                paged_sizes(p, query, table, key_scale, value_scale) if p.page else sizes(p, query, key),
+                paged_sizes(p, query, table, (key_scale, value_scale), tree) if p.page else sizes(p, query, key),
                 Dims(p.dim_qk, p.dim_v),
                 reach(p),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),

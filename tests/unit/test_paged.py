@@ -230,7 +230,7 @@ def test_plans() -> None:
     with pytest.raises(InvalidProblem, match=r"the plan is for b3.*and the call is b3.*make a plan"):
         plan(queries(1), cache.key, cache.value, **call)
     with pytest.raises(
-        InvalidProblem, match="takes block_table, cache_lengths, key_scale and value_scale of one of 8 bits, and sinks"
+        InvalidProblem, match="takes block_table, cache_lengths, and where the problem has them tree_mask, key_scale"
     ):
         plan(query, cache.key, cache.value, **call, seed=1)
     with pytest.raises(InvalidProblem, match="takes block_table, cache_lengths"):
@@ -308,7 +308,7 @@ Q, CACHE = queries(2), Cache(16)
         ({"num_splits": 0}, r"num_splits=0: expected into how many parts"),
         ({"num_splits": True}, r"num_splits=True"),
         ({"max_seqlen_q": 2}, r"max_seqlen_q without cu_seqlens_q"),
-        ({"attn_mask": None}, r"attention_paged has no attn_mask: a cache in pages takes no mask"),
+        ({"attn_mask": None}, r"attention_paged has no attn_mask: a cache in pages takes a tree_mask"),
         ({"key_lengths": [1]}, r"attention_paged has no key_lengths: cache_lengths says"),
         ({"causal_alignment": "top_left"}, r"has no causal_alignment: queries are the newest tokens"),
         ({"block_tables": 1}, r"unexpected keyword 'block_tables'.*did you mean"),

@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "splits": {"num_splits": 2, "backend": "tiled"},
     "packed": {"cu_seqlens_q": torch.tensor(STARTS), "return_lse": True},
     "longest": {"cu_seqlens_q": STARTS, "max_seqlen_q": 4},
+    "tree": {"tree_mask": torch.tensor([[[1], [3]], [[1], [2]], [[0], [1]]], dtype=torch.uint8)},
     "8 bits": {"key_scale": torch.tensor([0.5, 2.0]), "value_scale": 0.25},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +64,8 @@ def places() -> tuple[torch.Tensor, torch.Tensor]:
 def arguments(kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the operators are told of such a call, the tensors first."""
     said = {"is_causal": True} | KINDS[kind]
-    names = ("cu_seqlens_q", "max_seqlen_q", "num_splits", "key_scale", "value_scale", "sinks", "alibi_slopes")
+    sequences = ("cu_seqlens_q", "max_seqlen_q", "num_splits", "tree_mask")
+    names = (*sequences, "key_scale", "value_scale", "sinks", "alibi_slopes")
     beside = [said.pop(name, None) for name in names]
     given = [torch.tensor(x) if isinstance(x, (list, float)) else x for x in beside]
     return (*operands(kind), *places(), *given), said
@@ -216,7 +218,7 @@ def test_there_are_no_gradients() -> None:
         torch.testing.assert_close(found, attention_paged(query.detach(), *rest))
         with pytest.raises(InvalidProblem, match=r"requires a gradient, which a cache has none of.*no_grad"):
             compiled(attention_paged)(query, *rest)
-    out = OPS.attention_paged(query, *rest, None, None, None, None, None, None, None)
+    out = OPS.attention_paged(query, *rest, *[None] * 8)
     with pytest.raises(InvalidProblem, match="which a cache has none of"):
         out.sum().backward()
 

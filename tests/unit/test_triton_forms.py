@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import interpreting
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,17 @@ CASES = {
     "pages, varlen, generic": Case(
         "b3.h2.s5x36.d20.fp32.page=3.varlen.lengths.causal-br.lse", ((5, 30), (2, 4), (0, 7))
     ),
+    # Trees: bits of more than a byte, of sequences with fewer keys than queries, where older keys end within a tile.
+    "tree": Case("b3.h4/2.s11x48.d8.fp32.page=16.tree.lengths.causal-br.lse", ((11, 41), (11, 11), (11, 5))),
+    "tree, not causal": Case("b2.h2.s20x96.d8.fp32.page=16.tree.lengths.lse", ((20, 90), (20, 7))),
+    "tree, generic": Case("b2.h2.s5x36.d20.fp32.page=9.tree.lengths.causal-br.lse", ((5, 30), (5, 4))),
+    "tree, splits and all else": Case(
+        "b2.h4/2.s9x80.d8.fp32.page=16.splits=2.tree.lengths.window=30,3.alibi.sinks.softcap=2.0.lse",
+        ((9, 70), (9, 20)),
+    ),
+    "tree, varlen": Case(
+        "b3.h4/2.s9x48.d8.fp32.page=16.varlen.tree.lengths.causal-br.sinks.lse", ((9, 40), (0, 7), (3, 20))
+    ),
 }  # fmt: skip
 INTERPRETED: dict[str, Callable[[], None]] = {}
 
@@ -166,6 +178,7 @@ class Made:
             self.queries[0][:, 0] = 0.0
             self.mask[..., 0, :] = FAR
         self._table = case.table
+        self._trees = [torch.rand(rows, p.seq_q, generator=draw) < 0.6 for rows, _ in self.lengths]
 
     def _mask(self, draw: torch.Generator) -> Any:
         mask, shape = self.p.mask, self.p.mask_shape
@@ -192,7 +205,21 @@ class Made:
             key, value = _together(self.keys, 3), _together(self.values, 3)
         else:
             key, value = (torch.stack([_longer(x, p.seq_k, math.nan) for x in of]) for of in (self.keys, self.values))
-        return Inputs(query, key, value, self.mask, lengths, None, offsets, self.sinks, self.slopes, table)
+        made = Inputs(query, key, value, self.mask, lengths, None, offsets, self.sinks, self.slopes, table)
+        return made._replace(tree_mask=self._bits()) if p.tree else made
+
+    def _bits(self) -> torch.Tensor:
+        """Those of the trees, and some that mean nothing."""
+        bits = [torch.from_numpy(np.packbits(tree.numpy(), axis=-1, bitorder="little")) for tree in self._trees]
+        return torch.cat([*bits, *([bits[0][:1]] * 2)])[None] if self.p.varlen else torch.stack(bits)
+
+    def _seen(self, b: int) -> torch.Tensor:
+        """Which of its keys the queries of a sequence see by its tree."""
+        rows, keys = self.lengths[b]
+        seen = torch.ones(rows, keys, dtype=torch.bool)
+        for j in range(max(0, keys - rows), keys):
+            seen[:, j] = self._trees[b][:, j - (keys - rows)]
+        return seen
 
     def _pages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Pages in no order, and a table that names some that are not there past each length."""
@@ -227,7 +254,7 @@ class Made:
                 leaves[0][b],
                 leaves[1][b],
                 leaves[2][b],
-                None if whole is None else whole[b],
+                self._seen(b) if p.tree else None if whole is None else whole[b],
                 None if self.sinks is None else self.sinks.double(),
                 None if self.slopes is None else self.slopes.double().expand(p.batch, -1)[b],
             )

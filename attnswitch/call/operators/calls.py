@@ -197,7 +197,7 @@ def told_paged(
     operands: tuple[Any, Any, Any], beside: Beside, backend: str | None, policy: str | None, given: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same of a cache in pages. What is a list of integers becomes a tensor on the CPU, where it is read."""
-    table, lengths, edges, longest, splits, *scales, heads = beside
+    table, lengths, edges, longest, splits, tree, *scales, heads = beside
     table, lengths = _integers(table, "block_table", (0, 0)), _integers(lengths, "cache_lengths", (0,))
     edges = edges if edges is None else _integers(edges, "cu_seqlens_q", (0,))
     roles = ("key_scale", "value_scale", *heads._fields)
@@ -211,7 +211,9 @@ def told_paged(
     longest = longest.item() if isinstance(longest, torch.Tensor) else longest
     said = _said((), backend, policy, given, _requires_grad)
     said.pop("causal_alignment", None)  # queries are the newest tokens
-    return (*operands, table, lengths, edges, longest, splits, *floats), said
+    if not (tree is None or isinstance(tree, torch.Tensor)):
+        raise InvalidProblem(f"tree_mask={text_of(tree)}: expected a tensor of bytes (uint8)")
+    return (*operands, table, lengths, edges, longest, splits, tree, *floats), said
 
 
 def _integers(given: Any, role: str, none: tuple[int, ...]) -> torch.Tensor:

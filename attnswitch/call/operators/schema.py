@@ -59,8 +59,8 @@ def _of_pages() -> tuple[str, str]:
     """The schemas of both operators on a cache in pages: the second returns the lse as well. It has no gradients."""
     operands = (
         "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor cache_lengths,"
-        " Tensor? cu_seqlens_q, SymInt? max_seqlen_q, SymInt? num_splits, Tensor? key_scale, Tensor? value_scale,"
-        " Tensor? sinks, Tensor? alibi_slopes"
+        " Tensor? cu_seqlens_q, SymInt? max_seqlen_q, SymInt? num_splits, Tensor? tree_mask,"
+        " Tensor? key_scale, Tensor? value_scale, Tensor? sinks, Tensor? alibi_slopes"
     )
     without = ("dropout_p", "enable_gqa", "causal_alignment", "layout")
     said = ", ".join([each for option, each in _SAID.items() if option not in without])

@@ -122,12 +122,11 @@ class Candidate:
         return self._backend.compile(problem, device, config)
 
     def _inputs(self, ask: Ask) -> Inputs:
-        query, key, value, mask, lengths, *offsets, sinks, slopes, table, key_scale, value_scale = (
+        query, key, value, mask, lengths, of_query, of_key, *rest = (
             self._view.get(layout, ask.size) for layout in ask.inputs
         )
-        where = None if offsets[0] is None else Offsets(*offsets)
-        beside = (where, sinks, slopes, table, key_scale, value_scale)
-        return Inputs(query, key, value, mask, lengths, ask.seed, *beside)
+        offsets = None if of_query is None else Offsets(of_query, of_key)
+        return Inputs(query, key, value, mask, lengths, ask.seed, offsets, *rest)
 
     def _surround(self, ask: Ask, inputs: Inputs) -> Neighbours | None:
         """Known bytes where the output is likely to be allocated; the output then starts out as NaN."""

@@ -62,6 +62,7 @@ class About:
     alibi: bool = False
     paged: bool = False
     caches: tuple[str, ...] = ()
+    trees: bool = False
     splits: bool = False
     builds_per_shape: bool = False
     approximate: bool = False

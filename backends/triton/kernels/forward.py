@@ -137,7 +137,7 @@ def _attend(
 
 @triton.jit
 def forward(
-    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SINKS, SLOPES, TABLE, K_SCALES, V_SCALES,
+    Q, K, V, OUT, LSE, MASK, LENGTHS, CU_Q, CU_K, TILES, COUNTS, SINKS, SLOPES, TABLE, K_SCALES, V_SCALES, TREE,
     by, visits, sizes, dims, reach, section, splits, scores, random,
     how: tl.constexpr,
 ):  # fmt: skip
@@ -202,6 +202,8 @@ def forward(
             V += begin_k * by.v.l
         rows = seq_q * pack
         Q += begin_q * by.q.l
+        if how.tree:
+            TREE += begin_q * sizes.tree_l
         OUT += begin_q * by.o.l
         LSE += begin_q
         if b == batch:
@@ -286,6 +288,9 @@ def forward(
             MASK += first.to(tl.int64) * by.m.l
             mask_rows = (there - first) * by.m.l
         mask = (MASK, mask_rows[:, None], by.m.d, seq_k)
+    if how.tree:
+        there = tl.minimum(i_wide, seq_q - 1)
+        mask = (TREE + b64 * sizes.tree_b + there[:, None] * sizes.tree_l, seq_q, 0, 0)
     slope = 0.0
     if how.alibi:
         slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)[:, None]

@@ -85,7 +85,7 @@ class PagedSizes(NamedTuple):
     """The same of keys in pages: rows of a page, and entries from one sequence's table to the next.
 
     Queries may lie in sequences one after another, whose rows ``rows_q`` counts. Scales of keys and of values lie apart
-    by page and by head, and are all the same one where that is 0.
+    by page and by head, and are all the same one where that is 0. Bits of a tree lie apart by sequence and by row.
     """
 
     batch: Number
@@ -101,6 +101,8 @@ class PagedSizes(NamedTuple):
     k_head: Number = 0
     v_page: Number = 0
     v_head: Number = 0
+    tree_b: Number = 0
+    tree_l: Number = 0
 
 
 class Dims(NamedTuple):

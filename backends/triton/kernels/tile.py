@@ -55,6 +55,8 @@ def key_range(first, last, span, how: tl.constexpr):
     if how.has_right:
         hi = tl.minimum(end, last + offset + right + 1)
         full_hi = tl.minimum(end, first + offset + right + 1)
+    if how.tree:
+        full_hi = tl.minimum(full_hi, offset)
     hi = tl.maximum(hi, 0)
     full_hi = tl.maximum(full_hi, 0) // how.block_n * how.block_n
     if how.has_left:
@@ -188,6 +190,15 @@ def visible(i, j, span, ENDS: tl.constexpr, how: tl.constexpr):
 
 
 @triton.jit
+def in_tree(j, offset, tree):
+    """Whether key j is older than the queries, or a bit of ``tree`` names it: (bytes of each row, queries, 0, 0)."""
+    rows, queries, _, _ = tree
+    n = tl.maximum(j - offset, 0)  # the query whose key it is
+    word = tl.load(rows + n // 8, mask=n < queries, other=0)
+    return (j < offset) | ((word >> (n % 8).to(tl.uint8)) & 1 != 0)
+
+
+@triton.jit
 def hide(
     s, i, n, start, span, mask,
     MASK_KIND: tl.constexpr, ENDS: tl.constexpr, BOUND: tl.constexpr, how: tl.constexpr,
@@ -195,10 +206,13 @@ def hide(
     """``s`` plus a float mask, -inf where it is not visible, and what is visible, for keys ``start + n``.
 
     The mask's rows exist, also for queries that do not: what those get is thrown away. ENDS: keys may end within the
-    tile. BOUND: it may reach past the last key, and the mask is read with a test of every key.
+    tile. BOUND: it may reach past the last key, and the mask is read with a test of every key. Of a tree ``mask`` is
+    what ``in_tree`` takes.
     """
     j = start + n
     seen = visible(i, j, span, ENDS, how)
+    if how.tree:
+        seen = seen & in_tree(j, span[1], mask)
     if MASK_KIND != NO_MASK:
         array, rows, step, seq_k = mask
         place = array + start.to(tl.int64) * step + (rows + n * step)

@@ -59,3 +59,5 @@ class Variant(NamedTuple):
     paged: bool = False
     #: They are of 8 bits, each times a scale of its page.
     scaled: bool = False
+    #: Bits name which of the newest keys, those of the queries themselves, each query sees.
+    tree: bool = False
