@@ -12,7 +12,8 @@ import pytest
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Gradients, Inputs, Precision
 from attnswitch.verify import Case, MaskRecipe, Outcome, Placing, check
-from attnswitch.verify.drawing.data import operands, rounded
+from attnswitch.verify.drawing.data import operands
+from attnswitch.verify.drawing.generator import rounded
 from attnswitch.verify.truth import oracle
 from attnswitch.verify.truth.bounds import bounds
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
-from attnswitch.verify.drawing.data import DISTRIBUTIONS, hashed, normal, operands, rounded, uniform
+from attnswitch.verify.drawing.data import DISTRIBUTIONS, operands
+from attnswitch.verify.drawing.generator import hashed, normal, rounded, uniform
 from attnswitch.verify.truth import oracle
 
 NUMPY_DTYPES: dict[str, Any] = {
@@ -96,7 +97,7 @@ def test_operands_are_pinned(data: str) -> None:
 def test_another_process_makes_the_same_bits() -> None:
     script = (
         "import hashlib, numpy as np\n"
-        "from attnswitch.verify.drawing.data import normal\n"
+        "from attnswitch.verify.drawing.generator import normal\n"
         "print(hashlib.sha256(normal(np, 0, 1, (10, 100)).tobytes()).hexdigest()[:16])\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -244,7 +245,7 @@ def test_own_dropout_shows_the_weights() -> None:
 @pytest.mark.parametrize("draw", [normal, uniform])
 def test_parts_join_to_what_one_part_is(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = draw(np, 3, 1, (1000,))
-    module = importlib.import_module("attnswitch.verify.drawing.data")
+    module = importlib.import_module("attnswitch.verify.drawing.generator")
     monkeypatch.setattr(module, "_BLOCK", 64)
     assert np.array_equal(draw(np, 3, 1, (1000,)), whole)
     assert draw(np, 3, 1, (0,)).shape == (0,)

@@ -176,6 +176,9 @@ def _alone(subject: Subject) -> tuple[Case, dict[str, Any]]:
     alone = case.replace(batch=1, grads="", seq_q=rows, seq_k=keys)
     if case.varlen or case.page:
         alone = alone.replace(lengths=None, query_lengths=None, page=0, splits=0)
+    if case.tree:  # whose bits are a mask there
+        data["attn_mask"] = subject.data["attn_mask"][b : b + 1, :, :rows, :keys]
+        alone = alone.replace(tree="", mask=MaskRecipe("bool", "qk"))
     return alone, {**subject.data, **data}
 
 
@@ -228,6 +231,8 @@ def _one_of_pages(subject: Subject, b: int) -> tuple[Case, dict[str, Any]]:
         data |= {role: subject.data[role][b : b + 1, :, : width // case.page] for role in scales}
     if case.alibi == "batch":
         data["alibi_slopes"] = subject.data["alibi_slopes"][b : b + 1]
+    if case.tree:
+        data["attn_mask"] = subject.data["attn_mask"][b : b + 1, ..., :width]
     queries = None if case.query_lengths is None else case.query_lengths[b : b + 1]
     return case.replace(batch=1, seq_k=width, lengths=(keys,), query_lengths=queries), {**subject.data, **data}
 

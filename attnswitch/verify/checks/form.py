@@ -48,6 +48,7 @@ def _inputs(trial: Trial) -> Failure | None:
         ("cu_seqlens_q", placed.cu_seqlens_q, offsets(case, "query")),
         ("cu_seqlens_k", placed.cu_seqlens_k, offsets(case, "key")),
         ("block_table", placed.block_table, None if placed.table is None else placed.table.tolist()),
+        ("tree_mask", placed.tree_mask, None if placed.bits is None else placed.bits.tolist()),
     ]
     for name, array, numbers in beside:
         if array is not None and host(array).tolist() != numbers:

@@ -15,7 +15,8 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import identical
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe
-from attnswitch.verify.drawing.data import LARGEST, hashed, normal, rounded
+from attnswitch.verify.drawing.data import LARGEST
+from attnswitch.verify.drawing.generator import hashed, normal, rounded
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial, plainly_placed
 

@@ -13,7 +13,7 @@ import numpy as np
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements, identical
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.drawing.data import hashed, rounded
+from attnswitch.verify.drawing.generator import hashed, rounded
 from attnswitch.verify.launch.call import expected as returned
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial

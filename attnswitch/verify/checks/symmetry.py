@@ -12,7 +12,7 @@ import numpy as np
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import alike
 from attnswitch.verify.drawing.case import Case, MaskRecipe
-from attnswitch.verify.drawing.data import hashed
+from attnswitch.verify.drawing.generator import hashed
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial
 

@@ -22,6 +22,7 @@ from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KIND
 from attnswitch.verify.drawing.placings import PLACINGS, TURNED
 from attnswitch.verify.drawing.stored import SCALE_KINDS
 from attnswitch.verify.drawing.strategies import Space
+from attnswitch.verify.drawing.trees import TREE_KINDS
 
 __all__ = ["EACH", "cases"]
 
@@ -220,6 +221,8 @@ class _Draw:
             added |= {"alignment": "bottom_right", "splits": self.rng.choice((1, 3)) if "splits" in self.on else 0}
             if stored := sorted(self.on & _CACHES.keys()):
                 added |= {"cache": _CACHES[self.rng.choice(stored)], "scales": self.rng.choice(SCALE_KINDS)}
+            if "tree" in self.on:
+                added["tree"] = self.rng.choice(TREE_KINDS)
         if "lengths" in self.on or forms != ["dense"]:
             added["lengths"] = tuple(self._of(lk) for _ in batch)
         if "varlen" in forms:

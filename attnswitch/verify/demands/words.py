@@ -10,6 +10,7 @@
     sinks  alibi             sinks, and slopes of ALiBi
     cache=fp8e4m3 (or fp8e5m2, int8)   pages stored in 8 bits
     splits                   num_splits
+    tree                     tree_mask, with page
     lse                      the lse is returned as well
     grad  grad=m             gradients of query, key and value, or some of them; of a float mask besides
     deterministic            the same bits every time
@@ -76,6 +77,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
         for short, long in zip(("fp8e4m3", "fp8e5m2", "int8"), CACHES, strict=True)
     },
     "splits": lambda c: c.splits > 0,
+    "tree": lambda c: bool(c.tree),
     "lse": lambda c: c.lse,
     "grad": lambda c: bool(set(c.grads) & set("qkv")),
     "grad=m": lambda c: "m" in c.grads,

@@ -60,11 +60,13 @@ class Case:
     #: Rows of a page: the call is ``attention_paged``, with ``lengths`` in tables of ``seq_k`` rows, aligned to the
     #: bottom right, with queries one after another if there are ``query_lengths``. ``splits`` is its num_splits.
     #: ``cache`` is the type of its pages where they are stored in 8 bits, and ``scales`` how they are scaled; the kinds
-    #: are in ``attnswitch.verify.drawing.stored``.
+    #: are in ``attnswitch.verify.drawing.stored``. ``tree`` is what its tree_mask holds, "" where there is none; the
+    #: kinds are in ``attnswitch.verify.drawing.trees``.
     page: int = 0
     splits: int = 0
     cache: str = ""
     scales: str = ""
+    tree: str = ""
     mask: MaskRecipe | None = None
     scale: float | None = None
     softcap: float = 0.0
@@ -170,6 +172,7 @@ class Case:
             page=self.page,
             splits=self.splits,
             cache=self.cache,
+            tree=bool(self.tree),
             sinks=bool(self.sinks),
             alibi=bool(self.alibi),
         )
@@ -197,6 +200,7 @@ class Case:
             splits=p.splits,
             cache=p.cache,
             scales="page" if p.cache else "",
+            tree="ancestors" if p.tree else "",
             mask=None if p.mask is None else MaskRecipe(p.mask.dtype, p.mask.axes),
             scale=p.scale,
             softcap=p.softcap,
@@ -217,6 +221,7 @@ class Case:
             queries = "" if self.query_lengths is None else f" and {list(self.query_lengths)} queries"
             parts.append(f"cache_lengths {list(self.lengths or ())}{queries}")
             parts += [f"scales by {self.scales}"] if self.cache else []
+            parts += [f"tree of {self.tree}"] if self.tree else []
         elif self.query_lengths is not None:
             parts.append(f"sequences of {list(self.query_lengths)} queries and {list(self.lengths or ())} keys")
         elif self.lengths is not None:

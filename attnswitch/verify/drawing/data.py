@@ -1,23 +1,18 @@
-"""The data of a case from an integer hash: the same bits in NumPy, CuPy and torch, on every machine.
-
-Element i of a stream is splitmix64(i, seed, stream): integer operations that wrap alike everywhere. Values are made
-from it by float64 operations that IEEE 754 rounds in one way only, then rounded to the storage type's precision before
-the cast, so that the cast is exact and cannot differ between libraries.
-"""
+"""The operands of a case: what each distribution, mask, sink and slope holds, from the numbers of ``generator``."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
 import numpy as np
 
 from attnswitch.arrays import Array
-from attnswitch.verify.drawing import stored
+from attnswitch.verify.drawing import stored, trees
 from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.generator import float64, hashed, normal, rounded, shifted, uniform
 
 __all__ = [
     "ALIBI_KINDS",
@@ -25,11 +20,7 @@ __all__ = [
     "LARGEST",
     "MASK_KINDS",
     "SINK_KINDS",
-    "hashed",
-    "normal",
     "operands",
-    "rounded",
-    "uniform",
 ]
 
 #: Distributions of query, key and value, plainest first.
@@ -48,86 +39,8 @@ DISTRIBUTIONS = (
     "activations",
 )
 
-#: Bits of precision of the storage types.
-_PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-_BLOCK = 2**15  # numbers that are made at a time: 256 kB
 _STREAMS = {"query": 1, "key": 2, "value": 3, "attn_mask": 4, "grad_out": 5, "grad_lse": 6, "rare": 7, "poison": 8}
-_STREAMS |= {"sinks": 19, "alibi_slopes": 20, "key_scale": 21, "value_scale": 22}
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-_GOLDEN, _MIX1, _MIX2 = (_signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def hashed(xp: Any, seed: int, stream: int, count: int, first: int = 0) -> Array:
-    """``count`` 64-bit hashes from number ``first`` on as int64, in the array library ``xp`` (numpy, cupy or torch)."""
-    start = _signed((seed * 0xD1342543DE82EF95 + stream * 0xA0761D6478BD642F) % 2**64)
-    x = xp.arange(first + 1, first + count + 1, dtype=xp.int64)
-    x *= _GOLDEN
-    x += start
-    for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        x ^= _right(x, shift)
-        x *= factor
-    x ^= _right(x, 31)
-    return x
-
-
-def _right(x: Array, shift: int) -> Array:
-    """Logical shift right of int64."""
-    if isinstance(x, np.ndarray):
-        return (x.view(np.uint64) >> np.uint64(shift)).view(np.int64)
-    if shift == 0:
-        return x
-    return (x >> shift) & (2 ** (64 - shift) - 1)
-
-
-def _in_parts(xp: Any, count: int, make: Callable[[int, int], Array]) -> Array:
-    """``count`` float64 of ``make(first, size)``: in NumPy by parts that a processor's cache holds."""
-    size = _BLOCK if xp is np else max(1, count)
-    parts = [make(first, min(size, count - first)) for first in range(0, max(1, count), size)]
-    return parts[0] if len(parts) == 1 else xp.concatenate(parts)
-
-
-def _float64(xp: Any, x: Array) -> Array:
-    return x.to(xp.float64) if hasattr(x, "to") and xp.__name__ == "torch" else x.astype(xp.float64)
-
-
-def uniform(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
-    """float64 in [0, 1), multiples of 2**-53."""
-
-    def make(first: int, size: int) -> Array:
-        return _float64(xp, _right(hashed(xp, seed, stream, size, first), 11)) * 2.0**-53
-
-    return _in_parts(xp, math.prod(shape), make).reshape(shape)
-
-
-def normal(xp: Any, seed: int, stream: int, shape: tuple[int, ...]) -> Array:
-    """float64, close to N(0, 1): the sum of twelve 16-bit uniforms (Irwin-Hall), multiples of 2**-16 within +-6."""
-    count = math.prod(shape)
-
-    def make(first: int, size: int) -> Array:
-        words = (hashed(xp, seed, stream, size, first + n * count) for n in range(3))
-        total = sum(_right(word, shift) & 0xFFFF for word in words for shift in (0, 16, 32, 48))
-        return _float64(xp, total - 6 * 0xFFFF) * 2.0**-16
-
-    return _in_parts(xp, count, make).reshape(shape)
-
-
-def rounded(x: Array, dtype: str) -> Array:
-    """float64 values rounded to the precision of ``dtype`` (Dekker's splitting), so that the cast to it is exact."""
-    bits = _PRECISION[dtype]
-    if bits == 53:
-        return x
-    if dtype == "float16":  # its subnormals are multiples of 2**-24, which adding and subtracting 1.5 * 2**28 leaves
-        x = (x + 1.5 * 2.0**28) - 1.5 * 2.0**28
-    c = x * (2.0 ** (53 - bits) + 1.0)
-    return c - (c - x)
-
-
-# -- the operands of a case --------------------------------------------------------------------------------------------
+_STREAMS |= {"sinks": 19, "alibi_slopes": 20, "key_scale": 21, "value_scale": 22, "tree": 23}
 
 
 def operands(case: Case, xp: Any = np) -> dict[str, Array]:
@@ -135,6 +48,7 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
 
     A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq). Of a cache of 8 bits key and value are what it
     stands for, with key_scale and value_scale (B, Hkv, Lk / page). Values are exact in the storage types, or in 8 bits.
+    Of a case with a tree attn_mask is the mask that its bits stand for.
     ``grad_lse`` is zero unless the case asks for lse.
     """
     b, h, lq, lk = case.scores
@@ -166,6 +80,9 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
         made[role], made[f"{role}_scale"] = stored.stored(case, made[role], u)
     if case.mask is not None:
         made["attn_mask"] = _mask(xp, case)
+    if case.tree:
+        draws = uniform(np, case.data_seed, _STREAMS["tree"], (b, lq, lq))
+        made["attn_mask"] = xp.asarray(trees.mask(case, draws))
     if case.sinks:
         made["sinks"] = _sinks(xp, case)
     if case.alibi:
@@ -182,8 +99,8 @@ def _integers(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[
     made = []
     for role, shape in shapes.items():
         bits = hashed(xp, case.data_seed, _STREAMS[role], math.prod(shape))
-        value = (_right(bits, 8) % 5 - 2) * ((_right(bits, 40) & 3) == 0)
-        made.append(_float64(xp, value).reshape(shape))
+        value = (shifted(bits, 8) % 5 - 2) * ((shifted(bits, 40) & 3) == 0)
+        made.append(float64(xp, value).reshape(shape))
     return tuple(made)
 
 
@@ -215,7 +132,7 @@ def _outlier(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[A
     made = []
     for (role, shape), x in zip(shapes.items(), _plain(xp, case, shapes), strict=True):
         rare = hashed(xp, case.data_seed + _STREAMS[role], _STREAMS["rare"], math.prod(shape)).reshape(shape)
-        made.append(x * (1.0 + 9.0 * _float64(xp, (rare & 63) == 0)))
+        made.append(x * (1.0 + 9.0 * float64(xp, (rare & 63) == 0)))
     return tuple(made)
 
 
@@ -234,11 +151,11 @@ def _onehot(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Ar
     key = xp.zeros((lk, d), dtype=xp.float64)
     query = xp.zeros((lq, d), dtype=xp.float64)
     for bit in range(bits):
-        key[:, bit] = _float64(xp, (j >> bit & 1) * 2 - 1)
-        query[:, bit] = _float64(xp, (target >> bit & 1) * 2 - 1) * gain
+        key[:, bit] = float64(xp, (j >> bit & 1) * 2 - 1)
+        query[:, bit] = float64(xp, (target >> bit & 1) * 2 - 1) * gain
     key[:, bits] = -float(bits)
     query[:, bits] = gain
-    number = _float64(xp, j % 251) * 1.0 - 125.0
+    number = float64(xp, j % 251) * 1.0 - 125.0
     zeros = {role: xp.zeros(shape, dtype=xp.float64) for role, shape in shapes.items()}
     return zeros["query"] + query, zeros["key"] + key, zeros["value"] + number[:, None]
 
@@ -246,13 +163,13 @@ def _onehot(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Ar
 def _needle(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]]) -> tuple[Array, Array, Array]:
     """The last key outweighs all others: dropping it, or reading one too few, changes everything."""
     q, k, v = _plain(xp, case, shapes)
-    last = _float64(xp, xp.arange(case.seq_k, dtype=xp.int64) == case.seq_k - 1)[:, None]
+    last = float64(xp, xp.arange(case.seq_k, dtype=xp.int64) == case.seq_k - 1)[:, None]
     return 0.25 * q + 2.0, k * (1.0 - last) + 4.0 * last, v
 
 
 def _ramp(xp: Any, case: Case, shapes: dict[str, tuple[int, ...]], sign: float) -> tuple[Array, Array, Array]:
     q, k, v = _plain(xp, case, shapes)
-    height = _float64(xp, xp.arange(case.seq_k, dtype=xp.int64))[:, None] * (sign * 8.0 / max(case.seq_k, 1))
+    height = float64(xp, xp.arange(case.seq_k, dtype=xp.int64))[:, None] * (sign * 8.0 / max(case.seq_k, 1))
     return 0.25 * q + 1.0, 0.25 * k + rounded(height, "bfloat16"), v
 
 
@@ -303,7 +220,7 @@ _MAKERS = {
 
 
 def _identity(xp: Any, rows: int, columns: int) -> Array:
-    return _float64(xp, xp.arange(rows)[:, None] == xp.arange(columns)[None, :])
+    return float64(xp, xp.arange(rows)[:, None] == xp.arange(columns)[None, :])
 
 
 def _repeated(xp: Any, x: Array, placing: str) -> Array:

@@ -30,6 +30,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "splits": {"splits": 0},
     "window": {"window": None},
     "cache": {"cache": "", "scales": ""},
+    "tree": {"tree": ""},
 }
 #: Rows of a page, the first that divide the room for keys.
 _PAGES = (16, 4, 1)

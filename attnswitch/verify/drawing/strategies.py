@@ -22,6 +22,7 @@ from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KIND
 from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
 from attnswitch.verify.drawing.plain import without
 from attnswitch.verify.drawing.stored import SCALE_KINDS
+from attnswitch.verify.drawing.trees import TREE_KINDS
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
 
@@ -235,6 +236,9 @@ def cases(draw: Any, space: Space = Space()) -> Case:
     narrow, cache, scales = _often(draw, 3), _choice(draw, CACHES), _choice(draw, SCALE_KINDS)
     if narrow and "page" in found and not (library == "cupy" and cache != "int8"):
         found |= {"cache": cache, "scales": scales, "poison": False}
+    speculative, tree = _often(draw, 4), _choice(draw, TREE_KINDS)
+    if speculative and "page" in found:
+        found["tree"] = tree
     return without(Case(**found), space.lacks)
 
 

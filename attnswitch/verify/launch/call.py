@@ -17,7 +17,7 @@ from attnswitch.call import finite
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch import pages, sequences
+from attnswitch.verify.launch import pages, sequences, trees
 from attnswitch.verify.launch.layouts import Storage, host, place
 
 __all__ = [
@@ -62,8 +62,10 @@ class Placed:
     alibi_slopes: Any = None
     key_scale: Any = None
     value_scale: Any = None
-    #: The numbers that ``block_table`` had, in NumPy.
+    tree_mask: Any = None
+    #: The numbers that ``block_table`` and ``tree_mask`` had, in NumPy.
     table: Any = None
+    bits: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,9 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
         beside = None, _integers(case, case.lengths or (), device), made["grad_out"], grad_lse, storage, cu_q, None
         heads["table"] = table
+        if case.tree:
+            heads["bits"] = trees.bits(case, data["attn_mask"])
+            heads["tree_mask"] = _passed(case, heads["bits"].copy(), device)
         return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device), **heads)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
@@ -133,6 +138,11 @@ def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
     small = made.min(initial=0) >= 0 and made.max(initial=0) < 256
     fits = ("int32", "int64", "int16", "uint8") if small else ("int32", "int64")
     made = made.astype(fits[case.data_seed % len(fits)])
+    return _passed(case, made, device)
+
+
+def _passed(case: Case, made: Any, device: str) -> Any:
+    """An array of NumPy's as one of the caller's."""
     if case.library == "numpy":
         return made
     return arrays.passage(arrays.passage(made, "numpy", "torch").to(device), "torch", case.library)
@@ -231,6 +241,7 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
             "window": case.window,
             "softcap": case.softcap,
             "num_splits": case.splits or None,
+            "tree_mask": placed.tree_mask,
             "key_scale": placed.key_scale,
             "value_scale": placed.value_scale,
             "deterministic": case.deterministic,

@@ -20,6 +20,7 @@ from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, MASK_KINDS, SINK_KINDS
 from attnswitch.verify.drawing.placings import FAR, PLACINGS
 from attnswitch.verify.drawing.stored import SCALE_KINDS
+from attnswitch.verify.drawing.trees import TREE_KINDS
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.provenance import provenance
 from attnswitch.verify.session.tally import Report
@@ -191,6 +192,7 @@ def _check(case: Case, device: str) -> None:
         ("sinks", case.sinks, ("", *SINK_KINDS)),
         ("alibi", case.alibi, ("", *ALIBI_KINDS)),
         ("scales", case.scales, SCALE_KINDS if case.cache else ("",)),
+        ("tree", case.tree, ("", *TREE_KINDS)),
         ("check", case.check, [check.name for check in CHECKS]),
         *(("placing", placing, (*PLACINGS, FAR)) for placing in placings),
         *(("mask.kind", case.mask.kind, kinds) for _ in kinds[:1] if case.mask is not None),

@@ -43,6 +43,7 @@ TRIGGERS: dict[str, Callable[[Case], bool]] = {
     "cache in pages": lambda c: c.page > 0,
     "cache in pages, one query": lambda c: c.page > 0 and c.seq_q == 1,
     "cache in pages, 8 bits": lambda c: c.cache != "",
+    "cache in pages, tree of queries": lambda c: c.tree != "",
     "cache in pages, packed queries": lambda c: c.page > 0 and c.varlen,
     "a sequence without queries": lambda c: 0 in (c.query_lengths or ()),
     "a key length of 0": lambda c: c.lengths is not None and 0 in c.lengths,

@@ -24,6 +24,7 @@ _FEATURES = (
         "window",
         "splits",
         "cache",
+        "tree",
         "page",
         "query_lengths",
         "lengths",
@@ -70,8 +71,9 @@ def _bold(case: Case) -> Iterator[Case]:
     for name in _FEATURES:
         if getattr(case, name) != getattr(_PLAIN, name):
             feature = {name: getattr(case, name), "dropout_seed": case.dropout_seed if name == "dropout" else None}
-            feature |= {"lengths": case.lengths} if name in ("page", "cache") else {}
-            feature |= {"page": case.page, "scales": case.scales} if name == "cache" else {}
+            feature |= {"lengths": case.lengths} if name in ("page", "cache", "tree") else {}
+            feature |= {"page": case.page} if name in ("cache", "tree") else {}
+            feature |= {"scales": case.scales} if name == "cache" else {}
             yield _consistent(plain.replace(batch=case.batch, **feature))
     yield _consistent(
         case.replace(**{name: getattr(_PLAIN, name) for name in (*_FEATURES, "placing") if name != "library"})
@@ -119,7 +121,7 @@ def _consistent(case: Case) -> Case:
         width = max(-(-case.seq_k // case.page), 1) * case.page
         case = case.replace(seq_k=width, **plain) if case.lengths else case.replace(page=0)
     if not case.page:
-        case = case.replace(splits=0, cache="")
+        case = case.replace(splits=0, cache="", tree="")
     if not case.cache:
         case = case.replace(scales="")
     if case.lengths is not None:

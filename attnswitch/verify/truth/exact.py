@@ -14,7 +14,7 @@ import numpy as np
 from attnswitch.machine.backend import Precision
 from attnswitch.problem.philox import keep_mask
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.drawing.data import hashed
+from attnswitch.verify.drawing.generator import hashed
 from attnswitch.verify.truth import bounds, oracle, rows
 from attnswitch.verify.truth.oracle import Answer, Float
 
@@ -183,7 +183,8 @@ def _answer(case: Case, data: dict[str, Any], keep: Any, place: _Place) -> Answe
     alone = mask is not None and mask.shape[:2] == (case.batch, case.heads_q)
     kind = case.mask if whole and alone else None
     part = case.replace(
-        batch=1, heads_kv=1, group=count, seq_q=len(i), lengths=None, query_lengths=None, page=0, splits=0, mask=kind
+        **{"batch": 1, "heads_kv": 1, "group": count, "seq_q": len(i), "mask": kind},
+        **{"lengths": None, "query_lengths": None, "page": 0, "splits": 0, "tree": ""},
     )
     scores = oracle.sink_scores(case, data)[b : b + 1, heads][:, :, i]
     found = oracle.answer(part, few, keep, visible, oracle.distances(case, (b, heads.start, i)), scores)
