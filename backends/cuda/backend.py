@@ -53,6 +53,7 @@ class CudaBackend(Backend):
     sinks: ClassVar[bool] = True
     alibi: ClassVar[bool] = True
     paged: ClassVar[bool] = True
+    trees: ClassVar[bool] = True
     splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {emulator.VARIABLE: "1"}
 

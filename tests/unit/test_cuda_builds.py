@@ -39,6 +39,7 @@ SLOW = CASES[::6]
 VALUES: dict[str, set[int]] = {
     **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "ONCE", "WITH_KEY", "WITH_VALUE")},
     **{flag: {0, 1} for flag in ("SINKS", "ALIBI")},
+    "TREE": {1},
     "PAGED": {0, 1, 2},
     "SPLIT": {0, 1, 2},
     "MASK_KIND": {0, 1, 2, 3, 4, 5},

@@ -63,6 +63,7 @@ class Call:
         if p.mask is not None:
             self.mask = draw.standard_normal((p.batch, 1, p.seq_q, p.seq_k)).astype(p.mask.dtype).astype(float)
         self.pages = draw.permutation(p.batch * (p.seq_k // p.page) + 3) if p.page else None
+        self.trees = [draw.random((n, p.seq_q)) < 0.6 for n in self.queries]
 
     def rounded(self, array: Array) -> Array:
         return torch.from_numpy(array).to(getattr(torch, self.problem.dtype)).double().numpy()
@@ -77,13 +78,15 @@ class Call:
         lq, lk = self.queries[b], self.lengths[b]
         plain = p.replace(
             batch=1, seq_q=lq, seq_k=lk, dtype="float64", varlen=False, page=0, splits=0, sinks=False, alibi=False,
-            key_lengths=False, mask=None, lse=True, grads="qkv",
+            key_lengths=False, mask=None, lse=True, grads="qkv", tree=False,
         )  # fmt: skip
         mask = np.zeros((1, p.heads_q, lq, lk)) if self.mask is None else self.mask[b, :, :lq, :lk][None]
         if p.alibi:
             centre = np.arange(lq)[:, None] + (lk - lq if p.bottom_right else 0)
             apart = np.abs(centre - np.arange(lk)[None, :])
             mask = mask - self.slopes[b % len(self.slopes)][None, :, None, None] * apart
+        for j in range(max(0, lk - lq), lk if p.tree else 0):
+            mask[..., j] = np.where(self.trees[b][:, j - (lk - lq)], mask[..., j], -np.inf)
         if lq and lk:
             plain = plain.replace(mask=Mask("float64", "hqk"))
         given = Inputs(
@@ -131,7 +134,13 @@ class Call:
             torch.from_numpy(self.sinks).to(getattr(torch, real)) if p.sinks else None,
             torch.from_numpy(self.slopes).to(getattr(torch, real)) if p.alibi else None,
             table,
+            tree_mask=self._bits() if p.tree else None,
         )
+
+    def _bits(self) -> torch.Tensor:
+        """Those of the trees; of queries that a sequence does not have they are drawn too."""
+        bits = [np.packbits(tree, axis=-1, bitorder="little") for tree in self.trees]
+        return torch.from_numpy(np.concatenate(bits)[None] if self.problem.varlen else np.stack(bits))
 
     def _rows(self, entries: list[Array], length: int, packed: bool, garbage: float = 0.0) -> torch.Tensor:
         if packed:
@@ -241,10 +250,11 @@ def test_hoppers_gradients_know_of_sinks_by_the_lse_alone() -> None:
     assert (added["forward"]["SINKS"], added["prepare_added"]["SINKS"]) == (1, 1)
 
 
-@pytest.mark.parametrize("form", [{"sinks": True}, {"alibi": True}, {"page": 16}], ids=str)
+@pytest.mark.parametrize("form", [{"sinks": True}, {"alibi": True}, {"page": 16}, {"page": 16, "tree": True}], ids=str)
 def test_a_form_makes_a_class_of_its_own(form: dict[str, Any]) -> None:
-    p = Problem.parse("b4.h4.s64.d64.bf16.lengths")
-    assert classes._results(p) is not classes._results(p.replace(**form))
+    p = Problem.parse("b4.h4.s64.d64.bf16.causal-br.lengths")
+    less = p.replace(page=16) if "tree" in form else p
+    assert classes._results(less) is not classes._results(p.replace(**form))
 
 
 @pytest.mark.parametrize("text", ["b4.h16.s1024.d64.bf16.grad", "b1.h2.s64.d20.fp32.grad"], ids=["own", "generic"])
@@ -401,6 +411,33 @@ def test_pages_of_packed_queries(splits: int, queries: Any, more: str, page: int
     """The offsets of keys are none, and are not read."""
     fixed = f".splits={splits}" if splits else ""
     text = f"b4.h4/2.s{max(queries)}x96.d32.bf16.lengths.page={page}.lse.varlen.{more}{fixed}"
+    compare(Call(text, [96, 50, 20, 0], queries))
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("more", [".causal-br", "", ".window=30,3.softcap=2.0", ".sinks.alibi.causal-br", ".splits=3"])
+@pytest.mark.parametrize(
+    ("room", "page"),
+    [("s1.d32.bf16", 16), ("s3.d24/40.fp32", 3), ("s12.d32.fp16", 64), ("s40.d32.bf16", 24), ("s9.d20.fp64", 1)],
+    ids=["decode", "few", "more than a byte", "many", "strided"],
+)
+def test_trees_are_masks_of_the_newest_keys(room: str, page: int, more: str) -> None:
+    """As many queries as keys, fewer keys than queries, and older keys that end within a tile."""
+    queries, _, kind = room.partition(".")
+    count = int(queries[1:])
+    text = f"b4.h4/2.{queries}x{96 // page * page}.{kind}.lengths.page={page}.tree.lse{more}"
+    compare(Call(text, [50, count, count // 2, 96 // page * page]))
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (7, 0, 20, 3)], ids=["decoding", "mixed"])
+@pytest.mark.parametrize("splits", ["", ".splits=4"])
+def test_trees_of_packed_queries(splits: str, queries: Any) -> None:
+    text = f"b4.h4/2.s{max(queries)}x96.d32.bf16.lengths.page=16.tree.lse.varlen.causal-br{splits}"
     compare(Call(text, [96, 50, 20, 0], queries))
 
 

@@ -186,11 +186,9 @@ def test_a_mask_is_told_of_trees() -> None:
 
 def test_who_reads_no_bits_says_so() -> None:
     problem, device = Problem.parse(TEXT.replace("fp64", "bf16")), Device.parse("h200")
-    plan = attnswitch.explain(problem, device=device)
-    assert plan.backend == "triton"
-    assert "tree_mask: its kernels read no mask beside pages" in str(plan)
-    with pytest.raises(Unsupported, match="tree_mask"):
-        attnswitch.plan(problem, device=device, backend="cuda")
+    assert attnswitch.plan(problem, device=device).backend in ("cuda", "triton")
+    with pytest.raises(Unsupported, match="tree_mask: its kernels read no mask beside pages"):
+        attnswitch.plan(problem, device=device, backend="flashinfer")
 
 
 # -- in a graph of torch's ---------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("sink_step", "slope_batch", "slope_head", "table_batch", "table_step")),
         *((name, ctypes.c_int32) for name in ("table_bytes", "page")),
         ("by_page", Divisor),
+        ("tree", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tree_batch", "tree_row")),
     ]
 
 
@@ -151,6 +153,8 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
     if inputs.block_table is not None:
         a.table, a.table_batch, a.table_step = memory.place(inputs.block_table)
         a.table_bytes = int(inputs.block_table.itemsize)
+    if inputs.tree_mask is not None:
+        a.tree, a.tree_batch, a.tree_row, _ = memory.place(inputs.tree_mask)
     return a
 
 

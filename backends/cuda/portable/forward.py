@@ -118,6 +118,7 @@ def _lines(inputs: Inputs) -> int:
 def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
     own = {"LENGTHS": int(p.key_lengths), "SPLIT": split, "ONCE": int(once)}
     own |= {"SINKS": int(p.sinks), "PAGED": tiles.paged(p, tile)}
+    own |= {"TREE": 1} if p.tree else {}  # which nearly no problem has, so that the others do not name it
     return variants.of_tile("forward", p, tile, {**variants.flags(p), **own})
 
 

@@ -16,7 +16,7 @@ from .tiles import ROWS_A_BLOCK, Tile, block
 __all__ = ["dense_bytes", "flags", "of_numbers", "of_rows", "of_tile"]
 
 #: Flags that generic kernels are compiled for too: they decide on registers, or are of forms that few problems have.
-_ALWAYS = ("WITH_KEY", "WITH_VALUE", "SINKS", "ALIBI", "PAGED")
+_ALWAYS = ("WITH_KEY", "WITH_VALUE", "SINKS", "ALIBI", "PAGED", "TREE")
 
 
 def of_tile(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Variant:

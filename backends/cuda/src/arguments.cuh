@@ -75,4 +75,6 @@ struct Arguments {
     i64 table_batch, table_step;
     int table_bytes, page;    // 4 or 8; rows of a page
     Divisor by_page;
+    const u8* tree;           // (batch, queries, bytes), a bit for each of the newest keys: TREE
+    i64 tree_batch, tree_row;
 };

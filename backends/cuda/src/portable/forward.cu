@@ -5,7 +5,7 @@
 // Where rows are few, each warp has all of them and every TEAMS-th tile of keys, and warps are put together at the end
 // (together.cuh). Keys may be split among blocks as well (SPLIT).
 //
-//   each tile of keys    S = Q K^T | softcap, alibi, mask | S becomes P, O is rescaled (softmax.cuh) | dropout | O += P V
+//   each tile of keys    S = Q K^T | softcap, alibi, mask, tree | S becomes P, O is rescaled (softmax.cuh) | dropout | O += P V
 //   at the end           O / total and lse, or parts of them (results.cuh)
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], then for each team STAGES times key [BLOCK_N][BLOCK_D] and value
@@ -14,6 +14,7 @@
 #include "portable/hull.cuh"
 #include "portable/pages.cuh"
 #include "portable/results.cuh"
+#include "portable/tree.cuh"
 
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
 constexpr int RING = STAGES * (KEY + VALUE);
@@ -134,6 +135,7 @@ KERNEL forward(const Arguments a) {
         scale_scores(p, tangents, a);
         if (ALIBI) slant(p, start, [&](int m) { return slopes[m]; }, [&](int m) { return rows.stands_at(m); });
         hide(p, masks, a, start, tiles.hides(start), sees, mask, a.mask.column);
+        if (TREE) prune(p, a, rows, start);
         softmax.weigh(p, sums, factor, rows.count);
         if (DROPOUT) drop(p, rows.kept(start));
         product_nn<BLOCK_N, BLOCK_DV>(sums, p, key + KEY, shared.scratch);
