@@ -56,20 +56,20 @@ NARROWER: dict[tuple[str, str], set[Any]] = {
 #: What a kernel never asks of its variant.
 UNASKED = {
     "forward": {"even_q"},
-    "key_gradients": {"overlap", "packed", "paged", "scaled", "sinks", "split", "tma_rows"},
-    "query_gradient": {"even_q", "overlap", "packed", "paged", "scaled", "sinks", "split", "tma_rows"},
+    "key_gradients": {"overlap", "packed", "paged", "scaled", "sinks", "split", "tma_rows", "tree"},
+    "query_gradient": {"even_q", "overlap", "packed", "paged", "scaled", "sinks", "split", "tma_rows", "tree"},
     "mask_gradient": {
         "aligned", "even_k", "even_q", "listed", "overlap", "packed", "paged", "scaled", "sinks", "split", "tma",
-        "tma_rows", "varlen", "wide",
+        "tma_rows", "tree", "varlen", "wide",
     },
     "prepare_added": {
         "aligned", "dropout", "even_k", "even_q", "listed", "overlap", "packed", "paged", "scaled", "split", "tma",
-        "tma_rows", "varlen", "wide",
+        "tma_rows", "tree", "varlen", "wide",
     },
     "classify": {
         "alibi", "aligned", "block_d", "block_dv", "dropout", "even_d", "even_dv", "even_q", "fold", "generic",
-        "listed", "packed", "paged", "panelled", "scaled", "sinks", "softcap", "split", "tma", "tma_rows", "varlen",
-        "wide",
+        "listed", "packed", "paged", "panelled", "scaled", "sinks", "softcap", "split", "tma", "tma_rows", "tree",
+        "varlen", "wide",
     },
 }  # fmt: skip
 #: Compiled in every run; some of the others where what is slow is run, the rest at night.
