@@ -40,6 +40,7 @@ def backend(name: str) -> Backend:
         "sinks": reading.takes("sinks"),
         "alibi": reading.takes("slopes"),
         "splits": reading.takes("splits"),
+        "trees": reading.takes("tree"),
         "builds_per_shape": target.in_triton,
         "emulation": {VARIABLE: "1"} if target.in_triton else {},
         "lacks": takes.lacks(reading),

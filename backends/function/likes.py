@@ -49,6 +49,7 @@ _PAGES = {
     "table": ("block_table", "block_tables", "page_table"),
     "lengths": ("cache_seqlens", "cache_lengths", "context_lens"),
     "splits": ("num_splits",),
+    "tree": ("tree_mask",),
     "edges_q": ("cu_seqlens_q",),
     "longest_q": ("max_seqlen_q",),
 }

@@ -35,6 +35,7 @@ def arguments(reading: Reading, problem: Problem, inputs: Inputs, stated: bool) 
         "deterministic": False,
         "lse": False,
         "splits": 0,
+        "tree": None,
     }
     told = {
         word: inputs.attn_mask,
@@ -64,6 +65,8 @@ def _operands(reading: Reading, problem: Problem, inputs: Inputs) -> dict[str, A
         query = query[0].swapaxes(0, 1) if problem.varlen else query.swapaxes(1, 2)
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         said["table"] = _integers(inputs.block_table, query)
+        if inputs.tree_mask is not None:
+            said["tree"] = inputs.tree_mask[0] if problem.varlen else inputs.tree_mask
     if inputs.offsets is not None:
         edges = [_integers(edge, query) for edge in inputs.offsets]
         said |= {"edges_q": edges[0], "edges_k": edges[-1]}

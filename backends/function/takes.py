@@ -24,6 +24,7 @@ _FEATURES = {
     "lengths": "key_lengths",
     "lse": "lse",
     "splits": "splits",
+    "tree": "tree",
     "seed": "seeded",
 }
 

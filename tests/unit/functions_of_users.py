@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -131,6 +132,30 @@ def like_paged(
         key, value = (x[used].flatten(0, 1)[None, :length].transpose(1, 2) for x in (k_cache, v_cache))
         query = q[b : b + 1].transpose(1, 2)
         part, _ = _formula(query, key, value, None, causal, softmax_scale, offset=length - q.shape[1])
+        out[b] = part[0].transpose(0, 1)
+    return out
+
+
+def like_tree(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    tree_mask: Tensor | None = None,
+) -> Tensor:
+    out = q.new_zeros(*q.shape[:3], v_cache.shape[3])
+    for b, (length, table) in enumerate(zip(cache_seqlens.tolist(), block_table, strict=True)):
+        used, queries = table[: -(-length // k_cache.shape[1])].long(), q.shape[1]
+        key, value = (x[used].flatten(0, 1)[None, :length].transpose(1, 2) for x in (k_cache, v_cache))
+        seen = torch.ones(queries, length, dtype=torch.bool)
+        for i, j in itertools.product(range(queries), range(length)):
+            if (t := j - (length - queries)) >= 0 and tree_mask is not None:
+                seen[i, j] = bool(tree_mask[b, i, t // 8] >> t % 8 & 1)
+        query = q[b : b + 1].transpose(1, 2)
+        part, _ = _formula(query, key, value, seen, causal, softmax_scale, offset=length - queries)
         out[b] = part[0].transpose(0, 1)
     return out
 

@@ -35,6 +35,7 @@ def verified(function: str, examples: int = 60, **plan: Any) -> Report:
             ("like_varlen", "b3.h4/2.s5x9.d16.fp32.causal-br.varlen.grad"),
             ("like_varlen", "b3.h4/2.s5x9.d16.fp32.varlen.lse"),
             ("like_paged", "b3.h4/2.s2x32.d16.fp32.causal-br.lengths.page=16"),
+            ("like_tree", "b3.h4/2.s9x32.d16.fp32.causal-br.lengths.page=16.tree"),
             ("like_bhsd@bhsd", "b2.h2.s9.d16.fp32.causal.mask=fp32:hqk.sinks"),
             ("like_bhsd@bhsd+gqa", "b2.h4/2.s9.d16.fp32.scale=-0.25.grad"),
             ("like_bhsd@bhsd+empty", "b2.h2.s5x0.d16.fp32"),
@@ -126,6 +127,7 @@ def test_a_wrong_function_is_found_by_drawing(function: str) -> None:
         ("like_varlen", "b1.h2.s9.d16.fp32", "a dense batch: like_varlen() takes sequences one after another"),
         ("like_paged", "b1.h2.s9.d16.fp32", "no pages: like_paged() takes keys in pages"),
         ("like_paged", "b2.h2.s2x32.d16.fp32.causal-br.varlen.lengths.page=16", "like_paged() takes no cu_seqlens_q"),
+        ("like_paged", "b2.h2.s2x32.d16.fp32.lengths.page=16.tree", "tree_mask: its kernels read no mask beside pages"),
         ("in_numpy@bhsd", "b1.h2.s9.d16.bf16", "dtype bfloat16: numpy has none"),
         ("in_numpy@bhsd", "b1.h2.s9.d16.fp32.grad", "in_numpy() returns arrays of numpy, which have none"),
         (
