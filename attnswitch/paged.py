@@ -59,8 +59,8 @@ def attention_paged(
             being rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
         max_seqlen_q: the most queries of any sequence, or more. Left out, it is computed, for which the host waits
             where cu_seqlens_q is on a GPU.
-        scale: as for ``attention``, like is_causal and all that follows but num_splits.
-        is_causal: see scale; False lets every query see all keys of its sequence, within the window.
+        scale: as for ``attention``, like all that says "see scale".
+        is_causal: see scale; False lets every query see all keys of its sequence that window and tree_mask leave.
         window: see scale; (left, right) keys around the query's own.
         softcap: see scale.
         return_lse: see scale; the lse is (B, Hq, Lq), or (Hq, T).
@@ -70,8 +70,9 @@ def attention_paged(
         tree_mask: of the keys of the queries themselves, the newest, those that each query sees, where these are the
             tokens of a tree (speculative decoding): (B, Lq, W) bytes (uint8), or (T, W) with cu_seqlens_q, as
             ``numpy.packbits(seen, axis=-1, bitorder="little")`` makes them. Bit t % 8 of byte t // 8 is about the key
-            of query t of the sequence. Older keys are seen by all. is_causal, window and alibi_slopes go by the order
-            in the cache, and apply as well.
+            of query t of the sequence. Older keys are seen by all. A row has a bit for each query: W is Lq / 8 or more,
+            packed max_seqlen_q / 8. An array beside query, and no list. is_causal, window and alibi_slopes go by the
+            order in the cache, and apply as well: a parent comes before its children, or is_causal is False.
         key_scale: what an element of a cache of 8 bits stands for is itself times this, in float32 (float64 where query
             is that): a number, (Hkv,) of each head, or (P, 1) or (P, Hkv) of each page. 1 where it is left out. An
             array beside query, or a number or a list. Scales of pages that no sequence uses may hold anything.

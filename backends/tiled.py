@@ -42,7 +42,7 @@ class TiledConfig(Config):
 
 
 class TiledBackend(Backend):
-    """Every feature in float32 (float64 for float64) with memory linear in the sequence length."""
+    """Every feature in float32 (float64 for float64); memory is linear in the length, but for the mask of a tree."""
 
     name: ClassVar[str] = "tiled"
     library: ClassVar[str] = "numpy"
@@ -77,6 +77,10 @@ class TiledBackend(Backend):
     def precision(self, problem: Problem, device: Device) -> Precision:
         """One arithmetic throughout: the weights are not rounded before the product with the values."""
         return Precision(accumulator="float64" if problem.dtype == "float64" else "float32")
+
+    def extra_bytes(self, problem: Problem, device: Device) -> int:
+        """That of its tiles, and of a tree the mask of one sequence, a byte for each of its scores."""
+        return super().extra_bytes(problem, device) + (problem.seq_q * problem.seq_k if problem.tree else 0)
 
     def compile(self, problem: Problem, device: Device, config: TiledConfig) -> Kernel:
         """The kernel for ``problem``; one for each sequence of its own length."""

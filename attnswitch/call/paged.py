@@ -100,6 +100,11 @@ def problem_of(
     operands: tuple[Array, Array, Array], beside: Beside, keywords: dict[str, Any], function: Callable[..., Any]
 ) -> tuple[Problem, Device]:
     """The problem that a call with such ``keywords`` of ``function`` is, and its device."""
+    if beside.block_table is None or beside.cache_lengths is None:
+        raise InvalidProblem(
+            "tree_mask, num_splits, key_scale and value_scale are for a cache in pages: pass block_table and"
+            " cache_lengths as well"
+        )
     for name in keywords:
         if name in _ELSEWHERE:
             raise unsaid(name, function)
@@ -243,8 +248,11 @@ def _bits(given: Any, query: Facts, longest: int) -> Array:
     if facts.dtype != "uint8" or facts.shape[:-1] != rows or facts.shape[-1] * 8 < longest:
         raise InvalidProblem(f"tree_mask has dtype {facts.dtype} and shape {facts.shape}: {what}")
     check_beside(facts, "tree_mask", query)
-    xp: Any = sys.modules[arrays.library_of(array)]
-    array = array.contiguous() if xp.__name__ == "torch" else xp.ascontiguousarray(array)
+    library = arrays.library_of(array)
+    if library != "torch":
+        array = sys.modules[library].ascontiguousarray(array)
+    elif facts.shape[-1] > 1 and array.stride(-1) != 1:  # rows may lie as they do, and be one for all sequences
+        array = array.contiguous()
     return array if len(rows) == 2 else array[None]
 
 

@@ -60,8 +60,8 @@ class Inputs(NamedTuple):
     alone are told apart by ``offsets``, of which ``key`` then says nothing. Where the problem names a ``cache`` the
     caches are of that type, and row j stands for its elements times the scale of its page and head: key_scale and
     value_scale are (P, Hkv) in the type of sinks, and may have strides of 0. With a ``tree``, tree_mask are bytes
-    (B, Lq, W), B being 1 where ``offsets`` tell queries apart: bit ``t % 8`` of byte ``t // 8`` says whether a query
-    sees the key of query t of its sequence.
+    (B, Lq, W), those of a row side by side, B being 1 where ``offsets`` tell queries apart: bit ``t % 8`` of byte
+    ``t // 8`` says whether a query sees the key of query t of its sequence.
     """
 
     query: Array

@@ -60,8 +60,11 @@ def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]
 def extra_bytes(backend: Backend, problem: Problem, device: Device) -> int:
     """Bytes beside operands and results that ``backend`` holds at its peak, gathered keys and values included."""
     alone = asked(backend, problem)
-    gathered = cost.kv_bytes(alone) if problem.page and alone is not problem else 0
-    return backend.extra_bytes(alone, device) + gathered
+    if alone is problem:
+        return backend.extra_bytes(problem, device)
+    gathered = cost.kv_bytes(alone) if problem.page else 0
+    mask = alone.seq_q * alone.seq_k if problem.tree else 0
+    return backend.extra_bytes(alone, device) + gathered + mask
 
 
 def _own(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:

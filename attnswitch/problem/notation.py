@@ -16,7 +16,7 @@ first and are required; the others appear only when they differ from the default
     varlen                attention_varlen: s128x256 are the most queries and keys of any of its sequences
     page=16               attention_paged: rows of a page   splits=4           its num_splits
     sinks  alibi          sinks and alibi_slopes are given  tree               tree_mask, with page
-    bottom-right          alignment of a window or of alibi that is not causal
+    bottom-right          alignment of a window or of alibi that is not causal, and of a tree
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ def traits(problem: Problem) -> Traits:
     """The traits of ``problem``. A single query is bound by reading keys and values: these bytes are its size."""
     p, decode = problem, problem.seq_q == 1
     mask = None if p.mask is None else p.mask.is_bool
-    features = mask, p.irregular, p.varlen, p.page > 0, p.alibi, bool(p.grads), bool(p.dropout), bool(p.softcap)
+    forms = p.varlen, p.page > 0, p.tree, p.alibi
+    features = mask, p.irregular, *forms, bool(p.grads), bool(p.dropout), bool(p.softcap)
     return Traits(
         kind=(DTYPES[p.dtype], *features, decode, p.is_empty),
         heads=(p.group,) if decode else (p.batch * p.heads_q, p.group),

@@ -139,7 +139,8 @@ class Call:
 
     def _bits(self) -> torch.Tensor:
         """Those of the trees; of queries that a sequence does not have they are drawn too."""
-        bits = [np.packbits(tree, axis=-1, bitorder="little") for tree in self.trees]
+        drawn = [np.packbits(tree, axis=-1, bitorder="little") for tree in self.trees]
+        bits = [np.pad(rows, ((0, 0), (0, 1)), constant_values=255) for rows in drawn]
         return torch.from_numpy(np.concatenate(bits)[None] if self.problem.varlen else np.stack(bits))
 
     def _rows(self, entries: list[Array], length: int, packed: bool, garbage: float = 0.0) -> torch.Tensor:

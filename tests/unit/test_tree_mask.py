@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import attnswitch
 from attnswitch import InvalidProblem, Problem, Unsupported, attention, attention_paged
 from attnswitch.bench import deviation, workload
+from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.device import Device
 from attnswitch.machine.trees import as_mask
 from attnswitch.verify import Case
@@ -125,9 +127,11 @@ def test_nan_of_a_hidden_query_does_not_leak() -> None:
     np.testing.assert_allclose(attention_paged(query, keys, values, TABLE, LENGTHS, **given), right, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
 def test_with_num_splits_a_sequence_has_the_same_bits_alone() -> None:
     query, keys, values, seen = call()
-    given: Any = {"num_splits": 3, "backend": "tiled"}
+    given: Any = {"num_splits": 3, "backend": "cuda"}
     whole = attention_paged(query, keys, values, TABLE, LENGTHS, tree_mask=packed(seen), **given)
     alone = attention_paged(query[:1], keys, values, TABLE[:1], LENGTHS[:1], tree_mask=packed(seen[:1]), **given)
     assert np.array_equal(whole[:1], alone)
@@ -143,7 +147,9 @@ def test_the_text_form() -> None:
     assert Problem.parse(TEXT.replace("causal-br.", "")).bottom_right  # whose queries are the newest keys
     with pytest.raises(InvalidProblem, match="tree: only queries of a cache in pages"):
         Problem.parse("b3.h4.s8.d8.fp32.tree")
-    assert classes.speed_class(problem) != classes.speed_class(problem.replace(tree=False))
+    plain = problem.replace(tree=False)
+    assert classes.speed_class(problem) != classes.speed_class(plain)
+    assert classes.doublings(classes.traits(plain), classes.traits(problem)) == math.inf  # no time serves both
 
 
 def test_plan_and_explain() -> None:
@@ -176,6 +182,31 @@ def test_what_is_no_tree_is_refused(wrong: Any, told: str) -> None:
     query, keys, values, seen = call()
     with pytest.raises(InvalidProblem, match=told):
         attention_paged(query, keys, values, TABLE, LENGTHS, tree_mask=wrong(packed(seen)))
+
+
+def test_the_mask_of_a_tree_counts_as_memory() -> None:
+    problem = Problem.parse("b4.h8.s4096x65536.d64.fp32.causal-br.lengths.page=16.tree")
+    for name in ("tiled", "sdpa-math"):
+        backend = registry.load(name)
+        assert not isinstance(backend, registry.Missing)
+        more, plain = (one_by_one.extra_bytes(backend, p, Device.cpu()) for p in (problem, problem.replace(tree=False)))
+        assert more - plain >= 4096 * 65536
+
+
+def test_without_a_table_the_message_names_it() -> None:
+    query, keys, values, seen = call()
+    with pytest.raises(InvalidProblem, match=r"tree_mask, .* are for a cache in pages: pass block_table"):
+        attnswitch.plan(query, keys, values, tree_mask=packed(seen))
+
+
+def test_rows_of_bits_may_be_shared_or_of_a_wider_buffer() -> None:
+    query, keys, values, _ = (torch.from_numpy(x) for x in call())
+    shared = torch.from_numpy(packed(np.tri(11, dtype=bool))).expand(3, 11, 2)
+    wide = torch.zeros(3, 11, 8, dtype=torch.uint8)
+    wide[..., :2] = shared
+    arrays: Any = query, keys, values, TABLE.tolist(), LENGTHS
+    for bits in (shared, wide[..., :2]):
+        torch.testing.assert_close(attention_paged(*arrays, tree_mask=bits), attention_paged(*arrays))
 
 
 def test_a_mask_is_told_of_trees() -> None:

@@ -210,7 +210,8 @@ class Made:
 
     def _bits(self) -> torch.Tensor:
         """Those of the trees, and some that mean nothing."""
-        bits = [torch.from_numpy(np.packbits(tree.numpy(), axis=-1, bitorder="little")) for tree in self._trees]
+        drawn = [np.packbits(tree.numpy(), axis=-1, bitorder="little") for tree in self._trees]
+        bits = [torch.from_numpy(np.pad(rows, ((0, 0), (0, 1)), constant_values=255)) for rows in drawn]
         return torch.cat([*bits, *([bits[0][:1]] * 2)])[None] if self.p.varlen else torch.stack(bits)
 
     def _seen(self, b: int) -> torch.Tensor:

@@ -76,6 +76,10 @@ def _variant(subject: Subject) -> tuple[Case, dict[str, Any]]:
         mask = MaskRecipe("bool", "bhqk", 4, "random")
         other = case.replace(mask=mask)
         return other, {**data, "attn_mask": Subject(other).data["attn_mask"]}
+    if choice == 2 and case.page:
+        other = case.replace(tree="" if case.tree else "random")
+        bits = {} if case.tree else {"attn_mask": Subject(other).data["attn_mask"]}
+        return other, {role: values for role, values in data.items() if role != "attn_mask"} | bits
     other = case.replace(data_seed=(case.data_seed + 1) % 2**64)
     return other, Subject(other).data
 

@@ -290,7 +290,8 @@ def forward(
         mask = (MASK, mask_rows[:, None], by.m.d, seq_k)
     if how.tree:
         there = tl.minimum(i_wide, seq_q - 1)
-        mask = (TREE + b64 * sizes.tree_b + there[:, None] * sizes.tree_l, seq_q, 0, 0)
+        bits = TREE + b64 * sizes.tree_b + there[:, None] * sizes.tree_l
+        mask = (bits, tl.minimum(seq_q, sizes.seq_q), 0, 0)  # a sequence may have more than the caller said
     slope = 0.0
     if how.alibi:
         slope = tl.load(SLOPES + b * scores.slope_b + h * scores.slope_h)[:, None]
