@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from attnswitch.machine import trees
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision
 from attnswitch.machine.device import Device
 from attnswitch.machine.one_by_one import OneByOne
@@ -80,7 +81,7 @@ class TiledBackend(Backend):
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """That of its tiles, and of a tree the mask of one sequence, a byte for each of its scores."""
-        return super().extra_bytes(problem, device) + (problem.seq_q * problem.seq_k if problem.tree else 0)
+        return super().extra_bytes(problem, device) + trees.mask_bytes(problem)
 
     def compile(self, problem: Problem, device: Device, config: TiledConfig) -> Kernel:
         """The kernel for ``problem``; one for each sequence of its own length."""

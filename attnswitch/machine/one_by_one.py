@@ -63,8 +63,7 @@ def extra_bytes(backend: Backend, problem: Problem, device: Device) -> int:
     if alone is problem:
         return backend.extra_bytes(problem, device)
     gathered = cost.kv_bytes(alone) if problem.page else 0
-    mask = alone.seq_q * alone.seq_k if problem.tree else 0
-    return backend.extra_bytes(alone, device) + gathered + mask
+    return backend.extra_bytes(alone, device) + gathered + trees.mask_bytes(problem)
 
 
 def _own(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
@@ -123,7 +122,7 @@ def _alone(problem: Problem, queries: int, keys: int) -> Problem:
     """
     p = problem
     lengths, mask = p.key_lengths and not p.page, Mask("bool", "qk") if p.tree else p.mask
-    alone = p.replace(varlen=False, key_lengths=lengths, page=0, splits=0, cache="", tree=False, mask=mask)
+    alone = p.dense(key_lengths=lengths, mask=mask)
     if p.cache:
         dtype = "float64" if p.dtype == "float64" else "float32"
         # Once they are gathered they lie plainly; but a cache that runs backwards has to become torch's before that.

@@ -7,8 +7,9 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array
+from attnswitch.problem import Problem
 
-__all__ = ["as_mask"]
+__all__ = ["as_mask", "mask_bytes"]
 
 
 def as_mask(bits: Array, keys: int) -> Array:
@@ -29,3 +30,8 @@ def as_mask(bits: Array, keys: int) -> Array:
     own = min(queries, keys)
     mask[..., keys - own :] = seen[:, None, :, queries - own :]
     return mask
+
+
+def mask_bytes(problem: Problem) -> int:
+    """Bytes of the mask of the longest sequence of ``problem``, 0 where it has no tree."""
+    return problem.seq_q * problem.seq_k if problem.tree else 0

@@ -313,6 +313,10 @@ class Problem(_Fields):
             right = 0 if right is None else min(right, 0)
         return left, right
 
+    def dense(self, **changes: object) -> Problem:
+        """A copy of operands (B, H, L, D), neither one after another nor in pages, with ``changes`` besides."""
+        return self.replace(varlen=False, page=0, splits=0, cache="", tree=False, **changes)
+
     def element(self, role: str) -> int:
         """Bytes of an element of query, key, value or attn_mask; of a mask that is not there, 0."""
         if role == "attn_mask":

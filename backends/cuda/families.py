@@ -76,7 +76,7 @@ def beside_hopper(problem: Problem, device: Device) -> float:
     1 where Hopper's take neither.
     """
     forms = [slower[bool(problem.grads)] for form, slower in _SLOWER.items() if getattr(problem, form)]
-    plain = problem.replace(varlen=False, page=0, splits=0, cache="", tree=False)
+    plain = problem.dense()
     if not forms or against_hopper(plain, device):
         return 1.0
     return max(forms)

@@ -125,15 +125,17 @@ def like_paged(
     softmax_scale: float | None = None,
     causal: bool = False,
 ) -> Tensor:
-    out = q.new_zeros(*q.shape[:3], v_cache.shape[3])
-    for b, (length, table) in enumerate(zip(cache_seqlens.tolist(), block_table, strict=True)):
-        page = k_cache.shape[1]
-        used = table[: -(-length // page)].long()
-        key, value = (x[used].flatten(0, 1)[None, :length].transpose(1, 2) for x in (k_cache, v_cache))
-        query = q[b : b + 1].transpose(1, 2)
-        part, _ = _formula(query, key, value, None, causal, softmax_scale, offset=length - q.shape[1])
-        out[b] = part[0].transpose(0, 1)
-    return out
+    return like_tree(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal)
+
+
+def _seen(bits: Tensor, length: int) -> Tensor:
+    """Which of so many keys each query sees by its ``bits`` (Lq, W)."""
+    queries = len(bits)
+    seen = torch.ones(queries, length, dtype=torch.bool)
+    for i, j in itertools.product(range(queries), range(max(0, length - queries), length)):
+        t = j - (length - queries)
+        seen[i, j] = bool(bits[i, t // 8] >> t % 8 & 1)
+    return seen
 
 
 def like_tree(
@@ -150,10 +152,7 @@ def like_tree(
     for b, (length, table) in enumerate(zip(cache_seqlens.tolist(), block_table, strict=True)):
         used, queries = table[: -(-length // k_cache.shape[1])].long(), q.shape[1]
         key, value = (x[used].flatten(0, 1)[None, :length].transpose(1, 2) for x in (k_cache, v_cache))
-        seen = torch.ones(queries, length, dtype=torch.bool)
-        for i, j in itertools.product(range(queries), range(length)):
-            if (t := j - (length - queries)) >= 0 and tree_mask is not None:
-                seen[i, j] = bool(tree_mask[b, i, t // 8] >> t % 8 & 1)
+        seen = None if tree_mask is None else _seen(tree_mask[b], length)
         query = q[b : b + 1].transpose(1, 2)
         part, _ = _formula(query, key, value, seen, causal, softmax_scale, offset=length - queries)
         out[b] = part[0].transpose(0, 1)

@@ -48,8 +48,8 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
 
     A bool mask is bool, sinks are (Hq,), and alibi_slopes (1 or B, Hq). Of a cache of 8 bits key and value are what it
     stands for, with key_scale and value_scale (B, Hkv, Lk / page). Values are exact in the storage types, or in 8 bits.
-    Of a case with a tree attn_mask is the mask that its bits stand for.
-    ``grad_lse`` is zero unless the case asks for lse.
+    Of a case with a tree attn_mask is the mask that its bits stand for. ``grad_lse`` is zero unless the case asks for
+    lse.
     """
     b, h, lq, lk = case.scores
     shapes: dict[str, tuple[int, ...]] = {

@@ -67,8 +67,8 @@ def fitted(case: Case, method: str, ranks: int) -> Case:
     if method == "all-to-all" and case.heads_q % ranks and case.data_seed % _UNEVEN:
         case = case.replace(group=case.group * ranks)
     if case.page:
-        case = case.replace(page=0, splits=0, cache="", scales="", tree="")
-        case = case if case.varlen else case.replace(lengths=None)
+        lengths = case.lengths if case.varlen else None
+        case = case.replace(page=0, splits=0, cache="", scales="", tree="", lengths=lengths)
     if case.query_lengths is None or case.lengths is None:
         return case
     few, longest = tuple(map(min, case.query_lengths, case.lengths)), min(case.seq_q, case.seq_k)
