@@ -8,11 +8,12 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from filelock import FileLock
+from launched import ended
 from torch import distributed as dist
 
 __all__ = ["joined", "run", "save"]
@@ -57,8 +58,8 @@ def joined() -> tuple[int, int, Path]:
     return rank, world, folder
 
 
-def save(results: dict[str, Any]) -> None:
+def save(results: dict[str, Any]) -> NoReturn:
     """The last that a rank does."""
     rank, folder = dist.get_rank(), Path(sys.argv[3])
     torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    ended()

@@ -152,7 +152,7 @@ def process() -> None:
     ranks.joined()
     register(backend=BACKEND)
     if dist.get_world_size() == 4:
-        return ranks.save({name: computed(way) for name, way in OF_FOUR.items()})
+        ranks.save({name: computed(way) for name, way in OF_FOUR.items()})
     results = {name: computed(way) for name, way in WAYS.items()}
     with of_its_own_keys():
         results["faulty"] = computed(WAYS[FAULTY])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ring
 import torch
+from launched import ended
 from parts import Whole
 from torch import distributed as dist
 
@@ -193,7 +194,6 @@ def process(rank: int, folder: Path) -> None:
     forward = [{i: both[n] for i, both in results.items()} for n in range(2)]
     keys = [{j: pair[n] for j, pair in apart(travelling, rank).items()} for n in range(2)]
     torch.save(dict(zip(RESULTS, (*forward, queries, *keys), strict=True)), folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -218,3 +218,4 @@ def test_two_processes_are_the_whole(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     process(int(sys.argv[1]), Path(sys.argv[2]))
+    ended()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from launched import launched
+from launched import ended, launched
 from torch import distributed as dist
 from torch import nn
 
@@ -239,7 +238,6 @@ def trained() -> None:
         (out.square().sum() * ranks).backward()  # of which FSDP takes the mean
         for ours, theirs in zip(mine.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -250,4 +248,4 @@ def test_a_model_under_fsdp_has_the_gradients_of_one_process() -> None:
 
 if __name__ == "__main__":
     trained()
-    sys.exit(0)
+    ended()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from launched import ended
 from torch import distributed as dist
 from torch.nn import attention as of_torch
 
@@ -175,24 +176,21 @@ def ring(rank: int, world: int, store: str) -> None:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    try:
-        handle = flash.replaced(dict(BOTTOM), "CPU")
-        mesh = init_device_mesh("cpu", (world,))
-        torch.manual_seed(0)
-        whole = [torch.randn(2, 4, 16, 8).requires_grad_() for _ in range(3)]
-        expected = results(attnswitch.attention(*whole, is_causal=True), whole)
-        parallel._cp_options.enable_load_balance = False
-        parallel._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
-        split = [distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole]
-        out = operator(*split, 0.0, True)[0]
-        upstream = torch.cos(torch.arange(expected[0].numel()).reshape(expected[0].shape))
-        grads = torch.autograd.grad(out, split, distribute_tensor(upstream, mesh, [Shard(2)]))
-        for ours, theirs in zip((out, *grads), expected, strict=True):
-            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
-        handle.remove()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    handle = flash.replaced(dict(BOTTOM), "CPU")
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 4, 16, 8).requires_grad_() for _ in range(3)]
+    expected = results(attnswitch.attention(*whole, is_causal=True), whole)
+    parallel._cp_options.enable_load_balance = False
+    parallel._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
+    split = [distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole]
+    out = operator(*split, 0.0, True)[0]
+    upstream = torch.cos(torch.arange(expected[0].numel()).reshape(expected[0].shape))
+    grads = torch.autograd.grad(out, split, distribute_tensor(upstream, mesh, [Shard(2)]))
+    for ours, theirs in zip((out, *grads), expected, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    dist.barrier()
 
 
 @pytest.mark.slow
@@ -201,8 +199,7 @@ def test_torchs_ring_runs_on_it(tmp_path: Path) -> None:
     """This file as a program: pytest's own name of it cannot be imported in another process."""
     store = str(tmp_path / "store")
     started = [
-        subprocess.Popen([sys.executable, "-P", __file__, str(rank), "2", store], stderr=subprocess.PIPE)
-        for rank in range(2)
+        subprocess.Popen([sys.executable, __file__, str(rank), "2", store], stderr=subprocess.PIPE) for rank in range(2)
     ]
     errors = [process.communicate(timeout=300)[1].decode() for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
@@ -210,3 +207,4 @@ def test_torchs_ring_runs_on_it(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     ring(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    ended()
