@@ -76,7 +76,7 @@ struct OfKeys : Role<1, OfKeys> {
         Scores weighed;
         shared.weights_full[warp].wait(weights_at.parity);
         take_quads(weighed, shared.weights[warp]);
-        release_together(shared.weights_free[warp]);
+        shared.weights_free[warp].arrive();
         weights_at.next();
         weigher.differentiate(gradients, weighed, step, [&](int c) { return delta[c]; });
         pack(inner, gradients);

@@ -81,7 +81,7 @@ struct OfValues : Role<0, OfValues> {
     DEVICE void leave_weights() {
         shared.weights_free[warp].wait(weights_at.parity ^ 1);
         leave_quads(shared.weights[warp], scores);
-        release_together(shared.weights_full[warp]);
+        shared.weights_full[warp].arrive();
         weights_at.next();
         if (!SOFTCAP) pack(weights, scores);
     }

@@ -18,13 +18,13 @@ struct Shared : Places {
     Barrier key_full, value_full;
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[UPSTREAM_STAGES], grad_out_free[UPSTREAM_STAGES];
     Barrier written[2], gradients_free[2];
-    Barrier weights_full[4], weights_free[4];  // of a warp each
+    Barrier weights_full[4], weights_free[4];  // of a warp each, where every lane arrives: it reads what the same lane left
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "tiles.py counts the same shared memory");
 
 DEVICE void init_barriers(Shared& shared) {
     init_loaded(shared);
     UNROLL for (Barrier& free : shared.gradients_free) free.init(4);
-    UNROLL for (int w = 0; w < 4; w++) shared.weights_full[w].init(1), shared.weights_free[w].init(1);
+    UNROLL for (int w = 0; w < 4; w++) shared.weights_full[w].init(32), shared.weights_free[w].init(32);
     publish_barriers();
 }
