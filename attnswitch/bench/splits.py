@@ -7,17 +7,17 @@ counted here are calls, bytes sent and bytes held; ``ranks`` makes times of them
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from attnswitch.parallel.dealing import Dealing, Order
+from attnswitch.parallel.heads import key_heads
 from attnswitch.parallel.pieces import Band, pieces
 from attnswitch.problem import DTYPES, Problem, cost
 from attnswitch.problem.cost import STATISTIC
 
-__all__ = ["Split", "key_heads"]
+__all__ = ["Split"]
 
 #: Bytes of an element of a sum over parts: float32, and float64 beside operands of that.
 _SUM = 4
@@ -68,8 +68,8 @@ class Split:
     def local(self) -> Problem:
         """The heads that a rank computes, of the whole sequence."""
         p = self.problem
-        heads = key_heads(p.heads_q, p.heads_kv, self.heads_over)
-        return p.replace(heads_q=p.heads_q // self.heads_over, heads_kv=heads)
+        mine = key_heads(p.heads_q, p.heads_kv, self.heads_over, 0)  # on all ranks as many
+        return p.replace(heads_q=p.heads_q // self.heads_over, heads_kv=len(mine))
 
     @cached_property
     def _dealt(self) -> tuple[Dealing, Dealing]:
@@ -234,17 +234,3 @@ class Split:
                 operands, out, _ = self._bytes(call, call.seq_q, call.seq_k)
                 most = max(most, operands + (2 * out if call.seq_q < self.held[0] else 0))
         return most
-
-
-def key_heads(heads_q: int, heads_kv: int, ranks: int) -> int:
-    """The most key heads that a rank gets: those of the groups that its query heads are of.
-
-    Where these have unlike numbers of its query heads, each query head brings its own.
-    """
-    count, group = heads_q // ranks, heads_q // heads_kv
-    return max(_brought(range(rank * count, (rank + 1) * count), group) for rank in range(ranks))
-
-
-def _brought(heads: range, group: int) -> int:
-    shares = set(Counter(head // group for head in heads).values())
-    return len(heads) // shares.pop() if len(shares) == 1 else len(heads)

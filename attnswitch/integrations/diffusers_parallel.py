@@ -48,7 +48,8 @@ def over_processes(
         key: likewise, (B, Lk, Hkv, D).
         value: likewise, (B, Lk, Hkv, Dv).
         attn_mask: with Ulysses alone; what hides this process's keys, (B, 1, 1, Lk), or of all of the sequence.
-        dropout_p: as for ``attention``, like is_causal, scale and enable_gqa; the template refuses the middle two.
+        dropout_p: as for ``attention``, like is_causal, scale and enable_gqa; the template refuses is_causal and
+            enable_gqa.
         is_causal: see dropout_p.
         scale: see dropout_p.
         enable_gqa: see dropout_p.

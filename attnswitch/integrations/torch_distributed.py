@@ -68,36 +68,45 @@ class ContextParallel:
 
     All ranks make the same calls with the same options, forward and backward. Each gets the output of its own rows and
     the gradients of what it holds. Gradients of sinks are what a rank computes of them, and summed over ranks by the
-    caller, as those of weights are. An error may be of one rank alone, as a length that is not its own: the others
-    then wait for it, until the process group gives up.
+    caller, as those of weights are.
+
+    An error may be of one rank alone, such as memory that it lacks. Others do not go on with what is wrong: they have
+    NaN where its share is missing, or they wait for it, until the process group gives up.
     """
 
     def __init__(self, group: Any, method: Method, order: Order) -> None:
         self.group, self.method, self.order = group, method, order
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._cut: dict[int, int] = {}  # by the rows that this rank got: of how many ``shard`` cut them last
 
     def __repr__(self) -> str:
         return f"<ContextParallel {self.method}, {self.order}, rank {self.rank} of {self.ranks}>"
 
     def dealing(self, length: int) -> Dealing:
-        """Which rows of a sequence of ``length`` each rank holds."""
-        return Dealing(length, self.ranks, self.order)
+        """Which rows of a sequence of ``length`` each rank holds. Raises ``InvalidProblem``."""
+        return Dealing(_number(length), self.ranks, self.order)
 
     def positions(self, length: int, device: Any = None) -> torch.Tensor:
-        """The positions in the whole of the rows that this rank holds, for rotary embeddings and the like."""
+        """Positions in the whole of the rows that this rank holds, (rows,) int64: for rotary embeddings, say."""
         held = [torch.arange(part.start, part.stop, device=device) for part in self.dealing(length).held(self.rank)]
         return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *held])
 
     def shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The rows along ``dim`` that this rank holds, of a tensor that has all of them."""
-        return tensor.index_select(dim, self.positions(tensor.shape[dim], tensor.device))
+        """The rows along ``dim`` that this rank holds, of a tensor that has all of them: a copy, with its gradient."""
+        mine = tensor.index_select(dim, self.positions(tensor.shape[dim], tensor.device))
+        if not torch.compiler.is_compiling():
+            self._cut[mine.shape[dim]] = tensor.shape[dim]
+        return mine
 
     def unshard(self, tensor: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
-        """All rows along ``dim``, in their order, of what each rank holds. No gradient goes through it.
+        """All rows along ``dim``, in their order, of what each rank holds; all ranks call it. It has no gradient.
 
-        ``length`` is that of the whole; left out, every rank holds as many rows.
+        ``length`` is that of the whole; left out, every rank holds as many rows. Raises ``InvalidProblem`` where this
+        rank holds others.
         """
         dealt = self.dealing(tensor.shape[dim] * self.ranks if length is None else length)
+        if length is None:
+            self._check_even(dealt)
         asking.check_rows("tensor", tensor.shape[dim], dealt, self.rank)
         most = max(map(dealt.rows, range(self.ranks)))
         rows = tensor.detach().movedim(dim, 0)
@@ -182,6 +191,8 @@ class ContextParallel:
             (query, key, value), self._lengths(length), options, self.dealing, self.rank,
             attn_mask=attn_mask, key_lengths=key_lengths, sinks=sinks, alibi_slopes=alibi_slopes,
         )  # fmt: skip
+        if length is None:
+            self._check_even(asked.queries, asked.keys)
         return attend(asked, self.method, self.group, backend, policy)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -247,6 +258,8 @@ class ContextParallel:
             (query, key, value), self._lengths(length), options, self.dealing, self.rank,
             cu_seqlens=cu_seqlens_q, sinks=sinks, alibi_slopes=alibi_slopes,
         )  # fmt: skip
+        if length is None:
+            self._check_even(asked.queries)
         return attend(asked, self.method, self.group, backend, policy)
 
     def _lengths(self, length: Any) -> tuple[int, int] | None:
@@ -254,10 +267,30 @@ class ContextParallel:
         if length is None:
             return None
         both = tuple(length) if isinstance(length, (tuple, list)) else (length, length)
-        try:
-            queries, keys = (operator.index(rows) for rows in both)
-        except (TypeError, ValueError):
-            raise InvalidProblem(
-                f"length={text_of(length)}: expected a number of rows, or those of queries and keys"
-            ) from None
-        return queries, keys
+        if len(both) != 2:
+            raise InvalidProblem(f"length={text_of(length)}: expected a number of rows, or those of queries and keys")
+        return _number(both[0]), _number(both[1])
+
+    def _check_even(self, *dealt: Dealing) -> None:
+        """Raises ``InvalidProblem`` where ``shard`` cut rows of a whole that is not the one of a length left out.
+
+        Ranks do not hold such a whole evenly, so that each of them says so.
+        """
+        for one in dealt:
+            whole = self._cut.get(one.rows(self.rank), one.length)
+            if whole != one.length:
+                raise InvalidProblem(
+                    f"length is left out, and rank {self.rank} holds {one.rows(self.rank)} of the {whole} rows that"
+                    f" shard() cut last: {self.ranks} ranks do not hold them evenly; pass length={whole}"
+                )
+
+
+def _number(length: Any) -> int:
+    if isinstance(length, int) and not isinstance(length, bool):
+        return length
+    try:
+        if not isinstance(length, bool):
+            return operator.index(length)
+    except TypeError:
+        pass
+    raise InvalidProblem(f"length={text_of(length)}: expected a number of rows")

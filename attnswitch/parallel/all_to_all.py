@@ -1,7 +1,7 @@
 """All-to-all attention: ranks trade rows for heads, and each computes whole sequences of the heads that it gets.
 
 One exchange before attention and one after; gradients go the same way back. Method: Jacobs et al., "DeepSpeed Ulysses"
-(2023). Query heads are dealt evenly. A key head goes to every rank that has a query head of its group.
+(2023). Query heads are dealt evenly. A key head goes to every rank that has a query head of its group (heads.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from attnswitch.parallel import heads
 from attnswitch.parallel.dealing import Dealing
 
 __all__ = ["AllToAll"]
@@ -28,23 +29,31 @@ class AllToAll:
 
     def heads(self, rank: int) -> range:
         """The query heads that ``rank`` computes."""
-        count = self.heads_q // self.ranks
-        return range(rank * count, (rank + 1) * count)
+        return heads.query_heads(self.heads_q, self.ranks, rank)
 
     def key_heads(self, rank: int) -> Sequence[int]:
-        """The key heads that ``rank`` gets: one for each group that its query heads are of, where these are as many."""
-        group = self.heads_q // self.heads_kv
-        each = [head // group for head in self.heads(rank)]
-        few = sorted(set(each))
-        return few if each == [head for head in few for _ in range(len(each) // len(few))] else each
+        """The key heads that ``rank`` gets, of which each serves as many of its query heads."""
+        return heads.key_heads(self.heads_q, self.heads_kv, self.ranks, rank)
 
     def attend(
-        self, query: Any, key: Any, value: Any, compute: Callable[[Any, Any, Any], tuple[Any, Any]]
+        self, query: Any, key: Any, value: Any, compute: Callable[[Any, Any, Any], tuple[Any, Any]], with_lse: bool
     ) -> tuple[Any, Any]:
-        """Output and lse (or None) of this rank's rows, (B, H, L, D): ``compute`` has whole rows of its heads."""
-        out, lse = compute(*self.there(query, key, value))
-        results = [out] if lse is None else [out, lse[..., None]]
-        back = [self.back(x) for x in results]
+        """Output and lse (or None) of this rank's rows, (B, H, L, D): ``compute`` has whole rows of its heads.
+
+        Where it fails on one rank, the others, who would wait for it, get NaN of its heads.
+        """
+        whole = self.there(query, key, value)
+        failed: Exception | None = None
+        try:
+            out, lse = compute(*whole)
+        except Exception as error:
+            failed = error
+            rows, dtype = whole[0].shape[:3], torch.promote_types(query.dtype, torch.float32)
+            out = query.new_full((*rows, value.shape[3]), torch.nan)
+            lse = query.new_full(rows, torch.nan, dtype=dtype) if with_lse else None
+        back = [self.back(x) for x in ([out] if lse is None else [out, lse[..., None]])]
+        if failed is not None:
+            raise failed
         return back[0], None if lse is None else back[1][..., 0]
 
     def there(self, query: Any, key: Any, value: Any) -> list[Any]:
@@ -96,10 +105,10 @@ class _Traded(torch.autograd.Function):
         return _Traded.apply(grad.contiguous(), *ctx.way), None, None, None
 
 
-def _heads(array: Any, heads: Sequence[int]) -> Any:
-    if [*heads] == [*range(heads[0], heads[-1] + 1)]:
-        return array[:, heads[0] : heads[-1] + 1]
-    return array.index_select(1, torch.tensor([*heads], device=array.device))
+def _heads(array: Any, which: Sequence[int]) -> Any:
+    if [*which] == [*range(which[0], which[-1] + 1)]:
+        return array[:, which[0] : which[-1] + 1]
+    return array.index_select(1, torch.tensor([*which], device=array.device))
 
 
 def _rows(array: Any, dealt: Dealing, rank: int) -> Any:

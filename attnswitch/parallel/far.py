@@ -11,8 +11,8 @@ __all__ = ["MOST", "hides"]
 
 #: The largest number that a row may see in its mask. An lse of 1,024 is stored to 6e-5, by which weights are off.
 MOST = 1024.0
-#: Rows that are looked at together.
-_ROWS = 1024
+#: Rows by keys that are looked at together.
+_PAIRS = 2**24
 
 
 def hides(asked: Asked, band: Band) -> bool:
@@ -21,11 +21,14 @@ def hides(asked: Asked, band: Band) -> bool:
     Of the whole, so that all ranks say the same. On a GPU the host waits for it.
     """
     mask = asked.attn_mask
-    if mask is None or mask.dtype == torch.bool or not mask.numel():
+    if mask is None or mask.dtype == torch.bool or not mask.numel() or not asked.keys.length:
         return False
-    keys = torch.arange(asked.keys.length, device=mask.device)
-    for start in range(0, asked.queries.length, _ROWS):
-        rows = torch.arange(start, min(start + _ROWS, asked.queries.length), device=mask.device)[:, None]
+    alike = mask.shape[2] == 1 and band == Band()  # all rows see the same
+    length, together = 1 if alike else asked.queries.length, max(1, _PAIRS // asked.keys.length)
+    keys = torch.arange(asked.keys.length, dtype=torch.int32, device=mask.device)
+    found = torch.zeros((), dtype=torch.bool, device=mask.device)
+    for start in range(0, length, together):
+        rows = torch.arange(start, min(start + together, length), dtype=torch.int32, device=mask.device)[:, None]
         seen = torch.ones(len(rows), len(keys), dtype=torch.bool, device=mask.device)
         if band.low is not None:
             seen &= keys - rows >= band.low
@@ -33,8 +36,7 @@ def hides(asked: Asked, band: Band) -> bool:
             seen &= keys - rows <= band.high
         if asked.key_lengths is not None:
             seen = seen & (keys < asked.key_lengths[:, None, None, None])
-        some = mask if mask.shape[2] == 1 else mask[:, :, start : start + _ROWS]
+        some = mask if mask.shape[2] == 1 else mask[:, :, start : start + together]
         top = torch.where(seen, some, -torch.inf).amax(-1)
-        if bool((top.isfinite() & (top.abs() > MOST)).any()):
-            return True
-    return False
+        found |= (top.isfinite() & (top.abs() > MOST)).any()
+    return bool(found)

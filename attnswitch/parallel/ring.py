@@ -74,7 +74,8 @@ class Ring:
     ) -> tuple[Any, Any, Any]:
         """Gradients of what this rank holds of query, key and value, from ``results`` of all keys.
 
-        A sum of gradients follows its keys from rank to rank, one step behind them, and ends with their owner.
+        A sum of gradients follows its keys from rank to rank, one step behind them, and ends with their owner. Where
+        this rank fails, others have NaN of the keys that it owed a share of: nobody is to go on with half a sum.
         """
         query, key, value = operands
         wide = _wide(query.dtype)
@@ -92,6 +93,8 @@ class Ring:
                         into[:, :, rows.start : rows.stop] += grad
             except Exception as error:  # as in the forward
                 failed = error
+            if failed is not None:
+                grads = [grad.fill_(torch.nan) for grad in grads]
             if arriving is not None:
                 grads = [grad.add_(sums) for grad, sums in zip(grads, arriving.take(), strict=True)]
             if self.ranks > 1:

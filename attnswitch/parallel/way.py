@@ -102,4 +102,4 @@ def _traded(asked: Asked, group: Any, chosen: dict[str, Any]) -> tuple[Any, Any]
             out, lse = out.swapaxes(0, 1)[None], None if lse is None else lse[None]
         return out, lse
 
-    return trade.attend(*asked.operands, compute)
+    return trade.attend(*asked.operands, compute, asked.options.return_lse)

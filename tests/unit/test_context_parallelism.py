@@ -6,7 +6,9 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from launched import ended, launched
@@ -16,7 +18,8 @@ from torch import nn
 import attnswitch
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.integrations.torch_distributed import ContextParallel, context_parallel
-from attnswitch.parallel import METHODS
+from attnswitch.parallel import METHODS, way
+from attnswitch.parallel.call import Call
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -133,6 +136,25 @@ def test_a_ring_refuses_a_mask_that_no_lse_can_merge(
     context_parallel(group, method="all-to-all").attention(*operated, attn_mask=mask, **said)
 
 
+def test_a_mask_over_no_keys_hides_nothing_far(group: Any) -> None:
+    query, (key, value) = operands()[0], (x[:, :, :0] for x in operands()[1:])
+    for method in METHODS:
+        out = context_parallel(group, method=method).attention(
+            query, key, value, length=(12, 0), attn_mask=torch.zeros(1, 1, 1, 1)
+        )
+        assert not out.any()
+
+
+def test_lengths_are_whole_numbers(group: Any) -> None:
+    parallel = context_parallel(group)
+    assert len(parallel.positions(np.int64(3))) == 3  # type: ignore[arg-type]
+    for wrong in (True, 2.0, "3", -1):
+        with pytest.raises(InvalidProblem, match="length"):
+            parallel.positions(wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidProblem, match="length"):
+            parallel.attention(*operands(), length=wrong)
+
+
 def test_operands_that_are_no_rows_of_torch(group: Any) -> None:
     parallel = OneOfTwo(group, "ring")
     query, key, value = operands()
@@ -214,6 +236,55 @@ def refused_alike(mesh: Any) -> None:
         torch.testing.assert_close(parallel.unshard(out, 2, 13), expected, rtol=1e-4, atol=1e-5)
 
 
+def failed_alone(mesh: Any) -> None:
+    """Where one rank alone fails, the others go on, and what they have of its share is NaN."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def failing(*given: Any, **said: Any) -> Any:
+        raise MemoryError("of one rank alone")
+
+    parallel = context_parallel(mesh)
+    mine = [parallel.shard(x, 2).requires_grad_() for x in operands(13)]
+    out = parallel.attention(*mine, length=13)
+    with mock.patch.object(Call, "differentiate", failing) if rank == 1 else contextlib.nullcontext():
+        if rank == 1:
+            with pytest.raises(MemoryError):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+            assert all(x.grad.isnan().all() for x in mine[1:])  # type: ignore[union-attr]
+    trading = context_parallel(mesh, method="all-to-all")
+    mine = [trading.shard(x, 2) for x in operands(13)]
+    for _ in range(2):
+        with mock.patch.object(way, "attention", failing) if rank == 1 else contextlib.nullcontext():
+            if rank == 1:
+                with pytest.raises(MemoryError):
+                    trading.attention(*mine, length=13, return_lse=True)
+            else:
+                heads = 4 // ranks
+                for result in trading.attention(*mine, length=13, return_lse=True):
+                    assert result[:, heads : 2 * heads].isnan().all()
+                    assert result[:, :heads].isfinite().all()
+        expected = attnswitch.attention(*operands(13))
+        ours = trading.unshard(trading.attention(*mine, length=13), 2, 13)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def refused_uneven(mesh: Any) -> None:
+    """All ranks refuse rows that were cut out of a length which is not said, and which they do not hold evenly."""
+    for method in METHODS:
+        parallel = context_parallel(mesh, method=method)
+        mine = [parallel.shard(x, 2) for x in operands(13)]
+        with pytest.raises(InvalidProblem, match="length=13"):
+            parallel.attention(*mine)
+        with pytest.raises(InvalidProblem, match="length=13"):
+            parallel.unshard(mine[0], 2)
+        with pytest.raises(InvalidProblem, match="13"):
+            parallel.attention_varlen(*(x[0].swapaxes(0, 1) for x in mine), [0, 13])
+        even = [parallel.shard(x, 2) for x in operands(14)]
+        assert parallel.unshard(parallel.attention(*even), 2).shape[2] == 14
+
+
 def trained() -> None:
     """Weights sharded by FSDP2, and rows by ``context_parallel``: gradients are those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -223,6 +294,8 @@ def trained() -> None:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     refused_alike(mesh)
+    failed_alone(mesh)
+    refused_uneven(mesh)
     whole = made(attnswitch.attention)
     torch.manual_seed(1)
     x = torch.randn(2, 47, 32, dtype=torch.float64)

@@ -18,10 +18,11 @@ from attnswitch.bench.links import Link
 from attnswitch.bench.pace import Pace
 from attnswitch.bench.ranks import Planned, Ranks
 from attnswitch.bench.rings import elapsed
-from attnswitch.bench.splits import Split, key_heads
+from attnswitch.bench.splits import Split
 from attnswitch.bench.timed import timed
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.parallel.dealing import Order
+from attnswitch.parallel.heads import key_heads
 from attnswitch.problem import cost
 
 H100 = Device.named("h100")
@@ -142,13 +143,14 @@ def test_key_heads_are_those_of_the_query_heads_of_a_rank(heads: tuple[int, int]
     heads_q, heads_kv = heads
     if heads_q % count:
         return
-    each, group, most = heads_q // count, heads_q // heads_kv, 0
-    for rank in range(count):
+    each, group = heads_q // count, heads_q // heads_kv
+    brought = [key_heads(heads_q, heads_kv, count, rank) for rank in range(count)]
+    (most,) = {len(keys) for keys in brought}  # so that all ranks have the same problem
+    for rank, keys in enumerate(brought):
         owners = [head // group for head in range(rank * each, (rank + 1) * each)]
-        alike = len({owners.count(owner) for owner in owners}) == 1
-        most = max(most, len(set(owners)) if alike else each)
-    assert key_heads(heads_q, heads_kv, count) == most
-    assert each % most == 0
+        assert [key for key in keys for _ in range(each // most)] == owners
+    if each % group == 0 or group % each == 0:
+        assert most == max(1, each // group)
 
 
 def test_a_faster_link_never_takes_longer() -> None:
