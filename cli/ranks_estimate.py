@@ -72,7 +72,7 @@ def _timing(where: str, progress: Progress) -> Callable[[Problem], Pace]:
 def show(found: Ranks) -> None:
     """Print it."""
     link = found.link
-    ranks_ = f"{found.ranks}, of {found.rows:,} rows each; in a ring dealt {found.order}"
+    ranks_ = f"{found.ranks}, of up to {found.rows:,} rows each; in a ring dealt {found.order}"
     joined = f"{link.gbps:.4g} GB/s each way ({link.source}), {link.latency_us:g} us a message"
     for label, text in (("problem", found.problem), ("device", found.device), ("ranks", ranks_), ("link", joined)):
         _line(label, str(text))

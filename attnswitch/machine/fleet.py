@@ -87,7 +87,7 @@ class Fleet:
 def joined(paths: Sequence[Path]) -> Fleet:
     """The machines whose documents are in ``paths``.
 
-    Raises ``InvalidProblem`` for what is no such document, naming the file, and ``OSError`` for what cannot be read.
+    Raises ``InvalidProblem`` for what is no such document or cannot be read, naming the file.
     """
     once = list({path.resolve(): path for path in paths}.values())
     if not once:
@@ -113,6 +113,8 @@ def read(path: Path) -> Machine:
         return reading.made(Machine, reading.load(path, _MOST), others=True)
     except InvalidProblem as error:
         raise InvalidProblem(f"{path}: {error}") from None
+    except OSError as error:
+        raise InvalidProblem(f"{path}: it cannot be read: {error.strerror}") from None
 
 
 def _names(listed: Iterable[dict[str, Any]]) -> list[str]:

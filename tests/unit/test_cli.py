@@ -287,6 +287,7 @@ def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytes
         (("verify", "--workers", "0"), "Invalid value for '--workers'"),
         (("verify", "--join"), "there is no run to join: name logs that attnswitch verify --ndjson wrote"),
         (("verify", "--join", "a.ndjson"), "a.ndjson: it cannot be read: No such file or directory"),
+        (("backends", "--join", "a.json"), "a.json: it cannot be read: No such file or directory"),
         (("verify", "--join", "a.ndjson", "--max-failures", "3"), "--max-failures: --join runs nothing"),
         (("verify", "a.ndjson"), "a.ndjson: verify takes a log only with --join"),
         (("verify", "--shard", "3/2"), "shard '3/2': expected a part and how many there are, such as 2/8"),

@@ -410,7 +410,7 @@ def test_the_plan_of_a_million_tokens(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run(monkeypatch, *MILLION, "--link", "450GB/s") == 0
     out = capsys.readouterr().out
     for text in (
-        "64, of 16,384 rows each; in a ring dealt zigzag",
+        "64, of up to 16,384 rows each; in a ring dealt zigzag",
         "450 GB/s each way (as given), 0 us a message",
         "forecast: ",
         "all-to-all: 32 query heads are not dealt evenly over 64 ranks",

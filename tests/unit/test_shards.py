@@ -214,10 +214,17 @@ def test_parts_of_different_runs_are_refused(examiner: Examiner, tmp_path: Path)
         joined([one, two])
 
 
+def test_a_log_without_a_run_is_told_beside_others(examiner: Examiner, tmp_path: Path) -> None:
+    whole, empty = tmp_path / "whole", tmp_path / "empty"
+    carried_out(examiner, plan(), whole)
+    empty.write_text("")
+    assert joined([whole, empty]).missing == [f"{empty}: no run began there"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no run to join"),
+        ("", "there is no run to join in .*log: name logs"),
         ("not json\n{}\n", "line 1: it is not JSON"),
         ('{"event":"outcome"}\n', "line 1: a log begins with a start, and this is 'outcome'"),
         ('{"event":"start","schema":1,"plan":{},"environment":{}}\n', "line 1: schema 1, and this version reads 2"),

@@ -76,18 +76,24 @@ def joined(paths: Sequence[Path]) -> Report:
     Raises ``InvalidProblem`` for what is no log, and for shards of different runs.
     """
     best: dict[Shard | Path, _Run] = {}
+    without: list[Path] = []
     for path in dict.fromkeys(paths):
-        for run in _runs(path):
+        found = list(_runs(path))
+        if not found:
+            without.append(path)
+        for run in found:
             other = best.get(run.place)
             if other is None or (run.end is not None, run.cases) >= (other.end is not None, other.cases):
                 best[run.place] = run
     runs = list(best.values())
     if not runs:
-        raise InvalidProblem("there is no run to join: name logs that attnswitch verify --ndjson wrote")
+        empty = f" in {', '.join(map(str, without))}" if without else ""
+        raise InvalidProblem(f"there is no run to join{empty}: name logs that attnswitch verify --ndjson wrote")
     _check_alike([run for run in runs if run.shard.count > 1])
     if len({run.shard.count for run in runs}) > 1:
         raise InvalidProblem(f"{runs[0].path} and others: shards of a run, and whole runs, are two reports")
     report = _blank(runs)
+    report.missing += [f"{path}: no run began there" for path in without]
     counts = Counts(report)
     for run in runs:
         _Reader(run, report, counts).read()
