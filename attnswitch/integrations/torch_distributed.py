@@ -277,11 +277,12 @@ class ContextParallel:
         Ranks do not hold such a whole evenly, so that each of them says so.
         """
         for one in dealt:
-            whole = self._cut.get(one.rows(self.rank), one.length)
+            rows = one.rows(self.rank)
+            whole = self._cut.get(rows, one.length)
             if whole != one.length:
                 raise InvalidProblem(
-                    f"length is left out, and rank {self.rank} holds {one.rows(self.rank)} of the {whole} rows that"
-                    f" shard() cut last: {self.ranks} ranks do not hold them evenly; pass length={whole}"
+                    f"length is left out, and rank {self.rank} holds {rows} of the {whole} rows that shard() cut last:"
+                    f" {self.ranks} ranks do not hold them evenly; pass length={whole}"
                 )
 
 

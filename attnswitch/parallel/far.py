@@ -11,8 +11,8 @@ __all__ = ["MOST", "hides"]
 
 #: The largest number that a row may see in its mask. An lse of 1,024 is stored to 6e-5, by which weights are off.
 MOST = 1024.0
-#: Rows by keys that are looked at together.
-_PAIRS = 2**24
+#: Numbers of the mask that are looked at together.
+_TOGETHER = 2**24
 
 
 def hides(asked: Asked, band: Band) -> bool:
@@ -24,7 +24,8 @@ def hides(asked: Asked, band: Band) -> bool:
     if mask is None or mask.dtype == torch.bool or not mask.numel() or not asked.keys.length:
         return False
     alike = mask.shape[2] == 1 and band == Band()  # all rows see the same
-    length, together = 1 if alike else asked.queries.length, max(1, _PAIRS // asked.keys.length)
+    length = 1 if alike else asked.queries.length
+    together = max(1, _TOGETHER // (asked.keys.length * mask.shape[0] * mask.shape[1]))  # rows
     keys = torch.arange(asked.keys.length, dtype=torch.int32, device=mask.device)
     found = torch.zeros((), dtype=torch.bool, device=mask.device)
     for start in range(0, length, together):
