@@ -72,7 +72,13 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
 
     ``forward`` is the kernel's own, for tensors that lie alike. No function transform is active.
     """
-    work = _Work(problem, forward, _OnFirst(kernel))
+
+    def on_first(inputs: Inputs, *results: Any) -> Gradients:  # many a forward never has a backward
+        if work.backward is on_first:
+            work.backward = kernel.prepared_backward(inputs)
+        return work.backward(inputs, *results)
+
+    work = _Work(problem, forward, on_first)
     # What torch has before it looks for function transforms, which takes as long as the rest.
     apply = super(torch.autograd.Function, _Attention).apply
 
@@ -90,22 +96,7 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     return with_lse if problem.lse else without
 
 
-class _OnFirst:
-    """The prepared backward of a kernel, prepared when it is first called: many a forward never has one."""
-
-    __slots__ = ("_backward", "_kernel")
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._backward: Backward | None = None
-
-    def __call__(self, inputs: Inputs, *results: Any) -> Gradients:
-        if self._backward is None:
-            self._backward = self._kernel.prepared_backward(inputs)
-        return self._backward(inputs, *results)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Work:
     """All of a call but query, key, value and mask, which the graph keeps as saved tensors alone."""
 
@@ -149,7 +140,9 @@ class _Attention(torch.autograd.Function):
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = _with(Inputs(query, key, value, attn_mask, lengths, work.seed), tuple(beside))
+        inputs = Inputs(query, key, value, attn_mask, lengths, work.seed)
+        if beside:
+            inputs = _with(inputs, tuple(beside))
         back = work.backward(inputs, out, lse, grad_out, grad_lse)
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)

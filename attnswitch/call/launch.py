@@ -15,7 +15,7 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside, swap_heads
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem, Unsupported
-from attnswitch.machine.backend import Backend, Forward, Gradients, Inputs, Kernel, Shows
+from attnswitch.machine.backend import Backend, Backward, Forward, Gradients, Inputs, Kernel, Shows
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner, waiting
 from attnswitch.planning.plan import Plan
@@ -285,11 +285,14 @@ def _saving(launch: Launch, operands: Sequence[Array], turned: bool) -> Forward:
 
 def _differentiating(launch: Launch, operands: Sequence[Array], turned: bool) -> Callable[..., Gradients]:
     """Gradients of torch tensors that lie like ``operands``, in the caller's layout."""
-    backward = launch.kernel.prepared_backward(straight(operands, turned))
+    backward: Backward | None = None
     missing = 4 - operands[3].dim() if len(operands) > 3 else 0
 
     def run(operands: Sequence[Any], out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
+        nonlocal backward
         inputs = straight(operands, turned)
+        if backward is None:
+            backward = launch.kernel.prepared_backward(inputs)
         if turned:
             out, grad_out = swap_heads(out), swap_heads(grad_out)
         query, key, value, mask = backward(inputs, out, lse, grad_out, grad_lse)

@@ -209,7 +209,10 @@ class Kernel:
         return self.prepared(inputs)
 
     def prepared_backward(self, inputs: Inputs) -> Backward:
-        """``backward`` of torch tensors that lie like ``inputs``; upstream gradients may lie in any way."""
+        """``backward`` of torch tensors that lie like ``inputs``; upstream gradients may lie in any way.
+
+        It is asked for when the first backward is due, as many a forward has none.
+        """
         return self.backward
 
 

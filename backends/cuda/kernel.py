@@ -114,20 +114,15 @@ class CudaKernel(Kernel):
         return inputs._replace(attn_mask=memory.in_steps(inputs.attn_mask)) if self._copies_mask else inputs
 
     def prepared_backward(self, inputs: Inputs) -> Backward:
-        """``backward`` for tensors that lie like these, on a GPU. What it launches is laid out at the first call."""
+        """``backward`` for tensors that lie like these, on a GPU."""
         p = self.problem
         if memory.on_cpu(inputs.query) or p.is_empty or not p.seq_k or p.varlen or p.sinks or p.alibi:
             return self.backward
-        ready: Backward | None = None
-
-        def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-            nonlocal ready
-            inputs = self._read(inputs)
-            if ready is None:
-                ready = prepared.backward(p, self._backward, inputs, self.backward)
-            return ready(inputs, out, lse, grad_out, grad_lse)
-
-        return differentiate
+        with memory.on(inputs.query):
+            ready = prepared.backward(p, self._backward, self._read(inputs), self.backward)
+        if not self._copies_mask:
+            return ready
+        return lambda inputs, *results: ready(self._read(inputs), *results)
 
 
 def _forward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int, int] = (1, 1)) -> ForwardLaunches:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
+from attnswitch.call import autograd
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.device import Device
 
@@ -348,14 +349,25 @@ def test_gradients_come_to_the_same_bits(
             assert got is None or got.stride() == right.stride()
 
 
-def test_the_backward_is_laid_out_when_it_first_runs(gpu: list[Any]) -> None:
+def test_the_backward_is_laid_out_once_when_it_first_runs(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     first, made = kernel("b1.h1.s8.d64.bf16.grad"), kernel("b1.h1.s8.d64.bf16.grad")
     inputs = operands(made.problem)
     first.prepared(inputs)  # which has the kernels of its class compiled
-    out, lse = made.prepared(inputs)(*inputs[:3])
-    backward = made.prepared_backward(inputs)
+    prepared_backward, asked = made.prepared_backward, []
+
+    def noted(inputs: Inputs) -> Any:
+        asked.append(inputs)
+        return prepared_backward(inputs)
+
+    monkeypatch.setattr(made, "prepared_backward", noted)
+    attend = autograd.prepared(made.problem, made, made.prepared(inputs))
+    leaves = [operand.requires_grad_() for operand in inputs[:3]]
+    outs = [attend(*leaves)[0] for _ in range(2)]
     assert "_backward" not in vars(made)
-    backward(inputs, out, lse, torch.ones_like(out), None)
+    for out in outs:
+        out.sum().backward()
+    assert len(asked) == 1
+    gpu[:] = [gpu[0], *gpu[2:5]]
     assert [variant.kernel for _, variant, *_ in gpu] == ["forward", "prepare", "query_gradient", "key_gradients"]
 
 

@@ -52,6 +52,10 @@ class _Config(ctypes.Structure):
     ]
 
 
+#: Addresses of a kernel's parameters: five tensor maps at most, and the arguments.
+_Parameters = ctypes.c_void_p * 6
+#: Streams whose configs a launch remembers; beyond, it forgets them all.
+_STREAMS = 64
 _OVERLAPS = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
 _POINTER, _UINT = ctypes.c_void_p, ctypes.c_uint
 
@@ -84,30 +88,30 @@ def function(module: int, name: str, shared: int) -> int:
     return found.value or 0
 
 
-def launcher(
-    function: int, blocks: int, threads: int, shared: int, *, beside: bool = False
-) -> Callable[[int, int], None]:
-    """How to launch ``blocks`` blocks: on a stream, with parameters whose addresses are where the second number says.
+def launcher(function: int, blocks: int, threads: int, shared: int, *, beside: bool = False) -> Callable[..., None]:
+    """How to launch ``blocks`` blocks: on a stream, with parameters at these addresses, which it has copied by its end.
 
     ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch. A launch
     raises ``DriverError``.
     """
-    call = _library().cuLaunchKernelEx
+    call, address, parameters = _library().cuLaunchKernelEx, ctypes.addressof, _Parameters
+    #: Configs by stream: ctypes takes longer to fill one than to call.
+    configs: dict[int, tuple[int, _Config]] = {}
 
-    def launch(stream: int, parameters: int) -> None:
-        config = _config(blocks, threads, shared, stream, beside)
-        result = call(config[0], function, parameters, None)
+    # All in one function: a backward runs in the thread of torch's engine, where a frame more is microseconds.
+    def launch(stream: int, *pointers: int) -> None:
+        config = configs.get(stream)
+        if config is None:
+            if len(configs) >= _STREAMS:
+                configs.clear()
+            made = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPS), int(beside))
+            config = configs[stream] = address(made), made
+        passed = parameters(*pointers)
+        result = call(config[0], function, address(passed), None)
         if result:
-            _do("cuLaunchKernelEx", config[0], function, parameters, None, result=result)
+            _do("cuLaunchKernelEx", config[0], function, address(passed), None, result=result)
 
     return launch
-
-
-@functools.lru_cache(maxsize=1024)
-def _config(blocks: int, threads: int, shared: int, stream: int, beside: bool) -> tuple[int, _Config]:
-    """The address of a CUlaunchConfig, and what is there: kept, since ctypes takes longer to fill one than to call."""
-    config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPS), int(beside))
-    return ctypes.addressof(config), config
 
 
 def encode(

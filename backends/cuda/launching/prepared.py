@@ -82,7 +82,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     constants.turned = turned(inputs)
     lying = zip(inputs[:3], launch.dims, strict=True)
     of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
-    of_mask = launch.mask_shape
+    of_mask, masked, has_lengths = launch.mask_shape, inputs.attn_mask is not None, inputs.key_lengths is not None
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
     dtype, real = _types(inputs.query)
     empty = memory.allocator(inputs.query)
@@ -100,37 +100,40 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
     #: Strides of outputs and their gradients that are read where they lie, if their address is a multiple of 16.
     known: set[tuple[int, ...]] = set()
+    address, gradients = ctypes.addressof, Gradients
 
     def readable(rows: Any) -> tuple[Any, int, tuple[int, ...]]:
         """The rows, or a copy, with their address and strides."""
-        at, steps = rows.data_ptr(), rows.stride()
-        if steps in known and not at & 15:
-            return rows, at, steps
         rows = launch.readable(rows)
         at, steps = rows.data_ptr(), rows.stride()
         if not at & 15:
             known.add(steps)
         return rows, at, steps
 
+    # It calls as little as it can, since it runs in the thread of torch's engine: see ``driver.launcher``.
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
-        query, key, value, mask, lengths, seed, *_ = inputs
-        if current() != index or _lie(lengths) != lengths_lie:
+        given: Any = inputs
+        query, key, value, mask, lengths, seed = given[:6]
+        if current() != index or (has_lengths and _lie(lengths) != lengths_lie):
             return general(inputs, out, lse, grad_out, grad_lse)
-        out, at_out, by_out = readable(out)
-        grad_out, at_grad, by_grad = readable(grad_out)
+        at_out, by_out, at_grad, by_grad = out.data_ptr(), out.stride(), grad_out.data_ptr(), grad_out.stride()
+        if at_out & 15 or by_out not in known:
+            out, at_out, by_out = readable(out)
+        if at_grad & 15 or by_grad not in known:
+            grad_out, at_grad, by_grad = readable(grad_out)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         space = empty((size,), (1,), real)
         grad_query = None if of_query is None else empty(*of_query, dtype)
         grad_key = None if of_key is None else empty(*of_key, dtype)
         grad_value = None if of_value is None else empty(*of_value, dtype)
-        grad_mask = None if of_mask is None or mask is None else mask.new_empty(of_mask)
+        grad_mask = None if of_mask is None else mask.new_empty(of_mask)
         a = Arguments.from_buffer_copy(constants)
         operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
         _FIVE.pack_into(a, 0, *operands, at_out, *by_out, at_grad, *by_grad)
-        if mask is not None:
+        if masked:
             _ADDRESS.pack_into(a, _AT_MASK, mask.data_ptr())
-        if lengths is not None:
+        if has_lengths:
             a.lengths = lengths.data_ptr()
         if seed is not None:
             arguments.seed(a, seed)
@@ -145,7 +148,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
             0 if grad_value is None else grad_value.data_ptr(),
             0 if grad_mask is None else grad_mask.data_ptr(),
         )
-        at, where = ctypes.addressof(a), stream(index)
+        at, where = address(a), stream(index)
         looked = None if look is None else look(a, where)
         mapped_at = operands[0], operands[5], operands[10], at_grad, *((a.mask.at,) if by_mask else ())
         maps = maps_at(mapped_at, by_grad) if mapped else tensor_maps.NONE
@@ -156,7 +159,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
             else:
                 send(where, at)
         del looked  # not before: what it points to is the next launch's from here on
-        return Gradients(grad_query, grad_key, grad_value, grad_mask)
+        return gradients(grad_query, grad_key, grad_value, grad_mask)
 
     return differentiate
 

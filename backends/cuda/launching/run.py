@@ -17,8 +17,6 @@ from .tensor_maps import TensorMap
 
 __all__ = ["COUNTER", "builds", "loaded", "sender", "start"]
 
-#: Addresses of a kernel's parameters: five tensor maps at most, and the arguments.
-_Parameters = ctypes.c_void_p * 6
 #: Bytes of a counter.
 COUNTER = 4
 #: The driver from which on overlapping launches can be captured in a graph: that of CUDA 12.3.
@@ -73,20 +71,12 @@ def _blank(size: int, like: Any) -> Any:
 
 
 def sender(variant: Variant, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
-    """How to launch ``blocks`` blocks on GPU ``index``, the current one: on a stream, with parameters at pointers.
+    """How to launch ``blocks`` blocks on GPU ``index``, the current one, as ``driver.launcher`` says.
 
-    The driver has copied the parameters when a launch returns. ``beside`` is as for ``start``. Raises ``CompileError``
-    and ``driver.DriverError``.
+    ``beside`` is as for ``start``. Raises ``CompileError`` and ``driver.DriverError``.
     """
-    launch = driver.launcher(
-        loaded(variant, index), blocks, variant.threads, variant.shared, beside=beside and _overlaps()
-    )
-
-    def send(stream: int, *pointers: int) -> None:
-        passed = _Parameters(*pointers)
-        launch(stream, ctypes.addressof(passed))
-
-    return send
+    overlaps = beside and _overlaps()
+    return driver.launcher(loaded(variant, index), blocks, variant.threads, variant.shared, beside=overlaps)
 
 
 @functools.cache
