@@ -40,9 +40,10 @@ _LONG = 4096
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
-#: Products of a forward from which on the copy of a float mask pays, about 8 us of the host's and the GPU's time, and
-#: those of each of its numbers: reckoned from what portable kernels take longer, which also wait for a full mask.
-_COPIED, _COPIED_NUMBER = 2**29, 256
+#: Products of a forward from which on the copy of a float mask pays, and those of each of its numbers: of a forward,
+#: and of a training step, whose backward makes one too (fixtures/results/h200/copies.json). A copy takes the host 25
+#: to 40 us, and as long again in the thread of torch's engine.
+_COPIED, _COPIED_TRAINING = (3 * 2**30, 288), (5 * 2**30, 0)
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
 #: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
 #: that they refuse: 1.4 times with the lengths of bench-packed.json, 2.1 by its speed where all are as long.
@@ -187,7 +188,8 @@ def _mask(p: Problem, device: Device) -> Iterator[str]:
     elif copies_mask(p) and device.kind != "cpu":
         scores = p.batch * p.heads_q * p.seq_q * p.seq_k
         products, numbers = scores * (p.dim_qk + p.dim_v), math.prod(p.mask_shape or ())
-        if products < max(_COPIED, _COPIED_NUMBER * numbers):
+        least, of_each = _COPIED_TRAINING if p.grads else _COPIED
+        if products < max(least, of_each * numbers):
             yield "attn_mask lies in no rows of 16-byte steps, and a copy would take longer than it saves"
 
 
