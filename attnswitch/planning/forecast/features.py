@@ -40,7 +40,7 @@ FEATURES = (
 #: Names of what ``host_features`` returns.
 HOST = (
     *("one", "grads", "lengths", "lengths_grads", "mask", "mask_grads", "float_mask", "irregular", "dropout"),
-    *("dropout_grads", "softcap", "group", "float32", "few", "deterministic"),
+    *("dropout_grads", "softcap", "group", "float32", "few", "deterministic", "plain", "plain_grads"),
 )
 
 
@@ -98,10 +98,12 @@ def features(p: Problem, peaks: Peaks, sms: int) -> tuple[float, ...]:
 def host_features(p: Problem) -> tuple[float, ...]:
     """What a call says that the host pays for."""
     grads, mask = bool(p.grads), p.mask is not None
+    plain = not (p.needs_mask or p.dropout or p.softcap)
     said = (
         *(True, grads, p.key_lengths, p.key_lengths and grads, mask, mask and grads),
         *(p.adds_mask, p.irregular and not p.key_lengths, p.dropout > 0),
         *(p.dropout > 0 and grads, p.softcap > 0, p.group > 1, DTYPES[p.dtype] > 2, p.seq_q == 1, p.deterministic),
+        *(plain, plain and grads),
     )
     return tuple(map(float, said))
 
