@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from launched import launched, started
 from torch import distributed as dist
 from typer.testing import CliRunner
 
+from attnswitch import Problem
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.ranks.conductor import Conductor
 from attnswitch.verify.ranks.faults import FAULTS
+from attnswitch.verify.ranks.mail import key_of, put, take
+from attnswitch.verify.ranks.supervisor import Supervisor
+from attnswitch.verify.ranks.task import Answer, Task
 
 app = importlib.import_module("attnswitch.cli.app").app
 pytestmark = pytest.mark.skipif(
@@ -109,6 +116,34 @@ def test_a_rank_that_is_lost_is_a_finding_and_the_run_goes_on(sent: signal.Signa
     assert failure["failure"]["check"] == check
     assert "rank 1" in failure["failure"]["message"]
     assert sum(row["verified"] for row in found["results"]) > failure["cases_before"] > 0
+
+
+class Silent:
+    """A worker that says nothing."""
+
+    def __init__(self) -> None:
+        self.events, self._other = Pipe(duplex=False)
+        self.ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_rank_without_an_answer_is_named_after_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that is lost, or may have waited for the other."""
+    store, silent = dist.HashStore(), Silent()
+    monkeypatch.setattr(importlib.import_module("attnswitch.verify.ranks.supervisor"), "Child", lambda *_, **__: silent)
+    task = Task(Case.of(Problem.parse("b1.h2.s8.d8.fp32")), "ring")
+    for name, content in ((key_of("task", 0), task), (key_of("over", 0), None), (key_of("task", 1), None)):
+        put(store, name, content)
+    Supervisor(store, 0, 2, "cpu", 60.0).serve()
+    answer = take(store, key_of("answer", 0, 0))
+    assert silent.ended
+    answers = (answer, Answer(failed="rank 1: killed"))
+    failure = Conductor(store, 2, "cpu")._verdict(task, "ring", "cpu", answers).failure
+    assert failure is not None
+    assert failure.check == "crash"
+    assert failure.message.startswith("rank 1: killed; rank 0: no answer")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Conductor:
         return replace(self._verdict(task, name, device, answers), seconds=time.perf_counter() - began)
 
     def _verdict(self, task: Task, name: str, device: str, answers: Sequence[Answer]) -> Outcome:
-        failed = [answer.failed for answer in answers if answer.failed]
+        failed = [answer.failed for answer in sorted(answers, key=lambda answer: answer.after) if answer.failed]
         if failed:
             self._generation += 1
             check = "hang" if any(answer.hung for answer in answers) else "crash"

@@ -78,7 +78,8 @@ class Supervisor:
                 looked = now
                 if come(self._store, key_of("over", number)):
                     self._end()
-                    return Answer()
+                    ended = f"rank {self._rank}: no answer when another had failed; its process was ended"
+                    return Answer(failed=ended, after=True)
         try:
             heard: Answer | None = worker.events.recv()
         except (EOFError, OSError):

@@ -49,7 +49,8 @@ class Answer:
     """What a rank computed of its rows, by name, as NumPy arrays (B, H, rows, ...); or why it did not.
 
     ``calls`` are the problems of its parts, with the backend that was chosen for each. ``refused`` is a reason,
-    ``failed`` a finding; ``hung`` if that is for want of an answer.
+    ``failed`` a finding; ``hung`` if that is for want of an answer, ``after`` if another had failed before, so that it
+    may have waited for that one.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Answer:
     refused: str = ""
     failed: str = ""
     hung: bool = False
+    after: bool = False
 
 
 def fitted(case: Case, method: str, ranks: int) -> Case:
