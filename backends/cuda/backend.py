@@ -118,8 +118,16 @@ class CudaBackend(Backend):
         return Precision("float64" if wide else "float32", weights="storage", statistics="lse")
 
     def repeats(self, problem: Problem, device: Device) -> float:
-        """What was measured is of Hopper's kernels where those take a problem, and they refuse some forms of it."""
-        return beside_hopper(problem, device)
+        """What was measured is of Hopper's kernels where those take a problem, and they refuse some forms of it.
+
+        Nor had it pages.
+        """
+        times = beside_hopper(problem, device)
+        if problem.page and times == 1.0:
+            tile = next(self.configs(problem, device)).forward
+            assert isinstance(tile, Tile)  # Hopper's refuse pages
+            return portable_tiles.beside_padded(problem, tile)
+        return times
 
     def compile(self, problem: Problem, device: Device, config: CudaConfig) -> CudaKernel:
         """The kernels for ``problem``; NVRTC compiles those of a first call side by side, if the cache has none."""

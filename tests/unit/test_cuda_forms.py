@@ -19,6 +19,7 @@ import torch
 from attnswitch import Problem
 from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.machine.device import Device
+from attnswitch.planning.forecast import of_itself
 from attnswitch.problem import Mask
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
@@ -225,6 +226,14 @@ def test_it_takes_them_and_hoppers_kernels_say_why_not(form: str, device: str) -
             said = [reason for reason in against(p, Device.named("h200")) if reason.startswith(name)]
             assert bool(said) == (name in form and name == "page")
     assert (families.beside_hopper(p, Device.named("h200")) > 1) == (p.varlen or p.page > 0)
+
+
+@pytest.mark.parametrize(("page", "measured"), [(16, "triton"), (64, "cuda")])
+def test_pages_smaller_than_a_tile_go_to_whom_they_cost_less(page: int, measured: str) -> None:
+    """As fixtures/results/h200/bench-trees.json has it: 0.372 ms and 0.190, 0.153 and 0.190."""
+    p = Problem.parse(f"b64.h32/8.s8x4096.d128.bf16.causal-br.lengths.page={page}")
+    expected = of_itself(p, Device.named("h200")).ms
+    assert min(("cuda", "triton"), key=expected.__getitem__) == measured
 
 
 def test_hopper_takes_sinks_and_costs_what_it_does_without() -> None:

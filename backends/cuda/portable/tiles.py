@@ -15,6 +15,7 @@ __all__ = [
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
     "Tile",
+    "beside_padded",
     "block",
     "fits",
     "left",
@@ -46,6 +47,10 @@ ROWS_A_BLOCK = 4
 MERGING_WARPS, _MERGED_ALONE = 8, 32
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
+#: See ``beside_padded``: a tile of keys in several pages, and in one. Of 0.223 ms that 8 queries are expected to take
+#: on an H200, pages of 16 take 0.372 and of 64 0.153 (fixtures/results/h200/bench-trees.json); one to four queries take
+#: 0.68 to 0.93 of what is expected (bench-paged.json).
+_SCATTERED, _WHOLE = 1.7, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,11 @@ def once(problem: Problem, tile: Tile) -> bool:
 def paged(problem: Problem, tile: Tile) -> int:
     """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one."""
     return 0 if not problem.page else 1 if problem.page % tile.keys else 2
+
+
+def beside_padded(problem: Problem, tile: Tile) -> float:
+    """How many times as long a forward over pages takes as the same keys are expected to, padded to one length."""
+    return _SCATTERED if paged(problem, tile) == 1 else _WHOLE
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:
