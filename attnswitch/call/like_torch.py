@@ -139,6 +139,8 @@ def as_autocast(query: Any, *others: Any) -> tuple[Any, ...]:
     """Torch's query and what stands beside it, as autocast hands them to operators of its lower type."""
     import torch
 
+    if not (torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled()):
+        return query, *others
     device = query.device
     try:
         if not torch.is_autocast_enabled(device.type):

@@ -131,7 +131,7 @@ class Silent:
 
 def test_a_rank_without_an_answer_is_named_after_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the one that is lost, or may have waited for the other."""
-    store, silent = dist.HashStore(), Silent()
+    store, silent = dist.HashStore(), Silent()  # type: ignore[attr-defined]
     monkeypatch.setattr(importlib.import_module("attnswitch.verify.ranks.supervisor"), "Child", lambda *_, **__: silent)
     task = Task(Case.of(Problem.parse("b1.h2.s8.d8.fp32")), "ring")
     for name, content in ((key_of("task", 0), task), (key_of("over", 0), None), (key_of("task", 1), None)):
