@@ -37,6 +37,9 @@ class _Before:
 
 _before: _Before | None = None
 _ours: Callable[..., Any] | None = None
+#: What the contexts that are open have installed, and what was there before the first of them.
+_open: list[Callable[..., Any] | None] = []
+_base: Callable[..., Any] | None = None
 
 
 def install(backend: str | None = None, policy: Policy | str | None = None) -> None:
@@ -89,23 +92,33 @@ def uninstall() -> None:
 def installed(backend: str | None = None, policy: Policy | str | None = None) -> Iterator[None]:
     """``install`` within the context, for the whole process; then what was installed before is again.
 
-    Raises what ``install`` and ``uninstall`` raise.
+    Of contexts that overlap, in several threads, the latest that is open counts. Raises what ``install`` and
+    ``uninstall`` raise.
     """
+    global _base
     with _lock:
-        outer = _ours
+        if not _open:
+            _base = _ours
         install(backend, policy)
+        ours = _ours
+        _open.append(ours)
     try:
         yield
     finally:
         with _lock:
-            if outer is None:
-                uninstall()
-            else:
-                _put(outer)
+            _open.remove(ours)
+            if not _open:
+                _put(_base)
+            elif _ours not in _open:  # else another is still to end that counts
+                _put(_open[-1])
 
 
-def _put(ours: Callable[..., Any]) -> None:
+def _put(ours: Callable[..., Any] | None) -> None:
+    """Have ``ours`` count, or nothing where it is None, unless somebody has uninstalled meanwhile."""
     global _ours
+    if ours is None or _before is None:
+        uninstall()
+        return
     _check_place()
     _ours = ours
     setattr(F, _NAME, ours)

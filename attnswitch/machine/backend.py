@@ -209,10 +209,7 @@ class Kernel:
         return self.prepared(inputs)
 
     def prepared_backward(self, inputs: Inputs) -> Backward:
-        """``backward`` of torch tensors that lie like ``inputs``; upstream gradients may lie in any way.
-
-        It is asked for when the first backward is due, as many a forward has none.
-        """
+        """``backward`` of torch tensors that lie like ``inputs``, the first; upstream gradients lie in any way."""
         return self.backward
 
 

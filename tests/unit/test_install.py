@@ -126,6 +126,28 @@ def test_a_graph_of_an_installed_program_has_no_break() -> None:
     torch.testing.assert_close(found, TORCHS(q, k, v))
 
 
+def test_contexts_that_overlap_leave_nothing_behind() -> None:
+    """As those of two threads may: the one that began first ends first."""
+    first, second, third = attnswitch.installed("tiled"), attnswitch.installed("reference"), attnswitch.installed()
+    first.__enter__()
+    second.__enter__()
+    seconds = F.scaled_dot_product_attention
+    first.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is seconds
+    third.__enter__()
+    attnswitch.install("tiled")
+    third.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is seconds
+    second.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is TORCHS
+    attnswitch.install("tiled")
+    base = F.scaled_dot_product_attention
+    with attnswitch.installed(), attnswitch.installed():
+        assert F.scaled_dot_product_attention is not base
+    assert F.scaled_dot_product_attention is base
+    attnswitch.uninstall()
+
+
 def test_threads_install_and_uninstall_together() -> None:
     q, k, v = operands()
     expected, wrong = TORCHS(q, k, v), []
