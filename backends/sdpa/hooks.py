@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from math import gcd
 from typing import Any
 
 import torch
@@ -43,15 +42,15 @@ def _aligned(grad: Any) -> Any:
     It runs in the thread of torch's engine, on another core, whose caches have none of the interpreter's data: a frame
     and a few calls more were 17 us of a training step of 200.
     """
-    lie = grad.stride()
-    if lie in _DENSE and not grad.data_ptr() & 15 and not _grad_enabled():
+    lie = grad.dtype, grad.stride()
+    if lie in _READ and not grad.data_ptr() & 15 and not _grad_enabled():
         return None
-    *steps, unit = lie
-    if unit == 1 and not gcd(*steps) & 7:
-        if len(_DENSE) >= _MOST:
-            _DENSE.clear()
-        _DENSE.add(lie)
-    return aligned(_noted(grad))
+    kept = aligned(_noted(grad))
+    if kept is grad:
+        if len(_READ) >= _MOST:
+            _READ.clear()
+        _READ.add(lie)
+    return kept
 
 
 def _noted(grad: Any) -> Any:
@@ -92,8 +91,9 @@ def _lender(hook: Callable[[Any], Any]) -> Any:
     return lender
 
 
-#: Strides by which rows begin at multiples of 16 bytes, whatever they are of; beyond so many, all are forgotten.
-_DENSE: set[tuple[int, ...]] = set()
+#: Dtypes and strides that are read where they lie, if their address is a multiple of 16; beyond so many, all are
+#: forgotten.
+_READ: set[tuple[torch.dtype, tuple[int, ...]]] = set()
 _MOST = 1024
 _grad_enabled = torch.is_grad_enabled
 _ALIGNING, _NOTING = _lender(_aligned), _lender(_noted)
