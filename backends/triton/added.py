@@ -49,7 +49,7 @@ class PrepareAdded:
         return Saved(grad_out, base, delta)
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, out, grad_out, mask, _, _, grad_lse, _, slopes, *_ = arrays
+        query, key, out, grad_out, mask, lengths, _, grad_lse, _, slopes, *_ = arrays
         p, tile = self._p, self._tile
         by = strides(query, key, key, grad_out, mask)
         return Passed(
@@ -58,7 +58,7 @@ class PrepareAdded:
                 steps(out),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
-                reach(p),
+                reach(p, lengths),
                 scores(p, slopes, generic=tile.generic),
             ),
             flags={

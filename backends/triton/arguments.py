@@ -103,11 +103,11 @@ def early(overlap: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if overlap else {}
 
 
-def reach(p: Problem) -> Reach:
+def reach(p: Problem, lengths: Any) -> Reach:
     """Which keys a query sees by position: all, as far as there are any, where nothing limits them."""
     unlimited = p.seq_q + p.seq_k
-    left, right = p.reach
-    return Reach(int(p.bottom_right), unlimited if left is None else left, unlimited if right is None else right)
+    left, right = (unlimited if side is None else side for side in p.reach)
+    return Reach(int(p.bottom_right), left, right, _words(lengths))
 
 
 def scores(p: Problem, slopes: Any = None, *, generic: bool = False) -> Scores | SlopedScores:
@@ -125,21 +125,22 @@ def random(p: Problem) -> Random:
     return Random(0, 0, round(p.dropout * 2**BITS), arithmetic.keep_scale(p))
 
 
-def sizes(p: Problem, query: Any = None, key: Any = None) -> Sizes | VarlenSizes:
+def sizes(p: Problem, query: Any = None, key: Any = None, cu_q: Any = None, cu_k: Any = None) -> Sizes | VarlenSizes:
     """Its lengths and numbers of heads; with ``varlen`` also the rows that query, and key if it is read, have."""
     if not p.varlen:
         return Sizes(p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k)
     rows_q, rows_k = (0 if array is None else array.shape[2] for array in (query, key))
-    return VarlenSizes(p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows_q), p.seq_k, rows_q, rows_k)
+    whole = p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows_q), p.seq_k
+    return VarlenSizes(*whole, rows_q, rows_k, _words(cu_q), _words(cu_k))
 
 
-def paged_sizes(p: Problem, query: Any, table: Any, scales: tuple[Any, Any], tree: Any) -> PagedSizes:
+def paged_sizes(p: Problem, query: Any, cu_q: Any, table: Any, scales: tuple[Any, Any], tree: Any) -> PagedSizes:
     """The same of keys in pages, for what reads them: of ``scales`` of keys and of values, and bits of a ``tree``."""
     rows = query.shape[2] if p.varlen else 0
     apart = [step for scale in scales for step in ((0, 0) if scale is None else scale.stride())]
     of_tree = () if tree is None else (0 if p.varlen else tree.stride(0), tree.stride(1))
     whole = p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows), p.seq_k
-    return PagedSizes(*whole, rows, p.page, table.stride(0), *apart, *of_tree)
+    return PagedSizes(*whole, rows, _words(cu_q), p.page, table.stride(0), *apart, *of_tree)
 
 
 def padded(p: Problem, rows: int) -> int:
@@ -212,6 +213,11 @@ def wide(tile: Tile, *arrays: Steps, page: int = 0) -> bool:
     """Whether an offset within one tile, or one ``page``, of any of the arrays may not fit 32 bits."""
     rows = max(tile.queries, tile.keys, page)
     return any(rows * row + MOST_COLUMNS * step >= 2**31 for _, _, row, step in arrays)
+
+
+def _words(integers: Any) -> int:
+    """Words of 32 bits that each of ``integers`` takes; 0 for none."""
+    return 0 if integers is None else integers.element_size() // 4
 
 
 def _signed(word: int) -> int:

@@ -18,7 +18,7 @@ from ..own.order import Backward
 from . import ahead, launch, run
 from .added import PrepareAdded
 from .config import TritonConfig, small
-from .operands import copied, mask_even, mask_in_steps, uneven
+from .operands import copied, in_words, mask_even, mask_in_steps, uneven
 from .run import Launch
 from .tiles import Make
 
@@ -159,7 +159,7 @@ class TritonKernel(Kernel):
             self._sees_nothing
             or self._uneven
             or self._beside
-            or (inputs.key_lengths is not None and not inputs.key_lengths.is_contiguous())
+            or (inputs.key_lengths is not None and not in_words(inputs.key_lengths))
             or any(x is not None and x.data_ptr() % 16 for x in inputs[:4])
             or (self._copies_mask and mask is not None and not mask_even(mask))
         )
@@ -174,9 +174,9 @@ class TritonKernel(Kernel):
             inputs = inputs._replace(sinks=inputs.sinks.contiguous())
         if inputs.block_table is not None and inputs.block_table.stride(1) != 1:
             inputs = inputs._replace(block_table=inputs.block_table.contiguous())
-        if inputs.key_lengths is None or inputs.key_lengths.is_contiguous():
+        if inputs.key_lengths is None or in_words(inputs.key_lengths):
             return inputs
-        return inputs._replace(key_lengths=inputs.key_lengths.contiguous())
+        return inputs._replace(key_lengths=inputs.key_lengths.long().contiguous())
 
 
 def on(tensor: Any) -> Any:

@@ -117,7 +117,7 @@ class Forward:
         return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, out, _, mask, *_, slopes, table, key_scale, value_scale, tree = arrays
+        query, key, value, out, _, mask, lengths, cu_q, cu_k, *_, slopes, table, key_scale, value_scale, tree = arrays
         p, tile, splits = self._p, self._tile, self._splits
         rows = steps(out) if p.varlen and splits == 1 else Steps(*out.stride()[-4:])
         by = Strides(steps(query), steps(key), steps(value), rows, steps(mask))
@@ -148,9 +148,11 @@ class Forward:
             values=(
                 by,
                 _visits(self._lists),
-                paged_sizes(p, query, table, (key_scale, value_scale), tree) if p.page else sizes(p, query, key),
+                paged_sizes(p, query, cu_q, table, (key_scale, value_scale), tree)
+                if p.page
+                else sizes(p, query, key, cu_q, cu_k),
                 Dims(p.dim_qk, p.dim_v),
-                reach(p),
+                reach(p, lengths),
                 min(arithmetic.heads_a_section(p, packed=self._packed), self._heads),
                 Splits(splits, arithmetic.tiles(p.seq_k, splits * tile.keys) * tile.keys),
                 scores(p, slopes, generic=tile.generic),
@@ -161,7 +163,7 @@ class Forward:
             generic=tile.generic,
         )
 
-    def _merged(self, parts: Any, sums: Any, out: Any, *_: Any) -> Passed:
+    def _merged(self, parts: Any, sums: Any, out: Any, _: Any, cu_q: Any, __: Any) -> Passed:
         p = self._p
         at_once = 16 if panelled(p) else min(64, max(16, 1 << (self._splits - 1).bit_length()))
         flags = {
@@ -173,7 +175,7 @@ class Forward:
             "num_warps": 4 if panelled(p) else at_once // 16,
             **early(self._overlap),
         }
-        return Passed((Steps(*out.stride()), sizes(p, out), Dims(p.dim_qk, p.dim_v), self._splits), flags)
+        return Passed((Steps(*out.stride()), sizes(p, out, cu_q=cu_q), Dims(p.dim_qk, p.dim_v), self._splits), flags)
 
 
 class Prepare:
@@ -200,7 +202,7 @@ class Prepare:
         self._launch(out, grad_out, lse, grad_lse, cu_q, delta, base)
         return Saved(grad_out, base, delta)
 
-    def _passed(self, out: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> Passed:
+    def _passed(self, out: Any, grad_out: Any, _: Any, grad_lse: Any, cu_q: Any, *__: Any) -> Passed:
         p, generic = self._p, self._generic
         width = arithmetic.dim_class(p) if generic else block(p.dim_v)
         flags = {
@@ -215,7 +217,8 @@ class Prepare:
         factor = float(unit(p, generic=generic))
         batch, heads, rows = out.shape[:3]
         rows = batch * heads * padded(p, rows)
-        return Passed((steps(out), steps(grad_out), sizes(p, out), rows, dims, factor), flags, generic=generic)
+        lie = steps(out), steps(grad_out), sizes(p, out, cu_q=cu_q)
+        return Passed((*lie, rows, dims, factor), flags, generic=generic)
 
 
 class QueryGradient:
@@ -241,7 +244,7 @@ class QueryGradient:
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_, slopes, grad = arrays
+        query, key, value, grad_out, _, _, mask, lengths, cu_q, cu_k, *_, slopes, grad = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         dealt = p.dropout > 0.0
@@ -260,9 +263,9 @@ class QueryGradient:
                 by,
                 rows(grad),
                 _visits(self._lists),
-                sizes(p, query, key),
+                sizes(p, query, key, cu_q, cu_k),
                 Dims(p.dim_qk, p.dim_v),
-                reach(p),
+                reach(p, lengths),
                 min(arithmetic.heads_a_section(p), self._heads),
                 scores(p, slopes, generic=tile.generic),
                 random(p),
@@ -296,7 +299,7 @@ class KeyGradients:
         return by_key if "k" in self._p.grads else None, by_value if "v" in self._p.grads else None
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, *_, slopes, by_key, by_value = arrays
+        query, key, value, grad_out, _, _, mask, lengths, cu_q, cu_k, *_, slopes, by_key, by_value = arrays
         by = strides(query, key, value, grad_out, mask)
         p, tile = self._p, self._tile
         tma = suits(p, self._device, query, grad_out)
@@ -316,9 +319,9 @@ class KeyGradients:
                 rows(by_key),
                 rows(by_value),
                 _visits(self._lists),
-                sizes(p, query, key),
+                sizes(p, query, key, cu_q, cu_k),
                 Dims(p.dim_qk, p.dim_v),
-                reach(p),
+                reach(p, lengths),
                 min(arithmetic.heads_a_section(p, queries=True), self._heads),
                 scores(p, slopes, generic=tile.generic),
                 random(p),
@@ -354,7 +357,7 @@ class MaskGradient:
         return grad
 
     def _passed(self, *arrays: Any) -> Passed:
-        query, key, value, grad_out, _, _, mask, _, slopes, _ = arrays
+        query, key, value, grad_out, _, _, mask, lengths, slopes, _ = arrays
         p, tile, (b, h, q, k) = self._p, self._tile, self._shape
         over = {"OVER_B": b == 1, "OVER_H": h == 1, "OVER_Q": q == 1, "OVER_K": k == 1}
         return Passed(
@@ -362,7 +365,7 @@ class MaskGradient:
                 strides(query, key, value, grad_out, mask),
                 sizes(p),
                 Dims(p.dim_qk, p.dim_v),
-                reach(p),
+                reach(p, lengths),
                 h,
                 scores(p, slopes, generic=tile.generic),
                 random(p),

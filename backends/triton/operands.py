@@ -6,7 +6,7 @@ from typing import Any
 
 from attnswitch.problem import Memory, Problem
 
-__all__ = ["Upstream", "copied", "even", "in_steps", "mask_even", "mask_in_steps", "uneven"]
+__all__ = ["Upstream", "copied", "even", "in_steps", "in_words", "mask_even", "mask_in_steps", "uneven"]
 
 #: Elements. Triton itself sees that rows lie apart by a multiple of this, and of nothing less.
 _SEEN = 16
@@ -52,6 +52,11 @@ class Upstream:
         if self._even is None:
             self._even = even(grad_out)
         return grad_out if self._even else copied(grad_out)
+
+
+def in_words(integers: Any) -> bool:
+    """Whether ``integers`` lie side by side and take whole words of 32 bits, which is how kernels read them."""
+    return bool(integers.element_size() >= 4 and integers.is_contiguous())
 
 
 def mask_in_steps(mask: Any) -> Any:

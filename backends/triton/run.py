@@ -39,6 +39,8 @@ _POINTERS = {
     **{getattr(torch, f"float{bits}"): f"*fp{bits}" for bits in (16, 32, 64)},
     **{getattr(torch, f"{sign}int{bits}"): f"*{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
+#: Arrays of integers that are read by words of 32 bits, one or two each, so that one kernel serves both.
+_IN_WORDS = frozenset(("LENGTHS", "CU_Q", "CU_K"))
 #: Which of ``Steps`` is from column to column.
 _COLUMN = Steps._fields.index("d")
 _DIVISIBLE = [["tt.divisibility", 16]]
@@ -89,13 +91,15 @@ def source(kernel: Any, arrays: Sequence[Any], passed: Passed) -> tuple[ASTSourc
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for at, array in enumerate(arrays):
-        types.append(
-            "constexpr" if array is None else _POINTERS.get(getattr(array, "dtype", None)) or mangle_type(array)
-        )
         if array is None:
+            types.append("constexpr")
             constants[at,] = None
-        elif types[-1][0] == "*" and _aligned(array, names[at], generic):
-            attributes[at,] = _DIVISIBLE
+        elif names[at] in _IN_WORDS:
+            types.append("*i32")
+        else:
+            types.append(_POINTERS.get(getattr(array, "dtype", None)) or mangle_type(array))
+            if types[-1][0] == "*" and _aligned(array, names[at], generic):
+                attributes[at,] = _DIVISIBLE
 
     columns = {path for path, _ in _columns(passed.values, len(types))} if generic else ()
 
@@ -212,7 +216,10 @@ def as_passed(kernel: Any, arrays: Sequence[Any], passed: Passed) -> tuple[Any, 
 def _key(kernel: Any, arrays: Sequence[Any], passed: Passed, device: int) -> tuple[Any, ...]:
     """What tells apart launches that are compiled differently."""
     names = zip(arrays, kernel.arg_names, strict=False)
-    lie = [None if x is None else (x.dtype, _aligned(x, name, passed.generic)) for x, name in names]
+    lie = [
+        x is not None if name in _IN_WORDS or x is None else (x.dtype, _aligned(x, name, passed.generic))
+        for x, name in names
+    ]
     return id(kernel), device, *passed.flags.values(), *passed.described, *lie, *_kinds(passed)
 
 
@@ -224,9 +231,14 @@ def _interpreter(
         if seed is not None:
             low, high = words(seed)
             given = *values[:-1], values[-1]._replace(seed_low=low, seed_high=high)
-        kernel[programs,](*map(as_bytes, arrays), *given, **flags)
+        kernel[programs,](*map(_as_read, kernel.arg_names, arrays), *given, **flags)
 
     return start
+
+
+def _as_read(name: str, array: Any) -> Any:
+    """The array ``name`` in the type that a kernel is compiled for: the same memory."""
+    return array.view(torch.int32) if name in _IN_WORDS and array is not None else as_bytes(array)
 
 
 def _build(kernel: Any, arrays: Sequence[Any], passed: Passed, target: Any) -> Any:

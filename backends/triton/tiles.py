@@ -78,7 +78,7 @@ class Listing:
         self._launch(mask, lengths, kinds, lists, counts)
         return lists, counts
 
-    def _passed(self, mask: Any, *_: Any) -> Passed:
+    def _passed(self, mask: Any, lengths: Any, *_: Any) -> Passed:
         p, how, found = self._p, self._how, self._sizes[3]
         words = not p.key_lengths and not p.positional and how.even_k and _in_words(mask)
         most = (4 * _WORDS if words else _POSITIONS) // (how.block_m * how.block_n)
@@ -92,7 +92,7 @@ class Listing:
             "num_warps": 8,
         }
         rows = 1 if self._alike else p.seq_q
-        return Passed((steps(mask), *self._sizes, rows, p.seq_k, reach(p)), flags)
+        return Passed((steps(mask), *self._sizes, rows, p.seq_k, reach(p, lengths)), flags)
 
 
 def _variant(p: Problem, device: Device, block_m: int, block_n: int) -> Variant:

@@ -499,13 +499,13 @@ CASE = Problem.parse("b2.h2.s640.d64.fp32.mask=fp32:hk.lengths.grad=qkvm")
 def test_every_array_from_outside_is_looked_at(role: str, built: list[Built]) -> None:
     """Each launch that takes an array is compiled anew for one that lies at another multiple of 4 bytes.
 
-    But for an upstream gradient, which is copied to where others lie.
+    But for an upstream gradient, which is copied to where others lie, and for lengths, which are read one by one.
     """
     made = made_for(CASE)
     every = ["forward", *ADDED, "mask_gradient"]
     gradients = ["query_gradient", "key_gradients", "mask_gradient"]
-    wanted = {"value": ["forward", *gradients], "grad_out": []}
-    wanted |= dict.fromkeys(("query", "key", "attn_mask", "key_lengths"), every)
+    wanted = {"value": ["forward", *gradients], "grad_out": [], "key_lengths": []}
+    wanted |= dict.fromkeys(("query", "key", "attn_mask"), every)
 
     def call(**changes: Any) -> None:
         inputs = operands(CASE)
@@ -549,6 +549,35 @@ def test_rows_of_all_sequences_are_told_anew(dtype: torch.dtype, built: list[Bui
             assert cu.data_ptr() in leaves
     assert names(built) == ["forward", *BACKWARD]
     assert (len(made._forwards), len(made._backwards)) == (2, 2)
+
+
+@pytest.mark.parametrize("text", ["b3.h2.s640.d64.fp32.mask=fp32.lengths.grad=qkvm", "b3.h2.s640.d64.bf16.varlen.grad"])
+def test_integers_of_any_type_and_anywhere_share_kernels(text: str, built: list[Built]) -> None:
+    """A kernel for each would be compiled while a caller waits, once per type of lengths that a program uses."""
+    p = Problem.parse(text)
+    made = made_for(p)
+    rows = torch.zeros(1, 2, 640 * 3, 64, dtype=torch.bfloat16)
+    for dtype in (torch.int32, torch.int64, torch.int16, torch.uint8, torch.uint32, torch.uint64):
+        for integers in (torch.zeros(4, dtype=dtype), torch.zeros(5, dtype=dtype)[1:]):
+            if not p.varlen:
+                inputs = operands(p)._replace(key_lengths=integers[:3])
+            elif integers.element_size() < 4:  # offsets have 32 or 64 bits
+                continue
+            else:
+                inputs = Inputs(rows, rows, rows, offsets=Offsets(integers, integers))
+            made.prepared(inputs)
+            out, lse = made.forward(inputs)
+            made.backward(inputs, out, lse, out, None)
+    assert len(built) == len({one.kernel for one in built})
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.int32, 1), (torch.int64, 2)])
+def test_a_launch_says_how_many_words_an_integer_has(dtype: torch.dtype, words: int) -> None:
+    cu = torch.zeros(4, dtype=dtype)
+    p = Problem.parse("b3.h2.s640.d64.bf16.varlen.grad")
+    assert arguments.reach(p, cu).words == words
+    sizes = arguments.sizes(p, operands(p).query, operands(p).key, cu, cu)
+    assert (sizes.cu_q, sizes.cu_k) == (words, words)
 
 
 def test_what_the_kernels_make_for_themselves_has_one_type() -> None:

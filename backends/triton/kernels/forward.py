@@ -195,9 +195,9 @@ def forward(
 
     first = tile * BLOCK_M
     if how.varlen:
-        begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
+        begin_q, seq_q = sequence(CU_Q, sizes.cu_q, b, batch, sizes.rows_q)
         if not how.paged:
-            begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+            begin_k, seq_k = sequence(CU_K, sizes.cu_k, b, batch, sizes.rows_k)
             K += begin_k * by.k.l
             V += begin_k * by.v.l
         rows = seq_q * pack

@@ -134,8 +134,8 @@ def key_gradients(
     head64 = head.to(tl.int64)
     first = tile * BLOCK_N
     if how.varlen:
-        begin_q, seq_q = sequence(CU_Q, b, batch, sizes.rows_q)
-        begin_k, seq_k = sequence(CU_K, b, batch, sizes.rows_k)
+        begin_q, seq_q = sequence(CU_Q, sizes.cu_q, b, batch, sizes.rows_q)
+        begin_k, seq_k = sequence(CU_K, sizes.cu_k, b, batch, sizes.rows_k)
         Q += begin_q * by.q.l
         DO += begin_q * by.o.l
         K += begin_k * by.k.l

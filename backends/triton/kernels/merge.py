@@ -28,7 +28,7 @@ def merge(
         entry = row // seq_q // heads
         h = row // seq_q % heads
         i = row % seq_q
-        begin, length = sequence(CU_Q, entry, sizes.batch, sizes.rows_q)
+        begin, length = sequence(CU_Q, sizes.cu_q, entry, sizes.batch, sizes.rows_q)
         OUT += begin * by.l
         LSE += begin
         if entry == sizes.batch:

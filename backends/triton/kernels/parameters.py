@@ -69,6 +69,7 @@ class VarlenSizes(NamedTuple):
     """The same of sequences one after another, whose lengths are the most of any; and the rows of all of them.
 
     ``padded`` are all rows in whole tiles for each sequence, ``rows_q`` and ``rows_k`` count those past the last one.
+    Offsets of queries and of keys are ``cu_q`` and ``cu_k`` words of 32 bits each.
     """
 
     batch: Number
@@ -79,13 +80,16 @@ class VarlenSizes(NamedTuple):
     seq_k: Number
     rows_q: Number
     rows_k: Number
+    cu_q: Number
+    cu_k: Number
 
 
 class PagedSizes(NamedTuple):
     """The same of keys in pages: rows of a page, and entries from one sequence's table to the next.
 
-    Queries may lie in sequences one after another, whose rows ``rows_q`` counts. Scales of keys and of values lie apart
-    by page and by head, and are all the same one where that is 0. Bits of a tree lie apart by sequence and by row.
+    Queries may lie in sequences one after another, whose rows ``rows_q`` counts, and ``cu_q`` the words of an offset.
+    Scales of keys and of values lie apart by page and by head, and are all the same one where that is 0. Bits of a tree
+    lie apart by sequence and by row.
     """
 
     batch: Number
@@ -95,6 +99,7 @@ class PagedSizes(NamedTuple):
     padded: Number
     seq_k: Number
     rows_q: Number
+    cu_q: Number
     page: Number
     table: Number
     k_page: Number = 0
@@ -113,11 +118,15 @@ class Dims(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Alignment of the diagonal (1 for bottom right), and how far to the left and right of it a query sees."""
+    """Alignment of the diagonal (1 for bottom right), and how far to the left and right of it a query sees.
+
+    Key lengths are ``words`` of 32 bits each: 1, or 2, of which the first says it.
+    """
 
     bottom_right: Number
     left: Number
     right: Number
+    words: Number
 
 
 class Splits(NamedTuple):

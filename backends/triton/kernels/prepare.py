@@ -26,7 +26,7 @@ def prepare(
         b = first // longest // heads
         h = first // longest % heads
         first = first % longest
-        begin, length = sequence(CU_Q, b, sizes.batch, sizes.rows_q)
+        begin, length = sequence(CU_Q, sizes.cu_q, b, sizes.batch, sizes.rows_q)
         if first >= padded_rows(length):
             return
         i = first + tl.arange(0, BLOCK_M)

@@ -34,7 +34,7 @@ def extent(LENGTHS, b, seq_q, seq_k, reach, how: tl.constexpr):
     """Keys of batch entry ``b``, and the offset of its diagonal."""
     end = seq_k
     if how.has_lengths:
-        end = tl.minimum(tl.maximum(tl.load(LENGTHS + b).to(tl.int32), 0), seq_k)
+        end = tl.minimum(tl.maximum(tl.load(LENGTHS + b * reach.words), 0), seq_k)
     return end, (end - seq_q) * reach.bottom_right
 
 

@@ -14,10 +14,13 @@ _PADDING = tl.constexpr(PADDING)
 
 
 @triton.jit
-def sequence(CU, b, batch, rows):
-    """The first row of entry ``b``, in 64 bits, and how many it has. ``rows`` are those of all entries."""
-    begin = tl.load(CU + b).to(tl.int64)
-    end = tl.load(CU + tl.minimum(b + 1, batch)).to(tl.int64)
+def sequence(CU, words, b, batch, rows):
+    """The first row of entry ``b``, in 64 bits, and how many it has. ``rows`` are those of all entries.
+
+    An offset is ``words`` of 32 bits, of which the first says it.
+    """
+    begin = tl.load(CU + b * words).to(tl.int64)
+    end = tl.load(CU + tl.minimum(b + 1, batch) * words).to(tl.int64)
     end = tl.where(b == batch, rows, end)
     return begin, (end - begin).to(tl.int32)
 
