@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from attnswitch import InvalidProblem
 from attnswitch.machine import registry
 from attnswitch.verify import Case, Failure, Outcome, Plan, Report, Space, Target, load, run
 from attnswitch.verify.session import order, worker
-from attnswitch.verify.session.explore import Drawn, Source
+from attnswitch.verify.session.explore import Drawn, Job, Source
+from attnswitch.verify.session.shard import Shard
 
 Register = Callable[[str, str], None]
 #: What is wrong with a case: the property that it breaks, "refused", or None.
@@ -105,6 +106,48 @@ def test_no_worker_is_kept_waiting_by_one_that_compiles_for_many_problems(recipe
     counts = [job.count for job in jobs if isinstance(job, Drawn)]
     assert sum(counts) == -(-200 // recipes)
     assert max(counts) == each
+
+
+class Listing:
+    """As much of a pool as a run asks for: it keeps the jobs, and carries out none."""
+
+    size = 1
+
+    def __init__(self, plan: Plan) -> None:
+        self.provenance: dict[str, str] = {}
+
+    def __enter__(self) -> Listing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def carry_out(self, jobs: dict[str, Iterator[Job]], stop: Any, take: Any) -> None:
+        listed.extend(job for every in jobs.values() for job in every)
+
+
+listed: list[Job] = []
+
+
+def climbing(examples: int, shard: Shard) -> list[Drawn]:
+    """The searches for the worst case in a part of a run."""
+    listed.clear()
+    target = Target("cuda:0", ("one", "two"), Space(), recipes=12)
+    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=Listing)
+    return [job for job in listed if isinstance(job, Drawn) and job.climb]
+
+
+@pytest.mark.parametrize(("examples", "problems"), [(600, 5), (1600, 5), (20_400, 42), (100_000, 208)])
+def test_a_search_for_the_worst_case_is_shared_by_workers_and_parts(examples: int, problems: int) -> None:
+    """It goes from case to case, so that one for a whole run kept 15 workers of a GPU waiting for minutes."""
+    whole = climbing(examples, Shard())
+    assert max(job.count for job in whole) <= 16
+    assert [sum(job.count for job in whole if job.target.backends == (name,)) for name in ("one", "two")] == 2 * [
+        problems
+    ]
+    begun = [set(range(job.first, job.first + 2 * job.count)) for job in whole]
+    assert len(set().union(*begun)) == sum(map(len, begun))
+    assert sorted((job for n in (1, 2, 3) for job in climbing(examples, Shard(n, 3))), key=whole.index) == whole
 
 
 def test_another_process_draws_the_same(examined: Examined, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ __all__ = ["Progress", "run"]
 _SLOW_TRIES = 100
 #: The search for the worst case runs one case for every so many examples.
 _CLIMB = 20
+#: Problems that one search begins with, at most: it goes on from the worst of them, and so in one process.
+_BEGINNINGS = 16
 #: Tries to shrink a case: one that was given (""), one that ends its process, one that does not end.
 _TRIES = {"": 200, "crash": 30, "hang": 12}
 
@@ -159,7 +161,10 @@ class _Run:
         for number, backend in enumerate(target.backends):
             alone = replace(target, backends=(backend,), space=replace(target.space, checks=()))
             count = max(5, limit // _CLIMB // len(target.backends))
-            yield self._drawn(alone, 2**40 + number * 2**20, count, climb=True)
+            each = -(-count // -(-count // _BEGINNINGS))
+            for begun in range(0, count, each):  # as many again follow what a search begins with
+                first = 2**40 + number * 2**20 + 2 * begun
+                yield self._drawn(alone, first, min(each, count - begun), climb=True)
 
     def _drawn(self, target: Target, first: int, count: int, climb: bool = False) -> Drawn:
         known, tries = frozenset(self.kinds), self._tries(target.device)
