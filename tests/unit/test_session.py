@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from attnswitch.machine import registry
 from attnswitch.verify import Case, Failure, Outcome, Plan, Report, Space, Target, load, run
 from attnswitch.verify.session import order, worker
 from attnswitch.verify.session.explore import Drawn, Job, Source
+from attnswitch.verify.session.pool import Pool
 from attnswitch.verify.session.shard import Shard
 
 Register = Callable[[str, str], None]
@@ -133,7 +134,7 @@ def climbing(examples: int, shard: Shard) -> list[Drawn]:
     """The searches for the worst case in a part of a run."""
     listed.clear()
     target = Target("cuda:0", ("one", "two"), Space(), recipes=12)
-    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=Listing)
+    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=lambda plan: cast(Pool, Listing(plan)))
     return [job for job in listed if isinstance(job, Drawn) and job.climb]
 
 

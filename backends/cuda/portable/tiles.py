@@ -123,13 +123,15 @@ def once(problem: Problem, tile: Tile) -> bool:
 
 
 def paged(problem: Problem, tile: Tile) -> int:
-    """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one."""
-    return 0 if not problem.page else 1 if problem.page % tile.keys else 2
+    """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one, 3 in more than 32."""
+    if problem.page and problem.page % tile.keys == 0:
+        return 2
+    return 0 if not problem.page else 1 if tile.keys - 1 <= 31 * problem.page else 3
 
 
 def beside_padded(problem: Problem, tile: Tile) -> float:
     """How many times as long a forward over pages takes as the same keys are expected to, padded to one length."""
-    return _SCATTERED if paged(problem, tile) == 1 else _WHOLE
+    return _SCATTERED if paged(problem, tile) != 2 else _WHOLE
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:

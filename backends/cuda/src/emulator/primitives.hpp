@@ -49,16 +49,20 @@ template <class V> DEVICE V shuffle_xor(V value, int lanes) {
     return mine.result;
 }
 
-template <class V> DEVICE V broadcast(V value) {
-    Shuffle<V> mine = {value, value, 0};
+template <class V> DEVICE V of_lane(V value, int lane) {
+    Shuffle<V> mine = {value, value, lane};
     emulator::together(
         [](void** all) {
-            for (int n = 0; n < 32; n++)
-                static_cast<Shuffle<V>*>(all[n])->result = static_cast<Shuffle<V>*>(all[0])->value;
+            for (int n = 0; n < 32; n++) {
+                Shuffle<V>* const at = static_cast<Shuffle<V>*>(all[n]);
+                at->result = static_cast<Shuffle<V>*>(all[at->lanes % 32])->value;
+            }
         },
         &mine);
     return mine.result;
 }
+
+template <class V> DEVICE V broadcast(V value) { return of_lane(value, 0); }
 
 DEVICE bool all_of_warp(bool it) {
     Shuffle<bool> mine = {it, true, 0};

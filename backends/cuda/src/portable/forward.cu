@@ -95,9 +95,9 @@ KERNEL forward(const Arguments a) {
         load_rows<BLOCK_M, BLOCK_D, 32 * WARPS>(shared.query, line, a.query.column, a.dim, QUERY_BYTES);
         others.fetch();
     };
-    const PageTable table(a, rows.batch);
-    i64 page = 0;  // of the next tile, asked for while the one before is loaded
-    if (PAGED == WHOLE_PAGES && tiles.count > 0) page = table.page(tiles.start(0));
+    const PageTable table{a, int(rows.batch)};
+    u32 page = 0;  // of the next tile, asked for while the one before is loaded
+    if (PAGED && tiles.count > 0) page = table.of_tile(tiles.start(0), e.end);
     const auto load = [&](int t, int slot) {
         const int start = tiles.start(t);
         T* const key = shared.stage(slot);
@@ -107,18 +107,18 @@ KERNEL forward(const Arguments a) {
         const auto load_values = [&](auto of_values) {
             load_rows<BLOCK_N, BLOCK_DV>(key + KEY, of_values, a.value.column, a.dim_v, VALUE_BYTES, ONCE);
         };
-        if (PAGED == ANY_PAGES) {
-            load_keys(PagedLines{table, keys, a.key, start, e.end - start});
-            load_values(PagedLines{table, values, a.value, start, e.end - start});
+        if (PAGED == SOME_PAGES || PAGED == MANY_PAGES) {
+            load_keys(PagedLines{table, keys, a.key, start, e.end - start, page});
+            load_values(PagedLines{table, values, a.value, start, e.end - start, page});
         } else if (PAGED == WHOLE_PAGES) {
             const int first = table.row(start), end = first + e.end - start;
-            load_keys(lines(keys + page * a.key.batch, a.key, first, end));
-            load_values(lines(values + page * a.value.batch, a.value, first, end));
-            if (t + 1 < tiles.count) page = table.page(tiles.start(t + 1));
+            load_keys(lines(keys + i64(page) * a.key.batch, a.key, first, end));
+            load_values(lines(values + i64(page) * a.value.batch, a.value, first, end));
         } else {
             load_keys(lines(keys, a.key, start, e.end));
             load_values(lines(values, a.value, start, e.end));
         }
+        if (PAGED && t + 1 < tiles.count) page = table.of_tile(tiles.start(t + 1), e.end);
     };
     Real slopes[ROWS];
     if (ALIBI) UNROLL for (int m = 0; m < ROWS; m++) slopes[m] = slope_of(a, rows.batch, rows.head(rows.mine(m)));
