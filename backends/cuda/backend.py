@@ -123,11 +123,11 @@ class CudaBackend(Backend):
         Nor had it pages.
         """
         times = beside_hopper(problem, device)
-        if problem.page and times == 1.0:
-            tile = next(self.configs(problem, device)).forward
-            assert isinstance(tile, Tile)  # Hopper's refuse pages
-            return portable_tiles.beside_padded(problem, tile)
-        return times
+        if not problem.page:
+            return times
+        tile = next(self.configs(problem, device)).forward
+        assert isinstance(tile, Tile)  # Hopper's refuse pages
+        return (portable_tiles.BESIDE_PADDED if times == 1.0 else times) * portable_tiles.scattered(problem, tile)
 
     def compile(self, problem: Problem, device: Device, config: CudaConfig) -> CudaKernel:
         """The kernels for ``problem``; NVRTC compiles those of a first call side by side, if the cache has none."""

@@ -134,7 +134,7 @@ def climbing(examples: int, shard: Shard) -> list[Drawn]:
     """The searches for the worst case in a part of a run."""
     listed.clear()
     target = Target("cuda:0", ("one", "two"), Space(), recipes=12)
-    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=lambda plan: cast(Pool, Listing(plan)))
+    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=lambda plan: cast("Pool", Listing(plan)))
     return [job for job in listed if isinstance(job, Drawn) and job.climb]
 
 

@@ -196,6 +196,14 @@ def test_a_part_that_was_tried_again_counts_once(examiner: Examiner, tmp_path: P
     assert document(joined([elsewhere, *reversed(paths)]))["results"] == whole["results"]
 
 
+def test_parts_may_have_been_given_unlike_times(examiner: Examiner, tmp_path: Path) -> None:
+    """Machines end at unlike hours; what was cut off is told."""
+    paths = [tmp_path / str(n) for n in (1, 2)]
+    for n, (path, seconds) in enumerate(zip(paths, (3600.0, 1e-9), strict=True), 1):
+        carried_out(examiner, plan(Shard(n, 2), seconds=seconds, targeted=False), path)
+    assert joined(paths).stopped == "shard 2/2: time limit of 1e-09 s"
+
+
 def test_parts_of_different_runs_are_refused(examiner: Examiner, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     carried_out(examiner, plan(Shard(1, 2)), one)

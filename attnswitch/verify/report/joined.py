@@ -27,7 +27,7 @@ from attnswitch.verify.session.tally import INTERRUPTED, Found, Report
 __all__ = ["joined"]
 
 #: Of a plan, what each shard may have of its own.
-_OWN = frozenset(("shard", "corpus", "pass_over", "workers", "timeout", "isolate", "keep_worst", "remember"))
+_OWN = frozenset(("shard", "corpus", "pass_over", "workers", "timeout", "isolate", "keep_worst", "remember", "seconds"))
 _SOURCES = {source.name.lower(): source for source in Source}
 _OUTCOME: dict[str, Any] = {
     "backend": str,

@@ -10,12 +10,12 @@ from attnswitch.problem.cost import kv_bytes
 from ...own import arithmetic
 
 __all__ = [
+    "BESIDE_PADDED",
     "FEW",
     "FEWER",
     "MERGING_WARPS",
     "ROWS_A_BLOCK",
     "Tile",
-    "beside_padded",
     "block",
     "fits",
     "left",
@@ -30,6 +30,7 @@ __all__ = [
     "real",
     "room",
     "rows",
+    "scattered",
     "shared",
     "shrunk",
 ]
@@ -47,10 +48,11 @@ ROWS_A_BLOCK = 4
 MERGING_WARPS, _MERGED_ALONE = 8, 32
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
-#: See ``beside_padded``: a tile of keys in several pages, and in one. Of 0.223 ms that 8 queries are expected to take
-#: on an H200, pages of 16 take 0.372 and of 64 0.153 (fixtures/results/h200/bench-trees.json); one to four queries take
-#: 0.68 to 0.93 of what is expected (bench-paged.json).
-_SCATTERED, _WHOLE = 1.7, 0.75
+#: How many times as long a forward over pages takes as the same keys are expected to, padded to one length: one to
+#: eight queries on an H200 0.68 to 0.93 times (fixtures/results/h200/bench-paged.json).
+BESIDE_PADDED = 0.75
+#: And as long again where a tile of keys is in several pages: 1.13 to 1.37 times (bench-pages.json, bench-trees.json).
+_SCATTERED = 1.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,9 @@ def paged(problem: Problem, tile: Tile) -> int:
     return 0 if not problem.page else 1 if tile.keys - 1 <= 31 * problem.page else 3
 
 
-def beside_padded(problem: Problem, tile: Tile) -> float:
-    """How many times as long a forward over pages takes as the same keys are expected to, padded to one length."""
-    return _SCATTERED if paged(problem, tile) != 2 else _WHOLE
+def scattered(problem: Problem, tile: Tile) -> float:
+    """How many times as long a forward takes over these pages as over those that hold whole tiles of keys."""
+    return 1.0 if paged(problem, tile) == 2 else _SCATTERED
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:
