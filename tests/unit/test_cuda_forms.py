@@ -236,6 +236,15 @@ def test_pages_smaller_than_a_tile_go_to_whom_they_cost_less(page: int, measured
     assert min(("cuda", "triton"), key=expected.__getitem__) == measured
 
 
+@pytest.mark.parametrize("page", [1, 2, 3, 4, 5, 8, 16, 24, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("keys", [16, 32, 64, 128])
+def test_a_warp_has_a_lane_for_each_page_of_a_tile(keys: int, page: int) -> None:
+    """Wherever in a page the tile begins; else each copy looks for its own."""
+    way = tiles.paged(Problem.parse(f"b1.h1.s1x{4 * page}.d64.bf16.lengths.page={page}"), tiles.Tile(16, keys, 4, 1))
+    most = max(-(-(first + keys) // page) for first in range(page))
+    assert way == (2 if page % keys == 0 else 1 if most <= 32 else 3)
+
+
 def test_hopper_takes_sinks_and_costs_what_it_does_without() -> None:
     p, where = Problem.parse("b4.h16/4.s1024x2048.d128.bf16.causal-br.sinks.grad"), Device.named("h200")
     chosen, plain = (next(config.configs(each, where)) for each in (p, p.replace(sinks=False)))
