@@ -120,7 +120,7 @@ class CudaBackend(Backend):
     def repeats(self, problem: Problem, device: Device) -> float:
         """What was measured is of Hopper's kernels where those take a problem, and they refuse some forms of it.
 
-        Nor had it pages.
+        Nor had it pages: those that hold no whole tile of keys come on top.
         """
         times = beside_hopper(problem, device)
         if not problem.page:

@@ -238,7 +238,9 @@ def _interpreter(
 
 def _as_read(name: str, array: Any) -> Any:
     """The array ``name`` in the type that a kernel is compiled for: the same memory."""
-    return array.view(torch.int32) if name in _IN_WORDS and array is not None else as_bytes(array)
+    if name in _IN_WORDS and array is not None:  # of which a single one may have any stride
+        return array.as_strided(array.shape, (1,)).view(torch.int32)
+    return as_bytes(array)
 
 
 def _build(kernel: Any, arrays: Sequence[Any], passed: Passed, target: Any) -> Any:

@@ -16,12 +16,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
+import attnswitch
 from attnswitch import Problem
 from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.machine.device import Device
 from attnswitch.planning.forecast import of_itself
 from attnswitch.problem import Mask
 
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
 classes = importlib.import_module("attnswitch.backends.cuda.classes")
 config = importlib.import_module("attnswitch.backends.cuda.config")
@@ -417,6 +419,27 @@ def test_pages_are_keys_that_were_gathered(room: str, more: str, page: int) -> N
         f"b4.h4/2.{queries}x{192 // page * page}.{kind}.lengths.page={page}.lse{more}", [100, 0, 17, 192 // page * page]
     )
     compare(call)
+
+
+@compiled
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("page", "way"), [(1, 3), (2, 3), (3, 1), (16, 1), (64, 2)])
+def test_tiles_of_many_keys_over_pages(page: int, way: int) -> None:
+    """What the emulator chooses by itself has 16 keys, of which no lane past the 16th has a page."""
+    tile = tiles.Tile(16, 64, 1, 2)
+    call = Call(f"b3.h4/2.s3x{192 // page * page}.d32.bf16.lengths.page={page}.causal-br.lse", [130, 0, 64])
+    assert tiles.paged(call.problem, tile) == way
+    other = tiles.Tile(32, 32, 1, 1)
+    compare(call, config.CudaConfig(tile, other, other, other))
+
+
+def test_pages_are_numbered_in_32_bits() -> None:
+    call = Call("b1.h1.s1x16.d8.bf16.lengths.page=1")
+    inputs, constants = call.inputs(), arguments.constants(call.problem)
+    arguments.of_call(constants, inputs)
+    steps = 0, *inputs.key.stride()[1:]
+    with pytest.raises(attnswitch.Unsupported, match="a cache of 4294967296 pages"):
+        arguments.of_call(constants, inputs._replace(key=inputs.key.as_strided((2**32, *inputs.key.shape[1:]), steps)))
 
 
 @compiled

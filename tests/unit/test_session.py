@@ -138,11 +138,12 @@ def climbing(examples: int, shard: Shard) -> list[Drawn]:
     return [job for job in listed if isinstance(job, Drawn) and job.climb]
 
 
-@pytest.mark.parametrize(("examples", "problems"), [(600, 5), (1600, 5), (20_400, 42), (100_000, 208)])
+@pytest.mark.parametrize(("examples", "problems"), [(600, 5), (1600, 5), (20_400, 42), (57_840, 120), (123_360, 257)])
 def test_a_search_for_the_worst_case_is_shared_by_workers_and_parts(examples: int, problems: int) -> None:
     """It goes from case to case, so that one for a whole run kept 15 workers of a GPU waiting for minutes."""
     whole = climbing(examples, Shard())
     assert max(job.count for job in whole) <= 16
+    assert min(job.count for job in whole) >= min(problems, 8)
     assert [sum(job.count for job in whole if job.target.backends == (name,)) for name in ("one", "two")] == 2 * [
         problems
     ]

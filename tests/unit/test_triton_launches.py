@@ -571,6 +571,12 @@ def test_integers_of_any_type_and_anywhere_share_kernels(text: str, built: list[
     assert len(built) == len({one.kernel for one in built})
 
 
+def test_the_interpreter_reads_a_single_integer_wherever_it_is_from() -> None:
+    """One that was cut out of others with a step counts as contiguous, and keeps that step."""
+    read = run._as_read("LENGTHS", torch.tensor([7, 1, 1, 1])[::4])
+    assert (read.dtype, read.tolist()) == (torch.int32, [7, 0])
+
+
 @pytest.mark.parametrize(("dtype", "words"), [(torch.int32, 1), (torch.int64, 2)])
 def test_a_launch_says_how_many_words_an_integer_has(dtype: torch.dtype, words: int) -> None:
     cu = torch.zeros(4, dtype=dtype)

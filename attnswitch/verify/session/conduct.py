@@ -161,10 +161,11 @@ class _Run:
         for number, backend in enumerate(target.backends):
             alone = replace(target, backends=(backend,), space=replace(target.space, checks=()))
             count = max(5, limit // _CLIMB // len(target.backends))
-            each = -(-count // -(-count // _BEGINNINGS))
-            for begun in range(0, count, each):  # as many again follow what a search begins with
-                first = 2**40 + number * 2**20 + 2 * begun
-                yield self._drawn(alone, first, min(each, count - begun), climb=True)
+            first, searches = 2**40 + number * 2**20, -(-count // _BEGINNINGS)
+            for n in range(searches):
+                begun = (count + n) // searches  # which add up to count
+                yield self._drawn(alone, first, begun, climb=True)
+                first += 2 * begun  # it goes on for as many again
 
     def _drawn(self, target: Target, first: int, count: int, climb: bool = False) -> Drawn:
         known, tries = frozenset(self.kinds), self._tries(target.device)

@@ -7,6 +7,7 @@ import functools
 import struct
 from typing import Any, ClassVar
 
+from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Inputs, Offsets
 from attnswitch.problem import Problem
 from attnswitch.problem.philox import BITS
@@ -151,6 +152,8 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
         a.slopes, by_batch, a.slope_head = memory.place(inputs.alibi_slopes)
         a.slope_batch = 0 if inputs.alibi_slopes.shape[0] == 1 else by_batch
     if inputs.block_table is not None:
+        if inputs.key.shape[0] >= 2**32:
+            raise Unsupported(f"a cache of {inputs.key.shape[0]} pages: cuda numbers pages in 32 bits")
         a.table, a.table_batch, a.table_step = memory.place(inputs.block_table)
         a.table_bytes = int(inputs.block_table.itemsize)
     if inputs.tree_mask is not None:

@@ -51,8 +51,9 @@ _ONCE = 256 * 2**20
 #: How many times as long a forward over pages takes as the same keys are expected to, padded to one length: one to
 #: eight queries on an H200 0.68 to 0.93 times (fixtures/results/h200/bench-paged.json).
 BESIDE_PADDED = 0.75
-#: And as long again where a tile of keys is in several pages: 1.13 to 1.37 times (bench-pages.json, bench-trees.json).
-_SCATTERED = 1.35
+#: And as long again where a tile of keys is in several pages: 1.16 times for 32 queries, 1.37 for 8 (bench-pages.json,
+#: bench-trees.json). Where each copy looks for its page: 2.4 times for 8 queries (bench-pages-before.json).
+_SCATTERED, _LOOKED_UP = 1.35, 2.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,10 @@ def once(problem: Problem, tile: Tile) -> bool:
 
 
 def paged(problem: Problem, tile: Tile) -> int:
-    """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one, 3 in more than 32."""
+    """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one, 3 in more than 32.
+
+    Wherever in a page the tile begins.
+    """
     if problem.page and problem.page % tile.keys == 0:
         return 2
     return 0 if not problem.page else 1 if tile.keys - 1 <= 31 * problem.page else 3
@@ -133,7 +137,7 @@ def paged(problem: Problem, tile: Tile) -> int:
 
 def scattered(problem: Problem, tile: Tile) -> float:
     """How many times as long a forward takes over these pages as over those that hold whole tiles of keys."""
-    return 1.0 if paged(problem, tile) == 2 else _SCATTERED
+    return {1: _SCATTERED, 2: 1.0, 3: _LOOKED_UP}[paged(problem, tile)]
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:

@@ -35,8 +35,8 @@ DEVICE u32 blocks() { return gridDim.x; }
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 template <class V> DEVICE V shuffle_xor(V value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
-// That of lane 0.
 template <class V> DEVICE V of_lane(V value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// That of lane 0.
 template <class V> DEVICE V broadcast(V value) { return of_lane(value, 0); }
 DEVICE bool all_of_warp(bool it) { return __all_sync(0xffffffffu, it); }
 // From 9.0 on, of launches that follow one another: the next may begin where this one leaves room, once all blocks have

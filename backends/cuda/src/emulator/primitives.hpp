@@ -33,33 +33,24 @@ DEVICE void warp_barrier() {
 
 template <class V> struct Shuffle {
     V value, result;
-    int lanes;
+    int from;  // the lane whose value is asked for
 };
 
-template <class V> DEVICE V shuffle_xor(V value, int lanes) {
-    Shuffle<V> mine = {value, value, lanes};
+template <class V> DEVICE V of_lane(V value, int lane) {
+    Shuffle<V> mine = {value, value, lane % 32};
     emulator::together(
         [](void** all) {
             for (int n = 0; n < 32; n++) {
                 Shuffle<V>* const at = static_cast<Shuffle<V>*>(all[n]);
-                at->result = static_cast<Shuffle<V>*>(all[n ^ at->lanes])->value;
+                at->result = static_cast<Shuffle<V>*>(all[at->from])->value;
             }
         },
         &mine);
     return mine.result;
 }
 
-template <class V> DEVICE V of_lane(V value, int lane) {
-    Shuffle<V> mine = {value, value, lane};
-    emulator::together(
-        [](void** all) {
-            for (int n = 0; n < 32; n++) {
-                Shuffle<V>* const at = static_cast<Shuffle<V>*>(all[n]);
-                at->result = static_cast<Shuffle<V>*>(all[at->lanes % 32])->value;
-            }
-        },
-        &mine);
-    return mine.result;
+template <class V> DEVICE V shuffle_xor(V value, int lanes) {
+    return of_lane(value, emulator::machine.current % 32 ^ lanes);
 }
 
 template <class V> DEVICE V broadcast(V value) { return of_lane(value, 0); }

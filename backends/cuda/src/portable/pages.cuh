@@ -5,8 +5,8 @@
 #pragma once
 #include "portable/tiles.cuh"
 
-// Of PAGED: a tile of keys is in one page; or in several, or parts of them, of which each lane of a warp has one; or in
-// more than there are lanes.
+// Of PAGED: a tile of keys may be in several pages, or in parts of them, of which each lane of a warp has one; is in one
+// page; or may be in more than there are lanes.
 enum { NO_PAGES, SOME_PAGES, WHOLE_PAGES, MANY_PAGES };
 
 // The table of a batch entry.
@@ -23,7 +23,7 @@ struct PageTable {
     DEVICE int row(int j) const { return j - number(j) * a.page; }
 
     // Of a tile of keys from `start` on, which end at `end`: its page, or of SOME_PAGES the one that this lane asks for.
-    // No memory has 2^32 pages of so many rows.
+    // Pages are fewer than 2^32 (launching/arguments.py).
     DEVICE u32 of_tile(int start, int end) const {
         if (PAGED == MANY_PAGES) return 0;
         if (PAGED == WHOLE_PAGES) return u32(entry(number(start)));
