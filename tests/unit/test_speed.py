@@ -138,7 +138,8 @@ def test_a_function_is_timed_before_the_court(
         (told[function],) = judged["speed"]
     right, wrong = told.values()
     assert right["milliseconds"] > 0
-    assert right["beside"] in ("tiled", "sdpa-flash", "sdpa-math")
+    # Whichever was the fastest of them in that moment: a machine that is busy has let ``reference`` win.
+    assert right["beside"] in ("reference", "tiled", "sdpa-flash", "sdpa-math")
     assert right["ratio"] == right["milliseconds_beside"] / right["milliseconds"]
     assert (wrong["milliseconds"], wrong["why"]) == (None, "not correct")
     assert "speed of" in capsys.readouterr().out
