@@ -107,7 +107,7 @@ def reach(p: Problem, lengths: Any) -> Reach:
     """Which keys a query sees by position: all, as far as there are any, where nothing limits them."""
     unlimited = p.seq_q + p.seq_k
     left, right = (unlimited if side is None else side for side in p.reach)
-    return Reach(int(p.bottom_right), left, right, _width(lengths))
+    return Reach(int(p.bottom_right), left, right, _words_of(lengths))
 
 
 def scores(p: Problem, slopes: Any = None, *, generic: bool = False) -> Scores | SlopedScores:
@@ -131,7 +131,7 @@ def sizes(p: Problem, query: Any = None, key: Any = None, cu_q: Any = None, cu_k
         return Sizes(p.batch, p.heads_q, p.group, p.seq_q, arithmetic.padded(p), p.seq_k)
     rows_q, rows_k = (0 if array is None else array.shape[2] for array in (query, key))
     whole = p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows_q), p.seq_k
-    return VarlenSizes(*whole, rows_q, rows_k, _width(cu_q), _width(cu_k))
+    return VarlenSizes(*whole, rows_q, rows_k, _words_of(cu_q), _words_of(cu_k))
 
 
 def paged_sizes(p: Problem, query: Any, cu_q: Any, table: Any, scales: tuple[Any, Any], tree: Any) -> PagedSizes:
@@ -140,7 +140,7 @@ def paged_sizes(p: Problem, query: Any, cu_q: Any, table: Any, scales: tuple[Any
     apart = [step for scale in scales for step in ((0, 0) if scale is None else scale.stride())]
     of_tree = () if tree is None else (0 if p.varlen else tree.stride(0), tree.stride(1))
     whole = p.batch, p.heads_q, p.group, p.seq_q, padded(p, rows), p.seq_k
-    return PagedSizes(*whole, rows, _width(cu_q), p.page, table.stride(0), *apart, *of_tree)
+    return PagedSizes(*whole, rows, _words_of(cu_q), p.page, table.stride(0), *apart, *of_tree)
 
 
 def padded(p: Problem, rows: int) -> int:
@@ -215,7 +215,7 @@ def wide(tile: Tile, *arrays: Steps, page: int = 0) -> bool:
     return any(rows * row + MOST_COLUMNS * step >= 2**31 for _, _, row, step in arrays)
 
 
-def _width(integers: Any) -> int:
+def _words_of(integers: Any) -> int:
     """Words of 32 bits that each of ``integers`` takes; 0 for none."""
     return 0 if integers is None else integers.element_size() // 4
 

@@ -114,8 +114,9 @@ class Listing:
 
     size = 1
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self) -> None:
         self.provenance: dict[str, str] = {}
+        self.jobs: list[Job] = []
 
     def __enter__(self) -> Listing:
         return self
@@ -124,18 +125,14 @@ class Listing:
         pass
 
     def carry_out(self, jobs: dict[str, Iterator[Job]], stop: Any, take: Any) -> None:
-        listed.extend(job for every in jobs.values() for job in every)
-
-
-listed: list[Job] = []
+        self.jobs += (job for every in jobs.values() for job in every)
 
 
 def climbing(examples: int, shard: Shard) -> list[Drawn]:
     """The searches for the worst case in a part of a run."""
-    listed.clear()
-    target = Target("cuda:0", ("one", "two"), Space(), recipes=12)
-    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=lambda plan: cast("Pool", Listing(plan)))
-    return [job for job in listed if isinstance(job, Drawn) and job.climb]
+    pool, target = Listing(), Target("cuda:0", ("one", "two"), Space(), recipes=12)
+    run(Plan((target,), examples, 0, targeted=True, shard=shard), pool=lambda plan: cast("Pool", pool))
+    return [job for job in pool.jobs if isinstance(job, Drawn) and job.climb]
 
 
 @pytest.mark.parametrize(("examples", "problems"), [(600, 5), (1600, 5), (20_400, 42), (57_840, 120), (123_360, 257)])

@@ -130,7 +130,8 @@ def test_a_function_is_timed_before_the_court(
     for function in ("like_bhsd@bhsd+gqa", "without_scale"):
         out = tmp_path / f"{function[:4]}.json"
         words = "verify", "--function", f"{FILE}:{function}", "--device", "cpu", "--quick", "--examples", "15"
-        more = "--no-corpus", "--speed", "b1.h2.s64.d32.fp32.causal", "--json", str(out)
+        # Long enough that on a busy machine too ``reference`` is not the fastest.
+        more = "--no-corpus", "--speed", "b1.h4.s256.d64.fp32.causal", "--json", str(out)
         monkeypatch.setattr(sys, "argv", ["attnswitch", *words, *more])
         with pytest.raises(SystemExit):
             importlib.import_module("attnswitch.cli.app").main()
@@ -138,8 +139,7 @@ def test_a_function_is_timed_before_the_court(
         (told[function],) = judged["speed"]
     right, wrong = told.values()
     assert right["milliseconds"] > 0
-    # Whichever was the fastest of them in that moment: a machine that is busy has let ``reference`` win.
-    assert right["beside"] in ("reference", "tiled", "sdpa-flash", "sdpa-math")
+    assert right["beside"] in ("tiled", "sdpa-flash", "sdpa-math")
     assert right["ratio"] == right["milliseconds_beside"] / right["milliseconds"]
     assert (wrong["milliseconds"], wrong["why"]) == (None, "not correct")
     assert "speed of" in capsys.readouterr().out

@@ -107,13 +107,13 @@ KERNEL forward(const Arguments a) {
         const auto load_values = [&](auto of_values) {
             load_rows<BLOCK_N, BLOCK_DV>(key + KEY, of_values, a.value.column, a.dim_v, VALUE_BYTES, ONCE);
         };
-        if (PAGED == SOME_PAGES || PAGED == MANY_PAGES) {
-            load_keys(PagedLines{table, keys, a.key, start, e.end - start, page});
-            load_values(PagedLines{table, values, a.value, start, e.end - start, page});
-        } else if (PAGED == WHOLE_PAGES) {
+        if (PAGED == WHOLE_PAGES) {
             const int first = table.row(start), end = first + e.end - start;
             load_keys(lines(keys + i64(page) * a.key.batch, a.key, first, end));
             load_values(lines(values + i64(page) * a.value.batch, a.value, first, end));
+        } else if (PAGED) {
+            load_keys(PagedLines{table, keys, a.key, start, e.end - start, page});
+            load_values(PagedLines{table, values, a.value, start, e.end - start, page});
         } else {
             load_keys(lines(keys, a.key, start, e.end));
             load_values(lines(values, a.value, start, e.end));
