@@ -20,12 +20,12 @@ from attnswitch.problem.cost import STATISTIC
 from ..own import requirements
 from . import config, families
 from .config import CudaConfig
-from .families import against_hopper, against_hopper_backward, beside_hopper, is_hopper
+from .families import WIDEST, against_hopper, against_hopper_backward, against_latent, beside_hopper, is_hopper
 from .fused import tiles as fused_tiles
 from .fused.tiles import FusedTile
 from .hopper import choice as hopper_choice
 from .hopper import tiles as hopper_tiles
-from .hopper.tiles import HopperGradients, HopperTile
+from .hopper.tiles import HopperGradients, HopperTile, LatentTile
 from .launching import emulator
 from .portable import sequences
 from .portable import tiles as portable_tiles
@@ -62,7 +62,7 @@ class CudaBackend(Backend):
         return emulator.unavailable() if emulator.is_wanted() else _unavailable()
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[str]:
-        """GPUs from compute capability 7.5 on, for 16-bit types from 8.0 on; head dimensions to 256."""
+        """GPUs from compute capability 7.5 on, for 16-bit types from 8.0 on; head dimensions to 256, on 9.0 to 576."""
         return _reasons(problem, device)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[CudaConfig]:
@@ -126,7 +126,8 @@ class CudaBackend(Backend):
         if not problem.page:
             return times
         tile = next(self.configs(problem, device)).forward
-        assert isinstance(tile, Tile)  # Hopper's refuse pages
+        if not isinstance(tile, Tile):
+            return 1.0
         return (portable_tiles.BESIDE_PADDED if times == 1.0 else times) * portable_tiles.scattered(problem, tile)
 
     def compile(self, problem: Problem, device: Device, config: CudaConfig) -> CudaKernel:
@@ -151,13 +152,15 @@ class CudaBackend(Backend):
         yield from ahead.pack(ahead.variants(devices, _refused, _launched), folder, progress)
 
 
-_AnyTile: TypeAlias = Tile | HopperTile | HopperGradients | FusedTile
+_AnyTile: TypeAlias = Tile | HopperTile | LatentTile | HopperGradients | FusedTile
 
 
 def _shared(role: str, tile: _AnyTile, problem: Problem) -> int:
     """Bytes of shared memory that a block of the kernel with that role takes."""
     if isinstance(tile, HopperTile):
         return hopper_tiles.shared(tile, problem)
+    if isinstance(tile, LatentTile):
+        return hopper_tiles.latent_shared(problem)
     if isinstance(tile, HopperGradients):
         return hopper_tiles.gradients_shared(tile, problem)
     if isinstance(tile, FusedTile):
@@ -199,8 +202,9 @@ def _refused(problem: Problem, device: Device) -> Iterator[str]:
     elif device.capability is not None and device.capability < (8, 0) and DTYPES[problem.dtype] == 2:
         yield f"{device}: {problem.dtype} is multiplied by instructions of compute capability 8.0 and later"
     for name in ("dim_qk", "dim_v"):
-        if (dim := getattr(problem, name)) > 256:
-            yield f"{name}={dim}: a head dimension of at most 256 fits a tile"
+        if (dim := getattr(problem, name)) > WIDEST and (why := against_latent(problem, device)):
+            yield f"{name}={dim}: a head dimension of at most {WIDEST} fits a tile; Hopper's of wide heads: {why[0]}"
+            break
     if (positions := problem.seq_q + problem.seq_k) > _MOST_POSITIONS:
         yield f"{positions} queries and keys: positions are counted to {_MOST_POSITIONS}"
     for role in ("query", "key", "value", "attn_mask"):

@@ -14,11 +14,11 @@ from attnswitch.problem import DTYPES, Problem
 
 from ..own import arithmetic
 from .classes import per_class
-from .families import against_hopper, against_hopper_backward
+from .families import against_hopper, against_hopper_backward, against_latent
 from .fused import choice as fused_choice
 from .fused.tiles import FusedTile
 from .hopper import choice as hopper_choice
-from .hopper.tiles import HopperGradients, HopperTile
+from .hopper.tiles import LATENT, HopperGradients, HopperTile, LatentTile
 from .portable import choice as portable_choice
 from .portable import timed
 from .portable.splits import schedule
@@ -30,6 +30,8 @@ __all__ = ["CudaConfig", "configs"]
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 12)
 #: The fewest rows that a warp of the ordinary units has.
 _LEAST_ROWS = 4
+#: Where there are no gradients.
+_NONE = Tile(16, 16, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class CudaConfig(Config):
     launched.
     """
 
-    forward: Tile | HopperTile
+    forward: Tile | HopperTile | LatentTile
     key_gradients: Tile
     query_gradient: Tile
     mask_gradient: Tile
@@ -51,6 +53,8 @@ class CudaConfig(Config):
     backward: HopperGradients | FusedTile | None = None
 
     def __str__(self) -> str:
+        if isinstance(self.forward, LatentTile):
+            return f"forward {self.forward}, splits {self.splits}"
         if self.backward is not None:
             return f"forward {self.forward}, backward {self.backward}, splits {self.splits}"
         keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
@@ -65,6 +69,9 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     other combination that fits the device.
     Where the problem says how keys are split there is one, which depends on neither batch nor lengths, as bits do.
     """
+    if not against_latent(problem, device):
+        yield from _latent(problem, device)
+        return
     if device.kind == "cpu":
         yield _emulated(problem, device)
         return
@@ -78,6 +85,13 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
     yield first
     yield from (replace(first, backward=tile) for tile in fused if tile != first.backward)
     yield from found
+
+
+def _latent(problem: Problem, device: Device) -> Iterator[CudaConfig]:
+    """Of heads too wide for all but one kernel: by the number of splits."""
+    best = problem.splits or hopper_choice.latent_splits(problem, device)
+    for splits in dict.fromkeys((best, *(() if problem.splits or device.kind == "cpu" else _PARTS))):
+        yield CudaConfig(LATENT, _NONE, _NONE, _NONE, splits)
 
 
 def _ordinary(problem: Problem, device: Device, backward: HopperGradients | FusedTile | None) -> Iterator[CudaConfig]:

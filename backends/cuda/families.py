@@ -21,7 +21,7 @@ from .classes import per_class
 from .fused.choice import REGIME as FUSED
 from .hopper.tiles import copies_mask, ordered
 
-__all__ = ["against_hopper", "against_hopper_backward", "beside_hopper", "is_hopper", "regimes"]
+__all__ = ["against_hopper", "against_hopper_backward", "against_latent", "beside_hopper", "is_hopper", "regimes"]
 
 _HALF = ("bfloat16", "float16")
 #: Lengths of tiles of Hopper's kernels, of queries and of keys.
@@ -40,6 +40,10 @@ _LONG = 4096
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
+#: Columns of a head that all other kernels have room for; and that the one of wide heads has, of a key and of a value.
+WIDEST, _LATENT = 256, (576, 512)
+#: The fewest rows of a page that it loads at once.
+_LEAST_PAGE = 16
 #: Products of a forward from which on the copy of a float mask pays, and those of each of its numbers: of a forward,
 #: and of a training step, whose backward makes one too (fixtures/results/h200/copies.json). A copy takes the host 25
 #: to 40 us, and as long again in the thread of torch's engine.
@@ -69,6 +73,39 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
         return (reason,)
     features, memory = _of_class(problem)
     return (*features, *_backward_features(problem), *_few(problem), *memory, *_mask(problem, device))
+
+
+def against_latent(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Why Hopper's forward of heads above ``WIDEST`` columns does not take ``problem`` on ``device``."""
+    if reason := _absent(device):
+        return (reason,)
+    features, memory = _of_wide_class(problem)
+    empty = ("there is nothing to compute",) if problem.is_empty or not problem.seq_k else ()
+    return (*features, *empty, *memory)
+
+
+@per_class
+def _of_wide_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(_wide(p)), tuple(_memory(p))
+
+
+def _wide(p: Problem) -> Iterator[str]:
+    if max(p.dim_qk, p.dim_v) <= WIDEST:
+        yield f"heads of at most {WIDEST} columns: it is for wider ones"
+    for name, most in zip(("dim_qk", "dim_v"), _LATENT, strict=True):
+        if (dim := getattr(p, name)) > most:
+            yield f"{name}={dim}: it has room for {most}"
+    if p.page and p.page % _TILES[2] and p.page not in (_LEAST_PAGE, 2 * _LEAST_PAGE):
+        yield f"page={p.page}: it loads pages of {_LEAST_PAGE} or {2 * _LEAST_PAGE} rows, or of whole tiles of 64"
+    if p.tree:
+        yield "tree_mask: it hides keys by their position"
+    if p.mask is not None:
+        yield "attn_mask: it hides keys by their position"
+    if p.dropout:
+        yield f"dropout_p={p.dropout:g}: it has none"
+    if p.grads:
+        yield "gradients: it is a forward"
+    yield from _products(p)
 
 
 def beside_hopper(problem: Problem, device: Device) -> float:
@@ -133,8 +170,6 @@ def _of_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _features(p: Problem) -> Iterator[str]:
     if p.page:
         yield f"page={p.page}: it reads keys that lie one after another, not in pages"
-    if p.dtype not in _HALF:
-        yield f"{p.dtype}: it multiplies 16-bit types"
     if p.mask is not None and p.adds_mask:
         if p.mask.dtype != p.dtype:
             yield f"attn_mask of {p.mask.dtype}: it adds one of the operands' type"
@@ -142,6 +177,13 @@ def _features(p: Problem) -> Iterator[str]:
             yield "attn_mask beside alibi_slopes: it adds one of them"
         if "k" not in p.mask.axes:
             yield "attn_mask is the same for all keys: it loads one with a number for each"
+    yield from _products(p)
+
+
+def _products(p: Problem) -> Iterator[str]:
+    """What every kernel of the family asks for."""
+    if p.dtype not in _HALF:
+        yield f"{p.dtype}: it multiplies 16-bit types"
     if p.dim_v % 8:
         yield f"dim_v={p.dim_v}: it stores 8 columns at once"
     if arithmetic.capped(p):

@@ -17,7 +17,8 @@ from .fused import backward as fused_backward
 from .fused.tiles import FusedTile
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
-from .hopper.tiles import HopperGradients, HopperTile, copies_mask
+from .hopper import latent
+from .hopper.tiles import HopperGradients, HopperTile, LatentTile, copies_mask
 from .launching import memory, prepared, run
 from .launching.backward import BackwardLaunches
 from .launching.forward import ForwardLaunches
@@ -130,6 +131,8 @@ def _forward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int
     tile = config.forward
     if isinstance(tile, HopperTile):
         return hopper_forward.Forward(p, tile, device, all_rows)
+    if isinstance(tile, LatentTile):
+        return latent.Forward(p, config.splits)
     return portable_forward.Forward(p, tile, config.splits)
 
 

@@ -10,9 +10,10 @@ from attnswitch.problem import Problem
 
 from ...own import arithmetic
 from ..classes import per_class
-from .tiles import SMS, HopperGradients, HopperTile, bias, dims, gradient_dims, ordered
+from ..portable.splits import MERGE, of_parts
+from .tiles import LATENT, SMS, HopperGradients, HopperTile, bias, dims, gradient_dims, latent_heads, ordered
 
-__all__ = ["gradients", "ranked", "splits"]
+__all__ = ["gradients", "latent_splits", "ranked", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
@@ -55,6 +56,9 @@ _ORDERED = {
 }
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
+#: Microseconds that a block of the forward of wide heads takes to begin and to end with, and for each pair of tiles;
+#: parts of the keys at most, and rounds of blocks from which on SMs end at about the same time.
+_LATENT, _MOST_LATENT, _ROUNDS = HopperTile(64, 64, begin=7.0, step=4.5), 64, 4
 #: Microseconds that a launch of what is continued takes longer, whatever it computes.
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
@@ -101,6 +105,23 @@ def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
 
     most = min(_MOST_SPLITS, max(1, longest * p.group))
     return min(range(1, most + 1), key=time)
+
+
+def latent_splits(problem: Problem, device: Device) -> int:
+    """Among how many blocks the keys of wide heads are split: as many as let SMs end at about the same time."""
+    p, pack = problem, latent_heads(problem)
+    pairs = arithmetic.tiles(p.seq_k, LATENT.stages * LATENT.keys)
+    if device.kind == "cpu":  # so that both are checked
+        return min(2, pairs) if p.seq_k % 2 else 1
+    tiles = p.heads_kv * arithmetic.tiles(p.group, pack) * arithmetic.tiles(p.seq_q, LATENT.queries // pack)
+    blocks, sms = p.batch * tiles, device.sms or SMS
+
+    def time(parts: int) -> float:
+        rounds = max(1.0, blocks * parts / sms) if blocks * parts > _ROUNDS * sms else math.ceil(blocks * parts / sms)
+        merging = MERGE + of_parts(p) * parts if parts > 1 else 0.0
+        return rounds * (_LATENT.begin + _LATENT.step * arithmetic.tiles(pairs, parts)) + merging
+
+    return min(range(1, max(1, min(pairs, _MOST_LATENT)) + 1), key=time)
 
 
 def _queries(p: Problem, tile: HopperGradients) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from attnswitch.problem import Problem
 from ...own import arithmetic
 
 __all__ = [
-    *("ROWS", "SMS", "HopperGradients", "HopperTile"),
-    *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared", "ordered", "saved", "shared"),
+    *("LATENT", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile"),
+    *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared"),
+    *("latent_dims", "latent_heads", "latent_shared", "ordered", "saved", "shared"),
 ]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
@@ -60,6 +61,39 @@ class HopperGradients:
 
     def __str__(self) -> str:
         return f"hopper {self.queries}x{self.keys} s{self.stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTile:
+    """Rows and keys in a tile of the forward of heads above 256 columns; a block has two tiles of keys at a time."""
+
+    queries: int = 64
+    keys: int = 64
+    stages: int = 2
+
+    def __str__(self) -> str:
+        return f"hopper latent {self.queries}x{self.keys} s{self.stages}"
+
+
+#: The one that there is.
+LATENT = LatentTile()
+
+
+def latent_dims(problem: Problem) -> tuple[int, int]:
+    """The head dimensions of key and value as that forward sees them."""
+    return (512 if problem.dim_qk <= 512 else 576), 512
+
+
+def latent_heads(problem: Problem) -> int:
+    """How many of the query heads that share a key head lie in one of its tiles, beside as many queries as fit."""
+    return min(LATENT.queries, 1 << (problem.group - 1).bit_length())
+
+
+def latent_shared(problem: Problem) -> int:
+    """Bytes of shared memory that a block of it takes, barriers included."""
+    dim, dim_v = (columns // _PANEL for columns in latent_dims(problem))
+    panels = dim + LATENT.stages * max(dim, dim_v + 1)  # weights have one that is none of the values'
+    return 2 * LATENT.keys * _PANEL * panels + 1024
 
 
 def dims(problem: Problem) -> tuple[int, int]:

@@ -79,6 +79,7 @@ class Arguments(ctypes.Structure):
         ("by_page", Divisor),
         ("tree", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("tree_batch", "tree_row")),
+        ("values_within", ctypes.c_int32),
     ]
 
 

@@ -28,27 +28,29 @@ class EmulatedMap(ctypes.Structure):
         ("lengths", ctypes.c_uint64 * 4),
         ("strides", ctypes.c_uint64 * 3),
         ("rows", ctypes.c_uint64),
-        ("spare", ctypes.c_uint64 * 7),
+        ("heads", ctypes.c_uint64),
+        ("spare", ctypes.c_uint64 * 6),
     ]
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """An operand (batch, heads, rows, columns) of which a load brings ``box`` rows of one head; strides in bytes.
+    """An operand (batch, heads, rows, columns) of which a load brings ``box`` rows of ``heads``; strides in bytes.
 
     It says all that the encoded map depends on, and nothing else.
     """
 
     dtype: str
     address: int
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     strides: tuple[int, int, int]
     box: int
+    heads: int = 1
 
     @functools.cached_property
     def _encoded(self) -> tuple[int, Any]:
         shape, strides = self.shape[::-1], self.strides[::-1]
-        return driver.encode(self.dtype, self.address, shape, strides, (COLUMNS, self.box, 1, 1))
+        return driver.encode(self.dtype, self.address, shape, strides, (COLUMNS, self.box, self.heads, 1))
 
     @property
     def pointer(self) -> int:
@@ -59,11 +61,11 @@ class TensorMap:
     def emulated(self) -> EmulatedMap:
         """The same for the emulator."""
         lengths, strides = (ctypes.c_uint64 * 4)(*self.shape[::-1]), (ctypes.c_uint64 * 3)(*self.strides[::-1])
-        return EmulatedMap(self.address, lengths, strides, self.box)
+        return EmulatedMap(self.address, lengths, strides, self.box, self.heads)
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def tensor_map(dtype: str, shape: tuple[int, int, int, int], box: int, place: tuple[int, ...]) -> TensorMap:
+def tensor_map(dtype: str, shape: tuple[int, ...], box: int, place: tuple[int, ...], heads: int = 1) -> TensorMap:
     """The tensor map of an operand at ``place``: the address and the strides in elements.
 
     What the strides of axes of length 1 are means nothing, and may be no legal one.
@@ -74,7 +76,7 @@ def tensor_map(dtype: str, shape: tuple[int, int, int, int], box: int, place: tu
     by_batch, by_head, by_row = (
         line if length == 1 else step * size for length, step in zip(shape[:3], steps[:3], strict=True)
     )
-    return TensorMap(dtype, address, shape, (by_batch, by_head, by_row), box)
+    return TensorMap(dtype, address, shape, (by_batch, by_head, by_row), box, heads)
 
 
 class Passed(NamedTuple):

@@ -17,6 +17,7 @@ from ..launching import arguments, memory, run, workspace
 from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
 from . import tiles, variants
+from .merging import Merging
 from .splits import MERGED, PARTS, WHOLE, how
 from .tiles import Tile
 
@@ -38,11 +39,12 @@ class Forward(ForwardLaunches):
         split = how(tile, splits)
         self.variant = _forward(p, tile, split, tiles.once(p, tile))
         self.needs_lse = split == PARTS
+        self._merging = Merging(p, splits, folds=arithmetic.folds(p))
         self._problem, self._tile, self._splits, self._split = p, tile, splits, split
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
-        return (self.variant, self._merge) if self._split == PARTS else (self.variant,)
+        return (self.variant, self._merging.variant) if self._split == PARTS else (self.variant,)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
@@ -54,10 +56,9 @@ class Forward(ForwardLaunches):
         elif self._split == MERGED:
             run.start(self.variant, self.blocks, a, out, left=self._left)
         else:
-            lines = _lines(inputs)
-            parts = self._parts(a, lse, lines)
+            parts = self._merging.parts(a, inputs, lse)
             run.start(self.variant, self.blocks, a, out)
-            run.start(self._merge, tiles.merging_blocks(self._splits, lines), a, out)
+            run.start(self._merging.variant, self._merging.blocks(inputs), a, out, beside=True)
             del parts  # not before: the next launch's is what it points to from here on
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
@@ -78,11 +79,11 @@ class Forward(ForwardLaunches):
                 send(stream, ctypes.addressof(a))
 
             return merged
-        lines = _lines(inputs)
-        send_merge = run.sender(self._merge, tiles.merging_blocks(self._splits, lines), index)
+        send_merge = run.sender(self._merging.variant, self._merging.blocks(inputs), index, beside=True)
+        parts_for = self._merging.parts_for(inputs)
 
         def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:
-            parts = self._parts(a, lse, lines)
+            parts = parts_for(a, lse)
             send(stream, ctypes.addressof(a))
             send_merge(stream, ctypes.addressof(a))
             del parts
@@ -94,25 +95,6 @@ class Forward(ForwardLaunches):
         """Bytes that blocks leave to those of the last splits."""
         return tiles.left(self._problem, self._tile) * (self.blocks - self.blocks // self._splits)
 
-    @property
-    def _merge(self) -> Variant:
-        """The kernel that merges the parts."""
-        return _merge(self._problem, tiles.merges_alone(self._splits))
-
-    def _parts(self, a: Arguments, lse: Any, lines: int) -> Any:
-        """Memory for what splits come to, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
-        numerators = self._splits * lines * self._problem.dim_v
-        parts = memory.empty((numerators + 2 * self._splits * lines,), lse)
-        at = memory.address(parts)
-        a.parts, a.sums = at, at + numerators * lse.itemsize
-        return parts
-
-
-def _lines(inputs: Inputs) -> int:
-    """Rows of lse."""
-    batch, heads, rows, _ = inputs.query.shape
-    return int(batch * heads * rows)
-
 
 @per_class
 def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
@@ -120,10 +102,3 @@ def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
     own |= {"SINKS": int(p.sinks), "PAGED": tiles.paged(p, tile)}
     own |= {"TREE": 1} if p.tree else {}  # which nearly no problem has, so that the others do not name it
     return variants.of_tile("forward", p, tile, {**variants.flags(p), **own})
-
-
-@per_class
-def _merge(p: Problem, alone: bool) -> Variant:
-    plain = variants.of_rows(p, "merge", arithmetic.folds(p))
-    flags = (*plain.flags, ("SINKS", int(p.sinks)), ("ALONE", int(alone)))
-    return plain._replace(warps=tiles.MERGING_WARPS, shared=0 if alone else tiles.merging_shared(p), flags=flags)

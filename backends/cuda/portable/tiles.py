@@ -46,6 +46,8 @@ _MOST_COLUMNS = 256
 ROWS_A_BLOCK = 4
 #: Warps of a block that merges splits, and splits up to which each of them has a row of its own.
 MERGING_WARPS, _MERGED_ALONE = 8, 32
+#: Bytes of a row that one of them merges: STRETCH of ``merge.cu``.
+_STRETCH = 32 * 16
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
 #: How many times as long a forward over pages takes as the same keys are expected to, padded to one length: one to
@@ -174,14 +176,16 @@ def merges_alone(splits: int) -> bool:
     return splits <= _MERGED_ALONE
 
 
-def merging_blocks(splits: int, lines: int) -> int:
+def merging_blocks(problem: Problem, splits: int, lines: int) -> int:
     """How many blocks of ``merge.cu`` merge so many rows."""
-    return arithmetic.tiles(lines, MERGING_WARPS) if merges_alone(splits) else lines
+    if not merges_alone(splits):
+        return lines
+    return arithmetic.tiles(lines * arithmetic.tiles(problem.dim_v, _STRETCH // real(problem)), MERGING_WARPS)
 
 
 def merging_shared(problem: Problem) -> int:
-    """Bytes of shared memory that a block of ``merge.cu`` takes for one row, of any length."""
-    return MERGING_WARPS * _MOST_COLUMNS * real(problem)
+    """Bytes of shared memory that a block of ``merge.cu`` takes for one row, of any usual length."""
+    return MERGING_WARPS * max(_MOST_COLUMNS, problem.dim_v) * real(problem)
 
 
 def real(problem: Problem) -> int:

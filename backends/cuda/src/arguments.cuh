@@ -77,4 +77,5 @@ struct Arguments {
     Divisor by_page;
     const u8* tree;           // (batch, queries, bytes), a bit for each of the newest keys: TREE
     i64 tree_batch, tree_row;
+    int values_within;        // whether values are the first columns of the keys, in the same memory: hopper/latent.cu
 };

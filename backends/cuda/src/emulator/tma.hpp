@@ -6,7 +6,7 @@
 // What tensor_maps.py makes of an operand for the emulator, in the place of a CUtensorMap.
 struct alignas(64) TensorMap {
     u64 address, lengths[4], strides[3];  // columns, rows, heads, batch; bytes from row to row, head to head, batch
-    u64 rows, spare[7];                   // of a box
+    u64 rows, heads, spare[6];            // of a box
 };
 
 namespace emulator {
@@ -43,9 +43,10 @@ inline void bring(const Box& box) {
     }
     const TensorMap& map = box.map;
     const u32 to = u32(box.to - shared.memory);
-    for (int r = 0; r < int(map.rows); r++)
+    for (int r = 0; r < int(map.heads * map.rows); r++)
         for (int c = 0; c < COLUMNS; c++) {
-            const i64 at[4] = {box.column + c, box.row + r, box.head, box.batch};
+            const int row = r % int(map.rows), head = r / int(map.rows);
+            const i64 at[4] = {box.column + c, box.row + row, box.head + head, box.batch};
             bool there = true;
             for (int axis = 0; axis < 4; axis++) there &= at[axis] >= 0 && at[axis] < i64(map.lengths[axis]);
             i64 offset = at[0] * 2;
@@ -75,7 +76,7 @@ DEVICE void prefetch(const TensorMap&) {}
 DEVICE void copy_box(void* to, const TensorMap& map, u64* full, int column, int row, int head, int batch) {
     using namespace emulator;
     if ((static_cast<u8*>(to) - shared.memory) % 1024) fail("a panel does not begin where the swizzle does");
-    const int bytes = int(map.rows) * ROW_BYTES;
+    const int bytes = int(map.heads * map.rows) * ROW_BYTES;
     ask(Box{static_cast<u8*>(to), map, nullptr, bytes, column, row, head, batch, &mbarrier(full)});
 }
 DEVICE void copy_bytes(void* to, const void* from, int bytes, u64* full) {

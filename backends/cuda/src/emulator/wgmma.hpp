@@ -23,7 +23,7 @@ struct Left {
 };
 struct Product {
     Form form;
-    bool keep;
+    bool keep, in_registers;  // the left operand
     int columns, group;
     u64 a, b;  // descriptors
     Left left;
@@ -46,15 +46,18 @@ struct Asked {
     bool keep;
     int columns, pending;
     float* sums;
-    const u32* left;
+    const u32* left;  // null where it is in shared memory
     u64 a, b;
 };
 
-// Where element (row, k) of a matrix is: `along` says that k's neighbours lie side by side, else the row's.
-inline u32 element(u64 descriptor, bool along, int row, int k) {
+// Whether the 16 that are summed over lie side by side in the left operand, or in the right one.
+inline bool along(Form form, bool left) { return form == Form::nt || (form == Form::nn && left); }
+
+// Where element (row, k) of a matrix is: `side_by_side` says that k's neighbours lie side by side, else the row's.
+inline u32 element(u64 descriptor, bool side_by_side, int row, int k) {
     const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const u32 stride = (descriptor >> 32 & 0x3fff) << 4;
-    const u32 offset = along ? row / 8 * stride + row % 8 * ROW_BYTES + k * 2
+    const u32 offset = side_by_side ? row / 8 * stride + row % 8 * ROW_BYTES + k * 2
                              : row / COLUMNS * leading + k / 8 * stride + k % 8 * ROW_BYTES + row % COLUMNS * 2;
     return swizzled(start + offset);
 }
@@ -80,17 +83,17 @@ inline void ask(int warp, void** all) {
     const Asked& first = *lanes[0];
     Products& mine = products[warp];
     if (!mine.begun) return fail("products were asked for with no wgmma.fence since the last were waited for");
-    Product product = {first.form, first.keep, first.columns, mine.committed + 1, first.a, first.b};
+    Product product = {first.form, first.keep, first.left != nullptr, first.columns, mine.committed + 1, first.a, first.b};
 
     const Visit visit = {{OF_PRODUCTS + warp, unsigned(product.group)}, clocks[warp * WARP], false, true};
     for (int k = 0; k < 16; k++) {
-        const bool along = first.form == Form::nt;
-        for (int row = 0; row < 16 && first.form != Form::nn; row++)
-            if (!touch(shared.memory + element(first.a, along, warp % 4 * 16 + row, k), 2, visit)) return;
+        for (int row = 0; row < 16 && !first.left; row++)
+            if (!touch(shared.memory + element(first.a, along(first.form, true), warp % 4 * 16 + row, k), 2, visit))
+                return;
         for (int row = 0; row < first.columns; row++)
-            if (!touch(shared.memory + element(first.b, along, row, k), 2, visit)) return;
+            if (!touch(shared.memory + element(first.b, along(first.form, false), row, k), 2, visit)) return;
     }
-    if (first.form == Form::nn) {
+    if (first.left) {
         for (int n = 0; n < WARP; n++) {
             product.left.at[n] = lanes[n]->left;
             memcpy(product.left.kept[n], lanes[n]->left, sizeof product.left.kept[n]);
@@ -118,14 +121,13 @@ inline void ask(int warp, void** all) {
 
 inline void multiply(int warp, const Product& p) {
     static float a[16][16], b[256][16];
-    const bool along = p.form == Form::nt;
     for (int k = 0; k < 16; k++) {
         for (int row = 0; row < 16; row++) {
             const int lane = row % 8 * 4 + k % 8 / 2;
-            a[row][k] = p.form == Form::nn ? half_of<T>(p.left.kept[lane][row / 8 + k / 8 * 2], k % 2)
-                                           : number(element(p.a, along, warp % 4 * 16 + row, k));
+            a[row][k] = p.in_registers ? half_of<T>(p.left.kept[lane][row / 8 + k / 8 * 2], k % 2)
+                                       : number(element(p.a, along(p.form, true), warp % 4 * 16 + row, k));
         }
-        for (int row = 0; row < p.columns; row++) b[row][k] = number(element(p.b, along, row, k));
+        for (int row = 0; row < p.columns; row++) b[row][k] = number(element(p.b, along(p.form, false), row, k));
     }
     for (int row = 0; row < 16; row++)
         for (int column = 0; column < p.columns; column++) {
@@ -196,6 +198,9 @@ template <int COLUMNS> struct Instruction {
     }
     template <int KEEP> static DEVICE void tn(float (&d)[COLUMNS / 2], u64 a, u64 b) {
         ask({emulator::Form::tn, bool(KEEP), COLUMNS, 0, d, nullptr, a, b});
+    }
+    template <int KEEP> static DEVICE void nn(float (&d)[COLUMNS / 2], u64 a, u64 b) {
+        ask({emulator::Form::nn, bool(KEEP), COLUMNS, 0, d, nullptr, a, b});
     }
     static DEVICE void nn(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
         ask({emulator::Form::nn, true, COLUMNS, 0, d, a, 0, b});

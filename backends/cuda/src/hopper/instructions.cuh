@@ -70,7 +70,8 @@ DEVICE u8* shared_panels() {
 DEVICE void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// Brings the box of `map` that begins there: rows of a panel, swizzled by 128 bytes, 0 outside the operand.
+// Brings the box of `map` that begins there: rows of a panel, those of one head after another's, swizzled by 128 bytes, 0
+// outside the operand.
 DEVICE void copy_box(void* to, const TensorMap& map, u64* full, int column, int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%3, %4, %5, %6}], [%2];"
@@ -143,7 +144,7 @@ template <int COUNT> DEVICE void hold(u32 (&registers)[COUNT][4]) {
 // sums (64 x COLUMNS) = keep * sums + a (64 x 16) b (16 x COLUMNS), of the matrices that descriptors tell of:
 //   nt   a by rows, and b by columns: 16 neighbours of each are summed over
 //   tn   a by columns, and b by rows
-//   nn   a in registers, and b by rows
+//   nn   a in registers or by rows, and b by rows
 template <int COLUMNS> struct Instruction;
 
 #define TEXT_OF(name) #name
@@ -171,16 +172,17 @@ template <int COLUMNS> struct Instruction;
 
 // P to U number the operands that follow the sums.
 #define OPCODE(COLUMNS) "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TEXT(STORAGE) "." TEXT(STORAGE)
-#define IN_SHARED(NAME, TURNED, COLUMNS, COUNT, P, Q, R)                                                              \
+#define IN_SHARED(NAME, A_TURNED, B_TURNED, COLUMNS, COUNT, P, Q, R)                                                  \
     template <int KEEP> static DEVICE void NAME(float (&d)[COLUMNS / 2], u64 a, u64 b) {                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R ", 0;\n" OPCODE(COLUMNS)                                 \
-                     " {" NAMES_##COUNT "}, %" #P ", %" #Q ", p, 1, 1, " #TURNED ", " #TURNED ";\n}"                  \
+                     " {" NAMES_##COUNT "}, %" #P ", %" #Q ", p, 1, 1, " #A_TURNED ", " #B_TURNED ";\n}"              \
                      : OCTETS_##COUNT : "l"(a), "l"(b), "n"(KEEP));                                                   \
     }
 #define INSTRUCTION(COLUMNS, COUNT, P, Q, R, S, U)                                                                    \
     template <> struct Instruction<COLUMNS> {                                                                         \
-        IN_SHARED(nt, 0, COLUMNS, COUNT, P, Q, R)                                                                     \
-        IN_SHARED(tn, 1, COLUMNS, COUNT, P, Q, R)                                                                     \
+        IN_SHARED(nt, 0, 0, COLUMNS, COUNT, P, Q, R)                                                                  \
+        IN_SHARED(tn, 1, 1, COLUMNS, COUNT, P, Q, R)                                                                  \
+        IN_SHARED(nn, 0, 1, COLUMNS, COUNT, P, Q, R)                                                                  \
         static DEVICE void nn(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {                                    \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n" OPCODE(COLUMNS)                                   \
                          " {" NAMES_##COUNT "}, {%" #P ", %" #Q ", %" #R ", %" #S "}, %" #U ", p, 1, 1, 1;\n}"        \

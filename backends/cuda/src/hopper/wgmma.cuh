@@ -52,6 +52,15 @@ DEVICE void product_nn(float (&sums)[COLUMNS / 2], const u32 (&left)[DEPTH / 16]
         Instruction<COLUMNS>::nn(sums, left[k], right.advanced(k * 16 * ROW_BYTES, ROWS * ROW_BYTES));
 }
 
+// The same of left (64 x DEPTH, one panel) in shared memory.
+template <int COLUMNS, int DEPTH, int ROWS = DEPTH>
+DEVICE void product_nn(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
+    static_assert(DEPTH <= PANEL, "one panel");
+    UNROLL for (int k = 0; k < DEPTH; k += 16)
+        Instruction<COLUMNS>::template nn<1>(sums, left.advanced(k * sizeof(T)),
+                                             right.advanced(k * ROW_BYTES, ROWS * ROW_BYTES));
+}
+
 // sums (+)= left^T right, of left (DEPTH x 64) and right (DEPTH x COLUMNS), one panel each, both in shared memory.
 template <int COLUMNS, int DEPTH, bool KEEP>
 DEVICE void product_tn(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
@@ -61,5 +70,15 @@ DEVICE void product_tn(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
             Instruction<COLUMNS>::template tn<0>(sums, left.advanced(k * ROW_BYTES), right.advanced(k * ROW_BYTES));
         else
             Instruction<COLUMNS>::template tn<1>(sums, left.advanced(k * ROW_BYTES), right.advanced(k * ROW_BYTES));
+    }
+}
+
+// Packed numbers of the warpgroup's 64 rows to shared memory, swizzled as TMA would have brought them: from column
+// `from` on, in panels of 64 rows.
+template <int COUNT> DEVICE void store_packed(T* to, const u32 (&packed)[COUNT][4], int from = 0) {
+    const int lane = thread_index() % 32, row = thread_index() % 128 / 32 * 16 + lane % 16;
+    UNROLL for (int k = 0; k < COUNT; k++) {
+        const int column = from + 16 * k, chunk = column % PANEL / 8 + lane / 16;
+        store_matrices(to + column / PANEL * 64 * PANEL + row * PANEL + (chunk ^ row % 8) * 8, packed[k]);
     }
 }

@@ -9,7 +9,7 @@
 // grad_out [BLOCK_N][BLOCK_DV], base [BLOCK_N] and delta [BLOCK_N], then the scratch of the products; rest lies between
 // the rows of query. One barrier for each tile.
 #include "portable/alibi.cuh"
-#include "portable/extents.cuh"
+#include "extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
 #include "portable/shares.cuh"

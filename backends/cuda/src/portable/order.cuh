@@ -1,6 +1,6 @@
 // The order of a few sequences in pages: the longest first, since what begins last is to end soon.
 #pragma once
-#include "portable/extents.cuh"
+#include "extents.cuh"
 
 constexpr int MOST_ORDERED = 32;
 

@@ -6,7 +6,7 @@
 // Shared memory: query [BLOCK_M][BLOCK_D], grad_out [BLOCK_M][BLOCK_DV], then STAGES times key [BLOCK_N][BLOCK_D] and
 // value [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier for each tile of keys.
 #include "portable/alibi.cuh"
-#include "portable/extents.cuh"
+#include "extents.cuh"
 #include "portable/gradients.cuh"
 #include "portable/hull.cuh"
 #include "portable/shares.cuh"

@@ -69,15 +69,10 @@ template <class Shared> struct Worker {
         if (CONSUMERS > 1) product_tn<2 * COUNT, 64, true>(sums, gradients(1), keys(1));
         commit_products();
     }
-    // dS^T to shared memory, swizzled as TMA would have brought it: of the keys of consumer `tile`, against queries from
+    // dS^T to shared memory: of the keys of consumer `tile`, against queries from
     // `from` on.
     template <int COUNT> DEVICE void leave_gradients(const u32 (&packed)[COUNT][4], int tile, int from = 0) {
-        const int lane = thread_index() % 32, row = thread_index() % 128 / 32 * 16 + lane % 16;
-        T* const to = shared.gradients[written_at.stage][tile] + row * PANEL;
-        UNROLL for (int k = 0; k < COUNT; k++) {
-            const int column = from + 16 * k, chunk = column % PANEL / 8 + lane / 16;
-            store_matrices(to + column / PANEL * 64 * PANEL + (chunk ^ row % 8) * 8, packed[k]);
-        }
+        store_packed(shared.gradients[written_at.stage][tile], packed, from);
     }
     DEVICE void show_gradients() {
         show_writes();

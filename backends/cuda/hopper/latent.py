@@ -1,0 +1,135 @@
+"""Launches of Hopper's forward of wide heads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attnswitch.machine.backend import Inputs
+from attnswitch.problem import Problem
+
+from ...own import arithmetic
+from ..classes import per_class
+from ..compiling.variant import Variant
+from ..launching import arguments, memory, run
+from ..launching.arguments import Arguments, put
+from ..launching.forward import ForwardLaunches
+from ..launching.tensor_maps import TensorMap, remembered, tensor_map
+from ..portable.merging import Merging
+from .tiles import LATENT, latent_dims, latent_heads, latent_shared
+
+__all__ = ["Forward"]
+
+
+class Forward(ForwardLaunches):
+    """Writes output and lse: one launch, and another that merges splits."""
+
+    def __init__(self, p: Problem, splits: int) -> None:
+        pack = latent_heads(p)
+        self._queries = LATENT.queries // pack
+        packs, rows = p.heads_kv * -(-p.group // pack), arithmetic.tiles(p.seq_q, self._queries)
+        section = min(arithmetic.heads_a_section(p, packed=True), max(1, p.batch * packs))
+        self.constants = arguments.constants(p, section)
+        arguments.divide(self.constants, p, pack, packs, rows, splits, 0)
+        self.blocks = p.batch * packs * rows * splits
+        self.variant = _forward(p, splits > 1)
+        self.needs_lse = splits > 1
+        self._merging = Merging(p, splits, folds=True) if splits > 1 else None
+        self._pack, self._dtype, self._rows = pack, p.dtype, _loaded(p)
+
+    def variants(self) -> tuple[Variant, ...]:
+        """What is launched, in that order."""
+        return (self.variant,) if self._merging is None else (self.variant, self._merging.variant)
+
+    def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
+        """Launch it. ``out`` and ``lse`` are written."""
+        a = arguments.of_call(self.constants, inputs, mapped=True)
+        put(a, Arguments.out.offset, out)
+        a.lse = memory.address(lse)
+        places = [memory.place(operand) for operand in inputs[:3]]
+        a.values_within = places[1][0] == places[2][0] and _alike(inputs.key.shape, *places[1:])
+        maps = self._maps(_shapes(inputs), places)
+        if self._merging is None:
+            run.start(self.variant, self.blocks, a, out, maps)
+            return
+        parts = self._merging.parts(a, inputs, lse)
+        run.start(self.variant, self.blocks, a, out, maps)
+        run.start(self._merging.variant, self._merging.blocks(inputs), a, out, beside=True)
+        del parts  # not before: the next launch's is what it points to from here on
+
+    def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
+        """See ``launching.forward``."""
+        send = run.sender(self.variant, self.blocks, index)
+        steps = [operand.stride() for operand in inputs[:3]]
+        alike = _alike(inputs.key.shape, (0, *steps[1]), (0, *steps[2]))
+        shapes = _shapes(inputs)
+
+        def maps_of(*at: int) -> tuple[TensorMap, ...]:
+            return self._maps(shapes, [(to, *step) for to, step in zip(at, steps, strict=True)])
+
+        maps_at = remembered(maps_of)
+
+        def whole(a: Arguments, at: tuple[int, ...], _: Any, stream: int) -> None:
+            a.values_within = alike and at[1] == at[2]
+            send(stream, *maps_at(*at[:3]).pointers, ctypes.addressof(a))
+
+        if self._merging is None:
+            return whole
+        merge = run.sender(self._merging.variant, self._merging.blocks(inputs), index, beside=True)
+        parts_for = self._merging.parts_for(inputs)
+
+        def apart(a: Arguments, at: tuple[int, ...], lse: Any, stream: int) -> None:
+            parts = parts_for(a, lse)
+            whole(a, at, lse, stream)
+            merge(stream, ctypes.addressof(a))
+            del parts
+
+        return apart
+
+    def _maps(self, shapes: Sequence[tuple[int, ...]], places: Sequence[tuple[int, ...]]) -> tuple[TensorMap, ...]:
+        """The tensor maps of query, key and value."""
+        boxes = (self._queries, self._pack), (self._rows, 1), (self._rows, 1)
+        return tuple(
+            tensor_map(self._dtype, shape, rows, place, heads)
+            for shape, place, (rows, heads) in zip(shapes, places, boxes, strict=True)
+        )
+
+
+def _shapes(inputs: Inputs) -> list[tuple[int, ...]]:
+    """Those of query, key and value."""
+    return [tuple(operand.shape) for operand in inputs[:3]]
+
+
+def _loaded(p: Problem) -> int:
+    """Rows of keys that a load brings."""
+    return min(LATENT.keys, p.page) if p.page else LATENT.keys
+
+
+def _alike(lengths: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> bool:
+    """Whether keys of such lengths and values have the same strides, as places tell them, where there are steps."""
+    return all(a == b or n == 1 for n, a, b in zip(lengths[:3], key[1:4], value[1:4], strict=True))
+
+
+@per_class
+def _forward(p: Problem, split: bool) -> Variant:
+    return Variant(
+        "latent",
+        p.dtype,
+        LATENT.queries,
+        LATENT.keys,
+        *latent_dims(p),
+        warps=12,
+        stages=LATENT.stages,
+        shared=latent_shared(p),
+        flags=(
+            ("SPLIT", int(split)),
+            ("PAGED", int(p.page > 0)),
+            ("PAGE_ROWS", _loaded(p)),
+            ("SOFTCAP", int(arithmetic.capped(p))),
+            ("ALIBI", int(p.alibi)),
+            ("SINKS", int(p.sinks)),
+        ),
+        family="hopper",
+        varlen=p.varlen,
+    )
