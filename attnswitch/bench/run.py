@@ -197,7 +197,7 @@ def _timed(record: Record, work: Workload, timing: Timing, limits: Limits) -> Re
         host_ms=timing.host,
     )
     if record.kind == "decode":
-        gbps = cost.kv_bytes(work.problem) * work.kept / timing.median / 1e6
+        gbps = cost.kv_read(work.problem) * work.kept / timing.median / 1e6
         return replace(record, gbps=gbps, percent=100 * gbps / limits.gbps)
     flops = sum(cost.flops(work.problem, backward=backward) for backward in PASSES[record.direction])
     tflops = flops / timing.median / 1e9

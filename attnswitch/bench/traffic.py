@@ -7,7 +7,7 @@ does.
 from __future__ import annotations
 
 from attnswitch.problem import DTYPES, Problem
-from attnswitch.problem.cost import STATISTIC, kv_bytes, least_bytes, mask_bytes, query_bytes, rows, visible
+from attnswitch.problem.cost import STATISTIC, kv_read, least_bytes, mask_bytes, query_bytes, rows, visible
 
 __all__ = ["extra_standard", "roofline", "sram_bytes", "standard_bytes", "tiled_bytes"]
 
@@ -29,7 +29,7 @@ def tiled_bytes(problem: Problem, queries: int) -> int:
     ``least_bytes`` and the lse. Tiles that causal or a window hides are not read.
     """
     tiles = -(-problem.seq_q // queries)
-    keys = problem.group * kv_bytes(problem)  # every query head reads those of its key head
+    keys = problem.group * kv_read(problem)  # every query head reads those of its key head
     read = max(1.0, tiles * visible(problem)) * keys
     return query_bytes(problem) + round(read) + mask_bytes(problem) + rows(problem) * STATISTIC
 

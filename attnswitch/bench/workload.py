@@ -15,7 +15,7 @@ from attnswitch.bench.record import Direction
 from attnswitch.bench.suites import Row
 from attnswitch.machine import trees
 from attnswitch.machine.pages import Pages
-from attnswitch.problem import Problem
+from attnswitch.problem import Problem, cost
 
 __all__ = ["SEED", "Workload", "asked", "make", "of", "padding"]
 
@@ -146,6 +146,8 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
 def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None, seed: int = SEED) -> Workload:
     """The tensors of ``p``, contiguous and finite; ``lengths`` are its own, or those of its padding mask.
 
+    Of latent heads the values are a view of the keys.
+
     Without any they are evenly spread, the first sequence whole; queries are as many as keys where the longest are.
     """
     dtype = getattr(torch, p.dtype)
@@ -169,7 +171,8 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None, seed: in
         return Workload(p, device, query, key, value, None, None, grad_out, offsets, **_heads(p, device))
     query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
     key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
-    value = normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
+    latent = cost.is_latent(p)
+    value = key[..., : p.dim_v] if latent else normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
     mask = None
     if p.mask is not None and p.mask_shape is not None:
         if not p.mask.is_bool:
@@ -210,6 +213,8 @@ def _paged(
         row[:count] = places[first : first + count]
     query = normal(sum(queries), p.heads_q, p.dim_qk) if p.varlen else normal(p.batch, p.seq_q, p.heads_q, p.dim_qk)
     key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
+    if cost.is_latent(p) and not p.cache:
+        value = key[..., : p.dim_v]
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if p.cache:
         (key, of_keys), (value, of_values) = (_stored(cache, p.cache) for cache in (key, value))

@@ -12,6 +12,8 @@ from attnswitch.problem import DTYPES, Problem
 BACKWARD = 2.5
 #: Bytes of a statistic: lse, and in the backward the row sums of dO * O.
 STATISTIC = 4
+#: Columns of the widest heads of models whose values have memory of their own: Gemma's.
+_WIDEST = 512
 
 
 def flops(problem: Problem, *, backward: bool = False) -> float:
@@ -26,10 +28,25 @@ def flops(problem: Problem, *, backward: bool = False) -> float:
     return forward * BACKWARD if backward else forward
 
 
+def is_latent(problem: Problem) -> bool:
+    """Whether values are taken for the first columns of the keys, in the same memory: DeepSeek's latent attention.
+
+    Nothing in a problem says so. One key head, of more columns than any other model has, and more than of its value.
+    """
+    p = problem
+    return p.heads_kv == 1 and p.dim_v < p.dim_qk and p.dim_qk > _WIDEST and not p.grads
+
+
 def kv_bytes(problem: Problem) -> int:
-    """Bytes of key and value, which a decoding step has to read once."""
+    """Bytes of key and value."""
     elements = problem.batch * problem.heads_kv * problem.seq_k * (problem.dim_qk + problem.dim_v)
     return elements * problem.element("key")
+
+
+def kv_read(problem: Problem) -> int:
+    """Bytes of key and value that a decoding step has to read once; of latent heads the values are within the keys."""
+    both = kv_bytes(problem)
+    return both * problem.dim_qk // (problem.dim_qk + problem.dim_v) if is_latent(problem) else both
 
 
 def query_bytes(problem: Problem) -> int:
@@ -50,7 +67,7 @@ def least_bytes(problem: Problem, *, backward: bool = False) -> int:
 
     The backward reads query, key, value, output and its gradient, and writes three gradients.
     """
-    return (2 if backward else 1) * (query_bytes(problem) + kv_bytes(problem)) + mask_bytes(problem)
+    return (2 if backward else 1) * (query_bytes(problem) + kv_read(problem)) + mask_bytes(problem)
 
 
 def extra_tiled(problem: Problem) -> int:

@@ -75,6 +75,25 @@ CASES: dict[str, tuple[str, str]] = {
         " commit_products(); wait_products<0>(); put(out, sums); }",
         "",
     ),
+    "a b": (
+        LOAD + WAIT + "if (group == 0) { begin_products(); product_nn<64, 64>(sums, tile0, tile1);"
+        " commit_products(); wait_products<0>(); put(out, sums); }",
+        "",
+    ),
+    "a in shared memory by its own threads": (
+        LOAD
+        + WAIT
+        + "take(left, in); if (group == 0) { store_packed(shared.tile[2], left); show_writes(); meet_at(1, 128);"
+        " begin_products(); product_nn<64, 64>(sums, Matrix(origin + 1024), tile1);"
+        " commit_products(); wait_products<0>(); put(out, sums); }",
+        "",
+    ),
+    "the same, not shown": (
+        LOAD + WAIT + "take(left, in); if (group == 0) { store_packed(shared.tile[2], left); meet_at(1, 128);"
+        " begin_products(); product_nn<64, 64>(sums, Matrix(origin + 1024), tile1);"
+        " commit_products(); wait_products<0>(); }",
+        "not shown",
+    ),
     "a tile that was not waited for": (LOAD + f"if (group == 0) {{ {MULTIPLY} wait_products<0>(); }}", "a race"),
     "a tile loaded again while it is multiplied": (
         LOAD + WAIT + f"if (group == 0) {{ {MULTIPLY} }} meet_at(1, 256);\n"
@@ -222,7 +241,9 @@ def test_products_are_those_of_the_tiles(kernels: Any) -> None:
     first, second = operand[:64], np.vstack([operand[64:], np.zeros((28, 64))])
     np.testing.assert_allclose(out, first @ second.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(run(kernels, "a^T b")[2], first.T @ second, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(run(kernels, "a in registers")[2], numbers @ second, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(kernels, "a b")[2], first @ second, rtol=1e-5, atol=1e-5)
+    for name in ("a in registers", "a in shared memory by its own threads"):
+        np.testing.assert_allclose(run(kernels, name)[2], numbers @ second, rtol=1e-5, atol=1e-5)
     shared = run(kernels, "one tile, cleared by two warpgroups that each multiply it")[2]
     np.testing.assert_allclose(shared[:, :40], (first @ second.T)[:, :40], rtol=1e-5, atol=1e-5)
     assert (shared[:, 40:] == 0).all()

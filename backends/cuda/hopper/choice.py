@@ -58,7 +58,7 @@ _ORDERED = {
 _MOST_SPLITS, _PART = 16, 1.2
 #: Microseconds that a block of the forward of wide heads takes to begin and to end with, and for each pair of tiles;
 #: parts of the keys at most, and rounds of blocks from which on SMs end at about the same time.
-_LATENT, _MOST_LATENT, _ROUNDS = HopperTile(64, 64, begin=7.0, step=4.5), 64, 4
+_LATENT, _MOST_LATENT, _ROUNDS = HopperTile(64, 64, begin=7.0, step=4.5), 128, 4
 #: Microseconds that a launch of what is continued takes longer, whatever it computes.
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
@@ -116,10 +116,16 @@ def latent_splits(problem: Problem, device: Device) -> int:
     tiles = p.heads_kv * arithmetic.tiles(p.group, pack) * arithmetic.tiles(p.seq_q, LATENT.queries // pack)
     blocks, sms = p.batch * tiles, device.sms or SMS
 
+    # Sequences in pages have lengths of their own, which are taken for evenly spread, up to that of the longest.
+    mean = (p.batch + 1) / (2 * p.batch) if p.page else 1.0
+
     def time(parts: int) -> float:
-        rounds = max(1.0, blocks * parts / sms) if blocks * parts > _ROUNDS * sms else math.ceil(blocks * parts / sms)
-        merging = MERGE + of_parts(p) * parts if parts > 1 else 0.0
-        return rounds * (_LATENT.begin + _LATENT.step * arithmetic.tiles(pairs, parts)) + merging
+        longest = _LATENT.begin + _LATENT.step * arithmetic.tiles(pairs, parts)
+        rounds = blocks * parts / sms
+        share = rounds * (_LATENT.begin + _LATENT.step * pairs / parts * mean)
+        if not p.page and rounds <= _ROUNDS:
+            share = math.ceil(rounds) * longest
+        return max(longest, share) + (MERGE + of_parts(p) * parts if parts > 1 else 0.0)
 
     return min(range(1, max(1, min(pairs, _MOST_LATENT)) + 1), key=time)
 

@@ -1,0 +1,247 @@
+"""Hopper's forward of heads above 256 columns, in the emulator: latent ones, and others."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Problem
+from attnswitch.machine.device import Device
+from attnswitch.problem import cost
+
+backend = importlib.import_module("attnswitch.backends.cuda.backend")
+choice = importlib.import_module("attnswitch.backends.cuda.hopper.choice")
+config = importlib.import_module("attnswitch.backends.cuda.config")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+families = importlib.import_module("attnswitch.backends.cuda.families")
+latent = importlib.import_module("attnswitch.backends.cuda.hopper.latent")
+tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
+workload = importlib.import_module("attnswitch.bench.workload")
+
+compiled = [
+    pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++"),
+    pytest.mark.usefixtures("emulated"),
+]
+H200 = Device.named("h200")
+
+
+class Paged:
+    """A call over pages, in which all that no sequence has is NaN."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        queries: tuple[int, ...] | int = 1,
+        heads: tuple[int, int] = (6, 1),
+        dims: tuple[int, int] = (576, 512),
+        page: int = 64,
+        within: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        **said: Any,
+    ) -> None:
+        draw = torch.Generator().manual_seed(sum(lengths) + page)
+        most, self.said = max(lengths), said
+        width = max(1, -(-most // page))
+        pages = len(lengths) * width + 2
+        self.table = torch.randperm(pages - 1, generator=draw)[: len(lengths) * width].view(len(lengths), width).int()
+        self.key = torch.full((pages, page, heads[1], dims[0]), torch.nan, dtype=dtype)
+        self.value = (
+            self.key[..., : dims[1]] if within else torch.full((*self.key.shape[:3], dims[1]), torch.nan).to(dtype)
+        )
+        for row, length in zip(self.table, lengths, strict=True):
+            for j in range(length):
+                self.key[row[j // page], j % page] = torch.randn(heads[1], dims[0], generator=draw).to(dtype)
+                if not within:
+                    self.value[row[j // page], j % page] = torch.randn(heads[1], dims[1], generator=draw).to(dtype)
+            row[-(-length // page) :] = pages - 1
+        if isinstance(queries, tuple):
+            self.said["cu_seqlens_q"] = torch.tensor([0, *queries]).cumsum(0).int()
+            shape: tuple[int, ...] = sum(queries) + 2, heads[0], dims[0]
+        else:
+            shape = len(lengths), queries, heads[0], dims[0]
+        self.query = torch.randn(shape, generator=draw).to(dtype)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+
+    def __call__(self, backend: str) -> Any:
+        operands = self.query, self.key, self.value, self.table, self.lengths
+        return attnswitch.attention_paged(*operands, return_lse=True, backend=backend, **self.said)
+
+
+def near(found: Any, right: Any) -> None:
+    """Outputs to a rounding of 16 bits or two, lse to single precision."""
+    torch.testing.assert_close(found[0].float(), right[0].float(), rtol=1.6e-2, atol=8e-3)
+    torch.testing.assert_close(found[1], right[1], rtol=1e-5, atol=2e-5)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "one tile": {"lengths": (33,)},
+    "no keys, one, a tile, one more": {"lengths": (0, 1, 64, 65)},
+    "a pair of tiles, and one more key": {"lengths": (128, 129), "heads": (3, 1)},
+    "pages of 16": {"lengths": (150, 67), "page": 16},
+    "pages of 32, four queries": {"lengths": (150, 2), "page": 32, "queries": 4},
+    "pages of 192": {"lengths": (230,), "page": 192},
+    "values apart": {"lengths": (150, 67), "within": False},
+    "values apart, pages of 16": {"lengths": (200, 5), "within": False, "page": 16},
+    "more heads than a tile": {"lengths": (70,), "heads": (70, 1)},
+    "heads of two groups": {"lengths": (100,), "heads": (6, 2), "queries": 3},
+    "float16": {"lengths": (140,), "dtype": torch.float16},
+    "a window": {"lengths": (400, 90), "queries": 3, "window": (70, 0)},
+    "all keys": {"lengths": (90,), "queries": 5, "is_causal": False},
+    "softcap": {"lengths": (140,), "softcap": 5.0},
+    "packed": {"lengths": (150, 0, 67), "queries": (3, 0, 70)},
+    "packed, pages of 16, split": {"lengths": (150, 300, 67), "queries": (3, 1, 2), "page": 16, "num_splits": 2},
+    "split": {"lengths": (600, 0, 129), "num_splits": 3},
+    "in more parts than a warp merges": {"lengths": (300,), "num_splits": 40},
+    "D 512": {"lengths": (150, 67), "dims": (512, 512), "within": False},
+    "D 512, keys that are values": {"lengths": (150, 67), "dims": (512, 512)},
+    "D 320/264": {"lengths": (150, 67), "dims": (320, 264), "within": False, "queries": 2},
+    "D 40/264": {"lengths": (150,), "dims": (40, 264), "within": False},
+    "D 576/8": {"lengths": (150,), "dims": (576, 8)},
+}
+
+
+class TestResults:
+    pytestmark = compiled
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_pages(self, name: str) -> None:
+        call = Paged(**CALLS[name])
+        near(call("cuda"), call("reference"))
+
+    @pytest.mark.parametrize("splits", [None, 3])
+    def test_sinks_and_slopes(self, splits: int | None) -> None:
+        beside: dict[str, Any] = {} if splits is None else {"num_splits": splits}
+        sinks, slopes = torch.tensor([3.0, -2.0, 0.5, 9.0]), torch.tensor([0.5, 0.1, 0.02, 0.0])
+        for more in ({"sinks": sinks}, {"alibi_slopes": slopes}, {"sinks": sinks, "alibi_slopes": slopes}):
+            said: dict[str, Any] = {**beside, **more}
+            call = Paged((300, 0, 40), 2, (4, 1), **said)
+            near(call("cuda"), call("reference"))
+
+    @pytest.mark.parametrize("dims", [(576, 512), (512, 512)])
+    @pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window": (100, 0)}])
+    def test_keys_one_after_another(self, dims: tuple[int, int], options: dict[str, Any]) -> None:
+        draw = torch.Generator().manual_seed(1)
+        query = torch.randn(1, 4, 150, dims[0], generator=draw).bfloat16()
+        key = torch.randn(1, 2, 181, dims[0], generator=draw).bfloat16()
+        value = key[..., : dims[1]] if dims[1] < dims[0] else torch.randn(key.shape, generator=draw).bfloat16()
+        call = query, key, value
+        found, right = (
+            attnswitch.attention(*call, **options, return_lse=True, backend=name) for name in ("cuda", "reference")
+        )
+        near(found, right)
+
+    def test_sequences_one_after_another(self) -> None:
+        """Rows past the last one are 0, and the next sequence's NaN stay its own."""
+        draw = torch.Generator().manual_seed(2)
+        query, key = (torch.randn(200, heads, 576, generator=draw).bfloat16() for heads in (3, 1))
+        key[70:72] = torch.nan  # nobody's
+        edges_q, edges_k = torch.tensor([0, 5, 5, 180]).int(), torch.tensor([0, 70, 70, 150]).int()
+        call = query, key, key[..., :512], edges_q, edges_k
+        key[70:72] = 1.0
+        found, right = (
+            attnswitch.attention_varlen(*call, is_causal=True, return_lse=True, backend=name)
+            for name in ("cuda", "reference")
+        )
+        near(found, right)
+        assert (found[0][180:] == 0).all()
+
+    def test_values_within_the_keys_are_read_with_them(self) -> None:
+        """The same bits as from memory of their own, in one load of each panel in place of two."""
+        call = Paged((150, 67), heads=(5, 1))
+        within = call("cuda")
+        call.value = call.value.clone()
+        apart = call("cuda")
+        assert torch.equal(within[0], apart[0])
+        assert torch.equal(within[1], apart[1])
+
+    def test_large_scores(self) -> None:
+        """Bases rise in steps; a row that keeps one as its scores grow by less than ROOM loses no digits."""
+        call = Paged((500,), scale=0.5)
+        call.key[call.table[0].long()] *= torch.linspace(0.1, 2.0, call.table.shape[1])[:, None, None, None].bfloat16()
+        near(call("cuda"), call("reference"))
+
+    def test_a_sequence_has_the_same_bits_in_any_batch(self) -> None:
+        together = Paged((300, 40, 130), 2, num_splits=3)
+        outs = together("cuda")
+        for b in range(3):
+            alone = Paged((300, 40, 130), 2, num_splits=3)
+            alone.query, alone.table, alone.lengths = (x[b : b + 1] for x in (alone.query, alone.table, alone.lengths))
+            for found, whole in zip(alone("cuda"), outs, strict=True):
+                assert torch.equal(found[0], whole[b])
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [
+            ("b1.h8/1.s1x4096.d576/512.bf16.lengths.page=64", ""),
+            ("b1.h8/1.s1x4096.d576/512.bf16.lengths.page=16", ""),
+            ("b2.h8.s512.d512.fp16.causal.softcap=30.0", ""),
+            ("b1.h8/1.s1x4096.d576/512.bf16.lengths.page=8", "page=8"),
+            ("b1.h8/1.s1x4080.d576/512.bf16.lengths.page=48", "page=48"),
+            ("b1.h8/1.s1x4096.d576.bf16", "dim_v=576"),
+            ("b1.h8.s512.d512.bf16.grad", "gradients"),
+            ("b1.h8.s512.d512.bf16.mask=bool", "attn_mask"),
+            ("b1.h8.s512.d512.bf16.dropout=0.1", "dropout"),
+            ("b1.h8.s512.d512.fp32", "float32"),
+            ("b1.h8/1.s4x4096.d576/512.bf16.causal-br.lengths.page=64.tree", "tree_mask"),
+            ("b1.h8.s512.d512/260.bf16", "dim_v=260"),
+            ("b1.h8.s512.d512.bf16.k=align8", "key is aligned"),
+        ],
+    )
+    def test_what_it_refuses_has_a_reason(self, text: str, why: str) -> None:
+        problem = Problem.parse(text)
+        reasons = families.against_latent(problem, H200)
+        assert bool(reasons) == bool(why), reasons
+        assert why in "; ".join(reasons)
+        refused = list(backend.CudaBackend().reasons(problem, H200))
+        assert bool(refused) == bool(why), refused
+
+    def test_other_gpus_have_none(self) -> None:
+        problem = Problem.parse("b1.h8/1.s1x4096.d576/512.bf16.lengths.page=64")
+        for name in ("a100", "b200"):
+            assert any("at most 256" in why for why in backend.CudaBackend().reasons(problem, Device.named(name)))
+
+    def test_narrow_heads_keep_their_kernels(self) -> None:
+        for text in ("b4.h16.s2048.d256.bf16", "b16.h32/8.s1x4096.d128.bf16.lengths.page=64"):
+            first = next(config.configs(Problem.parse(text), H200))
+            assert not isinstance(first.forward, tiles.LatentTile)
+
+    @pytest.mark.parametrize(
+        ("text", "least", "most"),
+        [
+            ("b128.h128/1.s1x4096.d576/512.bf16", 1, 1),  # two rounds of blocks
+            ("b16.h128/1.s1x4096.d576/512.bf16", 4, 4),  # 32 blocks for 132 SMs
+            ("b1.h16/1.s1x65536.d576/512.bf16", 64, 128),
+            ("b1.h16/1.s1x100.d576/512.bf16", 1, 1),
+            ("b2.h8.s4096.d512.bf16.causal", 1, 1),
+        ],
+    )
+    def test_splits_fill_the_gpu(self, text: str, least: int, most: int) -> None:
+        assert least <= choice.latent_splits(Problem.parse(text), H200) <= most
+
+    def test_a_box_holds_the_heads_of_a_tile(self) -> None:
+        """As many rows of as many heads as make 64."""
+        for heads, pack in ((128, 64), (64, 64), (40, 64), (16, 16), (20, 32), (3, 4), (1, 1)):
+            problem = Problem.parse(f"b2.h{heads}/1.s7x100.d576/512.bf16")
+            assert tiles.latent_heads(problem) == pack
+            launches = latent.Forward(problem, 1)
+            assert launches.blocks == 2 * -(-heads // pack) * -(-7 // (64 // pack))
+
+
+class TestCost:
+    def test_latent_values_are_read_with_the_keys(self) -> None:
+        latent = Problem.parse("b16.h128/1.s1x4096.d576/512.bf16.lengths.page=64")
+        assert cost.kv_read(latent) == 16 * 4096 * 576 * 2
+        for text in ("b2.h8.s4096.d512.bf16", "b16.h16/1.s1x4096.d192/128.bf16", "b2.h4/2.s1x64.d576/512.bf16"):
+            assert cost.kv_read(Problem.parse(text)) == cost.kv_bytes(Problem.parse(text))
+
+    @pytest.mark.parametrize("form", ["", ".lengths.page=64"])
+    def test_a_benchmark_has_them_in_the_keys(self, form: str) -> None:
+        work = workload.of(Problem.parse(f"b2.h4/1.s1x128.d576/512.bf16{form}"), "cpu")
+        assert work.value.data_ptr() == work.key.data_ptr()
+        assert work.value.shape[-1] == 512
