@@ -42,6 +42,8 @@ _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
 #: Columns of a head that all other kernels have room for; and that the one of wide heads has, of a key and of a value.
 WIDEST, _LATENT = 256, (576, 512)
+#: Its usual head dimensions, and others of its classes; lengths of its tiles.
+_WIDE_DIMS, _WIDE_TILES = ((576, 512), (512, 512), (320, 320), (64, 512), (512, 64)), (64, 128)
 #: The fewest rows of a page that it loads at once.
 _LEAST_PAGE = 16
 #: Products of a forward from which on the copy of a float mask pays, and those of each of its numbers: of a forward,
@@ -126,9 +128,10 @@ def regimes(device: Device) -> tuple[Regime, ...]:
     In the emulator Hopper's, and those whose backward takes one pass.
     """
     hopper = Regime(_HALF, DIMS, _TILES, queries=_FEW, products=PRODUCTS, aligned=True, often=3)
+    wide = Regime(_HALF, _WIDE_DIMS, _WIDE_TILES, aligned=True)
     if device.kind == "cpu":
         return (replace(hopper, products=0), FUSED)
-    return (*((hopper,) if is_hopper(device) else ()), large(tuple(DTYPES)))
+    return (*((hopper, wide) if is_hopper(device) else ()), large(tuple(DTYPES)))
 
 
 def is_hopper(device: Device) -> bool:

@@ -21,6 +21,10 @@ _FEW = 64
 MEASURED: dict[tuple[int, int], tuple[int, ...]] = {(9, 0): DIMS}
 #: How long two blocks beside each other on an SM take, over one of twice the keys, on an H200; and one block alone.
 _BESIDE, _ALONE = 1.09, 0.65
+#: The share of the SMs that have a block, at least. An H200, milliseconds of the backward, and of the portable one: 12
+#: blocks (24/6 heads, 5,504 x 128, D 64) 3.68 and 0.55; 64 (8/1, 4,096, causal) 5.43 and 2.37, (8, 2,048 x 512) 0.35 and
+#: 0.25; 128 (B 2, 16/2, 2,048) 2.75 and 3.58, (16/4, 2,048, D 128, causal) 2.29 and 2.50.
+_BUSY = 2 / 3
 #: Keys and queries of a tile, and blocks of an SM, by head dimension: of those whose registers nearly suffice.
 _TILES = {
     32: ((128, 64), (128, 32)),
@@ -48,8 +52,17 @@ def against(problem: Problem, device: Device) -> tuple[str, ...]:
 
 
 def measured(problem: Problem, device: Device) -> bool:
-    """Whether it is the choice where it takes ``problem``."""
-    return device.capability is not None and dim(problem) in MEASURED.get(device.capability, ())
+    """Whether it is the choice where it takes ``problem``.
+
+    Not where a few blocks have long ways, which the portable kernels share among more (``portable.shares``).
+    """
+    if device.capability is None or dim(problem) not in MEASURED.get(device.capability, ()):
+        return False
+    return _blocks(ranked(problem, device)[0], problem) >= _BUSY * (device.sms or 64)
+
+
+def _blocks(tile: FusedTile, problem: Problem) -> int:
+    return problem.batch * problem.heads_kv * arithmetic.tiles(problem.seq_k, tile.keys)
 
 
 def ranked(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
@@ -67,8 +80,7 @@ def _fitting(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
 
 def _time(tile: FusedTile, problem: Problem, device: Device) -> float:
     """Rounds of blocks, times the keys of an SM."""
-    blocks = problem.batch * problem.heads_kv * arithmetic.tiles(problem.seq_k, tile.keys)
-    rounds, left = divmod(blocks, (device.sms or 64) * tile.resident)
+    rounds, left = divmod(_blocks(tile, problem), (device.sms or 64) * tile.resident)
     if tile.resident == 1:
         return float(rounds + (left > 0)) * tile.keys
     last = 0.0 if not left else _ALONE if left <= device.sms else _BESIDE

@@ -116,18 +116,18 @@ def latent_splits(problem: Problem, device: Device) -> int:
     tiles = p.heads_kv * arithmetic.tiles(p.group, pack) * arithmetic.tiles(p.seq_q, LATENT.queries // pack)
     blocks, sms = p.batch * tiles, device.sms or SMS
 
-    # Sequences in pages have lengths of their own, which are taken for evenly spread, up to that of the longest.
-    mean = (p.batch + 1) / (2 * p.batch) if p.page else 1.0
-
-    def time(parts: int) -> float:
+    def time(parts: int, mean: float) -> float:
         longest = _LATENT.begin + _LATENT.step * arithmetic.tiles(pairs, parts)
         rounds = blocks * parts / sms
         share = rounds * (_LATENT.begin + _LATENT.step * pairs / parts * mean)
-        if not p.page and rounds <= _ROUNDS:
+        if mean == 1.0 and rounds <= _ROUNDS:
             share = math.ceil(rounds) * longest
         return max(longest, share) + (MERGE + of_parts(p) * parts if parts > 1 else 0.0)
 
-    return min(range(1, max(1, min(pairs, _MOST_LATENT)) + 1), key=time)
+    # Sequences in pages have lengths of their own: all are taken for the longest, and for evenly spread up to that.
+    means = (1.0, (p.batch + 1) / (2 * p.batch)) if p.page else (1.0,)
+    most = max(1, min(pairs, _MOST_LATENT))
+    return min(range(1, most + 1), key=lambda parts: sum(time(parts, mean) for mean in means))
 
 
 def _queries(p: Problem, tile: HopperGradients) -> tuple[int, int]:
