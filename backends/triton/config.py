@@ -35,6 +35,8 @@ __all__ = [
 MOST_COLUMNS, _WHOLE, _PANEL = 576, 256, 128
 #: Shared memory of a block where the device does not say: what every GPU since sm_86 has.
 _SHARED = 99 * 1024
+#: At most what the barriers of a pipeline take (sm_120).
+_BARRIERS = 64
 #: Scores of a problem whose kernels take a GPU no longer than its host needs for one launch more, or two descriptors.
 _FEW_SCORES = 2**23
 #: Rows of a tile that query heads may share.
@@ -270,6 +272,11 @@ def _query_gradient_rows(tile: Tile) -> tuple[int, int]:
 _Rows = Callable[[Tile], tuple[int, int]]
 
 
+def _in_place(device: Device) -> bool:
+    """Whether products read their operands where they lie in shared memory (wgmma, tcgen05), and not in registers."""
+    return (9, 0) <= (device.capability or (0, 0)) < (12, 0)
+
+
 def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
     """Bytes of shared memory that a block of ``kernel`` takes: the terms that grow with the tile.
 
@@ -284,14 +291,39 @@ def shared(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
     else:
         kept, streamed = (_key_gradient_rows if kernel == "key_gradients" else _query_gradient_rows)(tile)
         own, least = kept * sum(dims), sum(dims)
-    grouped = (device.capability or (0, 0)) >= (9, 0) and problem.dtype != "float32"
+    grouped = _in_place(device) and problem.dtype != "float32"
     if grouped and (kernel != "forward" or tile.queries >= 64):  # products read what was loaded where it lies
         return (own + stages * streamed * sum(dims)) * size
     buffers = streamed * (sum(dims) * (stages - 1) if stages > 1 else least)
     return (own + buffers + tile.queries * tile.keys) * size
 
 
+def _by_registers(problem: Problem, device: Device, rows: _Rows) -> bool:
+    """Whether it is a forward whose shared memory ``_taken_by_registers`` tells; with dropout it varies."""
+    return rows is _forward_rows and problem.dtype != "float32" and not problem.dropout and not _in_place(device)
+
+
+def _taken_by_registers(tile: Tile, problem: Problem) -> int:
+    """Bytes of a forward whose operands are in registers, at most: compiled for sm_80, sm_86, sm_89 and sm_120.
+
+    The buffer of a tile is free once it is read, so that one fewer than there are stages are on their way.
+    """
+    size, dims = DTYPES[problem.dtype], (width(problem, problem.dim_qk), width(problem, problem.dim_v))
+    masked, waiting = problem.element("attn_mask"), max(1, tile.stages - 1)
+    # Tiles of a mask are on their way too, beside P; scores that are laid out as the mask is take 4 bytes.
+    a_score = max(4, size + masked * waiting) if masked else size
+    others = tile.queries * tile.keys * a_score + _BARRIERS
+    if panelled(problem):  # panels of query are on their way as well, in a loop that loads nothing of a table of pages
+        waiting = max(1, _of_pages(tile, problem).stages - 1)
+        return waiting * (tile.queries + tile.keys) * _PANEL * size + others
+    row = sum(dims) * size + (16 if problem.page else 0)  # the numbers of its page, one for keys and one for values
+    return tile.queries * dims[0] * size + waiting * tile.keys * row + others
+
+
 def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
+    room = device.shared_memory or _SHARED
+    if _by_registers(problem, device, rows):
+        return _taken_by_registers(tile, problem) <= room
     dims = width(problem, problem.dim_qk), width(problem, problem.dim_v)
     kept, streamed = rows(tile)
     row = sum(dims) * DTYPES[problem.dtype]
@@ -304,13 +336,16 @@ def _fits(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> bool:
     elif masked and capability >= (9, 0):  # those on their way, or scores that are laid out as the mask is
         a_score = max(4, masked * waiting)
     needed = own + max(1, tile.stages) * streamed * row + tile.queries * tile.keys * a_score
-    return needed <= (device.shared_memory or _SHARED)
+    if masked and capability < (9, 0):  # those on their way, beside one tile fewer than there are stages
+        needed = max(needed, own + waiting * (streamed * row + tile.queries * tile.keys * masked))
+    return needed <= room
 
 
 def _shrunk(tile: Tile, problem: Problem, device: Device, rows: _Rows) -> Tile:
     """``tile`` with fewer stages, then fewer rows, until it fits the device's shared memory."""
+    fewest = 2 if _by_registers(problem, device, rows) else 1  # two take no more than one there
     while not _fits(tile, problem, device, rows):
-        if tile.stages > 1:
+        if tile.stages > fewest:
             tile = replace(tile, stages=tile.stages - 1)
         elif tile.keys > 32:
             tile = replace(tile, keys=tile.keys // 2)

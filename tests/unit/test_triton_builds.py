@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,63 @@ def test_the_shared_memory_of_a_tile_is_near_what_is_compiled(build: Any) -> Non
     assert abs(said / build.shared - 1) <= near, (said, build.shared)
 
 
+#: Forwards of GPUs whose products have their operands in registers: the tile that is chosen, and what was compiled.
+BY_REGISTERS = [
+    ("a100", "b4.h16.s2048.d192/128.bf16", "128x64 w8 s2", 114688),
+    ("a100", "b4.h16.s2048.d192/128.bf16.causal.lse", "128x64 w8 s2", 131072),
+    ("a100", "b4.h16.s1000x1100.d256.bf16", "128x64 w8 s2", 147456),
+    ("a100", "b4.h16.s2048.d256.bf16.mask=bool:hqk", "128x64 w8 s2", 155648),
+    ("a100", "b4.h16.s2048.d256.bf16.mask=bf16:bhqk", "128x64 w8 s2", 163840),
+    ("a100", "b4.h32/8.s1x8192.d256.bf16.mask=fp32:bk", "16x64 w4 s3", 149504),
+    ("a100", "b4.h32/8.s512x4096.d192/128.bf16.causal-br.lengths.varlen.page=16", "128x64 w8 s3", 115200),
+    ("a100", "b4.h32/8.s16x8192.d320.bf16.causal-br.lengths.page=16", "64x64 w4 s5", 131072),
+    ("a10", "b4.h16.s2048.d128.bf16.causal", "64x64 w4 s3", 90112),
+    ("a10", "b4.h16.s2048.d256.bf16", "64x32 w8 s2", 69632),
+    ("a10", "b1.h8.s100x200.d128.bf16.mask=bf16:qk", "128x64 w4 s2", 98304),
+    ("a10", "b1.h8.s100x200.d80.bf16.mask=fp64:qk", "128x32 w4 s2", 81920),
+    ("l4", "b4.h32/8.s16x8192.d192/128.bf16.causal-br.lengths.page=16", "64x64 w4 s3", 90624),
+    ("l4", "b4.h32/8.s1x8192.d512.bf16.causal-br.lengths", "16x128 w4 s3", 73728),
+    ("rtx5090", "b4.h16.s2048.d128.bf16.causal", "64x64 w4 s3", 90144),
+    ("rtx5090", "b4.h16.s2048.d128.bf16.mask=bf16:bhqk", "128x64 w4 s2", 81944),
+    ("rtx5090", "b4.h16.s2048.d256.bf16", "64x32 w8 s2", 69656),
+]
+
+
+@pytest.mark.parametrize(("device", "text", "tile", "compiled"), BY_REGISTERS, ids=str)
+def test_a_forward_that_fits_is_chosen(device: str, text: str, tile: str, compiled: int) -> None:
+    problem, where = Problem.parse(text), Device.named(device)
+    chosen = next(config.configs(problem, where)).forward
+    assert str(chosen) == tile
+    stages = (chosen.stages + 1) // 2 if problem.page else chosen.stages
+    said = config._taken_by_registers(replace(chosen, stages=stages), problem)
+    assert compiled <= said <= min(1.26 * compiled, where.shared_memory)
+
+
+@pytest.mark.parametrize(
+    ("device", "text", "tile", "compiled"),
+    [pytest.param(*case, marks=pytest.mark.nightly if n else pytest.mark.slow) for n, case in enumerate(BY_REGISTERS)],
+    ids=str,
+)
+def test_it_is_compiled_to_that(pool: ProcessPoolExecutor, device: str, text: str, tile: str, compiled: int) -> None:
+    builds = pool.submit(ahead.build, text, device).result()
+    told = "\n".join(make_builds.lines(builds))
+    assert not any(build.failure for build in builds), told
+    (forward,) = (build for build in builds if build.kernel == "forward")
+    assert forward.tile == tile
+    assert forward.shared <= compiled, told
+
+
+@pytest.mark.parametrize("dims", ["64", "80", "128", "192/128", "192", "256", "320", "512", "576/512"])
+@pytest.mark.parametrize("device", ["a100", "a10", "l4", "rtx5090"])
+def test_no_forward_of_16_bits_waits_for_its_loads(device: str, dims: str) -> None:
+    for more in ("", ".causal.lse", ".mask=bool:hqk", ".mask=fp32:hqk", ".causal.window=512,0", ".lengths", ".varlen"):
+        chosen = next(config.configs(Problem.parse(f"b4.h16.s2048.d{dims}.bf16{more}"), Device.named(device)))
+        assert chosen.forward.stages >= 2, (more, chosen.forward)
+    for more in ("", ".causal-br.lengths.page=16", ".mask=bf16:hqk"):
+        chosen = next(config.configs(Problem.parse(f"b4.h32/8.s8x8192.d{dims}.bf16{more}"), Device.named(device)))
+        assert chosen.forward.stages >= 2, (more, chosen.forward)
+
+
 def test_a_config_tells_its_tiles() -> None:
     backend = importlib.import_module("attnswitch.backends.triton.backend").TritonBackend()
     problem, device = Problem.parse("b4.h16.s2048.d128.bf16.grad"), Device.named("h200")
@@ -214,6 +272,21 @@ def test_a_wide_mask_leaves_room_in_shared_memory(problem: str) -> None:
         built = list(ahead.builds(Problem.parse(problem), device))
         assert {build.failure for build in built} == {""}
         assert max(build.shared for build in built) <= device.shared_memory
+
+
+MASKED = "b4.h16.s2048.d64.bf16.mask=fp32:hqk.grad"
+
+
+def test_tiles_of_a_mask_that_are_on_their_way_are_counted() -> None:
+    # With three stages, 131,072 bytes were compiled.
+    assert str(next(config.configs(Problem.parse(MASKED), Device.named("a10"))).query_gradient) == "128x64 w8 s2"
+
+
+@pytest.mark.slow
+def test_gradients_beside_a_mask_fit(pool: ProcessPoolExecutor) -> None:
+    builds = pool.submit(ahead.build, MASKED, "a10").result()
+    assert not any(build.failure for build in builds)
+    assert max(build.shared for build in builds) <= Device.named("a10").shared_memory
 
 
 @pytest.mark.parametrize("source", sorted((ROOT / "backends/triton/kernels").glob("*.py")), ids=lambda path: path.stem)
