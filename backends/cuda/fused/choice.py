@@ -21,9 +21,9 @@ _FEW = 64
 MEASURED: dict[tuple[int, int], tuple[int, ...]] = {(9, 0): DIMS}
 #: How long two blocks beside each other on an SM take, over one of twice the keys, on an H200; and one block alone.
 _BESIDE, _ALONE = 1.09, 0.65
-#: The share of the SMs that have a block, at least. An H200, milliseconds of the backward, and of the portable one: 12
-#: blocks (24/6 heads, 5,504 x 128, D 64) 3.68 and 0.55; 64 (8/1, 4,096, causal) 5.43 and 2.37, (8, 2,048 x 512) 0.35 and
-#: 0.25; 128 (B 2, 16/2, 2,048) 2.75 and 3.58, (16/4, 2,048, D 128, causal) 2.29 and 2.50.
+#: The share of the SMs that have a block, at least. The backward on an H200 in ms, and the portable one: 12 blocks, of
+#: 24/6 heads, 5,504 x 128, D 64, 3.68 and 0.55; 64 of 8/1, 4,096, causal, 5.43 and 2.37; 64 of 8, 2,048 x 512, 0.35 and
+#: 0.25; 128 of B 2, 16/2, 2,048, 2.75 and 3.58; 128 of 16/4, 2,048, D 128, causal, 2.29 and 2.50.
 _BUSY = 2 / 3
 #: Keys and queries of a tile, and blocks of an SM, by head dimension: of those whose registers nearly suffice.
 _TILES = {
