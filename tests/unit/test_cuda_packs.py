@@ -373,7 +373,9 @@ def test_the_usual_problems_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, usual = registry.loaded("cuda"), list(ahead.usual())
     assert len(usual) == len(set(usual)) > 80
     for device in (device for device in map(Device.named, KNOWN) if (device.capability or (0, 0)) >= (8, 0)):
-        assert not [problem for problem in usual if cuda.supports(problem, device)]
+        refused = [problem for problem in usual if cuda.supports(problem, device)]
+        # Hopper's kernel alone has room for wide heads.
+        assert refused == [p for p in usual if p.dim_qk > 256 and device.capability != (9, 0)]
 
 
 def test_the_command_builds_packs(tmp_path: Path) -> None:
