@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnswitch.call import attend
+from attnswitch.call import alike, attend
 from attnswitch.call.launch import Request
 from attnswitch.errors import Unsupported
 from attnswitch.machine import registry
@@ -110,8 +110,10 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], N
 def nothing_before() -> Iterator[None]:
     """No call is like one before."""
     attend.forget()
+    alike.forget()
     yield
     attend.forget()
+    alike.forget()
 
 
 @pytest.fixture

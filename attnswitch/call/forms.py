@@ -7,18 +7,16 @@ whatever the policy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call import recording, sinks
-from attnswitch.call.describe import swap_heads
 from attnswitch.call.options import text_of
 from attnswitch.call.run import drawn_seed, to_caller, to_native
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Backend, Gradients, GradientsWithSinks, Inputs, Kernel
+from attnswitch.machine.backend import Backend, Gradients, GradientsWithSinks, Inputs, Kernel, Order
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
@@ -26,7 +24,7 @@ from attnswitch.planning.policy import Policy, effective
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["Asked", "Call", "called", "gradients", "planned", "results", "run", "turned"]
+__all__ = ["Asked", "Call", "called", "gradients", "planned", "results", "run"]
 
 
 class Asked(NamedTuple):
@@ -40,8 +38,8 @@ class Asked(NamedTuple):
     caller: Array | None
     #: Facts of the caller's query.
     query: Facts
-    #: A result of a kernel, (B, H, L, D) or an lse, as the caller lays it out.
-    laid: Callable[[Array], Array]
+    #: How the caller has the results.
+    order: Order
     #: Whether the caller wants the lse.
     returns_lse: bool
     #: The sinks in the caller's dtype, and whether torch is to give their gradient: then the problem asks for the lse.
@@ -60,7 +58,7 @@ class Call(NamedTuple):
 
     def back(self, array: Array | None, native: str | None = None) -> Array | None:
         """A result as the caller's."""
-        return None if array is None else self.plain(self.asked.laid(array), native)
+        return None if array is None else self.plain(self.asked.order.of(array), native)
 
     def plain(self, array: Array, native: str | None = None) -> Array:
         """The same of an array that lies as the caller's do."""
@@ -69,11 +67,6 @@ class Call(NamedTuple):
     def there(self, array: Array) -> Array:
         """An array of the caller's, as kernels have its axes, as one of ``native``."""
         return arrays.passage(array, self.asked.library, self.native)
-
-
-def turned(array: Array) -> Array:
-    """A result (B, H, L, D) as (B, L, H, D), or an lse as it is: one way that ``Asked.laid`` has."""
-    return swap_heads(array) if len(array.shape) == 4 else array
 
 
 def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, restarts: bool = False) -> Call:

@@ -6,15 +6,15 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
-from attnswitch.call import entry, finite, forms, per_head
+from attnswitch.call import alike, entry, finite, forms, per_head
 from attnswitch.call import options as read
 from attnswitch.call.describe import describe, lengths_beside, result_beside
-from attnswitch.call.forms import Asked
+from attnswitch.call.forms import Asked, Call
 from attnswitch.call.launch import straight
 from attnswitch.call.options import Options
 from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Gradients
+from attnswitch.machine.backend import Gradients, Order
 from attnswitch.machine.device import Device
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
@@ -59,8 +59,17 @@ def attend_by(
     heads: PerHead,
 ) -> Any:
     """The same, of options that were read. Raises ``Intercepted``."""
-    asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
-    return forms.run(forms.called(asked, backend, policy))
+
+    def general() -> Call:
+        asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
+        return forms.called(asked, backend, policy)
+
+    if seed is not None:
+        return forms.run(general())
+    sinks, slopes = heads
+    given = query, key, value, attn_mask, key_lengths, None, None, None, sinks, slopes, None, None, None, None
+    lacks = attn_mask is None, key_lengths is None, sinks is None, slopes is None
+    return alike.run(given, ("headwise", options, backend, policy, *lacks), general)
 
 
 def run_plan(
@@ -194,11 +203,7 @@ def _ask(
         problem = problem.replace(nonfinite=True)
     caller = None if query.library in ("numpy", "cupy", "torch") else operands[0]
     where = Device.of(*query.device), inputs, arrays.library_of(given[0]), caller, query
-    return Asked(problem, *where, forms.turned if turned else _as_is, options.return_lse, beside.given, beside.grad)
-
-
-def _as_is(array: Array) -> Array:
-    return array
+    return Asked(problem, *where, Order(turned), options.return_lse, beside.given, beside.grad)
 
 
 def _composed(*call: Any, heads: PerHead) -> Any:

@@ -7,20 +7,21 @@ import inspect
 import numbers
 import sys
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call import finite, forms, per_head, scales
+from attnswitch.call import alike, finite, forms, per_head, scales
 from attnswitch.call import options as read
 from attnswitch.call.attend import modes_of
 from attnswitch.call.describe import INTEGERS, check_alike, check_beside, lengths_beside, swapped
-from attnswitch.call.forms import Asked
+from attnswitch.call.forms import Asked, Call
 from attnswitch.call.options import Options, text_of
 from attnswitch.call.per_head import NONE, PerHead
-from attnswitch.call.varlen import batched, of_rows, offsets_of, plain
+from attnswitch.call.varlen import batched, offsets_of, plain
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Inputs, Offsets
+from attnswitch.machine.backend import Inputs, Offsets, Order
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
 from attnswitch.names import meant
@@ -82,7 +83,16 @@ def attend(
     policy: Policy | str | None,
 ) -> Any:
     """What ``attention_paged`` returns. Raises ``Intercepted`` where torch looks at the call before its tensors do."""
-    return forms.run(forms.called(_ask(operands, beside, options), backend, policy))
+
+    def general() -> Call:
+        return forms.called(_ask(operands, beside, options), backend, policy)
+
+    table, lengths, edges, longest, splits, tree, key_scale, value_scale, (sinks, slopes) = beside
+    if type(longest) is not (NoneType if edges is None else int) or type(splits) not in (NoneType, int):
+        return forms.run(general())  # the host waits for the longest, or what is said is not plain
+    given = *operands, None, lengths, None, edges, None, sinks, slopes, table, key_scale, value_scale, tree
+    lacks = edges is None, sinks is None, slopes is None, key_scale is None, value_scale is None, tree is None
+    return alike.run(given, ("paged", options, backend, policy, longest, splits, *lacks), general)
 
 
 def run_plan(plan: Plan, operands: tuple[Array, Array, Array], beside: Beside) -> Any:
@@ -179,7 +189,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
     where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q
-    return Asked(problem, *where, of_rows if problem.varlen else forms.turned, options.return_lse)
+    return Asked(problem, *where, Order(turned=True, packed=problem.varlen), options.return_lse)
 
 
 def fitting(facts: Sequence[Facts], options: Options, *, packed: bool) -> tuple[Facts, Facts, Facts]:

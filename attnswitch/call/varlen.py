@@ -9,7 +9,7 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call import finite, forms, per_head
+from attnswitch.call import alike, finite, forms, per_head
 from attnswitch.call import options as read
 from attnswitch.call.attend import modes_of
 from attnswitch.call.describe import INTEGERS, check_beside, fitting, result_beside
@@ -17,7 +17,7 @@ from attnswitch.call.forms import Asked, Call
 from attnswitch.call.options import Options, text_of
 from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Gradients, Inputs, Offsets
+from attnswitch.machine.backend import Gradients, Inputs, Offsets, Order
 from attnswitch.machine.device import Device
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
@@ -32,7 +32,6 @@ __all__ = [
     "check_offsets",
     "fitting_rows",
     "gradients",
-    "of_rows",
     "offsets_of",
     "plain",
     "problem_of",
@@ -54,7 +53,18 @@ def attend(
     heads: PerHead = per_head.NONE,
 ) -> Any:
     """What ``attention_varlen`` returns. Raises ``Intercepted`` where torch looks at the call before its tensors do."""
-    return forms.run(forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads), backend, policy))
+
+    def general() -> Call:
+        return forms.called(_ask(operands, cu_seqlens, longest, seed, options, heads), backend, policy)
+
+    (begin, begin_k), (most, most_k), (sinks, slopes) = cu_seqlens, longest, heads
+    alone = begin_k is None
+    if type(most) is not int or not (type(most_k) is int or (alone and most_k is None)) or seed is not None:
+        return forms.run(general())  # the host waits for the longest, or what is said is not plain
+    begin_k, same = (None, True) if begin_k is begin else (begin_k, alone)
+    given = *operands, None, None, None, begin, begin_k, sinks, slopes, None, None, None, None
+    said = "varlen", options, backend, policy, most, most_k, alone, same, sinks is None, slopes is None
+    return alike.run(given, said, general)
 
 
 def run_plan(
@@ -182,13 +192,8 @@ def _ask(
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
     caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
-    where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q, of_rows
+    where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q, Order(turned=True, packed=True)
     return Asked(problem, *where, options.return_lse, beside.given, beside.grad)
-
-
-def of_rows(array: Array) -> Array:
-    """A result (1, H, T, D) as the caller's (T, H, D), or an lse (1, H, T) as (H, T)."""
-    return array[0].swapaxes(0, 1) if len(array.shape) == 4 else array[0]
 
 
 def _finite(problem: Problem, inputs: Inputs, kind: str) -> bool:

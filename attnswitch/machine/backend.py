@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from attnswitch.arrays import Array
 from attnswitch.machine.builds import Build
 from attnswitch.machine.device import Device
+from attnswitch.machine.inputs import Gradients, GradientsWithSinks, Inputs, Offsets, Order
 from attnswitch.problem import Problem, cost
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Inputs",
     "Kernel",
     "Offsets",
+    "Order",
     "Packed",
     "Precision",
     "Progress",
@@ -38,74 +40,6 @@ Forward = Callable[..., tuple[Array, Array | None]]
 Backward = Callable[..., "Gradients"]
 #: Told how many of how many are done, and of which.
 Progress = Callable[[int, int, str], None]
-
-
-class Offsets(NamedTuple):
-    """Where sequences that lie one after another begin, and where the last one ends: (B + 1,) integers each."""
-
-    query: Array
-    key: Array
-
-
-class Inputs(NamedTuple):
-    """The arrays of one call, of the backend's library.
-
-    Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv), attn_mask broadcastable with four axes,
-    key_lengths (B,). Of a problem with ``varlen`` B is 1 and L counts the rows of all sequences, which ``offsets`` tell
-    apart. Kernels never write to any of them. ``seed`` is the caller's, or drawn for a backend with ``wants_seed``.
-
-    sinks (Hq,) and alibi_slopes (1 or B, Hq) are float32, or float64 where that is the problem's dtype. Of a problem
-    with ``page`` key and value are caches (P, Hkv, page, D or Dv), and row j of sequence b is row ``j % page`` of page
-    ``block_table[b, j // page]``: (B, Lk / page) integers of 32 or 64 bits, which past the length may be any. Queries
-    alone are told apart by ``offsets``, of which ``key`` then says nothing. Where the problem names a ``cache`` the
-    caches are of that type, and row j stands for its elements times the scale of its page and head: key_scale and
-    value_scale are (P, Hkv) in the type of sinks, and may have strides of 0. With a ``tree``, tree_mask are bytes
-    (B, Lq, W), those of a row side by side, B being 1 where ``offsets`` tell queries apart: bit ``t % 8`` of byte
-    ``t // 8`` says whether a query sees the key of query t of its sequence.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    attn_mask: Array | None = None
-    key_lengths: Array | None = None
-    seed: int | None = None
-    offsets: Offsets | None = None
-    sinks: Array | None = None
-    alibi_slopes: Array | None = None
-    block_table: Array | None = None
-    key_scale: Array | None = None
-    value_scale: Array | None = None
-    tree_mask: Array | None = None
-
-    def map(self, change: Callable[[Array], Array]) -> Inputs:
-        """The same inputs with ``change`` applied to every array."""
-        query, key, value, mask, lengths = (None if array is None else change(array) for array in self[:5])
-        offsets = None if self.offsets is None else Offsets(*map(change, self.offsets))
-        beside = (None if array is None else change(array) for array in self[7:])
-        return Inputs(query, key, value, mask, lengths, self.seed, offsets, *beside)
-
-
-class Gradients(NamedTuple):
-    """Gradients in the shape and dtype of their operands; None where ``Problem.grads`` does not ask for one."""
-
-    query: Array | None
-    key: Array | None
-    value: Array | None
-    attn_mask: Array | None
-
-
-class GradientsWithSinks(Gradients):
-    """The same, and in ``sinks`` the gradient of the sinks (Hq,); it unpacks into the same four."""
-
-    sinks: Array
-
-    @classmethod
-    def of(cls, grads: Gradients, sinks: Array) -> GradientsWithSinks:
-        """``grads`` beside that of the sinks."""
-        found = cls(*grads)
-        found.sinks = sinks
-        return found
 
 
 class Shows(enum.Enum):
@@ -201,6 +135,20 @@ class Kernel:
             seed: int | None = None,
         ) -> tuple[Array, Array | None]:
             return self.forward(Inputs(query, key, value, attn_mask, key_lengths, seed))
+
+        return forward
+
+    def prepared_form(self, inputs: Inputs, order: Order) -> Forward:
+        """The same of a problem of any form, without gradients, of what ``inputs.flat()`` has: results in ``order``.
+
+        The axes of tensors may be in any order: they lie like those of ``inputs``, and begin where these would. The
+        offsets of keys may be left out where they are those of queries.
+        """
+        again = inputs.again()
+
+        def forward(*given: Any) -> tuple[Array, Array | None]:
+            out, lse = self.forward(again(*given))
+            return order.of(out), None if lse is None else order.of(lse)
 
         return forward
 

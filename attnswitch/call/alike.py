@@ -1,0 +1,149 @@
+"""Calls of other forms that are like one before go straight to its kernel, as ``attend`` has those of operands alone.
+
+What such a call comes to follows from what it says, from its context, and from how its tensors lie: torch's guards tell
+that in less time than facts, checks and a choice take. What tensors hold is not looked at on this way, so it is for
+those on a GPU, of which nobody reads any; lists, lengths on the CPU and the like go the way of any call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from attnswitch.arrays import Intercepted
+from attnswitch.call import finite, forms, recording
+from attnswitch.call.attend import lies_alike, modes_of
+from attnswitch.call.forms import Call
+from attnswitch.call.launch import DUAL
+from attnswitch.machine.backend import Forward
+from attnswitch.planning import policy as policies
+from attnswitch.wisdom import view
+
+__all__ = ["forget", "run"]
+
+#: Kinds of calls that are remembered; beyond, all are forgotten. And of each kind ways to lie.
+_MOST, _LIES = 1024, 4
+#: Of what a call gives, in the order of ``Inputs.flat``.
+_SEED, _OFFSETS_K, _TABLE = 5, 7, 10
+_policy_of_context, _look_of_context, _recording = policies.of_context, finite.of_context, recording.of_context
+
+
+class _Way:
+    """From tensors that lie as ``alike`` guards to the results."""
+
+    __slots__ = ("alike", "problem", "recorded", "returns_lse", "run")
+
+    def __init__(self, alike: Callable[..., bool], call: Call, run: Forward) -> None:
+        self.alike, self.run = alike, run
+        self.problem, self.returns_lse = call.asked.problem, call.asked.returns_lse
+        #: Whether all calls of this process are noted.
+        self.recorded = recording.whole_process() is not None
+
+    def __call__(self, given: Sequence[Any]) -> Any:
+        if self.recorded or _recording() is not None:
+            recording.note(self.problem)
+        out, lse = self.run(*given)
+        return (out, lse) if self.returns_lse else out
+
+
+#: By all that calls say and their context says, and the sizes of the tensors that grow from call to call.
+_ways: dict[tuple[Any, ...], list[_Way]] = {}
+
+
+def forget() -> None:
+    """Drop every way."""
+    _ways.clear()
+
+
+def run(given: tuple[Any, ...], said: tuple[Any, ...], general: Callable[[], Call]) -> Any:
+    """What a call returns; ``general`` finds out what it asks and who is chosen, if it is like none before.
+
+    ``given`` is what it has of ``Inputs.flat``, as the caller has it. ``said`` is all else, and what of ``given`` is
+    None. Raises what ``general`` raises.
+    """
+    kind = _kind(given, said)
+    if kind is None:
+        return forms.run(general())
+    tensors = [x for x in given if x is not None]
+    ways = _ways.get(kind)
+    if ways is not None:
+        for way in ways:
+            if lies_alike(way.alike, *tensors):
+                return way(given)
+    call = general()
+    results = forms.run(call)
+    if ways is not None:
+        _learn(ways, given, tensors, call)
+    elif not sys.modules["torch"].jit.is_tracing():  # what comes once is not worth it
+        if len(_ways) >= _MOST:
+            _ways.clear()
+        _ways[kind] = []
+    return results
+
+
+def _kind(given: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What calls have in common that are told apart by guards; None for one that is not to be known again."""
+    query = given[0]
+    try:
+        if not _is_unread(query):
+            return None
+        grows = given[1] if given[_TABLE] is None else given[_TABLE]
+        context = _policy_of_context(), _look_of_context(), view.generation()
+        kind = *said, query.shape, grows.shape, *context, modes_of(query)
+        hash(kind)
+    except Intercepted:
+        return None  # where that matters, the way of any call says so
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or such as have no sizes; what is not hashable
+        return None
+    return None if kind[-1] in (None, DUAL) else kind
+
+
+def _is_unread(query: Any) -> bool:
+    """Whether nobody looks at what tensors beside ``query`` hold, unless it is asked for."""
+    return query.is_cuda  # type: ignore[no-any-return]
+
+
+def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], call: Call) -> None:
+    """Know calls again that are like this one, if all that they come to follows from that."""
+    asked, problem, kind = call.asked, call.asked.problem, call.asked.query.device[0]
+    if problem.grads or problem.dropout or asked.sinks_grad or finite.looked_for(finite.when(), kind):
+        return
+    if not asked.library == asked.query.library == call.native == "torch":
+        return
+    guards = import_module("attnswitch.call.torch_modes").guards(tensors)
+    if guards is None or not lies_alike(guards, *tensors):
+        return
+    if any(tensor.device != tensors[0].device for tensor in tensors):
+        return
+    changes = _changes(given, call.inputs.flat())
+    if changes is None:
+        return
+    run = call.kernel.prepared_form(call.inputs, asked.order)
+    ways.insert(0, _Way(guards, call, _changed(run, changes) if changes else run))
+    del ways[_LIES:]
+
+
+def _changes(given: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[tuple[int, Any]] | None:
+    """Which of a call's tensors kernels take in memory of their own, and their dtype; None if more becomes of one."""
+    changes = []
+    for at, (one, other) in enumerate(zip(given, inputs, strict=True)):
+        if one is None:
+            if other is not None and at != _OFFSETS_K:
+                return None
+        elif one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
+            changes.append((at, other.dtype))
+    return changes
+
+
+def _changed(run: Forward, changes: Sequence[tuple[int, Any]]) -> Forward:
+    """``run`` of tensors of which some are converted first, as the way of any call converts them."""
+
+    def changed(*given: Any) -> tuple[Any, Any]:
+        whole = list(given)
+        for at, dtype in changes:
+            whole[at] = whole[at].to(dtype).contiguous()
+        return run(*whole)
+
+    return changed
