@@ -94,8 +94,7 @@ def attention_paged(
         from attnswitch.call.paged import unsaid
 
         raise unsaid(next(iter(unknown)), attention_paged)
-    from attnswitch.call.entry_paged import call  # which programs without such calls do not wait for
-    from attnswitch.call.paged import Beside
+    from attnswitch.call.entry_paged import Beside, call  # which programs without such calls do not wait for
 
     heads = PerHead(sinks, alibi_slopes)
     sequences = block_table, cache_lengths, cu_seqlens_q, max_seqlen_q

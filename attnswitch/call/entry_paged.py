@@ -13,7 +13,7 @@ from attnswitch.errors import Unsupported
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 
-__all__ = ["call", "run_plan"]
+__all__ = ["Beside", "call", "run_plan"]
 
 _Operands = tuple[Array, Array, Array]
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel, Order
 from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
@@ -19,7 +19,7 @@ from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .hopper import latent
 from .hopper.tiles import HopperGradients, HopperTile, LatentTile, copies_mask
-from .launching import memory, prepared, run
+from .launching import form, memory, prepared, run
 from .launching.backward import BackwardLaunches
 from .launching.forward import ForwardLaunches
 from .portable import backward as portable_backward
@@ -82,12 +82,14 @@ class CudaKernel(Kernel):
             p = self.problem
             real = "float64" if p.dtype == "float64" else "float32"
             lse = memory.empty(tuple(inputs.query.shape[:3]), inputs.query, real)
-            launches = self._forward
-            if self._by_rows:  # laid out for as many
-                rows = int(inputs.query.shape[2]), int(inputs.key.shape[2])
-                launches = _forward(self._launched, self._config, self._device, rows)
-            launches(inputs, out, lse)
+            self._launches(inputs)(inputs, out, lse)
         return out, lse
+
+    def _launches(self, inputs: Inputs) -> ForwardLaunches:
+        if not self._by_rows:
+            return self._forward
+        rows = int(inputs.query.shape[2]), int(inputs.key.shape[2])  # laid out for as many
+        return _forward(self._launched, self._config, self._device, rows)
 
     def prepared(self, inputs: Inputs) -> Forward:
         """``forward`` for tensors that lie like these, on a GPU."""
@@ -100,6 +102,13 @@ class CudaKernel(Kernel):
         if not self._copies_mask:
             return ready
         return lambda query, key, value, mask, *more: ready(query, key, value, memory.in_steps(mask), *more)
+
+    def prepared_form(self, inputs: Inputs, order: Order) -> Forward:
+        """``forward`` of a problem of any form for tensors that lie like these, on a GPU."""
+        launches = self._launches(inputs)
+        if memory.on_cpu(inputs.query) or not launches.blocks or self._copies_mask:
+            return super().prepared_form(inputs, order)
+        return form.form(self.problem, launches, inputs, order)
 
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""

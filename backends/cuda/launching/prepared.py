@@ -15,7 +15,7 @@ from .arguments import Arguments
 from .backward import BackwardLaunches, turned
 from .forward import ForwardLaunches
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "sizes_like", "types"]
 
 #: Query, key, value and output, one after the other, an address and four strides each; and the output's gradient.
 _FOUR, _FIVE = struct.Struct("=20q"), struct.Struct("=25q")
@@ -34,12 +34,12 @@ def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: 
     index = inputs.query.get_device()
     with memory.on(inputs.query):
         send = launch.bound(inputs, index)
-    shape, steps = _lying(inputs.query, problem.dim_v)
+    shape, steps = sizes_like(inputs.query, problem.dim_v)
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
     wanted = problem.lse or bool(problem.grads) or launch.needs_lse
     b, h, length, _ = shape
     rows = (b, h, length), (h * length, length, 1)
-    dtype, real = _types(inputs.query)
+    dtype, real = types(inputs.query)
     empty = memory.allocator(inputs.query)
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     constants = arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths)
@@ -81,10 +81,10 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     lengths_lie = _lie(inputs.key_lengths)
     constants.turned = turned(inputs)
     lying = zip(inputs[:3], launch.dims, strict=True)
-    of_query, of_key, of_value = (None if dim is None else _lying(operand, dim) for operand, dim in lying)
+    of_query, of_key, of_value = (None if dim is None else sizes_like(operand, dim) for operand, dim in lying)
     of_mask, masked, has_lengths = launch.mask_shape, inputs.attn_mask is not None, inputs.key_lengths is not None
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
-    dtype, real = _types(inputs.query)
+    dtype, real = types(inputs.query)
     empty = memory.allocator(inputs.query)
     mapped = any(step.mapped for step in launch.steps)
     lie = by_query, by_key, by_value
@@ -164,7 +164,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     return differentiate
 
 
-def _types(query: Any) -> tuple[Any, Any]:
+def types(query: Any) -> tuple[Any, Any]:
     """Those of results, and of lse and what is summed."""
     torch: Any = sys.modules["torch"]
     return query.dtype, torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -175,7 +175,7 @@ def _lie(lengths: Any) -> tuple[Any, ...] | None:
     return None if lengths is None else (lengths.dtype, lengths.stride(), lengths.get_device())
 
 
-def _lying(operand: Any, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sizes_like(operand: Any, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of (batch, heads, L, dim) as ``memory.like`` has it lie."""
     b, h, length, _ = operand.shape
     inner = (dim, h * dim) if memory.turned(operand) else (length * dim, dim)

@@ -30,20 +30,29 @@ class Merging:
 
     def parts(self, a: Arguments, inputs: Inputs, lse: Any) -> Any:
         """Memory for the parts, which ``a`` then points to: numerators, maxima and sums, of lse's type."""
-        return self.parts_for(inputs)(a, lse)
+        numerators, size = self._numbers(inputs)
+        parts = memory.empty((size,), lse)
+        at = memory.address(parts)
+        a.parts, a.sums = at, at + numerators * lse.itemsize
+        return parts
 
     def parts_for(self, inputs: Inputs) -> Callable[[Arguments, Any], Any]:
-        """The same for tensors of the shape of these."""
-        lines = self._splits * _lines(inputs)
-        numerators = lines * self._p.dim_v
+        """The same for torch tensors of the shape of these, on the GPU that is the current one then."""
+        numerators, size = self._numbers(inputs)
+        empty = memory.allocator(inputs.query)
 
         def made(a: Arguments, lse: Any) -> Any:
-            parts = memory.empty((numerators + 2 * lines,), lse)
-            at = memory.address(parts)
+            parts = empty((size,), (1,), lse.dtype)
+            at = parts.data_ptr()
             a.parts, a.sums = at, at + numerators * lse.itemsize
             return parts
 
         return made
+
+    def _numbers(self, inputs: Inputs) -> tuple[int, int]:
+        """Those of the numerators, and of all."""
+        lines = self._splits * _lines(inputs)
+        return lines * self._p.dim_v, lines * (self._p.dim_v + 2)
 
 
 def _lines(inputs: Inputs) -> int:

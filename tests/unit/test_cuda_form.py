@@ -1,0 +1,283 @@
+"""CUDA calls of any form whose tensors lie alike: what they pass is what the general ones pass, but for addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnswitch import Problem
+from attnswitch.machine.backend import Inputs, Offsets, Order
+from attnswitch.machine.device import Device
+from attnswitch.problem import CONTIGUOUS, Memory
+
+arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
+backend = importlib.import_module("attnswitch.backends.cuda.backend")
+emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+run = importlib.import_module("attnswitch.backends.cuda.launching.run")
+tensor_maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
+compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++")
+H200 = Device.named("h200")
+CALLS = "lengths", "query_offsets", "key_offsets", "sinks", "slopes", "table", "tree"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Launches, as they are sent to a GPU whose tensors are here: number -1, as torch has the CPU."""
+    sent: list[Any] = []
+
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+        def send(stream: int, *pointers: int) -> None:
+            passed = ctypes.string_at(pointers[-1], ctypes.sizeof(arguments.Arguments))
+            whole = arguments.Arguments.from_buffer_copy(passed)
+            sent.append(((variant, blocks, beside, stream, pointers[:-1]), whole))
+
+        return send
+
+    blank = run.workspace.Places(4096, 4096, None)
+    monkeypatch.setattr(run, "sender", sender)
+    monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
+    monkeypatch.setattr(run.workspace, "blank", lambda *_: blank)
+    monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(lambda self: hash(self)))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17 + index, raising=False)
+    return sent
+
+
+def kernel(text: str, device: Device = H200, memory: Memory = CONTIGUOUS) -> Any:
+    """That of a problem whose mask lies as ``memory`` says."""
+    problem, made = Problem.parse(text).replace(attn_mask=memory), backend.CudaBackend()
+    return made.compile(problem, device, next(made.configs(problem, device)))
+
+
+def inputs_of(p: Problem, layout: str = "BLHD", seed: int = 0) -> Inputs:
+    """Of a call: packed queries, a cache in pages, whatever the problem has; random, but lengths that it may have."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> torch.Tensor:
+        array = torch.randn(shape, generator=draw).to(getattr(torch, p.dtype))
+        return array if layout == "BHLD" else array.swapaxes(1, 2).contiguous().swapaxes(1, 2)
+
+    rows = (p.seq_q * p.batch + 3, p.seq_k * p.batch + 2) if p.varlen else (p.seq_q, p.seq_k)
+    entries = 1 if p.varlen else p.batch
+    query = made(entries, p.heads_q, rows[0], p.dim_qk)
+    offsets = table = None
+    if p.page:
+        columns = p.seq_k // p.page
+        cache = made(p.batch * columns + 2, p.heads_kv, p.page, p.dim_qk)
+        key, value = cache, cache[..., : p.dim_v]
+        if p.dim_v == p.dim_qk:
+            value = made(*cache.shape)
+        table = torch.randint(len(cache), (p.batch, columns), generator=draw, dtype=torch.int32)
+    else:
+        key, value = (made(entries, p.heads_kv, rows[1], dim) for dim in (p.dim_qk, p.dim_v))
+    if p.varlen:
+        edges = torch.arange(p.batch + 1, dtype=torch.int32) * p.seq_q
+        offsets = Offsets(edges, edges if p.page else torch.arange(p.batch + 1) * p.seq_k)
+    mask = None
+    if p.mask_shape is not None and p.mask is not None:
+        mask = torch.randn(p.mask_shape, generator=draw).to(getattr(torch, p.mask.dtype))
+    return Inputs(
+        query,
+        key,
+        value,
+        mask,
+        torch.randint(1, p.seq_k, (p.batch,), generator=draw, dtype=torch.int32) if p.key_lengths else None,
+        None,
+        offsets,
+        torch.randn(p.heads_q, generator=draw) if p.sinks else None,
+        torch.rand(p.batch, p.heads_q, generator=draw) if p.alibi else None,
+        table,
+        tree_mask=torch.randint(256, (*query.shape[::2][:2], 8), generator=draw, dtype=torch.uint8) if p.tree else None,
+    )
+
+
+def order_of(p: Problem) -> Order:
+    return Order(turned=True, packed=p.varlen)
+
+
+def given(inputs: Inputs) -> list[Any]:
+    """The same as a caller has them: with axes in another order."""
+    flat = list(inputs.flat())
+    if flat[6] is flat[7]:
+        flat[7] = None
+    turned = [
+        x[0].swapaxes(0, 1) if inputs.offsets is not None and x.shape[0] == 1 else x.swapaxes(1, 2) for x in flat[:3]
+    ]
+    return [*turned, *flat[3:]]
+
+
+TEXTS = [
+    "b2.h32/8.s1x256.d128.bf16.lengths.page=64.causal-br",
+    "b2.h4/2.s5x64.d64.fp16.lengths.page=16.causal-br.sinks.alibi.lse",
+    "b2.h16/1.s1x256.d576/512.bf16.lengths.page=64.causal-br",
+    "b2.h16/1.s2x256.d576/512.bf16.lengths.page=64.causal-br.splits=2.lse",
+    "b3.h4/2.s4x64.d64.bf16.lengths.varlen.page=16.causal-br.tree",
+    "b3.h4/2.s4x64.d64.bf16.lengths.varlen.page=16.causal-br.splits=3.lse",
+    "b3.h4/2.s40x50.d64.bf16.varlen.causal",
+    "b3.h4/2.s40x50.d64.bf16.varlen.causal-br.sinks.alibi.lse",
+    "b3.h4/2.s40x50.d64/32.fp32.varlen",
+    "b2.h4/2.s130x150.d128.bf16.sinks.alibi.causal",
+    "b2.h4/2.s130x150.d128.bf16.sinks.mask=bf16:qk.lse",
+    "b2.h4/2.s30x50.d24.fp32.sinks.lengths",
+]
+
+
+@pytest.mark.parametrize("layout", ["BHLD", "BLHD"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_it_passes_what_the_general_one_passes(text: str, layout: str, gpu: list[Any]) -> None:
+    made = kernel(text)
+    p, order = made.problem, order_of(made.problem)
+    forward = made.prepared_form(inputs_of(p, layout), order)
+    for seed in (1, 2):
+        inputs = inputs_of(p, layout, seed)
+        gpu.clear()
+        out, lse = forward(*given(inputs))
+        right, right_lse = made.forward(inputs)
+        half = len(gpu) // 2
+        assert half == len(made.variants())
+        assert (out.shape, out.stride(), out.dtype) == (order.of(right).shape, order.of(right).stride(), right.dtype)
+        assert (lse is not None) == (p.lse or made._forward.needs_lse)
+        if lse is not None:
+            expected = order.of(right_lse)
+            assert (lse.shape, lse.stride(), lse.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        for (how, passed), (expected_how, whole) in zip(gpu[:half], gpu[half:], strict=True):
+            assert how == expected_how
+            assert (passed.out.at, passed.lse) == (out.data_ptr(), None if lse is None else lse.data_ptr())
+            gaps = [a.sums and a.sums - a.parts for a in (passed, whole)]
+            assert gaps[0] == gaps[1]
+            for name in ("query", "key", "value") if made._forward.variant.family == "hopper" else ():
+                setattr(whole, name, getattr(passed, name))  # which maps tell
+            whole.out.at, whole.lse, whole.parts, whole.sums = passed.out.at, passed.lse, passed.parts, passed.sums
+            assert bytes(passed) == bytes(whole)
+
+
+def test_maps_and_addresses_are_each_call_s_own(gpu: list[Any]) -> None:
+    made = kernel("b3.h4/2.s40x50.d64.bf16.varlen.causal.sinks")
+    forward = made.prepared_form(inputs_of(made.problem), order_of(made.problem))
+    seen = set()
+    for seed in range(3):
+        inputs = inputs_of(made.problem, seed=seed)
+        forward(*given(inputs))
+        (*_, maps), passed = gpu[-1]
+        begin, begin_k, sinks = (x.data_ptr() for x in inputs.flat()[6:9])
+        assert (passed.sinks, passed.query_offsets, passed.key_offsets) == (sinks, begin, begin_k)
+        seen.add((maps, inputs.query.data_ptr()))
+        forward(*given(inputs))
+        assert gpu[-1][0][-1] == maps
+    assert len({maps for maps, _ in seen}) == len({at for _, at in seen})
+
+
+def test_a_value_is_known_to_lie_within_its_key_by_address(gpu: list[Any]) -> None:
+    made = kernel("b2.h16/1.s1x256.d576/512.bf16.lengths.page=64.causal-br")
+    assert made._forward.variant.kernel == "latent"
+    within = inputs_of(made.problem)
+    apart = within._replace(value=within.key.clone()[..., :512].as_strided(within.value.shape, within.value.stride()))
+    forward = made.prepared_form(within, order_of(made.problem))
+    for inputs in (within, apart, within):
+        forward(*given(inputs))
+        assert gpu[-1][1].values_within == (inputs is within)
+
+
+def test_another_gpu_is_made_the_current_one(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = kernel(TEXTS[0])
+    devices, entered = iter((1, -1)), []
+
+    class On:
+        def __enter__(self) -> None:
+            entered.append(self)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: next(devices))
+    forward = made.prepared_form(inputs_of(made.problem), order_of(made.problem))
+    monkeypatch.setattr(run.memory, "on", lambda _: On())
+    out, _ = forward(*given(inputs_of(made.problem)))
+    assert (len(entered), len(gpu), gpu[0][1].out.at) == (1, 1, out.data_ptr())
+
+
+def test_where_nothing_is_launched_or_a_mask_is_copied_it_is_the_general_one(gpu: list[Any]) -> None:
+    for text, copies in (("b2.h2.s0x8.d8.bf16.sinks", False), ("b2.h40.s2048x2049.d128.bf16.mask=bf16:qk.sinks", True)):
+        made = kernel(text, memory=Memory(align=2) if copies else CONTIGUOUS)
+        assert made._copies_mask == copies
+        inputs = inputs_of(made.problem, "BHLD")
+        forward = made.prepared_form(inputs, Order())
+        gpu.clear()
+        out, lse = forward(*inputs.flat())
+        assert lse.shape == inputs.query.shape[:3]
+        assert out.shape == inputs.query.shape
+        assert len(gpu) == (0 if made.problem.is_empty else 1)
+
+
+# -- run, in the emulator ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has what is sent to a GPU run in the emulator from then on."""
+    monkeypatch.setenv(emulator.VARIABLE, "1")
+    maps: dict[int, Any] = {}
+
+    def pointer(tensor_map: Any) -> int:
+        maps[id(tensor_map)] = tensor_map
+        return id(tensor_map)
+
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+        def send(stream: int, *pointers: int) -> None:
+            passed = tuple(maps[each] for each in pointers[:-1])
+            emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
+
+        return send
+
+    def blank(size: int, *_: Any) -> Any:
+        array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)
+        return run.workspace.Places(array.data_ptr(), size, array)
+
+    def start() -> None:
+        monkeypatch.setattr(run, "sender", sender)
+        monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(pointer))
+        monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
+        monkeypatch.setattr(run.workspace, "blank", blank)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
+
+    return start
+
+
+@compiled
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2.h4/2.s1x64.d32.bf16.lengths.page=16.causal-br",
+        "b2.h4/2.s2x64.d32.fp32.lengths.page=16.causal-br.splits=3.sinks",
+        "b2.h4/2.s30x64.d32.fp16.lengths.page=16.causal-br.splits=3.alibi.lse",
+        "b3.h4/2.s4x32.d32.bf16.lengths.varlen.page=16.causal-br.tree.sinks.lse",
+        "b2.h4/2.s20x30.d64.bf16.varlen.causal.sinks",
+        "b2.h4/2.s20x30.d24/40.fp32.varlen.alibi.causal-br.lse",
+        "b2.h16/1.s1x128.d576/512.bf16.lengths.page=64.causal-br",
+        "b2.h16/1.s1x128.d576/512.bf16.lengths.varlen.page=64.causal-br.splits=2.lse",
+        "b1.h2.s30x40.d32.fp32.sinks.mask=fp32:qk.causal",
+    ],
+)
+def test_it_comes_to_the_same_bits(text: str, device: str, sending: Callable[[], None], monkeypatch: Any) -> None:
+    """Without an lse as well, where nobody asks for one."""
+    monkeypatch.setenv(emulator.VARIABLE, "1")
+    where = Device.cpu() if device == "cpu" else H200
+    if device == "cpu" and "d576" in text:
+        pytest.skip("Hopper's")
+    made = kernel(text, where)
+    p, order = made.problem, order_of(made.problem)
+    calls = [inputs_of(p, seed=seed) for seed in range(2)]
+    expected = [made.forward(inputs) for inputs in calls]
+    sending()
+    forward = made.prepared_form(calls[0], order)
+    monkeypatch.setattr(type(made), "forward", None)
+    for inputs, (out, lse) in zip(calls, expected, strict=True):
+        got, sums = forward(*given(inputs))
+        assert torch.equal(got, order.of(out))
+        assert not p.lse or torch.equal(sums, order.of(lse))
