@@ -24,6 +24,10 @@ _INTERPRETER = "TRITON_INTERPRET"
 #: The oldest Triton that these kernels were verified with. Several before it miscompile such kernels on Hopper
 #: (triton#9433, triton#11047 and their kin).
 _OLDEST = (3, 6)
+#: How many times as long as over padded keys it takes over pages, with up to so many queries and with more: an H200,
+#: 0.78 to 0.94 of 64 and 128 sequences, 1.2 and 1.3 of 16 and 4 (h200/bench-pages.json, h200/bench-serving.json); so
+#: that it stands to ``cuda`` as it was measured to.
+_DRAFT, _PAGED = 8, (0.88, 1.1)
 
 
 class TritonBackend(Backend):
@@ -63,8 +67,12 @@ class TritonBackend(Backend):
         return Precision(weights="storage", statistics="lse")
 
     def repeats(self, problem: Problem, device: Device) -> float:
-        """Of heads in panels, scores are made for each; that the whole takes so many times as long is a guess."""
-        return float(configs.panels(problem, max(problem.dim_qk, problem.dim_v)))
+        """Of heads in panels, scores are made for each; that the whole takes so many times as long is a guess.
+
+        What was measured had no pages, and keys padded to one length, which a few queries wait for.
+        """
+        paged = _PAGED[problem.seq_q > _DRAFT] if problem.page else 1.0
+        return paged * configs.panels(problem, max(problem.dim_qk, problem.dim_v))
 
     def compile(self, problem: Problem, device: Device, config: TritonConfig) -> Kernel:
         """The kernels for ``problem``; Triton compiles each at its first launch."""
