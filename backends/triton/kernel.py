@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from attnswitch.machine import backend
-from attnswitch.machine.backend import Gradients, Inputs, Kernel
+from attnswitch.machine.backend import Gradients, Inputs, Kernel, Order
 from attnswitch.machine.builds import Build, side_by_side
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..own.order import Backward
-from . import ahead, launch, run
+from . import ahead, form, launch, run
 from .added import PrepareAdded
 from .config import TritonConfig, small
 from .operands import copied, in_words, mask_even, mask_in_steps, uneven
@@ -90,6 +90,20 @@ class TritonKernel(Kernel):
 
         def forward(query: Any, key: Any, value: Any, *beside: Any) -> tuple[Any, Any]:
             return (launched if here() else general)(query, key, value, *beside)
+
+        return forward
+
+    def prepared_form(self, inputs: Inputs, order: Order) -> backend.Forward:
+        """``forward`` of a problem of any form for tensors that lie like these, if they are read where they lie."""
+        general = super().prepared_form(inputs, order)
+        read = self._read(inputs)
+        launched = self._forward_of(read)
+        if self._sees_nothing or not launched.ran or any(a is not b for a, b in zip(read, inputs, strict=True)):
+            return general
+        ready, here = form.form(launched, inputs.query, self.problem.dim_v, order), _here(inputs.query)
+
+        def forward(*given: Any) -> tuple[Any, Any]:
+            return (ready if here() else general)(*given)
 
         return forward
 

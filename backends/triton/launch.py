@@ -66,16 +66,18 @@ class Forward:
         self._packed = config.packs(p) and not tile.generic
         of_each = p.heads_q // (p.group if self._packed else 1)
         self._heads = (p.batch if splits > 1 else entries(p)) * of_each
-        self._lists = None if self._packed or splits > 1 else listing(make, p, device, tile)
-        self._overlap = overlaps(device) and (splits > 1 or self._lists is not None)
+        self.lists = None if self._packed or splits > 1 else listing(make, p, device, tile)
+        self._overlap = overlaps(device) and (splits > 1 or self.lists is not None)
+        #: Whether what it launches knows how arrays lie.
+        self.ran = False
         #: Shape and strides of the output, and of what has a number for each row of it, known from the first query.
         self._out: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         programs = self._heads * arithmetic.tiles(config.rows(p) if self._packed else p.seq_q, tile.queries) * splits
         programs *= panels(p, p.dim_v)
-        self._launch = make(forward, programs, self._passed)
-        self._merge = None
+        self.launch = make(forward, programs, self._passed)
+        self.merge = None
         if splits > 1:
-            self._merge = make(merge, entries(p) * p.heads_q * p.seq_q, self._merged)
+            self.merge = make(merge, entries(p) * p.heads_q * p.seq_q, self._merged)
 
     def __call__(
         self,
@@ -97,13 +99,14 @@ class Forward:
         cu_q, cu_k = offsets or _NO_OFFSETS
         out, lse = self.results(query)
         parts, sums = out, lse
-        if self._merge is not None:
-            parts, sums = lse.new_empty_strided(*self._parts), lse.new_empty_strided(*self._sums)
-        tiles, counts = _NO_LISTS if self._lists is None else self._lists(mask, lengths)
+        if self.merge is not None:
+            parts, sums = lse.new_empty_strided(*self.parts), lse.new_empty_strided(*self.sums)
+        tiles, counts = _NO_LISTS if self.lists is None else self.lists(mask, lengths)
         beside = mask, lengths, cu_q, cu_k, tiles, counts, sinks, slopes, table, key_scale, value_scale, tree
-        self._launch(query, key, value, parts, sums, *beside, seed=seed)
-        if self._merge is not None:
-            self._merge(parts, sums, out, lse, cu_q, sinks)
+        self.launch(query, key, value, parts, sums, *beside, seed=seed)
+        if self.merge is not None:
+            self.merge(parts, sums, out, lse, cu_q, sinks)
+        self.ran = True
         return out, lse
 
     def results(self, query: Any) -> tuple[Any, Any]:
@@ -111,8 +114,8 @@ class Forward:
         if self._out is None:
             lines = query.shape[:3]
             self._lse = dense(*lines)
-            self._parts = dense(self._splits, *lines, self._p.dim_v)
-            self._sums = dense(2, self._splits, *lines)
+            self.parts = dense(self._splits, *lines, self._p.dim_v)
+            self.sums = dense(2, self._splits, *lines)
             self._out = alike(query, self._p.dim_v)
         return query.new_empty_strided(*self._out), query.new_empty_strided(*self._lse, dtype=torch.float32)
 
@@ -137,7 +140,7 @@ class Forward:
             aligned=not tma and unseen(p, by.k, by.v),
             tma_rows=tma_rows,
             wide=wide(tile, by.k, by.v, by.m, page=p.page),
-            listed=self._lists is not None,
+            listed=self.lists is not None,
             overlap=self._overlap,
             sinks=p.sinks and splits == 1,
             paged=p.page > 0,
@@ -147,7 +150,7 @@ class Forward:
         return Passed(
             values=(
                 by,
-                _visits(self._lists),
+                _visits(self.lists),
                 paged_sizes(p, query, cu_q, table, (key_scale, value_scale), tree)
                 if p.page
                 else sizes(p, query, key, cu_q, cu_k),
@@ -158,7 +161,7 @@ class Forward:
                 scores(p, slopes, generic=tile.generic),
                 random(p),
             ),
-            flags={"how": how, **options(tile), **early(self._overlap and self._lists is not None)},
+            flags={"how": how, **options(tile), **early(self._overlap and self.lists is not None)},
             described=described,
             generic=tile.generic,
         )

@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import interpreting
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from attnswitch import Problem
-from attnswitch.machine.backend import Inputs, Offsets
+from attnswitch.machine.backend import Inputs, Offsets, Order
 from attnswitch.machine.device import Device
 
 pytest.importorskip("triton", "3.6")
@@ -363,6 +363,48 @@ def test_one_kernel_takes_a_cache_of_one_page_and_of_many() -> None:
     one, other = kernel.forward(alone), kernel.forward(inputs)
     assert at > 0
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@interpreted
+def test_calls_that_lie_alike_come_to_the_same_bits_in_the_order_of_the_caller() -> None:
+    """Tensors have their axes as the caller has them: where they begin is all that is asked of them."""
+    for name in (
+        "sinks, split keys",
+        "alibi, bottom right",
+        "pages, splits",
+        "pages and all else",
+        "pages, varlen, splits",
+        "sinks, varlen",
+        "tree, varlen",
+        "sinks, bool mask",
+        "pages, generic",
+    ):
+        case = CASES[name]
+        first, second = (Made(replace(case, text=case.text.replace(".grad", "")), seed) for seed in (0, 1))
+        inputs, others = first.inputs(), second.inputs()
+        order = Order(turned=True, packed=first.p.varlen)
+        kernel = compiled(first.p)
+        general = kernel.prepared_form(inputs, order)
+        assert general.__module__ == "attnswitch.machine.backend"  # it knows nothing yet of how arrays lie
+        for made in (inputs, others):
+            expected = [order.of(result) for result in kernel.forward(made)]
+            for way in (general, kernel.prepared_form(inputs, order)):
+                found = way(*_turned(made))
+                for one, other in zip(found, expected, strict=True):
+                    assert torch.equal(one, other), name
+                    assert one.stride() == other.stride(), name
+        copied = first.mask is not None  # which begins no two rows alike
+        assert way.__module__ == f"attnswitch.{'machine.backend' if copied else 'backends.triton.kernel'}", name
+
+
+def _turned(inputs: Inputs) -> list[Any]:
+    """What ``Inputs.flat`` has, with axes in another order; offsets of keys are left out where nobody reads them."""
+    flat = list(inputs.flat())
+    packed = inputs.offsets is not None
+    flat[:3] = [x[0].swapaxes(0, 1) if packed and x.shape[0] == 1 else x.swapaxes(1, 2) for x in flat[:3]]
+    if inputs.block_table is not None:
+        flat[7] = None
+    return flat
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from calls_alike import given, inputs_of, order_of
 
 from attnswitch import Problem
 from attnswitch.machine.backend import Inputs, Offsets
@@ -378,6 +379,51 @@ def test_a_second_call_computes_nothing_anew(
                 assert same or address == array.data_ptr(), name
             if p.dropout and "random" in one.kernel.arg_names:
                 assert tuple(given["random"][:2]) == words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2.h32/8.s1x256.d128.bf16.lengths.page=64.causal-br",
+        "b2.h32/8.s1x8192.d128.bf16.lengths.page=64.causal-br.splits=4.sinks.alibi.lse",
+        "b3.h4/2.s4x64.d64.bf16.lengths.varlen.page=16.causal-br.tree",
+        "b3.h4/2.s40x50.d64.bf16.varlen.causal",
+        "b2.h4.s512.d64.bf16.sinks.causal.lse",
+    ],
+)
+def test_a_call_of_any_form_passes_what_the_general_one_does(text: str, built: list[Built]) -> None:
+    """But for addresses, which are its own: descriptors are of its arrays, and results in the caller's order."""
+    p = Problem.parse(text)
+    made, order = made_for(p), order_of(p)
+    made.forward(inputs_of(p))
+    forward = made.prepared_form(inputs_of(p), order)
+    wanted = names(built)
+    for seed in (1, 2):
+        inputs = inputs_of(p, seed=seed)
+        right, right_lse = made.forward(inputs)
+        out, lse = forward(*given(inputs))
+        for result, expected in ((out, order.of(right)), (lse, order.of(right_lse))):
+            assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        for one in built:
+            expected, found = passed(one, -2), passed(one, -1)
+            arrays = [name for name in found if name.isupper()]
+            numbers = len(arrays)
+            assert found["leaves"][numbers:] == expected["leaves"][numbers:]
+            for name in arrays:
+                mine, others = found[name], expected[name]
+                if hasattr(mine, "base"):
+                    assert (mine.shape, mine.strides, mine.block_shape) == (
+                        others.shape,
+                        others.strides,
+                        others.block_shape,
+                    )
+                    mine, others = mine.base.data_ptr(), others.base.data_ptr()
+                if name in ("OUT", "LSE") and "merge" not in (one.kernel.__name__, *wanted):
+                    assert mine == (out if name == "OUT" else lse).data_ptr()
+                elif name in ("Q", "K", "V", "LENGTHS", "CU_Q", "CU_K", "SINKS", "SLOPES", "TABLE", "TREE"):
+                    assert mine == others, name
+    assert names(built) == wanted
+    assert ("merge" in wanted) == bool(p.splits)
 
 
 @pytest.mark.parametrize("by", ["operands", "problem"])

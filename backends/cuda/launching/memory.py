@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from attnswitch.arrays import library_of
 from attnswitch.problem import DTYPES, Memory
+
+from ...own.allocating import allocator
 
 __all__ = [
     "address",
@@ -87,19 +88,6 @@ def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
     if on_cpu(array) and array.size:
         array.view("uint8").fill(0xFF)
     return array
-
-
-def allocator(like: Any) -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
-    """What makes tensors of a shape, strides and dtype on the GPU of ``like``, which is the current one then.
-
-    It is what compiled graphs allocate by, which does not go through torch's dispatcher.
-    """
-    torch: Any = sys.modules["torch"]
-    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if quick is not None and like.is_cuda:
-        allocate: Callable[[tuple[int, ...], tuple[int, ...], Any], Any] = quick
-        return allocate
-    return lambda shape, strides, dtype: like.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def like(query: Any, dim: int) -> Any:
