@@ -157,6 +157,7 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None, seed: in
         tensor = torch.randn(shape, device=device, dtype=of, generator=generator)
         return tensor.requires_grad_(letter != "" and letter in p.grads)
 
+    latent = cost.is_latent(p)
     queries, keys = (tuple(n * (p.batch - b) // p.batch for b in range(p.batch)) for n in (p.seq_q, p.seq_k))
     if p.page:
         return _paged(p, device, lengths or keys, queries, normal, generator)
@@ -165,13 +166,12 @@ def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None, seed: in
         queries = keys if p.seq_q == p.seq_k else queries
         query = normal(sum(queries), p.heads_q, p.dim_qk, letter="q")
         key = normal(sum(keys), p.heads_kv, p.dim_qk, letter="k")
-        value = normal(sum(keys), p.heads_kv, p.dim_v, letter="v")
+        value = key[..., : p.dim_v] if latent else normal(sum(keys), p.heads_kv, p.dim_v, letter="v")
         grad_out = normal(sum(queries), p.heads_q, p.dim_v) if p.grads else None
         offsets = _offsets(queries, device), _offsets(keys, device)
         return Workload(p, device, query, key, value, None, None, grad_out, offsets, **_heads(p, device))
     query = normal(p.batch, p.heads_q, p.seq_q, p.dim_qk, letter="q")
     key = normal(p.batch, p.heads_kv, p.seq_k, p.dim_qk, letter="k")
-    latent = cost.is_latent(p)
     value = key[..., : p.dim_v] if latent else normal(p.batch, p.heads_kv, p.seq_k, p.dim_v, letter="v")
     mask = None
     if p.mask is not None and p.mask_shape is not None:
@@ -213,7 +213,7 @@ def _paged(
         row[:count] = places[first : first + count]
     query = normal(sum(queries), p.heads_q, p.dim_qk) if p.varlen else normal(p.batch, p.seq_q, p.heads_q, p.dim_qk)
     key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
-    if cost.is_latent(p) and not p.cache:
+    if cost.is_latent(p):
         value = key[..., : p.dim_v]
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if p.cache:

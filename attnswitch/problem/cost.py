@@ -34,7 +34,7 @@ def is_latent(problem: Problem) -> bool:
     Nothing in a problem says so. One key head, of more columns than any other model has, and more than of its value.
     """
     p = problem
-    return p.heads_kv == 1 and p.dim_v < p.dim_qk and p.dim_qk > _WIDEST and not p.grads
+    return p.heads_kv == 1 and p.dim_v < p.dim_qk and p.dim_qk > _WIDEST and not (p.grads or p.cache)
 
 
 def kv_bytes(problem: Problem) -> int:

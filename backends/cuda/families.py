@@ -82,8 +82,7 @@ def against_latent(problem: Problem, device: Device) -> tuple[str, ...]:
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_wide_class(problem)
-    empty = ("there is nothing to compute",) if problem.is_empty or not problem.seq_k else ()
-    return (*features, *empty, *memory)
+    return (*features, *memory)
 
 
 @per_class

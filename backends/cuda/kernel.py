@@ -95,7 +95,8 @@ class CudaKernel(Kernel):
         """``forward`` for tensors that lie like these, on a GPU."""
         general = super().prepared(inputs)
         p = self.problem
-        if memory.on_cpu(inputs.query) or not self._forward.blocks or p.varlen or p.sinks or p.alibi or p.page:
+        empty = not (self._forward.blocks and p.seq_k)
+        if memory.on_cpu(inputs.query) or empty or p.varlen or p.sinks or p.alibi or p.page:
             return general
         self._build()
         ready = prepared.forward(self.problem, self._forward, self._read(inputs), general)

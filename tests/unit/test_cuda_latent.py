@@ -100,6 +100,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "D 512, keys that are values": {"lengths": (150, 67), "dims": (512, 512)},
     "D 320/264": {"lengths": (150, 67), "dims": (320, 264), "within": False, "queries": 2},
     "D 40/264": {"lengths": (150,), "dims": (40, 264), "within": False},
+    "three key heads, values apart, split": {"lengths": (400, 70), "heads": (6, 3), "within": False, "num_splits": 2},
+    "a window, split, two tiles of rows": {"lengths": (500,), "queries": 40, "window": (90, 0), "num_splits": 3},
+    "softcap, split": {"lengths": (300,), "softcap": 5.0, "num_splits": 2},
     "D 576/8": {"lengths": (150,), "dims": (576, 8)},
 }
 
@@ -134,29 +137,73 @@ class TestResults:
         )
         near(found, right)
 
-    def test_sequences_one_after_another(self) -> None:
-        """Rows past the last one are 0, and the next sequence's NaN stay its own."""
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_sequences_one_after_another(self, causal: bool) -> None:
+        """Rows past the last one are 0, and NaN of a sequence, and past the last, stay where they are."""
         draw = torch.Generator().manual_seed(2)
         query, key = (torch.randn(200, heads, 576, generator=draw).bfloat16() for heads in (3, 1))
-        key[70:72] = torch.nan  # nobody's
         edges_q, edges_k = torch.tensor([0, 5, 5, 180]).int(), torch.tensor([0, 70, 70, 150]).int()
-        call = query, key, key[..., :512], edges_q, edges_k
-        key[70:72] = 1.0
-        found, right = (
-            attnswitch.attention_varlen(*call, is_causal=True, return_lse=True, backend=name)
-            for name in ("cuda", "reference")
-        )
+
+        def call(backend: str) -> Any:
+            operands = query, key, key[..., :512], edges_q, edges_k
+            return attnswitch.attention_varlen(*operands, is_causal=causal, return_lse=True, backend=backend)
+
+        right = call("reference")
+        key[150:] = torch.nan
+        found = call("cuda")
         near(found, right)
         assert (found[0][180:] == 0).all()
+        if causal:  # on the CPU such sequences are looked at, and refused
+            return
+        key[70] = torch.nan
+        out, lse = call("cuda")
+        assert torch.equal(out[:5], found[0][:5])
+        assert torch.equal(lse[:, :5], found[1][:, :5])
 
-    def test_values_within_the_keys_are_read_with_them(self) -> None:
-        """The same bits as from memory of their own, in one load of each panel in place of two."""
+    @pytest.mark.parametrize("queries", [0, 2])
+    def test_what_is_empty(self, queries: int) -> None:
+        """A step without tokens, and sequences without keys."""
+        latent = torch.randn(4, 64, 1, 576).bfloat16()
+        query = torch.randn(queries, 8, 576).bfloat16()
+        edges = torch.tensor([0, queries]).int()
+        call = query, latent, latent[..., :512], torch.zeros(1, 1).int(), torch.zeros(1).int()
+        out, lse = attnswitch.attention_paged(
+            *call, cu_seqlens_q=edges, max_seqlen_q=queries, return_lse=True, backend="cuda"
+        )
+        assert out.shape == (queries, 8, 512)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+        for shape in ((1, 8, 0, 576), (1, 8, 3, 576)):
+            query, key = torch.randn(shape).bfloat16(), torch.randn(1, 1, 0 if shape[2] else 5, 576).bfloat16()
+            assert (attnswitch.attention(query, key, key[..., :512], backend="cuda") == 0).all()
+
+    def test_large_scores_are_not_rounded_before_their_difference_is_taken(self) -> None:
+        call = Paged((150, 67), heads=(4, 1), scale=2.0**30, dtype=torch.float16)
+        near(call("cuda"), call("reference"))
+
+    def test_values_within_the_keys_are_read_with_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By address and strides: the same bits as from memory of their own."""
+        within = []
+        launch = emulator.launch
+
+        def note(variant: Any, blocks: int, a: Any, *more: Any) -> None:
+            within.append(bool(a.values_within))
+            launch(variant, blocks, a, *more)
+
+        monkeypatch.setattr(emulator, "launch", note)
         call = Paged((150, 67), heads=(5, 1))
-        within = call("cuda")
+        found = call("cuda")
         call.value = call.value.clone()
-        apart = call("cuda")
-        assert torch.equal(within[0], apart[0])
-        assert torch.equal(within[1], apart[1])
+        for one, other in zip(call("cuda"), found, strict=True):
+            assert torch.equal(one, other)
+        call.value = call.key[..., 64:]
+        near(call("cuda"), call("reference"))
+        call.value = torch.nan_to_num(call.key.view(-1, 576)[:, :512]).view(-1, 64, 1, 512)  # other strides
+        near(call("cuda"), call("reference"))
+        wider = Paged((150,), dims=(512, 512))
+        wider.key, wider.query = wider.value[..., :40], wider.query[..., :40]
+        near(wider("cuda"), wider("reference"))
+        assert within == [True, False, False, False, False]
 
     def test_large_scores(self) -> None:
         """Bases rise in steps; a row that keeps one as its scores grow by less than ROOM loses no digits."""
@@ -240,8 +287,15 @@ class TestCost:
         for text in ("b2.h8.s4096.d512.bf16", "b16.h16/1.s1x4096.d192/128.bf16", "b2.h4/2.s1x64.d576/512.bf16"):
             assert cost.kv_read(Problem.parse(text)) == cost.kv_bytes(Problem.parse(text))
 
-    @pytest.mark.parametrize("form", ["", ".lengths.page=64"])
-    def test_a_benchmark_has_them_in_the_keys(self, form: str) -> None:
-        work = workload.of(Problem.parse(f"b2.h4/1.s1x128.d576/512.bf16{form}"), "cpu")
-        assert work.value.data_ptr() == work.key.data_ptr()
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("b2.h4/1.s1x128.d576/512.bf16", "b2.h4/1.s1x128.d576/512.bf16.varlen", "b2.h4/1.s64.d576/512.bf16.grad"),
+            *(f"b2.h4/1.s1x128.d576/512.bf16.lengths{form}" for form in ("", ".page=64", ".page=64.cache=fp8e4m3")),
+            *("b2.h4/1.s2x128.d576/512.bf16.lengths.varlen.page=64", "b2.h4/1.s1x128.d512.bf16.lengths.page=64"),
+        ],
+    )
+    def test_a_benchmark_has_them_in_the_keys(self, text: str) -> None:
+        work = workload.of(Problem.parse(text), "cpu")
+        assert (work.value.data_ptr() == work.key.data_ptr()) == cost.is_latent(work.problem)
         assert work.value.shape[-1] == 512

@@ -112,9 +112,16 @@ def latent_splits(problem: Problem, device: Device) -> int:
     p, pack = problem, latent_heads(problem)
     pairs = arithmetic.tiles(p.seq_k, LATENT.stages * LATENT.keys)
     if device.kind == "cpu":  # so that both are checked
-        return min(2, pairs) if p.seq_k % 2 else 1
+        return max(1, min(2, pairs)) if p.seq_k % 2 else 1
     tiles = p.heads_kv * arithmetic.tiles(p.group, pack) * arithmetic.tiles(p.seq_q, LATENT.queries // pack)
-    blocks, sms = p.batch * tiles, device.sms or SMS
+    # Sequences in pages have lengths of their own: all are taken for the longest, and for evenly spread up to that.
+    means = (1.0, (p.batch + 1) / (2 * p.batch)) if p.page and p.batch else (1.0,)
+    return _latent_splits(p.batch * tiles, pairs, device.sms or SMS, means, of_parts(p))
+
+
+@functools.lru_cache(maxsize=4096)  # lengths change at every token, and pairs of tiles rarely
+def _latent_splits(blocks: int, pairs: int, sms: int, means: tuple[float, ...], part: float) -> int:
+    """The same of so many blocks: where each has all of ``pairs``, and a part of them by the mean of the others."""
 
     def time(parts: int, mean: float) -> float:
         longest = _LATENT.begin + _LATENT.step * arithmetic.tiles(pairs, parts)
@@ -122,10 +129,8 @@ def latent_splits(problem: Problem, device: Device) -> int:
         share = rounds * (_LATENT.begin + _LATENT.step * pairs / parts * mean)
         if mean == 1.0 and rounds <= _ROUNDS:
             share = math.ceil(rounds) * longest
-        return max(longest, share) + (MERGE + of_parts(p) * parts if parts > 1 else 0.0)
+        return max(longest, share) + (MERGE + part * parts if parts > 1 else 0.0)
 
-    # Sequences in pages have lengths of their own: all are taken for the longest, and for evenly spread up to that.
-    means = (1.0, (p.batch + 1) / (2 * p.batch)) if p.page else (1.0,)
     most = max(1, min(pairs, _MOST_LATENT))
     return min(range(1, most + 1), key=lambda parts: sum(time(parts, mean) for mean in means))
 

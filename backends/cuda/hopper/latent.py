@@ -37,6 +37,7 @@ class Forward(ForwardLaunches):
         self.needs_lse = splits > 1
         self._merging = Merging(p, splits, folds=True) if splits > 1 else None
         self._pack, self._dtype, self._rows = pack, p.dtype, _loaded(p)
+        self._narrower = p.dim_v <= p.dim_qk
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
@@ -44,11 +45,15 @@ class Forward(ForwardLaunches):
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any) -> None:
         """Launch it. ``out`` and ``lse`` are written."""
+        if not all(inputs.query.shape):
+            return
+        if not all(inputs.key.shape):  # no rows, and maybe no address, which no map takes, and nobody loads any
+            inputs = inputs._replace(key=inputs.query, value=inputs.query)
         a = arguments.of_call(self.constants, inputs, mapped=True)
         put(a, Arguments.out.offset, out)
         a.lse = memory.address(lse)
         places = [memory.place(operand) for operand in inputs[:3]]
-        a.values_within = places[1][0] == places[2][0] and _alike(inputs.key.shape, *places[1:])
+        a.values_within = places[1][0] == places[2][0] and self._may_lie_within(inputs.key.shape, *places[1:])
         maps = self._maps(_shapes(inputs), places)
         if self._merging is None:
             run.start(self.variant, self.blocks, a, out, maps)
@@ -62,7 +67,7 @@ class Forward(ForwardLaunches):
         """See ``launching.forward``."""
         send = run.sender(self.variant, self.blocks, index)
         steps = [operand.stride() for operand in inputs[:3]]
-        alike = _alike(inputs.key.shape, (0, *steps[1]), (0, *steps[2]))
+        within = self._may_lie_within(inputs.key.shape, (0, *steps[1]), (0, *steps[2]))
         shapes = _shapes(inputs)
 
         def maps_of(*at: int) -> tuple[TensorMap, ...]:
@@ -71,8 +76,9 @@ class Forward(ForwardLaunches):
         maps_at = remembered(maps_of)
 
         def whole(a: Arguments, at: tuple[int, ...], _: Any, stream: int) -> None:
-            a.values_within = alike and at[1] == at[2]
-            send(stream, *maps_at(*at[:3]).pointers, ctypes.addressof(a))
+            a.values_within = within and at[1] == at[2]
+            passed = maps_at(*at[:3])
+            send(stream, *passed.pointers, ctypes.addressof(a))
 
         if self._merging is None:
             return whole
@@ -86,6 +92,11 @@ class Forward(ForwardLaunches):
             del parts
 
         return apart
+
+    def _may_lie_within(self, lengths: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> bool:
+        """Whether values are the first columns of the keys, of such lengths, if they begin where these do."""
+        steps = zip(lengths[:3], key[1:4], value[1:4], strict=True)
+        return self._narrower and all(a == b or n == 1 for n, a, b in steps)
 
     def _maps(self, shapes: Sequence[tuple[int, ...]], places: Sequence[tuple[int, ...]]) -> tuple[TensorMap, ...]:
         """The tensor maps of query, key and value."""
@@ -104,11 +115,6 @@ def _shapes(inputs: Inputs) -> list[tuple[int, ...]]:
 def _loaded(p: Problem) -> int:
     """Rows of keys that a load brings."""
     return min(LATENT.keys, p.page) if p.page else LATENT.keys
-
-
-def _alike(lengths: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> bool:
-    """Whether keys of such lengths and values have the same strides, as places tell them, where there are steps."""
-    return all(a == b or n == 1 for n, a, b in zip(lengths[:3], key[1:4], value[1:4], strict=True))
 
 
 @per_class

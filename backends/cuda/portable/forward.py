@@ -58,7 +58,7 @@ class Forward(ForwardLaunches):
         else:
             parts = self._merging.parts(a, inputs, lse)
             run.start(self.variant, self.blocks, a, out)
-            run.start(self._merging.variant, self._merging.blocks(inputs), a, out, beside=True)
+            run.start(self._merging.variant, self._merging.blocks(inputs), a, out)
             del parts  # not before: the next launch's is what it points to from here on
 
     def bound(self, inputs: Inputs, index: int) -> Callable[[Arguments, Any, Any, int], None]:
@@ -79,7 +79,7 @@ class Forward(ForwardLaunches):
                 send(stream, ctypes.addressof(a))
 
             return merged
-        send_merge = run.sender(self._merging.variant, self._merging.blocks(inputs), index, beside=True)
+        send_merge = run.sender(self._merging.variant, self._merging.blocks(inputs), index)
         parts_for = self._merging.parts_for(inputs)
 
         def apart(a: Arguments, _: Any, lse: Any, stream: int) -> None:

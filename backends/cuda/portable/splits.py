@@ -23,7 +23,7 @@ _MOST_MERGED = 24
 #: What a block takes beside its tiles, the last block of a row to merge, a launch that does, and that for each row of
 #: an SM: in steps of a tile each warp, of about 2 us on an H200.
 EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
-#: Microseconds of a step; of a launch that merges parts a row to a warp, and bytes of parts, written and read, for each
+#: Microseconds of a step; of a launch that merges parts by warps, and bytes of parts, written and read, for each
 #: of them; how busy a warp alone keeps its SM, by matrix instructions or the ordinary units (an H200: h200/tiles.json).
 _MICROSECONDS, MERGE, _BYTES = 2.0, 2.5, 1.2e6
 _BUSY, _BUSIER = 0.19, 0.22

@@ -44,7 +44,7 @@ _PARTLY = 64
 _MOST_COLUMNS = 256
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
 ROWS_A_BLOCK = 4
-#: Warps of a block that merges splits, and splits up to which each of them has a row of its own.
+#: Warps of a block that merges splits, and splits up to which each of them has a part of a row to itself.
 MERGING_WARPS, _MERGED_ALONE = 8, 32
 #: Bytes of a row that one of them merges: STRETCH of ``merge.cu``.
 _STRETCH = 32 * 16
@@ -169,7 +169,7 @@ def left(problem: Problem, tile: Tile) -> int:
 
 
 def merges_alone(splits: int) -> bool:
-    """Whether a warp of ``merge.cu`` has a row, and not a block: of many rows, as keys are split in few.
+    """Whether a warp of ``merge.cu`` has a row or a part of it, and not a block: of many rows, as splits are few.
 
     By nothing but the splits, on whose number alone a sequence's bits may depend.
     """

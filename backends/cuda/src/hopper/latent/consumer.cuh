@@ -3,8 +3,9 @@
 //
 //   each pair of tiles    S = Q K^T | largest scores | P = 2^(S - base), to shared memory | O += own P V + other's P V
 //
-// A warp has the same 16 rows as that of the other consumer, and reads no other rows of its weights: the two alone wait
-// for one another. Weights lie in a panel of their tile that holds no values: the keys that were there are multiplied.
+// A warp has the same 16 rows as one of the other consumer, and reads no other rows of its weights: the two alone wait
+// for one another. Weights lie in a panel of their tile that holds no values: where keys were, all warps that multiply
+// them are waited for.
 #pragma once
 #include "hopper/latent/loader.cuh"
 #include "hopper/latent/softmax.cuh"
@@ -45,6 +46,7 @@ struct Consumer {
             if (!a.values_within)  // not only those of its half: no phase of its own tile passes unseen
                 UNROLL for (int n = 0; n < VALUE_PANELS; n++) await(step, index, n, 1);
             if (rows.start(step, 0) + 2 * BLOCK_N > rows.extent.end) clear_beyond(step);
+            if (WEIGHTS < KEY_PANELS) meet_own();  // all of it has read the keys that were there
             store_packed(shared.tile[index][WEIGHTS], weights);
             show_writes();
             meet_other();
@@ -114,10 +116,7 @@ private:
             most[m] = over_row(Softmax::most(scores, m), [](float x, float y) { return largest(x, y); });
             if (first_column() == 0) store_shared(&shared.beside[index][row_of(m)], most[m]);
         }
-        if (WEIGHTS < KEY_PANELS)
-            meet_all();  // and weights come where all warps have read keys
-        else
-            meet_other();
+        meet_other();
         bool risen = false;
         UNROLL for (int m = 0; m < 2; m++) {
             most[m] = largest(most[m], load_shared(&shared.beside[other][row_of(m)]));
@@ -183,13 +182,14 @@ private:
     DEVICE void store(int m, float total) const {
         const int r = row_of(m);
         const bool there = rows.is_there(r);
+        const float top = softmax.exponent(m, ALIBI ? 1 : factor);
         float rescale = 1, higher = -INFINITE;  // the sink, where no score is as high
-        if (SINKS) rescale = join_sink(there ? sink_of(a, rows.head_of(r)) : -INFINITE, softmax.base[m], higher, total);
+        if (SINKS) rescale = join_sink(there ? sink_of(a, rows.head_of(r)) : -INFINITE, top, higher, total);
         const bool sunk = higher > -INFINITE, empty = total == 0;
         if (a.lse && there && index == 0 && first_column() == 0)
             static_cast<float*>(a.lse)[rows.line_of(r)] =
                 empty ? -INFINITE
-                      : multiply_add(sunk ? higher : softmax.top[m],
+                      : multiply_add(sunk ? higher : softmax.base[m],
                                      float(sunk ? 1 : ALIBI ? 1 / UNIT : SOFTCAP ? a.cap : a.scale), logarithm(total));
         T* const out = rows.out_of(r);
         UNROLL for (int n = 0; n < OUTPUTS; n++) {
@@ -203,7 +203,7 @@ private:
         const i64 lines = lines_of(a), part = rows.split * lines + rows.line_of(r);
         float* const maxima = static_cast<float*>(a.sums);
         if (index == 0 && first_column() == 0) {
-            maxima[part] = softmax.top[m] == -INFINITE ? -INFINITE : softmax.base[m];
+            maxima[part] = softmax.is_seen(m) ? softmax.exponent(m, ALIBI ? 1 : factor) : -INFINITE;
             maxima[a.splits * lines + part] = total;
         }
         float* const parts = static_cast<float*>(a.parts) + part * a.dim_v;
