@@ -11,9 +11,12 @@ import pytest
 import torch
 from calls_alike import given, inputs_of, order_of
 
+import attnswitch
 from attnswitch import Problem
+from attnswitch.call import alike, finite, forms
 from attnswitch.machine.backend import Order
 from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 from attnswitch.problem import CONTIGUOUS, Memory
 
 arguments = importlib.import_module("attnswitch.backends.cuda.launching.arguments")
@@ -225,3 +228,43 @@ def test_it_comes_to_the_same_bits(text: str, device: str, sending: Callable[[],
         got, sums = forward(*given(inputs))
         assert torch.equal(got, order.of(out))
         assert not p.lse or torch.equal(sums, order.of(lse))
+
+
+@compiled
+@pytest.mark.parametrize("form", ["paged", "packed", "varlen", "sinks"])
+def test_the_whole_way_comes_to_the_same_bits(
+    form: str, nothing_before: None, sending: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the call to the launch: the third of calls that are alike, and on, are asked of nothing."""
+    monkeypatch.setenv(emulator.VARIABLE, "1")
+    planner.forget()
+    key, value = torch.randn(2, 9, 16, 2, 32).bfloat16().unbind()
+    edges = torch.tensor([0, 3, 4], dtype=torch.int32)
+
+    def call() -> Any:
+        said: Any = {"backend": "cuda", "return_lse": True}
+        query, rows = torch.randn(2, 1, 4, 32).bfloat16(), torch.randn(6, 4, 32).bfloat16()
+        table, lengths = torch.randint(9, (2, 4)), torch.randint(1, 64, (2,), dtype=torch.int32)
+        packed: Any = {"cu_seqlens_q": edges, "max_seqlen_q": 3}
+        if form == "paged":
+            return lambda: attnswitch.attention_paged(query, key, value, table, lengths, **said)
+        if form == "packed":
+            return lambda: attnswitch.attention_paged(rows, key, value, table, lengths, **packed, **said)
+        if form == "varlen":
+            longest: Any = {"max_seqlen_q": 3, "max_seqlen_k": 3}
+            return lambda: attnswitch.attention_varlen(rows, rows[:, 2:], rows[:, :2], edges, edges, **longest, **said)
+        queries, sinks = query.expand(2, 5, 4, 32).swapaxes(1, 2).contiguous(), torch.randn(4).bfloat16()
+        return lambda: attnswitch.attention(queries, queries[:, 2:], queries[:, :2], sinks=sinks, **said)
+
+    calls = [call() for _ in range(5)]
+    expected = [each() for each in calls]
+    sending()
+    monkeypatch.setattr(alike, "_is_unread", lambda _: True)
+    with finite.checking("never"):
+        for turn, (each, right) in enumerate(zip(calls, expected, strict=True)):
+            if turn == 2:
+                monkeypatch.setattr(forms, "called", None)
+            for one, other in zip(each(), right, strict=True):
+                assert torch.equal(one, other)
+                assert one.stride() == other.stride()
+    planner.forget()
