@@ -26,7 +26,7 @@ __all__ = ["forget", "run"]
 #: Kinds of calls that are remembered; beyond, all are forgotten. And of each kind ways to lie.
 _MOST, _LIES = 1024, 4
 #: Of what a call gives, in the order of ``Inputs.flat``.
-_SEED, _OFFSETS_K, _TABLE = 5, 7, 10
+_OFFSETS_K, _TABLE = 7, 10
 _policy_of_context, _look_of_context, _recording = policies.of_context, finite.of_context, recording.of_context
 
 
@@ -64,10 +64,13 @@ def run(given: tuple[Any, ...], said: tuple[Any, ...], general: Callable[[], Cal
     None. Raises what ``general`` raises.
     """
     kind = _kind(given, said)
+    try:
+        ways = _ways.get(kind)  # type: ignore[arg-type]
+    except TypeError:  # what is not hashable
+        kind = ways = None
     if kind is None:
         return forms.run(general())
     tensors = [x for x in given if x is not None]
-    ways = _ways.get(kind)
     if ways is not None:
         for way in ways:
             if lies_alike(way.alike, *tensors):
@@ -92,10 +95,9 @@ def _kind(given: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...] | No
         grows = given[1] if given[_TABLE] is None else given[_TABLE]
         context = _policy_of_context(), _look_of_context(), view.generation(), modes_of(query)
         kind = *said, query.get_device(), query.shape, grows.shape, *context
-        hash(kind)
     except Intercepted:
         return None  # where that matters, the way of any call says so
-    except (AttributeError, RuntimeError, TypeError):  # no tensors, or such as have no sizes; what is not hashable
+    except (AttributeError, RuntimeError):  # no tensors, or such as have no sizes
         return None
     return None if kind[-1] in (None, DUAL) else kind
 

@@ -95,15 +95,17 @@ class TritonKernel(Kernel):
 
     def prepared_form(self, inputs: Inputs, order: Order) -> backend.Forward:
         """``forward`` of a problem of any form for tensors that lie like these, if they are read where they lie."""
-        general = super().prepared_form(inputs, order)
         read = self._read(inputs)
         launched = self._forward_of(read)
         if self._sees_nothing or not launched.ran or any(a is not b for a, b in zip(read, inputs, strict=True)):
-            return general
+            return super().prepared_form(inputs, order)
         ready, here = form.form(launched, inputs.query, self.problem.dim_v, order), _here(inputs.query)
 
         def forward(*given: Any) -> tuple[Any, Any]:
-            return (ready if here() else general)(*given)
+            if here():
+                return ready(*given)
+            with on(given[0]):
+                return ready(*given)
 
         return forward
 

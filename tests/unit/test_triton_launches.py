@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import random
@@ -424,6 +425,27 @@ def test_a_call_of_any_form_passes_what_the_general_one_does(text: str, built: l
                     assert mine == others, name
     assert names(built) == wanted
     assert ("merge" in wanted) == bool(p.splits)
+
+
+def test_of_a_gpu_that_is_not_the_current_one_it_is_launched_there(
+    built: list[Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, entered = Problem.parse("b2.h4.s1x64.d64.bf16.lengths.page=16"), []
+
+    @contextlib.contextmanager
+    def on(tensor: torch.Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+
+    made, inputs, here = made_for(p), inputs_of(p), iter((True, False))
+    made.forward(inputs)
+    monkeypatch.setattr(kernel, "_here", lambda _: lambda: next(here))
+    forward = made.prepared_form(inputs, order_of(p))
+    monkeypatch.setattr(kernel, "on", on)
+    for count in (0, 1):
+        forward(*given(inputs))
+        assert len(entered) == count
+    assert len(built[0].compiled.launched) == 3
 
 
 @pytest.mark.parametrize("by", ["operands", "problem"])
