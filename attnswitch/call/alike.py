@@ -114,13 +114,15 @@ def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], cal
         return
     if not asked.library == asked.query.library == call.native == "torch":
         return
-    guards = import_module("attnswitch.call.torch_modes").guards(tensors)
-    if guards is None or not lies_alike(guards, *tensors):
-        return
+    if not lies_alike(lambda *_: True, *tensors) or len(set(map(id, tensors))) < len(tensors):
+        return  # what no guard would let pass
     if any(tensor.device != tensors[0].device for tensor in tensors):
         return
     changes = _changes(given, call.inputs.flat())
     if changes is None:
+        return
+    guards = import_module("attnswitch.call.torch_modes").guards(tensors)
+    if guards is None or not guards(*tensors):
         return
     run = call.kernel.prepared_form(call.inputs, asked.order)
     ways.insert(0, _Way(guards, call, _changed(run, changes) if changes else run))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnswitch
 from attnswitch import InvalidProblem, arrays, attention_paged
-from attnswitch.call import alike, finite, headwise, paged, recording, varlen
+from attnswitch.call import alike, finite, headwise, paged, recording, torch_modes, varlen
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Inputs, Kernel
 from attnswitch.machine.device import Device
@@ -294,6 +294,22 @@ UNLIKE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "values that are the keys": lambda given: given | {"value_cache": given["key_cache"]},
     "wrong heads": lambda given: given | {"value_cache": torch.randn(PAGES, PAGE, 1, 8)},
 }
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["values that are the keys", "queries off", "lengths off", "a list of lengths", "a scale of 16 bits", "no queries"],
+)
+def test_of_what_is_never_known_no_guards_are_made(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take as long as a fifth of a call."""
+    made: list[object] = []
+    monkeypatch.setattr(torch_modes, "guards", made.append)
+    for _ in range(4):
+        outcome(lambda: attention_paged(**UNLIKE[change](decoding())))
+    assert not made
+    for _ in range(2):
+        attention_paged(**decoding())
+    assert made
 
 
 def outcome(call: Callable[[], Any]) -> Any:
