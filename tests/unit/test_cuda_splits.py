@@ -16,6 +16,7 @@ from attnswitch.machine.device import Device
 
 config = importlib.import_module("attnswitch.backends.cuda.config")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
+merging = importlib.import_module("attnswitch.backends.cuda.launching.merging")
 splits = importlib.import_module("attnswitch.backends.cuda.portable.splits")
 tiles = importlib.import_module("attnswitch.backends.cuda.portable.tiles")
 
@@ -98,7 +99,7 @@ def test_a_warp_or_a_block_merges_a_row(
 ) -> None:
     """Of rows that are no multiple of a block's, some of which see nothing."""
     monkeypatch.setattr(splits, "_MOST_MERGED", 0)
-    assert tiles.merges_alone(parts) == (parts <= 32)
+    assert merging.alone(parts) == (parts <= 32)
     draw = torch.Generator().manual_seed(parts)
     lengths = torch.tensor([0, 5, 300])
     query = torch.randn(3, 3, 2, 40, generator=draw)

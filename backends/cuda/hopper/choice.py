@@ -10,7 +10,7 @@ from attnswitch.problem import Problem
 
 from ...own import arithmetic
 from ..classes import per_class
-from ..portable.splits import MERGE, of_parts
+from ..launching import merging
 from .tiles import LATENT, SMS, HopperGradients, HopperTile, bias, dims, gradient_dims, latent_heads, ordered
 
 __all__ = ["gradients", "latent_splits", "ranked", "splits"]
@@ -116,7 +116,7 @@ def latent_splits(problem: Problem, device: Device) -> int:
     tiles = p.heads_kv * arithmetic.tiles(p.group, pack) * arithmetic.tiles(p.seq_q, LATENT.queries // pack)
     # Sequences in pages have lengths of their own: all are taken for the longest, and for evenly spread up to that.
     means = (1.0, (p.batch + 1) / (2 * p.batch)) if p.page and p.batch else (1.0,)
-    return _latent_splits(p.batch * tiles, pairs, device.sms or SMS, means, of_parts(p))
+    return _latent_splits(p.batch * tiles, pairs, device.sms or SMS, means, merging.of_parts(p))
 
 
 @functools.lru_cache(maxsize=4096)  # lengths change at every token, and pairs of tiles rarely
@@ -129,7 +129,7 @@ def _latent_splits(blocks: int, pairs: int, sms: int, means: tuple[float, ...], 
         share = rounds * (_LATENT.begin + _LATENT.step * pairs / parts * mean)
         if mean == 1.0 and rounds <= _ROUNDS:
             share = math.ceil(rounds) * longest
-        return max(longest, share) + (MERGE + part * parts if parts > 1 else 0.0)
+        return max(longest, share) + (merging.LAUNCH + part * parts if parts > 1 else 0.0)
 
     most = max(1, min(pairs, _MOST_LATENT))
     return min(range(1, most + 1), key=lambda parts: sum(time(parts, mean) for mean in means))

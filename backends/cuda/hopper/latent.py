@@ -15,8 +15,8 @@ from ..compiling.variant import Variant
 from ..launching import arguments, memory, run
 from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
+from ..launching.merging import Merging
 from ..launching.tensor_maps import TensorMap, remembered, tensor_map
-from ..portable.merging import Merging
 from .tiles import LATENT, latent_dims, latent_heads, latent_shared
 
 __all__ = ["Forward"]

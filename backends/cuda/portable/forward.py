@@ -16,8 +16,8 @@ from ..compiling.variant import Variant
 from ..launching import arguments, memory, run, workspace
 from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
+from ..launching.merging import Merging
 from . import tiles, variants
-from .merging import Merging
 from .splits import MERGED, PARTS, WHOLE, how
 from .tiles import Tile
 

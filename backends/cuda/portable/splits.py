@@ -9,10 +9,11 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ..classes import per_class
+from ..launching import merging
 from . import choice, occupancy
-from .tiles import Tile, on_tensor_cores, packs, real, room
+from .tiles import Tile, on_tensor_cores, packs, room
 
-__all__ = ["EXTRA", "MERGE", "MERGED", "MOST_SPLITS", "PARTS", "WHOLE", "how", "of_parts", "pace", "schedule"]
+__all__ = ["EXTRA", "MERGED", "MOST_SPLITS", "PARTS", "WHOLE", "how", "pace", "schedule"]
 
 #: How keys are split, as ``SPLIT`` of ``forward.cu``: not at all, into parts for another launch, or merged at once.
 WHOLE, PARTS, MERGED = range(3)
@@ -23,9 +24,9 @@ _MOST_MERGED = 24
 #: What a block takes beside its tiles, the last block of a row to merge, a launch that does, and that for each row of
 #: an SM: in steps of a tile each warp, of about 2 us on an H200.
 EXTRA, _MERGE, _LAUNCH, _LAUNCHED_ROW = 3, 3, 6, 0.5
-#: Microseconds of a step; of a launch that merges parts by warps, and bytes of parts, written and read, for each
-#: of them; how busy a warp alone keeps its SM, by matrix instructions or the ordinary units (an H200: h200/tiles.json).
-_MICROSECONDS, MERGE, _BYTES = 2.0, 2.5, 1.2e6
+#: Microseconds of a step; how busy a warp alone keeps its SM, by matrix instructions or the ordinary units (an H200:
+#: h200/tiles.json).
+_MICROSECONDS = 2.0
 _BUSY, _BUSIER = 0.19, 0.22
 #: Products of such a step on tensor cores, and how many times as long the ordinary units take for them.
 _STEP, _ORDINARY = 2**20, 7
@@ -56,7 +57,9 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     if not tile.apart and not problem.page:
         of_step = _MICROSECONDS * slowness
         busy = tile.warps * (_BUSY if on_tensor_cores(problem) else _BUSIER)
-        return _of_parts(blocks, tiles, sms, at_once, busy, MERGE / of_step, of_parts(problem) / of_step)
+        return _of_parts(
+            blocks, tiles, sms, at_once, busy, merging.LAUNCH / of_step, merging.of_parts(problem) / of_step
+        )
     launch = (_LAUNCH + _LAUNCHED_ROW * problem.batch * problem.heads_q * problem.seq_q / sms) / slowness
     work = blocks, tiles, slots, tile.teams, tile.apart, launch
     cost, splits = _soonest(*work)
@@ -64,11 +67,6 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     if problem.page and splits == 1 and blocks <= slots:
         return _soonest_uneven(problem.batch, *work)
     return cost, splits
-
-
-def of_parts(problem: Problem) -> float:
-    """Microseconds in which each of several splits writes its numerators, and a launch reads them."""
-    return 2 * real(problem) * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v / _BYTES
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,15 +13,11 @@ __all__ = [
     "BESIDE_PADDED",
     "FEW",
     "FEWER",
-    "MERGING_WARPS",
     "ROWS_A_BLOCK",
     "Tile",
     "block",
     "fits",
     "left",
-    "merges_alone",
-    "merging_blocks",
-    "merging_shared",
     "mixed",
     "on_tensor_cores",
     "once",
@@ -40,14 +36,8 @@ __all__ = [
 FEW, FEWER = 16, 64
 #: Queries below which a tile of one head is partly empty, which the heads that share keys then fill.
 _PARTLY = 64
-#: Columns of a head at most.
-_MOST_COLUMNS = 256
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
 ROWS_A_BLOCK = 4
-#: Warps of a block that merges splits, and splits up to which each of them has a part of a row to itself.
-MERGING_WARPS, _MERGED_ALONE = 8, 32
-#: Bytes of a row that one of them merges: STRETCH of ``merge.cu``.
-_STRETCH = 32 * 16
 #: Bytes of keys and values that are the first to leave the L2: an H200 gains up to these, and loses at twice as many.
 _ONCE = 256 * 2**20
 #: How many times as long a forward over pages takes as the same keys are expected to, padded to one length: one to
@@ -166,26 +156,6 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
 def left(problem: Problem, tile: Tile) -> int:
     """Bytes that the block of one split leaves to that of the last: numerators, maximum and sum of each row."""
     return tile.queries * (block(problem.dim_v, problem, tile) + 2) * real(problem)
-
-
-def merges_alone(splits: int) -> bool:
-    """Whether a warp of ``merge.cu`` has a row or a part of it, and not a block: of many rows, as splits are few.
-
-    By nothing but the splits, on whose number alone a sequence's bits may depend.
-    """
-    return splits <= _MERGED_ALONE
-
-
-def merging_blocks(problem: Problem, splits: int, lines: int) -> int:
-    """How many blocks of ``merge.cu`` merge so many rows."""
-    if not merges_alone(splits):
-        return lines
-    return arithmetic.tiles(lines * arithmetic.tiles(problem.dim_v, _STRETCH // real(problem)), MERGING_WARPS)
-
-
-def merging_shared(problem: Problem) -> int:
-    """Bytes of shared memory that a block of ``merge.cu`` takes for one row, of any usual length."""
-    return MERGING_WARPS * max(_MOST_COLUMNS, problem.dim_v) * real(problem)
 
 
 def real(problem: Problem) -> int:

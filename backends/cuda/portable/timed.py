@@ -14,7 +14,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ...own import arithmetic
-from .splits import MERGE, of_parts
+from ..launching import merging
 from .tiles import FEWER, Tile, block, packs, rows
 
 __all__ = ["soonest", "taken"]
@@ -47,7 +47,7 @@ def _timed(p: Problem, sms: int) -> Iterator[tuple[float, Tile, int]]:
     """Microseconds of each tile and number of splits."""
     wide = max(p.dim_qk, p.dim_v)
     of_class = 64 if wide <= 64 else 128
-    parts = of_parts(p)
+    parts = merging.of_parts(p)
     for tile, (alone, beside) in _STEPS[of_class].items():
         share = (block(p.dim_qk, p, tile) + block(p.dim_v, p, tile)) / (2 * of_class)
         blocks = p.batch * p.heads_q * arithmetic.tiles(p.seq_q, tile.queries)
@@ -58,5 +58,5 @@ def _timed(p: Problem, sms: int) -> Iterator[tuple[float, Tile, int]]:
             if splits > 1 and each == arithmetic.tiles(keys, splits - 1):
                 continue  # no block has fewer steps for it
             together = arithmetic.tiles(blocks * splits, sms)
-            merging = (MERGE + splits * parts) if splits > 1 else 0.0
-            yield (each + 1) * max(alone, together * beside) * share + merging, tile, splits
+            to_merge = (merging.LAUNCH + splits * parts) if splits > 1 else 0.0
+            yield (each + 1) * max(alone, together * beside) * share + to_merge, tile, splits

@@ -69,8 +69,7 @@ template <class Shared> struct Worker {
         if (CONSUMERS > 1) product_tn<2 * COUNT, 64, true>(sums, gradients(1), keys(1));
         commit_products();
     }
-    // dS^T to shared memory: of the keys of consumer `tile`, against queries from
-    // `from` on.
+    // dS^T to shared memory: of the keys of consumer `tile`, against queries from `from` on.
     template <int COUNT> DEVICE void leave_gradients(const u32 (&packed)[COUNT][4], int tile, int from = 0) {
         store_packed(shared.gradients[written_at.stage][tile], packed, from);
     }

@@ -46,7 +46,7 @@ struct Consumer {
             if (!a.values_within)  // not only those of its half: no phase of its own tile passes unseen
                 UNROLL for (int n = 0; n < VALUE_PANELS; n++) await(step, index, n, 1);
             if (rows.start(step, 0) + 2 * BLOCK_N > rows.extent.end) clear_beyond(step);
-            if (WEIGHTS < KEY_PANELS) meet_own();  // all of it has read the keys that were there
+            if (WEIGHTS < KEY_PANELS) meet_own();  // all its warps have read the keys there
             store_packed(shared.tile[index][WEIGHTS], weights);
             show_writes();
             meet_other();
