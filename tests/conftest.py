@@ -141,6 +141,43 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has what CUDA kernels' launches send to a GPU run in the emulator from then on."""
+    torch = importlib.import_module("torch")
+    launching = "attnswitch.backends.cuda.launching"
+    arguments, emulator, run, tensor_maps = (
+        importlib.import_module(f"{launching}.{name}") for name in ("arguments", "emulator", "run", "tensor_maps")
+    )
+    monkeypatch.setenv(emulator.VARIABLE, "1")
+    maps: dict[int, Any] = {}
+
+    def pointer(tensor_map: Any) -> int:
+        maps[id(tensor_map)] = tensor_map
+        return id(tensor_map)
+
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+        def send(stream: int, *pointers: int) -> None:
+            passed = tuple(maps[each] for each in pointers[:-1])
+            emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
+
+        return send
+
+    def blank(size: int, *_: Any) -> Any:
+        array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)
+        return run.workspace.Places(array.data_ptr(), size, array)
+
+    def start() -> None:
+        monkeypatch.setattr(run, "sender", sender)
+        monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(pointer))
+        monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
+        monkeypatch.setattr(run.workspace, "blank", blank)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
+
+    return start
+
+
+@pytest.fixture
 def built(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one for each launch that is built. No call is like one before: a cache that is full forgets all."""
     seen: list[object] = []

@@ -146,9 +146,8 @@ def make(row: Row, direction: Direction, device: str) -> Workload:
 def of(p: Problem, device: str, lengths: tuple[int, ...] | None = None, seed: int = SEED) -> Workload:
     """The tensors of ``p``, contiguous and finite; ``lengths`` are its own, or those of its padding mask.
 
-    Of latent heads the values are a view of the keys.
-
-    Without any they are evenly spread, the first sequence whole; queries are as many as keys where the longest are.
+    Without any they are evenly spread, the first sequence whole; queries are as many as keys where the longest are. Of
+    latent heads the values are a view of the keys.
     """
     dtype = getattr(torch, p.dtype)
     generator = torch.Generator(device).manual_seed(seed)
@@ -212,9 +211,8 @@ def _paged(
     for row, first, count in zip(table, itertools.accumulate(used, initial=0), used, strict=False):
         row[:count] = places[first : first + count]
     query = normal(sum(queries), p.heads_q, p.dim_qk) if p.varlen else normal(p.batch, p.seq_q, p.heads_q, p.dim_qk)
-    key, value = (normal(sum(used), p.page, p.heads_kv, dim) for dim in (p.dim_qk, p.dim_v))
-    if cost.is_latent(p):
-        value = key[..., : p.dim_v]
+    key = normal(sum(used), p.page, p.heads_kv, p.dim_qk)
+    value = key[..., : p.dim_v] if cost.is_latent(p) else normal(sum(used), p.page, p.heads_kv, p.dim_v)
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if p.cache:
         (key, of_keys), (value, of_values) = (_stored(cache, p.cache) for cache in (key, value))

@@ -19,7 +19,7 @@ from ..own import arithmetic
 from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 from .fused.choice import REGIME as FUSED
-from .hopper.tiles import copies_mask, ordered
+from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, ordered
 
 __all__ = ["against_hopper", "against_hopper_backward", "against_latent", "beside_hopper", "is_hopper", "regimes"]
 
@@ -40,12 +40,12 @@ _LONG = 4096
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = 128
 _OPERANDS = ("query", "key", "value")
-#: Columns of a head that all other kernels have room for; and that the one of wide heads has, of a key and of a value.
-WIDEST, _LATENT = 256, (576, 512)
+#: Columns of a head that all kernels but the one of wide heads have room for.
+WIDEST = 256
 #: Its usual head dimensions, and others of its classes; lengths of its tiles.
 _WIDE_DIMS, _WIDE_TILES = ((576, 512), (512, 512), (320, 320), (64, 512), (512, 64)), (64, 128)
-#: The fewest rows of a page that it loads at once.
-_LEAST_PAGE = 16
+#: Rows of a page of which it takes several for a tile.
+_PARTS = 16, 32
 #: Products of a forward from which on the copy of a float mask pays, and those of each of its numbers: of a forward,
 #: and of a training step, whose backward makes one too (fixtures/results/h200/copies.json). A copy takes the host 25
 #: to 40 us, and as long again in the thread of torch's engine.
@@ -93,11 +93,11 @@ def _of_wide_class(p: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _wide(p: Problem) -> Iterator[str]:
     if max(p.dim_qk, p.dim_v) <= WIDEST:
         yield f"heads of at most {WIDEST} columns: it is for wider ones"
-    for name, most in zip(("dim_qk", "dim_v"), _LATENT, strict=True):
+    for name, most in zip(("dim_qk", "dim_v"), LATENT_DIMS[-1], strict=True):
         if (dim := getattr(p, name)) > most:
             yield f"{name}={dim}: it has room for {most}"
-    if p.page and p.page % _TILES[2] and p.page not in (_LEAST_PAGE, 2 * _LEAST_PAGE):
-        yield f"page={p.page}: it loads pages of {_LEAST_PAGE} or {2 * _LEAST_PAGE} rows, or of whole tiles of 64"
+    if p.page % LATENT.keys and p.page not in _PARTS:
+        yield f"page={p.page}: it loads pages of {_PARTS[0]} or {_PARTS[1]} rows, or of whole tiles of {LATENT.keys}"
     if p.tree:
         yield "tree_mask: it hides keys by their position"
     if p.mask is not None:

@@ -235,39 +235,6 @@ def test_without_an_lse_the_output_is_the_same(text: str, monkeypatch: pytest.Mo
 # -- run, in the emulator ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Has what is sent to a GPU run in the emulator from then on."""
-    monkeypatch.setenv(VARIABLE, "1")
-
-    maps: dict[int, Any] = {}
-
-    def pointer(tensor_map: Any) -> int:
-        maps[id(tensor_map)] = tensor_map
-        return id(tensor_map)
-
-    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
-        def send(stream: int, *pointers: int) -> None:
-            passed = tuple(maps[each] for each in pointers[:-1])
-            emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
-
-        return send
-
-    def blank(size: int, *_: Any) -> Any:
-        array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)
-        return run.workspace.Places(array.data_ptr(), size, array)
-
-    def start() -> None:
-        monkeypatch.setattr(run, "sender", sender)
-        monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(pointer))
-        monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
-        monkeypatch.setattr(run.workspace, "blank", blank)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
-
-    return start
-
-
 @compiled
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from attnswitch.problem import Problem
 from ...own import arithmetic
 
 __all__ = [
-    *("LATENT", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile"),
+    *("LATENT", "LATENT_DIMS", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile"),
     *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared"),
     *("latent_dims", "latent_heads", "latent_shared", "ordered", "saved", "shared"),
 ]
@@ -19,6 +19,8 @@ SMS = 132
 #: Head dimensions, of key and of value, that the forward is compiled for, and those of the backward.
 _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _GRADIENT_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+#: Those that the forward of wide heads is compiled for.
+LATENT_DIMS = ((512, 512), (576, 512))
 #: Columns that an operand has side by side in shared memory.
 _PANEL = 64
 #: Rows of a tile of sums, which a block of four warps prepares and finishes; of keys' tiles there are an even number.
@@ -81,7 +83,7 @@ LATENT = LatentTile()
 
 def latent_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions of key and value as that forward sees them."""
-    return (512 if problem.dim_qk <= 512 else 576), 512
+    return next((d, dv) for d, dv in LATENT_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
 
 
 def latent_heads(problem: Problem) -> int:

@@ -11,6 +11,12 @@ typedef u32 Weights[BLOCK_N / 16][4];  // the same in 16 bits, as the left opera
 DEVICE int row_of(int m) { return thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4 + 8 * m; }
 DEVICE int first_column() { return 2 * (thread_index() % 4); }
 
+// The largest, or the sum, over the four lanes that share a row.
+template <class Merge> DEVICE float over_row(float x, Merge merge) {
+    x = merge(x, shuffle_xor(x, 1));
+    return merge(x, shuffle_xor(x, 2));
+}
+
 // Scores q . k become tanh(factor q . k), PART at a time, with a branch for each: all together, they take more registers
 // than there are.
 template <int COUNT> DEVICE void cap(float (&scores)[COUNT], float factor) {

@@ -16,12 +16,6 @@
 constexpr float MOST = 256;
 constexpr bool FOLD = !BIAS;  // the factor is a part of the exponential
 
-// The largest, or the sum, over the four lanes that share a row.
-template <class Merge> DEVICE float over_row(float x, Merge merge) {
-    x = merge(x, shuffle_xor(x, 1));
-    return merge(x, shuffle_xor(x, 2));
-}
-
 // Takes out what a mask hides: bits of 32 columns, of which eight are the thread's (mask.cuh).
 constexpr int SHOWN = (BLOCK_N + 31) / 32;
 DEVICE void hide(Scores& scores, const u32 (&shown)[2][SHOWN]) {

@@ -78,13 +78,10 @@ private:
             const int panel = in_turn(n);
             await(step, index, panel);
             const Matrix query = matrix(Shared::query_place(panel)), key = matrix(Shared::tile_place(index, panel));
-            UNROLL for (int k = 0; k < PANEL; k += 16) {
-                const u64 left = query.advanced(k * sizeof(T)), right = key.advanced(k * sizeof(T));
-                if (n == 0 && k == 0)
-                    Instruction<BLOCK_N>::template nt<0>(scores, left, right);
-                else
-                    Instruction<BLOCK_N>::template nt<1>(scores, left, right);
-            }
+            if (n == 0)
+                product_nt<BLOCK_N, PANEL>(scores, query, key);
+            else
+                product_nt<BLOCK_N, PANEL, BLOCK_N, true>(scores, query, key);
         }
         commit_products();
         wait_products<0>();

@@ -7,11 +7,6 @@
 constexpr float ROOM = 8;
 constexpr bool FOLD = true;  // the factor is a part of the exponential
 
-template <class Merge> DEVICE float over_row(float x, Merge merge) {
-    x = merge(x, shuffle_xor(x, 1));
-    return merge(x, shuffle_xor(x, 2));
-}
-
 struct Softmax {
     float base[2] = {-LOWEST, -LOWEST};  // of a row that has seen nothing
     float total[2] = {0, 0};             // of this consumer's weights
