@@ -78,7 +78,7 @@ def _turn(found: Beside, where: str, names: Sequence[str], times: dict[str, list
             results = call()
             wait(where)
             times[name].append((time.perf_counter() - start) * 1e3)
-            why = wrong(results, reference, found.problem)
+            why = wrong(results, reference)
         except Exception as error:  # kernels fail in many ways
             why = first_line(error)
         if why:

@@ -146,7 +146,7 @@ def judge(problem: Problem, where: str, budget: Budget) -> Judged:
             try:
                 attend = PEERS[TORCH](work) if name == TORCH else of_backend(name, work)
                 call = step(attend, work)
-                why = wrong(call(), reference, problem)
+                why = wrong(call(), reference)
             except Refused as refusal:
                 why = str(refusal)
             except Exception as error:  # kernels fail in many ways

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from attnswitch.bench import noise
+from attnswitch.bench.noise import Noise
 from attnswitch.bench.workload import Workload
-from attnswitch.problem import Problem
 
-__all__ = ["Reference", "allowed", "make", "where"]
+__all__ = ["Part", "Reference", "make"]
 
 #: Largest relative deviation that rounding explains, by dtype of the operands; TF32 is within that of float32.
 _ROUNDING = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 3e-3, "float64": 1e-8}
@@ -24,19 +25,43 @@ _CHUNK = 2**25
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The answers at one key head, output or gradients, (heads, length, D) each, and what dropout adds to each head."""
+
+    answers: tuple[torch.Tensor, ...]
+    noises: tuple[list[Noise], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """One head's result beside its answer, all relative to the answer's norm; ``along`` is of the part along it."""
+
+    deviation: float
+    along: float
+    noise: Noise | None
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """The answer on a few key heads with their query heads, in a wider type (``_WIDE``), without dropout.
 
-    ``parts`` pairs (batch, key head) with the results there: output and the gradients, each (heads, length, D).
+    ``parts`` pairs (batch, key head) with what there is to know there.
     """
 
     work: Workload
-    parts: dict[tuple[int, int], tuple[torch.Tensor, ...]]
+    parts: dict[tuple[int, int], Part]
 
     @property
     def empty(self) -> bool:
         """Whether there is no answer to compare with: to a mask's gradient alone, and to no sequences."""
-        return not any(self.parts.values())
+        return not any(part.answers for part in self.parts.values())
+
+    @property
+    def where(self) -> str:
+        """What the deviation is from, in words."""
+        p = self.work.problem
+        dropped = " without dropout" if 0.0 < p.dropout < 1.0 else ""
+        return f"{_WIDE[p.dtype]} math{dropped}, first and last key head"
 
     def deviation(self, results: Sequence[torch.Tensor]) -> float:
         """The largest ||result - reference|| / ||reference|| of a head; NaN if anything in ``results`` is.
@@ -45,23 +70,63 @@ class Reference:
         held against a share of the largest. ``results`` are the output (forward), or the gradients of q, k and v that
         the problem names (backward).
         """
-        worst, p = 0.0, self.work.problem
+        found = [gap.deviation for gap in self._gaps(results)]
+        return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+    def wrong(self, results: Sequence[torch.Tensor]) -> str:
+        """What is wrong with ``results``, or nothing.
+
+        Rounding explains so much of a deviation; and dropout what ``attnswitch.bench.noise`` says, so that a head is
+        wrong by mistake once in 1 / ``FALSE_ALARM`` times. Without its noise it did not drop.
+        """
+        rounding = _ROUNDING[self.work.problem.dtype]
+        found, words = list(self._gaps(results)), f"its deviation from {self.where} is"
+        if any(math.isnan(gap.deviation) for gap in found):
+            return f"{words} nan"
+        for gap in sorted(found, key=lambda gap: -gap.deviation):
+            noise = gap.noise or Noise(0.0, 0.0, 0.0, 0.0)
+            slack = rounding * (1.0 + noise.usual)
+            least, most = max(0.0, noise.least - slack), noise.most + slack
+            if not least <= gap.deviation <= most:
+                return f"{words} {gap.deviation:.2g}, and a right result's is from {least:.2g} to {most:.2g}"
+            if noise.usual and abs(gap.along) > noise.along + slack:
+                most = noise.along + slack
+                return (
+                    f"{words} {gap.along:+.2g} along the answer, and a right result's is at most {most:.2g} either way"
+                )
+        return ""
+
+    def _gaps(self, results: Sequence[torch.Tensor]) -> Iterator[_Gap]:
+        p = self.work.problem
         roles = [role for role in ("query", "key", "value") if role[0] in p.grads] if p.grads else ["query"]
-        for result in results:
-            if not bool(torch.isfinite(result).all()):
-                return math.nan
-        largest = [max(map(_largest, each)) for each in zip(*self.parts.values(), strict=True)]
-        for (b, h), answers in self.parts.items():
+        if not all(bool(torch.isfinite(result).all()) for result in results):
+            yield _Gap(math.nan, math.nan, None)
+            return
+        answers = (part.answers for part in self.parts.values())
+        largest = [max(map(_largest, each)) for each in zip(*answers, strict=True)]
+        for (b, h), known in self.parts.items():
             # A mask's gradient has no answer.
-            for result, role, answer, most in zip(results, roles, answers, largest, strict=False):
+            for at, (result, role, answer) in enumerate(zip(results, roles, known.answers, strict=False)):
                 group = answer.shape[0]
                 part = self.work.entry(result, b, role)[h * group : (h + 1) * group].to(answer.dtype)
                 if part.shape != answer.shape:
-                    return math.nan
-                distance, size = _sizes(part - answer), _sizes(answer).clamp_min(_SHARE * most)
-                ratio = torch.where(distance == 0, 0.0, distance / size)
-                worst = max(worst, float(ratio.max())) if group else worst
-        return worst
+                    yield _Gap(math.nan, math.nan, None)
+                    return
+                yield from _beside(part, answer, largest[at], known.noises[at] if known.noises else None)
+
+
+def _beside(part: torch.Tensor, answer: torch.Tensor, largest: float, noises: list[Noise] | None) -> Iterator[_Gap]:
+    """Each head of ``part`` beside that of ``answer``, (heads, length, D)."""
+    sizes = _sizes(answer).clamp_min(_SHARE * largest)
+    distances = _sizes(part - answer)
+    along = ((part - answer) * answer).flatten(1).sum(1)
+    for h, (size, distance, toward) in enumerate(zip(sizes.tolist(), distances.tolist(), along.tolist(), strict=True)):
+        ratio = 0.0 if distance == 0.0 else distance / size if size else math.inf
+        noise = None
+        if noises is not None and size:
+            n = noises[h]
+            noise = Noise(n.least / size, n.most / size, n.along / size**2, n.usual / size)
+        yield _Gap(ratio, toward / size**2 if size else 0.0, noise)
 
 
 def _sizes(heads: torch.Tensor) -> torch.Tensor:
@@ -74,52 +139,76 @@ def _largest(heads: torch.Tensor) -> float:
     return float(_sizes(heads).max()) if heads.shape[0] else 0.0
 
 
-def allowed(problem: Problem) -> tuple[float, float]:
-    """Least and largest deviation of a right result.
-
-    Dropout of p leaves each weight's expectation alone and adds noise of sqrt(p / (1 - p)) of what it is added to: a
-    result without that noise did not drop.
-    """
-    rounding = _ROUNDING[problem.dtype]
-    if not problem.dropout:
-        return 0.0, rounding
-    noise = math.sqrt(problem.dropout / (1.0 - problem.dropout)) if problem.dropout < 1.0 else 1.0
-    return 0.5 * noise, 2.0 * noise + rounding
-
-
-def where(problem: Problem) -> str:
-    """What the deviation is from, in words."""
-    kind = _WIDE[problem.dtype]
-    dropped = " without dropout" if problem.dropout else ""
-    return f"{kind} math{dropped}, first and last key head"
-
-
 def make(work: Workload) -> Reference:
     """The answer on the first key head of the first sequence and the last of the last."""
     p = work.problem
     if not p.batch:
         return Reference(work, {})
     places = sorted({(0, 0), (p.batch - 1, p.heads_kv - 1)})
-    return Reference(work, {(b, h): _answer(work, b, h) for b, h in places})
+    return Reference(work, {(b, h): _part(work, b, h) for b, h in places})
+
+
+def _part(work: Workload, b: int, h: int) -> Part:
+    answers = _answer(work, b, h)
+    noisy = answers and 0.0 < work.problem.dropout < 1.0
+    return Part(answers, _noises(work, b, h, answers) if noisy else ())
+
+
+def _noises(work: Workload, b: int, h: int, answers: tuple[torch.Tensor, ...]) -> tuple[list[Noise], ...]:
+    """What dropout adds to each of ``answers``, by rows in chunks, in float64."""
+    p = work.problem
+    query, key, value, grad_out = _operands(work, b, h, torch.float64)
+    answers = tuple(answer.double() for answer in answers)
+    letters = [letter for letter in "qkv" if letter in p.grads]
+    # The errors of a row leave the sum of its scores' gradients alone: the gradients of two keys are but one.
+    totals = {
+        x: noise.Sum(p.dropout, p.group if x == "q" else 1, by_keys=x != "q", alike=2.0 if x == "k" else 1.0)
+        for x in letters or "q"
+    }
+    for rows in _chunks(work, query, key):
+        weights, caps = _weights(work, b, h, rows, query[:, rows], key)
+        if not letters:
+            noise.output(totals["q"], weights, value, answers[0][:, rows])
+            continue
+        assert grad_out is not None
+        known = {x: answer[:, rows] if x == "q" else answer[0] for x, answer in zip(letters, answers, strict=True)}
+        operands = query[:, rows], key, value, grad_out[:, rows]
+        noise.gradients(totals, known, weights, caps, operands, p.softmax_scale)
+    return tuple(total.heads() for total in totals.values())
+
+
+def _operands(
+    work: Workload, b: int, h: int, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Query (G, Lq, D), key (Lk, D), value and grad_out at key head ``h`` of sequence ``b``, in a type."""
+    heads = _heads(work, h)
+    query = work.entry(work.query, b, "query")[heads].detach().to(wide)
+    key, value = (work.entry(getattr(work, role), b, role)[h].detach().to(wide) for role in ("key", "value"))
+    grad_out = None if work.grad_out is None else work.entry(work.grad_out, b, "query")[heads].to(wide)
+    return query, key, value, grad_out
+
+
+def _heads(work: Workload, h: int) -> slice:
+    return slice(h * work.problem.group, (h + 1) * work.problem.group)
+
+
+def _chunks(work: Workload, query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
+    step = max(1, _CHUNK // max(1, work.problem.group * key.shape[0]))
+    for start in range(0, query.shape[1], step):
+        yield slice(start, min(start + step, query.shape[1]))
 
 
 def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
     """Output, or the gradients, of key head ``h`` of sequence ``b``, by rows in chunks."""
     p = work.problem
-    wide: torch.dtype = getattr(torch, _WIDE[p.dtype])
-    heads = slice(h * p.group, (h + 1) * p.group)
-    query = work.entry(work.query, b, "query")[heads].detach().to(wide)
-    key, value = (work.entry(getattr(work, role), b, role)[h].detach().to(wide) for role in ("key", "value"))
-    grad_out = None if work.grad_out is None else work.entry(work.grad_out, b, "query")[heads].to(wide)
-    queries = query.shape[1]
-    step = max(1, _CHUNK // max(1, p.group * p.seq_k))
+    query, key, value, grad_out = _operands(work, b, h, getattr(torch, _WIDE[p.dtype]))
     outs, query_grads = [], []
     key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
-    for start in range(0, queries, step):
-        rows = slice(start, min(start + step, queries))
+    for rows in _chunks(work, query, key):
         leaves = tuple(tensor.detach().requires_grad_(bool(p.grads)) for tensor in (query[:, rows], key, value))
         with torch.set_grad_enabled(bool(p.grads)):
-            out = _rows(work, b, heads, rows, queries, *leaves)
+            weights, _ = _weights(work, b, h, rows, *leaves[:2])
+            out = (weights * 0.0 if p.dropout == 1.0 else weights) @ leaves[2]
         if grad_out is None:
             outs.append(out)
             continue
@@ -137,21 +226,20 @@ def _answer(work: Workload, b: int, h: int) -> tuple[torch.Tensor, ...]:
     return tuple(grad for letter, grad in zip("qkv", whole, strict=True) if letter in p.grads)
 
 
-def _rows(
-    work: Workload,
-    b: int,
-    heads: slice,
-    rows: slice,
-    queries: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Attention of some of ``queries`` rows by the formula: scores, softcap, alibi, float mask, hiding, softmax."""
+def _weights(
+    work: Workload, b: int, h: int, rows: slice, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of some rows by the formula: scores, softcap, alibi, float mask, hiding, softmax.
+
+    Beside them the derivative of each capped score; both are (G, R, Lk).
+    """
     p = work.problem
+    heads, queries = _heads(work, h), work.entry(work.query, b, "query").shape[1]
     scores = query @ key.T * p.softmax_scale
+    caps = torch.ones_like(scores)
     if p.softcap:
         scores = p.softcap * torch.tanh(scores / p.softcap)
+        caps = 1.0 - (scores.detach() / p.softcap).square()
     length = key.shape[0] if work.key_lengths is None else int(work.key_lengths[b])
     j = torch.arange(key.shape[0], device=scores.device)
     visible = (j < length).expand(rows.stop - rows.start, -1)
@@ -183,4 +271,4 @@ def _rows(
         sinks = work.sinks[heads, None, None].to(scores.dtype).expand(*scores.shape[:2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
-    return weights.masked_fill(dead | ~visible, 0.0) @ value
+    return weights.masked_fill(dead | ~visible, 0.0), caps

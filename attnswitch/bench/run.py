@@ -156,11 +156,8 @@ def _try_out(entry: _Entry, work: Workload, reference: deviation.Reference) -> N
     if reference.empty and found == 0.0:  # NaN and inf are seen all the same
         entry.record = replace(entry.record, memory=memory)
         return
-    least, most = deviation.allowed(work.problem)
-    against = deviation.where(work.problem)
-    entry.record = replace(entry.record, memory=memory, deviation=found, against=against)
-    if not least <= found <= most:  # NaN is not
-        why = f"its deviation from {against} is {found:.2g}, and a right result's is from {least:.2g} to {most:.2g}"
+    entry.record = replace(entry.record, memory=memory, deviation=found, against=reference.where)
+    if why := reference.wrong(results):
         entry.record = replace(entry.record, status="wrong", why=why)
 
 

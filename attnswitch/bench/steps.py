@@ -9,7 +9,6 @@ import torch
 from attnswitch.bench import deviation
 from attnswitch.bench.candidates import Attend
 from attnswitch.bench.workload import Workload
-from attnswitch.problem import Problem
 
 __all__ = ["first_line", "step", "wrong"]
 
@@ -21,15 +20,10 @@ def step(attend: Attend, work: Workload) -> Callable[[], tuple[torch.Tensor, ...
     return lambda: torch.autograd.grad(attend(), work.leaves, work.grad_out)
 
 
-def wrong(results: tuple[torch.Tensor, ...], reference: deviation.Reference, problem: Problem) -> str:
+def wrong(results: tuple[torch.Tensor, ...], reference: deviation.Reference) -> str:
     """What is wrong with ``results``, or nothing."""
-    found = reference.deviation(results)
-    least, most = (0.0, 0.0) if reference.empty else deviation.allowed(problem)
-    if least <= found <= most:
-        return ""
-    return (
-        f"wrong: its deviation from {deviation.where(problem)} is {found:.2g}, and a right result's at most {most:.2g}"
-    )
+    why = reference.wrong(results)
+    return f"wrong: {why}" if why else ""
 
 
 def first_line(error: Exception) -> str:

@@ -240,16 +240,13 @@ def _tried(
     rest: float,
 ) -> Iterator[_Entry]:
     """The configs of a backend that give the right answer on the whole problem, twice."""
-    # Where nothing can be compared, NaN alone is wrong.
-    least, most = (0.0, 0.0) if reference.empty else deviation.allowed(work.problem)
     for config in configs:
         forced = replace(plan, chosen=Candidate(backend, config=config))
         entry = _Entry(backend, config, functools.partial(_whole, forced, work))
         try:
             for _ in range(2):
-                measured = reference.deviation(entry.call())
-                if not least <= measured <= most:  # NaN is not
-                    _wrong(entry, trial, work.device, measured, most)
+                if why := reference.wrong(entry.call()):
+                    _wrong(entry, trial, work.device, why)
                     break
             else:
                 entry.tried = _least(entry.call, work.device, rest)
@@ -329,10 +326,8 @@ def _record(entry: _Entry, problem: Problem, device: Device, t: Loop) -> Iterato
         yield Time(problem, entry.backend, entry.config, *figures, signature, view.now())
 
 
-def _wrong(entry: _Entry, trial: Trial, where: str, measured: float, most: float) -> None:
+def _wrong(entry: _Entry, trial: Trial, where: str, why: str) -> None:
     """Record a wrong result: for the backend if the config is the heuristic's, else only as a failure of the config."""
-    against = deviation.where(trial.problem)
-    why = f"its deviation from {against} is {measured:.2g}, and a right result's at most {most:.2g}"
     trial.failed[entry.name] = f"mismatch: {why}"
     signature = sign(entry.backend, Device.parse(where))
     if isinstance(signature, Signature) and not entry.config:

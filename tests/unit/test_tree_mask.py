@@ -286,6 +286,6 @@ def test_a_benchmark_has_a_tree(varlen: str) -> None:
     problem = Problem.parse(TEXT.replace("fp64", "fp32") + varlen)
     work = workload.of(problem, "cpu", (40, 48, 11))
     out = work.function(work.query, work.key, work.value, **work.keywords())
-    assert deviation.make(work).deviation([out]) < deviation.allowed(problem)[1]
+    assert deviation.make(work).wrong([out]) == ""
     keywords = work.keywords() | {"tree_mask": None}
     assert deviation.make(work).deviation([work.function(work.query, work.key, work.value, **keywords)]) > 0.1
