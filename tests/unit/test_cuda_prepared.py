@@ -360,3 +360,20 @@ def test_a_part_of_the_keys_has_its_part_of_the_gradients(text: str, monkeypatch
         got = [getattr(part, name) for part in parts]
         if getattr(whole, name) is not None:
             torch.testing.assert_close(torch.cat(got, axis), getattr(whole, name))
+
+
+@pytest.mark.parametrize("text", ["b8.h8.s80x2000.d64.bf16.causal.grad", "b8.h8.s20x2000.d64.bf16.causal.grad"])
+def test_gradients_of_keys_that_no_query_sees_are_filled_in(
+    text: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(lambda self: self.address + 1))
+    made, p = kernel(text), Problem.parse(text)
+    inputs, out = operands(p), torch.randn(8, 8, p.seq_q, 64, dtype=torch.bfloat16)
+    given = inputs, out, torch.zeros(8, 8, p.seq_q), torch.randn_like(out), None
+    for backward in (made.prepared_backward(inputs), made.backward):
+        gpu.clear()
+        _, of_key, of_value, _ = backward(*given)
+        assert not of_key.any()  # nothing was launched
+        assert not of_value.any()
+        (blocks,) = {blocks for _, variant, blocks, *_ in gpu if variant.kernel in ("backward", "key_gradients")}
+        assert blocks < 8 * 8 * 2000 // 128

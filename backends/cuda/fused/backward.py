@@ -9,6 +9,7 @@ from ..classes import per_class
 from ..compiling.variant import Variant
 from ..launching import arguments
 from ..launching.backward import BackwardLaunches, Step
+from ..launching.key_grid import key_grid
 from .tiles import WARPS, FusedTile, dim, shared
 
 __all__ = ["Backward"]
@@ -28,10 +29,11 @@ class Backward(BackwardLaunches):
         rows = p.batch * p.heads_q * arithmetic.padded(p)
         super().__init__(p, arguments.constants(p), (rows, rows, 0, 0), least=16)
         heads = p.batch * p.heads_kv
-        section = min(arithmetic.heads_a_section(p, queries=True), max(1, heads))
+        grid = key_grid(p, tile.keys, min(arithmetic.heads_a_section(p, queries=True), max(1, heads)))
+        self.clears = grid.clears
         self.steps = [
             Step(_prepare(p), rows // _ROWS, 0),
-            Step(_backward(p, tile), heads * arithmetic.tiles(p.seq_k, tile.keys), section),
+            Step(_backward(p, tile), grid.blocks, grid.section),
         ]
 
 

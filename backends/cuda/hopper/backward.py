@@ -12,6 +12,7 @@ from ..classes import per_class
 from ..compiling.variant import Variant
 from ..launching import arguments, memory
 from ..launching.backward import BackwardLaunches, Step
+from ..launching.key_grid import key_grid
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
@@ -46,11 +47,12 @@ class Backward(BackwardLaunches):
         if ordered(p):
             side_by_side = max(side_by_side, _TOGETHER)
         section = min(side_by_side, max(1, p.batch * p.heads_kv))
-        blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) * parts
+        grid = key_grid(p, tile.keys, section, parts)
+        self.clears = grid.clears
         self.steps = [
             *(() if added is None else (added,)),
             Step(_prepare(p), rows // ROWS, 0),
-            Step(_backward(p, tile), blocks, section, mapped=True, beside=True, splits=parts),
+            Step(_backward(p, tile), grid.blocks, grid.section, mapped=True, beside=True, splits=parts),
             Step(_finish(p), (kept[2] + kept[3] // parts) // dim // ROWS, 0, beside=True, splits=parts),
         ]
         if p.mask is not None and p.mask.is_bool:

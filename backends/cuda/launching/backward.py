@@ -56,6 +56,8 @@ class BackwardLaunches:
         self.look: Look | None = None
         #: Whether ``maps`` are of query, key, value, the output's gradient and the mask, or of all but the mask.
         self.maps_mask = False
+        #: Whether gradients of key and value are filled with 0 first (``key_grid``).
+        self.clears = False
 
     def variants(self) -> tuple[Variant, ...]:
         """What is launched, in that order."""
@@ -92,6 +94,10 @@ class BackwardLaunches:
         a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
             None if grad is None else memory.address(grad) for grad in grads
         )
+        if self.clears:
+            for grad in grads[1:3]:
+                if grad is not None:
+                    memory.clear(grad)
         looked = None if self.look is None else self.look(inputs.attn_mask, a)
         mapped = (*inputs[:3], grad_out, *((inputs.attn_mask,) if self.maps_mask else ()))
         maps = self.maps(*map(memory.place, mapped))

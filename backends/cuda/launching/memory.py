@@ -98,6 +98,14 @@ def like(query: Any, dim: int) -> Any:
     return empty((b, h, length, dim), query)
 
 
+def clear(array: Any) -> None:
+    """Fill it with 0, on the current stream of its library."""
+    if _library(array) == "torch":
+        array.zero_()
+    else:
+        array.fill(0)
+
+
 def dense(array: Any) -> Any:
     """The same elements without gaps, in the order of the axes, in memory of their own."""
     if _library(array) == "torch":

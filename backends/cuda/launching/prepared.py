@@ -82,6 +82,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
     constants.turned = turned(inputs)
     lying = zip(inputs[:3], launch.dims, strict=True)
     of_query, of_key, of_value = (None if dim is None else sizes_like(operand, dim) for operand, dim in lying)
+    clears = launch.clears
     of_mask, masked, has_lengths = launch.mask_shape, inputs.attn_mask is not None, inputs.key_lengths is not None
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
     dtype, real = types(inputs.query)
@@ -128,6 +129,10 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         grad_key = None if of_key is None else empty(*of_key, dtype)
         grad_value = None if of_value is None else empty(*of_value, dtype)
         grad_mask = None if of_mask is None else mask.new_empty(of_mask)
+        if clears:
+            for grad in (grad_key, grad_value):
+                if grad is not None:
+                    grad.zero_()
         a = Arguments.from_buffer_copy(constants)
         operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
         _FIVE.pack_into(a, 0, *operands, at_out, *by_out, at_grad, *by_grad)

@@ -13,6 +13,7 @@ from ..classes import per_class
 from ..compiling.variant import Variant
 from ..launching import arguments
 from ..launching.backward import BackwardLaunches, Step
+from ..launching.key_grid import key_grid
 from . import sequences, variants
 from .shares import shares
 from .tiles import ROWS_A_BLOCK, Tile
@@ -80,10 +81,11 @@ class Backward(BackwardLaunches):
         wanted = "".join(letter for letter in "kv" if letter in p.grads)
         if wanted and keys.generic and together:  # it makes both, and writes what is asked for
             wanted = "kv"
+        grid = key_grid(p, keys.keys, section, by_keys)
+        self.clears = grid.clears
         for letters in (wanted,) if wanted and together else wanted:
-            blocks = heads_kv * arithmetic.tiles(p.seq_k, keys.keys)
             variant = _gradient(p, "key_gradients", keys, by_keys, letters)
-            yield Step(variant, blocks * by_keys, section, splits=by_keys)
+            yield Step(variant, grid.blocks, grid.section, splits=by_keys)
         if wanted:
             yield from self._added(p, by_keys, of_keys=True)
         if "m" in p.grads and p.mask_shape is not None:
