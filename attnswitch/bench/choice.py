@@ -47,28 +47,31 @@ class Judged:
 
     @property
     def fastest(self) -> str | None:
-        """The backend with the least time."""
+        """The backend with the least time, beside the chosen one in the same rounds where that was timed."""
         backends = [name for name in self.times if name not in (AUTO, TORCH)]
-        return min(backends, key=lambda name: self.times[name].median, default=None)
+        if self.chosen not in backends:
+            return min(backends, key=lambda name: self.times[name].median, default=None)
+        chosen = self.times[self.chosen]
+        return min(backends, key=lambda name: self.times[name].over(chosen))
 
     @property
     def regret(self) -> float | None:
         """How many times as long the chosen backend takes as the fastest; None where one of them has no time."""
         if self.fastest is None or self.chosen not in self.times:
             return None
-        return self.times[self.chosen].median / self.times[self.fastest].median
+        return self.times[self.chosen].over(self.times[self.fastest])
 
     @property
     def beside_torch(self) -> float | None:
         """The time of the choice over that of torch's own call; None where torch cannot say it, or is wrong."""
         if TORCH not in self.times or AUTO not in self.times:
             return None
-        return self.times[AUTO].median / self.times[TORCH].median
+        return self.times[AUTO].over(self.times[TORCH])
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, times in milliseconds to five digits."""
         times = {
-            name: {key: float(f"{value:.5g}") for key, value in asdict(loop).items()}
+            name: {key: float(f"{value:.5g}") for key, value in asdict(loop).items() if key != "rounds"}
             for name, loop in self.times.items()
         }
         ratios = {"regret": self.regret, "beside_torch": self.beside_torch}

@@ -19,8 +19,8 @@ __all__ = ["Loop", "loops", "rested"]
 #: Calls of a loop: as many as take so many milliseconds, far fewer than a GPU queues; and after a rest, within what the
 #: system gives to a thread at a time.
 _LOOP, _BURST, _FEWEST, _MOST = 4.0, 1.0, 2, 50
-#: Loops of each candidate.
-_LEAST, _ROUNDS = 3, 15
+#: Loops of each candidate; and the most where the budget is more than the default.
+_LEAST, _ROUNDS, _PATIENT = 3, 15, 60
 #: A candidate that takes so many times as long as the fastest, twice, is left at that.
 _SLOW = 8.0
 
@@ -29,7 +29,8 @@ _SLOW = 8.0
 class Loop:
     """Milliseconds of one call in a loop: the median, the 20th and 80th percentile of ``loops`` loops.
 
-    ``host`` is how long one call takes to return, the median; on the CPU the same as ``median``.
+    ``host`` is how long one call takes to return, the median; on the CPU the same as ``median``. ``rounds`` are the
+    milliseconds of each loop in the order in which candidates took turns; of one that was left at its first, none.
     """
 
     median: float
@@ -37,6 +38,15 @@ class Loop:
     high: float
     host: float
     loops: int
+    rounds: tuple[float, ...] = ()
+
+    def over(self, other: Loop) -> float:
+        """How many times as long as ``other`` it takes: the median of what they took in the same rounds.
+
+        A host changes its pace from one round to the next. Without rounds in common it is the ratio of the medians.
+        """
+        pairs = list(zip(self.rounds, other.rounds, strict=False))
+        return statistics.median(one / two for one, two in pairs) if pairs else self.median / other.median
 
 
 def loops(
@@ -81,6 +91,7 @@ def loops(
         worth = [name for name in live if found[name][0][0] <= _SLOW * fastest]
         counts = {name: _calls(found[name][0][0], _BURST if rest else _LOOP) for name in worth}
         rounds = {name: _rounds(budget.run, found[name][0][0] * counts[name]) for name in worth}
+        in_turn: dict[str, list[float]] = {name: [] for name in live}
         for name in worth:
             found[name].clear()
         order, deal = list(worth), random.Random(0)
@@ -91,7 +102,8 @@ def loops(
                     made = run(name, counts[name])
                     if made is not None:
                         found[name].append(made)
-    return {name: _summary(found[name]) for name in live}
+                        in_turn[name].append(made[0])
+    return {name: _summary(found[name], in_turn[name]) for name in live}
 
 
 def rested(call: Callable[[], object], rest: float) -> None:
@@ -110,7 +122,8 @@ def _calls(one: float, loop: float) -> int:
 
 
 def _rounds(budget: float, one: float) -> int:
-    return max(_LEAST, min(_ROUNDS, round(budget / max(one, 1e-6))))
+    most = _PATIENT if budget > Budget().run else _ROUNDS
+    return max(_LEAST, min(most, round(budget / max(one, 1e-6))))
 
 
 def _loop(call: Callable[[], object], calls: int, device: str, rest: float) -> tuple[float, float]:
@@ -126,8 +139,9 @@ def _loop(call: Callable[[], object], calls: int, device: str, rest: float) -> t
     return (done - start) * 1e3 / calls, (returned - start) * 1e3 / calls
 
 
-def _summary(times: list[tuple[float, float]]) -> Loop:
+def _summary(times: list[tuple[float, float]], rounds: list[float]) -> Loop:
     done = sorted(whole for whole, _ in times)
     last = len(done) - 1
     low, high = done[round(0.2 * last)], done[round(0.8 * last)]
-    return Loop(statistics.median(done), low, high, statistics.median(host for _, host in times), len(done))
+    host = statistics.median(host for _, host in times)
+    return Loop(statistics.median(done), low, high, host, len(done), tuple(rounds))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,62 @@ def test_what_was_held_up_once_is_not_taken_for_slow(clock: Clock) -> None:
     assert times["held up"].median == pytest.approx(0.1)
 
 
+def test_a_larger_budget_buys_more_loops(clock: Clock) -> None:
+    """Up to the default, no more than ever."""
+    found = [
+        loops({"one": clock.takes(0.3)}, "cpu", budget=budget)["one"]
+        for budget in (Budget(5.0, 20.0), Budget(), Budget(37.5, 150.0), Budget(100.0, 1000.0))
+    ]
+    assert [each.loops for each in found] == [5, 15, 38, 60]
+
+
+def test_rounds_are_in_the_order_of_turns(clock: Clock) -> None:
+    """Each round takes longer than the one before, and who is slow is in none."""
+    pace = 1.0
+
+    def takes(ms: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal pace
+            pace *= 1.001
+            clock.now += pace * ms / 1e3
+
+        return call
+
+    times = loops({"one": takes(1.0), "slow": takes(99.0), "two": takes(2.0)}, "cpu", budget=Budget(1.0, 40.0))
+    for name in ("one", "two"):
+        assert list(times[name].rounds) == sorted(times[name].rounds)
+        assert len(times[name].rounds) == times[name].loops >= 3
+    assert times["slow"].rounds == ()
+    assert times["two"].over(times["one"]) == pytest.approx(2.0, rel=0.01)
+    assert times["slow"].over(times["one"]) == times["slow"].median / times["one"].median
+
+
+@pytest.mark.parametrize("budget", [20.0, 150.0])
+def test_the_pace_of_the_host_does_not_change_who_is_slower(budget: float, clock: Clock) -> None:
+    """It jumps by up to 30 % about every 50 ms, in some 150 calls. One call takes 5 % more than another."""
+
+    def spread(ratios: list[float]) -> float:
+        return statistics.stdev(math.log(ratio) for ratio in ratios)
+
+    within, between = [], []
+    for seed in range(40):
+        wander, pace = random.Random(seed), [1.0]
+
+        def takes(ms: float, wander: random.Random = wander, pace: list[float] = pace) -> Callable[[], None]:
+            def call() -> None:
+                pace[0] = wander.uniform(0.75, 1.3) if wander.random() < 1 / 150 else pace[0]
+                clock.now += pace[0] * wander.uniform(0.95, 1.05) * ms / 1e3
+
+            return call
+
+        calls = {"one": takes(0.3), "two": takes(0.315), "long": takes(2.0)}
+        times = loops(calls, "cpu", budget=Budget(budget / 4, budget))
+        within.append(times["two"].over(times["one"]))
+        between.append(times["two"].median / times["one"].median)
+    assert spread(within) < 0.5 * spread(between)
+    assert statistics.geometric_mean(within) == pytest.approx(1.05, abs=0.015)
+
+
 def test_what_raises_is_left_out_and_told(clock: Clock) -> None:
     failed: list[str] = []
     calls = {"broken": broken, "one": clock.takes(0.1)}
@@ -142,6 +201,20 @@ def test_regret_is_of_the_fastest_backend_and_not_of_torch_s_own_call() -> None:
     assert (one.fastest, one.regret, one.beside_torch) == ("reference", 1.5, 3.1)
     nothing = judged("b1.h1.s8.d8.fp32", "tiled", reference=2.0)
     assert (nothing.regret, nothing.beside_torch) == (None, None)
+
+
+def test_the_choice_is_beside_others_in_the_same_rounds() -> None:
+    """The host's pace doubles for three rounds of five, and one candidate has but two."""
+    chosen, even = (2.0, 2.0, 4.2, 4.1, 4.0), (2.0, 2.0, 4.2, 4.1, 4.0)
+    better, torch = (1.0, 1.0, 2.1, 2.05, 2.0), (1.5, 1.6)
+    made = judged("b1.h1.s8.d8.fp32", "tiled")
+    for name, rounds in {"tiled": chosen, "reference": better, "auto": even, TORCH: torch}.items():
+        made.times[name] = Loop(statistics.median(rounds), 0.0, 9.0, 1.0, len(rounds), rounds)
+    assert (made.fastest, made.regret) == ("reference", 2.0)
+    assert made.beside_torch == pytest.approx((2.0 / 1.5 + 2.0 / 1.6) / 2)
+    written = made.to_json()
+    assert written["beside_torch"] == round((2.0 / 1.5 + 2.0 / 1.6) / 2, 4)
+    assert written["times"]["torch"] == {"median": 1.55, "low": 0.0, "high": 9.0, "host": 1.0, "loops": 2.0}
 
 
 def test_summaries_are_geometric_means_by_direction() -> None:
