@@ -53,7 +53,8 @@ def overhead(
     """Time calls of small problems, and training steps, beside the same through torch.
 
     repeated: the same call again. lengths: one more key in each call. masks: bool and float, kept and new. training:
-    forward and gradients, by the clock of a loop. The others are timed until the call returns.
+    forward and gradients, by the clock of a loop. forms: pages, sequences one after another, sinks and slopes, with new
+    tensors in each call; "first" is a call of a kind that was not met before. All but training until the call returns.
 
     Exit code 0: good. 2: the tool could not do its work.
     """
@@ -109,6 +110,8 @@ def _show(made: list[Cost]) -> None:
     for title, of_row in groupby(made, key=_title):
         costs = list(of_row)
         render.console.print(f"\n[bold]{render.escape(title)}[/]", soft_wrap=True)
+        if costs[0].unmatched:
+            render.console.print(f"[dim]not beside torch: {render.escape(costs[0].unmatched)}[/]", soft_wrap=True)
         launches = ("kernels",) if any(cost.kernels is not None for cost in costs) else ()
         right = ("us", "±", "over", "ratio", *launches)
         table = render.table("call", "us", "±", "over", "ratio", *launches, "beside", right=right)
@@ -121,7 +124,7 @@ def _show(made: list[Cost]) -> None:
         render.whole(table)
     render.console.print(
         "\n[dim]us: microseconds until the call returns, the median; of a training step, until the device has done it;"
-        " ±: half of the range from the 20th to the 80th percentile; over, ratio: more than torch's own call in the"
+        " ±: half of the range from the 20th to the 80th percentile; over, ratio: more than the call beside in the"
         " same round, and times as much, the medians[/]",
         soft_wrap=True,
     )
@@ -130,5 +133,6 @@ def _show(made: list[Cost]) -> None:
 def _title(cost: Cost) -> str:
     """The row that ``cost`` is of."""
     keys = ", keys of a cache" if cost.keys == "slice" else ""
-    new = f", a new {cost.new} in each call" if cost.new != "nothing" else ""
+    what = "new tensors" if cost.new == "tensors" else f"a new {cost.new}"
+    new = f", {what} in each call" if cost.new != "nothing" else ""
     return f"{cost.section}: {cost.problem}{keys}{new}"

@@ -7,8 +7,9 @@ those on a GPU, of which nobody reads any; lists, lengths on the CPU and the lik
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +22,7 @@ from attnswitch.machine.backend import Forward
 from attnswitch.planning import policy as policies
 from attnswitch.wisdom import view
 
-__all__ = ["forget", "run"]
+__all__ = ["forget", "kept", "knows_again", "run"]
 
 #: Kinds of calls that are remembered; beyond, all are forgotten. And of each kind ways to lie.
 _MOST, _LIES = 1024, 4
@@ -55,6 +56,22 @@ _ways: dict[tuple[Any, ...], list[_Way]] = {}
 def forget() -> None:
     """Drop every way."""
     _ways.clear()
+
+
+def knows_again(query: Any) -> bool:
+    """Whether calls of such a tensor may be known again."""
+    return _is_unread(query)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Behind it the ways are those before it, whatever was forgotten or learnt in between."""
+    before = dict(_ways)
+    try:
+        yield
+    finally:
+        _ways.clear()
+        _ways.update(before)
 
 
 def run(given: tuple[Any, ...], said: tuple[Any, ...], general: Callable[[], Call]) -> Any:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from attnswitch.bench.measure import wait
-from attnswitch.bench.overhead.operands import Feed
-from attnswitch.bench.overhead.ways import TORCH, Way
+from attnswitch.bench.overhead.operands import Source
+from attnswitch.bench.overhead.ways import AUTO, TORCH, Way
 
 __all__ = ["QUICK", "THOROUGH", "Effort", "one_thread", "turns"]
 
@@ -59,7 +59,7 @@ def paced(effort: Effort, one: float, *, new_lengths: bool) -> Effort:
     return replace(effort, calls=calls, uncounted=uncounted, rounds=rounds)
 
 
-def turns(ways: Mapping[str, Way], feed: Feed, device: str, effort: Effort, *, done: bool) -> dict[str, list[float]]:
+def turns(ways: Mapping[str, Way], feed: Source, device: str, effort: Effort, *, done: bool) -> dict[str, list[float]]:
     """Microseconds of a call for each round; with ``done``, until the device is done with the batch."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     names, count, timed = list(ways), effort.uncounted + effort.calls, 0
@@ -80,9 +80,9 @@ def turns(ways: Mapping[str, Way], feed: Feed, device: str, effort: Effort, *, d
     return times
 
 
-def one_call(ways: Mapping[str, Way], feed: Feed, device: str) -> float:
-    """Seconds of one of torch's own calls, the least of a few."""
-    call = ways[TORCH].of(feed.first)
+def one_call(ways: Mapping[str, Way], feed: Source, device: str) -> float:
+    """Seconds of one of torch's own calls, or of the choice where there is none, the least of a few."""
+    call = ways[TORCH if TORCH in ways else AUTO].of(feed.first)
     return min(_batch([call] * 4, 1, device, done=True) for _ in range(LEAST)) / 1e6
 
 

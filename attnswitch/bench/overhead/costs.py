@@ -11,7 +11,8 @@ from typing import Any
 from attnswitch.bench.measure import current, wait
 from attnswitch.bench.overhead import clock
 from attnswitch.bench.overhead.clock import Effort
-from attnswitch.bench.overhead.operands import Feed
+from attnswitch.bench.overhead.forms import FormFeed, form_ways, torch_call
+from attnswitch.bench.overhead.operands import Feed, Source
 from attnswitch.bench.overhead.rows import Row
 from attnswitch.bench.overhead.ways import Way, ways
 
@@ -45,6 +46,8 @@ class Cost:
     over: float | None = None
     ratio: float | None = None
     kernels: float | None = None
+    #: Why torch has no call of its own for it; of forms alone.
+    unmatched: str | None = None
 
 
 def costs(row: Row, device: str, backends: Sequence[str] = (), effort: Effort = clock.THOROUGH) -> Iterator[Cost]:
@@ -52,9 +55,15 @@ def costs(row: Row, device: str, backends: Sequence[str] = (), effort: Effort = 
 
     Raises whatever a call raises.
     """
+    unmatched: str | None = None
     with current(device), clock.one_thread():
-        feed = Feed(row, device)
-        made = ways(row, feed, backends)
+        feed: Source
+        if row.section == "forms":
+            feed = FormFeed(row, device)
+            made, unmatched = form_ways(feed, backends), torch_call(feed.first)[1] or None
+        else:
+            feed = Feed(row, device)
+            made = ways(row, feed, backends)
         effort = clock.paced(effort, clock.one_call(made, feed, device), new_lengths=row.new == "length")
         if row.new == "length":
             most = (effort.warm + effort.rounds) * (effort.uncounted + effort.calls) * len(made)
@@ -80,10 +89,11 @@ def costs(row: Row, device: str, backends: Sequence[str] = (), effort: Effort = 
             over=None if against is None else statistics.median(map(operator.sub, taken, against)),
             ratio=None if against is None else statistics.median(map(operator.truediv, taken, against)),
             kernels=launched.get(name),
+            unmatched=unmatched,
         )
 
 
-def kernels(made: Mapping[str, Way], feed: Feed) -> dict[str, float]:
+def kernels(made: Mapping[str, Way], feed: Source) -> dict[str, float]:
     """How many kernels, copies and fills one call of each way launches on the current GPU, on average."""
     calls = {name: [way.of(operands) for operands in feed.take(_LOOKED_AT)] for name, way in made.items()}
     first = next(iter(made))

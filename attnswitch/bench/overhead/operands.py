@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from attnswitch.bench import workload
 from attnswitch.bench.overhead.rows import Row
 
-__all__ = ["Feed", "Operands"]
+__all__ = ["Feed", "Operands", "Source"]
 
 #: Share of the keys that a mask of keys alone leaves visible, from the first on: the rest is padding.
 _REAL = 0.9
@@ -22,6 +23,17 @@ class Operands(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     attn_mask: torch.Tensor | None
+
+
+class Source(Protocol):
+    """Where the tensors of calls come from; what ``ways`` are given."""
+
+    @property
+    def first(self) -> Any:
+        """Those of the row's own problem."""
+
+    def take(self, calls: int, way: int = 0, ways: int = 1) -> Sequence[Any]:
+        """Those of ``calls`` calls of one of ``ways`` ways to call that take turns."""
 
 
 class Feed:

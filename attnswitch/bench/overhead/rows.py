@@ -13,14 +13,15 @@ from attnswitch.problem import Problem
 
 __all__ = ["SECTIONS", "Keys", "New", "Row", "Section", "ad_hoc", "rows"]
 
-#: repeated: the same call again; lengths: one more key in each call; masks: bool and float ones; training: steps.
-Section = Literal["repeated", "lengths", "masks", "training"]
+#: repeated: the same call again; lengths: one more key in each call; masks: bool and float ones; training: steps;
+#: forms: pages, sequences one after another, sinks, slopes.
+Section = Literal["repeated", "lengths", "masks", "training", "forms"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
-#: What no call before had: nothing, the number of keys, the tensor of the mask.
-New = Literal["nothing", "length", "mask"]
+#: What no call before had: nothing, the number of keys, the tensor of the mask, all tensors but caches and parameters.
+New = Literal["nothing", "length", "mask", "tensors"]
 #: Key and value are whole tensors, or the first rows of a larger cache.
 Keys = Literal["whole", "slice"]
-_OF_NEW: dict[New, Section] = {"nothing": "repeated", "length": "lengths", "mask": "masks"}
+_OF_NEW: dict[New, Section] = {"nothing": "repeated", "length": "lengths", "mask": "masks", "tensors": "forms"}
 _LENGTHS = 300, 2000
 
 
@@ -29,7 +30,8 @@ class Row:
     """One problem and how it is called.
 
     A ``step`` is the forward and the gradients of the problem, timed until the device has done a batch of them; else a
-    call is timed until it returns. Raises ``InvalidProblem`` for what torch's own call cannot say, or nobody here.
+    call is timed until it returns. Raises ``InvalidProblem`` for what nobody here times, and but for forms, whose
+    tensors are new in each call, for what torch's own call cannot say.
     """
 
     section: Section
@@ -40,6 +42,14 @@ class Row:
 
     def __post_init__(self) -> None:
         p = self.problem
+        if self.section == "forms":
+            if p.grads or self.step or self.keys != "whole":
+                raise InvalidProblem(f"{p}: calls of new tensors are timed without gradients, and with whole keys")
+            return
+        if p.varlen or p.page or p.sinks or p.alibi:
+            raise InvalidProblem(
+                f"{p}: sequences one after another, pages, sinks and slopes are timed with new tensors"
+            )
         if p.irregular or p.softcap or p.lse or p.seeded:
             raise InvalidProblem(f"{p}: torch's own call has no lengths, window, bottom right, softcap, lse or seed")
         if p.mask is not None and p.causal:
@@ -58,7 +68,7 @@ def rows(device: str, sections: Collection[str] = SECTIONS, *, quick: bool = Fal
     Raises ``InvalidProblem`` for a section that there is none of.
     """
     dtype = "fp32" if device == "cpu" else "bf16"
-    made = {"repeated": _repeated, "lengths": _lengths, "masks": _masks, "training": _training}
+    made = {"repeated": _repeated, "lengths": _lengths, "masks": _masks, "training": _training, "forms": _forms}
     for section in sections:
         if section not in made:
             raise InvalidProblem(f"section {section!r} is not known; {one_of(section, made)}")
@@ -80,6 +90,19 @@ def _repeated(dtype: str, _: int) -> Iterator[Row]:
 def _lengths(dtype: str, _: int) -> Iterator[Row]:
     for length, mask in itertools.product(_LENGTHS, ("", ".mask=bool:k")):
         yield Row("lengths", Problem.parse(f"b1.h8.s1x{length}.d64.{dtype}{mask}"), "slice", "length")
+
+
+def _forms(dtype: str, most: int) -> Iterator[Row]:
+    decode, cache = "causal-br.lengths.page=16", "causal-br.lengths.page=64"
+    for text in (
+        f"b4.h32/8.s1x{most}.d128.{dtype}.{decode}",
+        f"b4.h16/1.s1x{most}.d576/512.{dtype}.{cache}",
+        f"b4.h32/8.s4x{most}.d128.{dtype}.{decode}.varlen",
+        f"b4.h8.s64.d128.{dtype}.causal.varlen",
+        f"b2.h8.s64.d64.{dtype}.causal.sinks",
+        f"b2.h8.s64.d64.{dtype}.causal.alibi",
+    ):
+        yield Row("forms", Problem.parse(text), new="tensors")
 
 
 def _masks(dtype: str, most: int) -> Iterator[Row]:

@@ -34,12 +34,12 @@ _KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to call: of operands it makes a call that is ready to run, ``within`` a context.
+    """A way to call: of what a ``Source`` gives it makes a call that is ready to run, ``within`` a context.
 
     ``beside`` names the way that it is set against: torch's own call of the same kernel, else of torch's own choice.
     """
 
-    of: Callable[[Operands], Callable[[], Any]]
+    of: Callable[[Any], Callable[[], Any]]
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     beside: str | None = None
 
