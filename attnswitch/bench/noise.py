@@ -3,7 +3,7 @@
 A weight is kept at the rate 1 - p and then divided by it. So output and gradients are linear in independent errors n of
 mean 0 and variance p / (1 - p), one for each weight: dropout adds the sum of n_c a_c over the weights c, where the
 vector a_c is known. The mean square of that is exact. The variance of its square is too, but for how much the vectors
-of a row or a key are alike: that is worked out for the first ``_EXACT``, and of others they count as the same.
+of a row or a key are alike: where that is not worked out, they count as the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ FALSE_ALARM = 1e-9
 _SURE = -math.log(FALSE_ALARM / 2)
 #: What rounding in float64 leaves of a difference, of the squares of its terms.
 _LEFT = 1e-12
-#: Rows, or keys, whose vectors are compared with each other.
-_EXACT = 64
+#: Keys up to which those of a row are compared with each other, in all rows; beyond, in the first few.
+_KEYS, _ROWS = 2048, 16
+#: Keys whose rows are compared with each other, and how many at a time.
+_EXACT, _TOGETHER = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,23 @@ class Sum:
             self._keys = self._keys.to(square) + square.sum((0, 1))
             some = vectors.flatten(0, 1)
             weights = (cells.square / vectors.square().sum(-1, keepdim=True).clamp_min(1e-30)).flatten(0, 1)
-            first = [(some * weights[:, j, None]).T @ some for j in range(min(_EXACT, weights.shape[1]))]
-            self._first = self._first.to(some) + torch.stack(first) if first else self._first
+            first = [
+                (some[:, None] * weights[:, j : min(j + _TOGETHER, _EXACT), None]).flatten(1).T @ some
+                for j in range(0, min(_EXACT, weights.shape[1]), _TOGETHER)
+            ]
+            self._first = self._first.to(some) + torch.cat(first)
             return
-        exact = max(0, min(_EXACT - self._rows, square.shape[1]))
+        if vectors.shape[0] <= _KEYS:
+            of_rows = _alike(cells.strength.square(), vectors, caps, centres).minimum(square.sum(-1).square())
+            self._squares = self._squares + of_rows.sum(-1).cpu()
+            return
+        exact = max(0, min(_ROWS - self._rows, square.shape[1]))
         self._rows += square.shape[1]
         rest = square[:, exact:].sum(-1).square().sum(-1)
         for g in range(square.shape[0]):
             for i in range(exact):
                 x = vectors * caps[g, i, :, None] - (0 if centres is None else centres[g, i])
-                rest[g] += ((x * cells.strength[g, i, :, None].square()).T @ x).double().square().sum()
+                rest[g] += ((x * cells.strength[g, i, :, None].square()).T @ x).square().sum()
         self._squares = self._squares + rest.cpu()
 
     def heads(self) -> list[Noise]:
@@ -107,6 +116,21 @@ class Sum:
             sideways = jump + math.sqrt(jump * jump + 2.0 * _SURE * variance * along)  # Bernstein's inequality
             found.append(Noise(math.sqrt(low) * usual, math.sqrt(high) * usual, sideways, usual))
         return found
+
+
+def _alike(weights: torch.Tensor, keys: torch.Tensor, caps: torch.Tensor, centres: torch.Tensor | None) -> torch.Tensor:
+    """The sum of w_j w_k <x_j, x_k>^2 in each row, (G, R), of x_j = cap_j key_j - centre."""
+    products, capped = keys @ keys.T, weights * caps
+    strong = capped * caps
+    found = ((strong @ products.square()) * strong).sum(-1)
+    if centres is None:
+        return found
+    beside, square = caps * (centres @ keys.T), centres.square().sum(-1)
+    alone, once, twice = weights.sum(-1), (weights * beside).sum(-1), (weights * beside.square()).sum(-1)
+    across = capped @ products
+    found = found - 4.0 * (across * capped * beside).sum(-1) + 2.0 * square * (across * capped).sum(-1)
+    found = found + 2.0 * (twice * alone + once.square()) + square * alone * (square * alone - 4.0 * once)
+    return found.clamp_min(0.0)
 
 
 def _gamma(shape: float) -> tuple[float, float]:

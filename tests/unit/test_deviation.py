@@ -72,6 +72,11 @@ WRONG: dict[str, tuple[str, Break]] = {
     "drops nothing": (SMALL, lambda work, call: call(dropout_p=0.0)),
     "drops nothing, of few keys": ("b1.h2.s28x6.d16.fp32.dropout=0.1", lambda work, call: call(dropout_p=0.0)),
     "drops nothing in a decode step": ("b1.h2.s1x256.d64.fp32.dropout=0.1", lambda work, call: call(dropout_p=0.0)),
+    "drops nothing of fifty keys": ("b1.h2.s1x50.d128.bf16.dropout=0.1", lambda work, call: call(dropout_p=0.0)),
+    "drops nothing in nine rows": (
+        "b3.h1.s9.d128.fp32.causal.window=3,0.dropout=0.1",
+        lambda work, call: call(dropout_p=0.0),
+    ),
     "drops half": (SMALL, lambda work, call: call(dropout_p=0.5)),
     "drops twice as many": (LARGE, lambda work, call: call(dropout_p=0.2)),
     "drops half as many": (LARGE, lambda work, call: call(dropout_p=0.05)),
@@ -109,12 +114,43 @@ def test_who_drops_everything_returns_nothing() -> None:
 def test_rows_in_chunks_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     work = workload.of(Problem.parse("b1.h4/2.s90x70.d8.fp64.causal.dropout=0.1.grad"), "cpu")
     whole = deviation.make(work).parts[0, 0].noises
-    monkeypatch.setattr(deviation, "_CHUNK", 1000)
+    monkeypatch.setattr(deviation, "_NOISE_CHUNK", 1000)
     for one, other in zip(whole, deviation.make(work).parts[0, 0].noises, strict=True):
         for of_one, of_other in zip(one, other, strict=True):
             assert (of_one.least, of_one.most, of_one.along, of_one.usual) == pytest.approx(
                 (of_other.least, of_other.most, of_other.along, of_other.usual)
             )
+
+
+def test_so_few_are_dropped_that_it_may_be_none() -> None:
+    """A right result can be the answer then, to rounding."""
+    work = workload.of(Problem.parse("b1.h2.s1x50.d128.bf16.dropout=0.02"), "cpu")
+    assert deviation.make(work).wrong(results(work, 0, dropout_p=0.0)) == ""
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_how_alike_the_vectors_of_a_row_are(centred: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights, caps, keys, centres = (
+        torch.rand(shape, dtype=torch.float64, generator=generator)
+        for shape in ((2, 5, 7), (2, 5, 7), (7, 3), (2, 5, 3))
+    )
+    vectors = caps[..., None] * keys - (centres[:, :, None] if centred else 0.0)
+    products = torch.einsum("grjd,grkd->grjk", vectors, vectors)
+    expected = torch.einsum("grj,grk,grjk->gr", weights, weights, products.square())
+    torch.testing.assert_close(noise._alike(weights, keys, caps, centres if centred else None), expected)
+
+
+def test_many_keys_are_bounded_by_less_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bound gets narrower."""
+    work = workload.of(Problem.parse("b1.h2.s40x70.d8.fp64.causal.dropout=0.1.grad"), "cpu")
+    exact = deviation.make(work).parts[0, 0].noises
+    monkeypatch.setattr(noise, "_KEYS", 1)
+    for one, other in zip(exact, deviation.make(work).parts[0, 0].noises, strict=True):
+        for narrow, wide in zip(one, other, strict=True):
+            assert wide.least <= narrow.least * 1.001
+            assert wide.most >= narrow.most * 0.999
+    assert other[0].most == one[0].most  # of values, which goes by keys
 
 
 @pytest.mark.parametrize("shape", [1e-3, 0.3, 1.0, 20.0, 1e4])
