@@ -175,13 +175,13 @@ def test_head_dimensions_are_filled_up_to_those_that_are_compiled(dims: str, com
 
 
 def test_memory_is_what_the_launches_need() -> None:
-    """base and delta, sums of dQ, and of dK and dV for each split: linear in the lengths."""
+    """base and delta, counts of blocks, sums of dQ, and of dK and dV for each split: linear in the lengths."""
     p = Problem.parse("b2.h16/4.s1000.d80.bf16.causal.grad")
     made = backward.Backward(p, choice.gradients(p), H200)
-    rows, parts = 2 * 16 * 1024, max(step.splits for step in made.steps)
+    rows, counts, parts = 2 * 16 * 1024, 32, max(step.splits for step in made.steps)
     assert parts > 1
-    assert made.space == 2 * rows + rows * 128 + 2 * parts * 2 * 4 * 1024 * 128
-    assert made.begins == (0, 4 * rows, 8 * rows, 8 * rows + 4 * rows * 128)
+    assert made.space == 2 * rows + counts + rows * 128 + 2 * parts * 2 * 4 * 1024 * 128
+    assert made.begins == (0, 4 * rows + 4 * counts, 8 * rows + 4 * counts, 8 * rows + 4 * counts + 4 * rows * 128)
     assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 8 * parts, rows // 64 + 2 * 2 * 4 * 16]
 
 
@@ -200,8 +200,8 @@ def test_sums_of_keys_are_an_even_number_of_tiles(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backward, "splits", lambda *_: 3)
     p = Problem.parse("b2.h16/4.s1000x150.d256.bf16.grad")
     made = backward.Backward(p, choice.gradients(p), H200)
-    rows = 2 * 16 * 1024
-    assert made.space == 2 * rows + rows * 256 + 2 * 3 * 2 * 4 * 256 * 256
+    rows, counts = 2 * 16 * 1024, 32
+    assert made.space == 2 * rows + counts + rows * 256 + 2 * 3 * 2 * 4 * 256 * 256
     assert [step.blocks for step in made.steps] == [rows // 64, 2 * 4 * 3 * 3, rows // 64 + 2 * 2 * 4 * 4]
 
 

@@ -49,11 +49,13 @@ class Backward(BackwardLaunches):
         section = min(side_by_side, max(1, p.batch * p.heads_kv))
         grid = key_grid(p, tile.keys, section, parts)
         self.clears = grid.clears
+        of_head = grid.blocks // max(1, p.batch * p.heads_kv)
+        rows_left = (kept[2] + kept[3] // parts) // dim  # of queries, and of keys where they are parts
         self.steps = [
             *(() if added is None else (added,)),
             Step(_prepare(p), rows // ROWS, 0),
             Step(_backward(p, tile), grid.blocks, grid.section, mapped=True, beside=True, splits=parts),
-            Step(_finish(p), (kept[2] + kept[3] // parts) // dim // ROWS, 0, beside=True, splits=parts),
+            Step(_finish(p), rows_left // ROWS, 0, beside=True, splits=parts, awaited=of_head),
         ]
         if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)

@@ -157,13 +157,14 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
 
 
 def saved(p: Problem, parts: int) -> tuple[int, int, int, int]:
-    """Numbers that launches of a backward leave to one another: base; delta and turns; sums of dQ; of dK and dV.
+    """Numbers that launches of a backward leave to one another: base, counts; delta, turns; sums of dQ; of dK and dV.
 
     ``parts``: among how many blocks the queries of the same keys are divided, each with sums of its own.
     """
     rows, (dim, _) = p.batch * p.heads_q * arithmetic.padded(p), gradient_dims(p)
     keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * ROWS) * 2 * ROWS
+    counts = arithmetic.tiles(p.batch * p.heads_kv, _ALIGN) * _ALIGN
     turns = arithmetic.tiles(rows // ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
     of_queries = rows if "q" in p.grads else 0
     of_keys = 2 * keys * parts if parts > 1 else 0
-    return 2 * rows if p.adds_mask else rows, rows + turns, of_queries * dim, of_keys * dim
+    return rows * (2 if p.adds_mask else 1) + counts, rows + turns, of_queries * dim, of_keys * dim

@@ -20,7 +20,7 @@ class Step(NamedTuple):
     """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
 
     ``mapped``: it is passed ``BackwardLaunches.maps``. ``beside``: see ``run.start``. ``splits``: so many blocks share
-    what one would do.
+    what one would do. ``awaited``: blocks of the launch before that each key head has, where they are waited for alone.
     """
 
     variant: Variant
@@ -29,6 +29,7 @@ class Step(NamedTuple):
     mapped: bool = False
     beside: bool = False
     splits: int = 1
+    awaited: int = 0
 
 
 class BackwardLaunches:
@@ -102,7 +103,7 @@ class BackwardLaunches:
         mapped = (*inputs[:3], grad_out, *((inputs.attn_mask,) if self.maps_mask else ()))
         maps = self.maps(*map(memory.place, mapped))
         for step in self.steps:
-            a.section, a.splits = step.section, step.splits
+            a.section, a.splits, a.tiles = step.section, step.splits, step.awaited
             run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)
         del looked  # not before: what it points to is the next launch's from here on
         return grads

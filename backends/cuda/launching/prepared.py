@@ -94,7 +94,11 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad, *by_mask), strict=True)))
     )
     launches = [
-        (run.sender(step.variant, step.blocks, index, beside=step.beside), step.section, step.splits, step.mapped)
+        (
+            run.sender(step.variant, step.blocks, index, beside=step.beside),
+            (step.section, step.splits, step.awaited),
+            step.mapped,
+        )
         for step in launch.steps
         if step.blocks
     ]
@@ -157,8 +161,8 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         looked = None if look is None else look(a, where)
         mapped_at = operands[0], operands[5], operands[10], at_grad, *((a.mask.at,) if by_mask else ())
         maps = maps_at(mapped_at, by_grad) if mapped else tensor_maps.NONE
-        for send, section, splits, takes_maps in launches:
-            a.section, a.splits = section, splits
+        for send, counts, takes_maps in launches:
+            a.section, a.splits, a.tiles = counts
             if takes_maps:
                 send(where, *maps.pointers, at)
             else:

@@ -49,7 +49,7 @@ struct Arguments {
     double keep_scale; // 1 / (1 - dropout)
     int batch, heads, group;  // with VARLEN there is one more than sequences (sequences.cuh)
     int pack;          // query heads that share a tile of rows: row r is query r / pack of head r % pack
-    int packs, tiles;  // of all heads; of all rows
+    int packs, tiles;  // of all heads; of all rows; hopper/finish.cu has blocks of a key head there
     int queries, padded, keys, dim, dim_v;  // with VARLEN the most queries and keys of any sequence
     int left, right;   // keys that a query sees before and after its own
     int bottom_right;  // whether the diagonal ends at the last key

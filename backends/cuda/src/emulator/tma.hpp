@@ -154,6 +154,12 @@ DEVICE void leave_number(u32* at, u32 number) {
     if (*at + 1 != number) return fail("a number is left out of its turn");
     *at = number;
 }
+DEVICE void clear_number(u32* at) { *at = 0; }
+DEVICE void count_block(u32* at) {
+    for (const emulator::Additions& each : emulator::additions)
+        if (!each.under_way.empty()) return emulator::fail("a block is counted before its additions are done");
+    ++*at;
+}
 DEVICE u32 number_at(const u32* at) {
     emulator::own_additions().behind = true;
     return *at;
@@ -171,5 +177,6 @@ DEVICE void await_number(const u32* at, u32 number) {
             return *wait->at >= wait->number;
         },
         &wait);
+    if (*at > number) fail("a number is past what is waited for");
 }
 DEVICE void follow_additions() { emulator::own_additions().behind = false; }

@@ -2,6 +2,9 @@
 //
 // A warpgroup takes 64 rows: first those of all heads' queries, then of all key heads' keys, then of their values. Parts
 // of different splits are added in their order.
+//
+// A block waits for those blocks alone that add to its rows, all of the same key head, and so begins where the launch
+// before leaves SMs without work. `tiles` is how many blocks of that launch a key head has.
 #include "gradient_rows.cuh"
 #include "hopper/backward/sums.cuh"
 #include "hopper/store.cuh"
@@ -14,7 +17,7 @@ struct Rows {
     float* sums;
     i64 apart;  // numbers between the parts of splits
     int splits;
-    i64 b, h;
+    int b, h;
     int heads, first, length, dim;
     float weight;
     void* to;
@@ -36,13 +39,18 @@ struct Rows {
             to = which == OF_KEY ? a.grad_key : a.grad_value, weight = which == OF_KEY ? a.scale : 1;
             if (which == OF_VALUE) tile -= of_keys;
         }
-        b = tile / tiles / heads, h = tile / tiles % heads, first = tile % tiles * 64;
+        b = int(tile / tiles / heads), h = int(tile / tiles % heads), first = tile % tiles * 64;
     }
 };
 
 KERNEL finish(const Arguments a) {
-    await_launch_before();
     const Rows rows(a);
+    if (thread_index() == 0) {
+        await_number(done_of(a, (rows.b * rows.heads + rows.h) / (rows.which == OF_QUERY ? a.group : 1)), a.tiles);
+        // What is launched next waits for this launch alone, and so this one for the launch before.
+        if (!a.tiles || block_index() + 1 == blocks()) await_launch_before();
+    }
+    barrier();
     if (!rows.to) return;
     float sums[BLOCK_D / 2];
     UNROLL for (float& sum : sums) sum = 0;

@@ -113,6 +113,16 @@ DEVICE void leave_number(u32* at, u32 number) {
     asm volatile("fence.proxy.async.global;\nst.release.gpu.global.u32 [%0], %1;"
                  ::"l"(__cvta_generic_to_global(at)), "r"(number) : "memory");
 }
+// Makes it 0 before what this thread does next.
+DEVICE void clear_number(u32* at) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\nfence.acq_rel.gpu;"
+                 ::"l"(__cvta_generic_to_global(at)), "r"(0) : "memory");
+}
+// Counts a block whose additions are done, and what it stored, by a thread that all others have told so.
+DEVICE void count_block(u32* at) {
+    asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], 1;"
+                 ::"l"(__cvta_generic_to_global(at)) : "memory");
+}
 // How far it has come; `follow_additions` before this thread adds.
 DEVICE u32 number_at(const u32* at) {
     u32 number;

@@ -4,6 +4,9 @@
 // nothing and for those past the last query, so that they weigh 0 without a test. A block takes 64 rows of a head, a few
 // lanes a row, which read 16 bytes at once, and fills the sums of these rows with 0. ADDED: another kernel has made base
 // and delta, of a float mask.
+//
+// No block of the launches behind this one begins before every block here has let it: so what counts their blocks is 0
+// by then, though they need not wait for the end of this launch.
 #include "hopper/backward/sums.cuh"
 
 constexpr int EACH = 16 / sizeof(T), LANES = BLOCK_DV / EACH, AT_ONCE = 32 / LANES;  // columns and lanes; rows of a warp
@@ -17,9 +20,12 @@ DEVICE Chunk<T> columns_of(const Operand& operand, i64 b, i64 h, i64 i, int colu
 }
 
 KERNEL prepare(const Arguments a) {
-    let_next_begin();
     const i64 tile = block_index(), tiles = a.padded / 64;
     const i64 b = tile / tiles / a.heads, h = tile / tiles % a.heads;
+    if (thread_index() == 0) {
+        if (tile % tiles == 0 && h % a.group == 0) clear_number(done_of(a, (b * a.heads + h) / a.group));
+        let_next_begin();
+    }
     const int lane = thread_index() % 32, row = thread_index() / 32 * AT_ONCE + lane / LANES;
     const int column = lane % LANES * EACH;
     _Pragma("unroll 2") for (int n = 0; n < (ADDED ? 0 : ROUNDS); n++) {

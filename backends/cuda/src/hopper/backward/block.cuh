@@ -1,5 +1,6 @@
-// How a block of every backward begins: the first warpgroup loads, one thread of it, and the others compute.
+// How a block of every backward begins and ends: the first warpgroup loads, one thread of it, and the others compute.
 #pragma once
+#include "hopper/backward/done.cuh"
 #include "hopper/backward/loader.cuh"
 
 constexpr int LOADER_REGISTERS = 24, COMPUTING_REGISTERS = 240;
@@ -19,8 +20,11 @@ DEVICE void share_work(const Arguments& a, const Maps& maps, Compute compute, Be
     const int group = broadcast(thread_index() / 128);  // as the compiler knows to be all lanes'
     if (group == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (thread_index() == 0) Loader<Shared, Step>{a, shared, maps}.run();
-        beside(shared);
+        if (broadcast(thread_index() / 32)) {  // as well
+            beside(shared);
+            count_done(a);
+        } else if (thread_index() == 0)
+            Loader<Shared, Step>{a, shared, maps}.run();
     } else {
         take_registers<COMPUTING_REGISTERS>();
         compute(shared, group - 1);

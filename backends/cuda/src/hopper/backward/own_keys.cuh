@@ -14,7 +14,9 @@ template <class Shared, class Step, class Consumer> struct OwnKeys : Worker<Shar
         UNROLL for (float& sum : key_sums) sum = 0;
         UNROLL for (float& sum : value_sums) sum = 0;
         if (step.more()) static_cast<Consumer*>(this)->visit(block, step);
+        if (this->a.splits == 1) tell_done();
         store_gradient(this->a, block, block.first + 64 * this->index, key_sums, OF_KEY);
         store_gradient(this->a, block, block.first + 64 * this->index, value_sums, OF_VALUE);
+        if (this->a.splits > 1) tell_done();
     }
 };

@@ -1,6 +1,7 @@
 // The gradient of 64 keys, or of their values, from a warpgroup's registers to where it belongs.
 #pragma once
 #include "gradient_rows.cuh"
+#include "hopper/backward/done.cuh"
 #include "hopper/backward/steps.cuh"
 #include "hopper/backward/sums.cuh"
 #include "hopper/store.cuh"

@@ -8,6 +8,10 @@ constexpr int QUADS = 4 * 32;  // of a warp, of the same 8 columns
 // The tile number `line` of `sums`.
 DEVICE float* sums_of(void* sums, i64 line) { return static_cast<float*>(sums) + line * (64 * BLOCK_D); }
 
+// How many blocks of a key head are done, of all heads: numbers that end where delta begins.
+DEVICE u32* done_of(const Arguments& a, i64 head) {
+    return static_cast<u32*>(a.delta) - i64(a.batch) * (a.heads / a.group) + head;
+}
 // Where blocks add in turn: how many blocks are done with each tile of dQ, behind delta.
 DEVICE u32* turns_of(const Arguments& a, i64 line) {
     return reinterpret_cast<u32*>(static_cast<float*>(a.delta) + i64(a.batch) * a.heads * a.padded) + line;

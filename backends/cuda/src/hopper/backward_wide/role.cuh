@@ -22,7 +22,9 @@ template <int INDEX, class Warpgroup> struct Role : Worker<Shared> {
         Step step(a, block);
         UNROLL for (float& sum : sums) sum = 0;
         if (step.more()) static_cast<Warpgroup*>(this)->visit(block, step);
+        if (a.splits == 1) tell_done();
         store_gradient(a, block, block.first, sums, INDEX == 0 ? OF_VALUE : OF_KEY);
+        if (a.splits > 1) tell_done();
     }
 
     // Panel n of its own, of dS^T in the tile where `written_at` is.
@@ -51,6 +53,7 @@ template <int INDEX, class Warpgroup> struct Role : Worker<Shared> {
             hold(query_sums);
             add_query_sums(tile, n);
         }
-        if (thread_index() % 32 == 0) wait_additions();  // which read shared memory
+        if (thread_index() % 32 == 0) finish_additions();
+        warp_barrier();
     }
 };
