@@ -14,7 +14,7 @@ from attnswitch import files
 from attnswitch.machine.backend import Backend, Packed, Precision, Progress, Regime
 from attnswitch.machine.backend import Tile as OnChip
 from attnswitch.machine.device import Device
-from attnswitch.problem import DTYPES, Problem
+from attnswitch.problem import CACHES, DTYPES, Problem
 from attnswitch.problem.cost import STATISTIC
 
 from ..own import requirements
@@ -53,6 +53,7 @@ class CudaBackend(Backend):
     sinks: ClassVar[bool] = True
     alibi: ClassVar[bool] = True
     paged: ClassVar[bool] = True
+    caches: ClassVar[tuple[str, ...]] = CACHES
     trees: ClassVar[bool] = True
     splits: ClassVar[bool] = True
     emulation: ClassVar[Mapping[str, str]] = {emulator.VARIABLE: "1"}

@@ -55,7 +55,7 @@ def _results(p: Problem) -> dict[Any, Any]:
     key = (
         *(p.heads_q, p.heads_kv, min(p.seq_q, MANY), p.dim_qk, p.dim_v, p.dtype),
         *(p.causal, p.window is None, p.alignment, p.key_lengths, p.scale, p.softcap, p.dropout, p.lse, p.grads),
-        *(p.deterministic, p.varlen, p.sinks, p.alibi, p.page, p.splits > 0, p.tree),
+        *(p.deterministic, p.varlen, p.sinks, p.alibi, p.page, p.splits > 0, p.tree, p.cache),
         *(q.align, q.strided, q.expanded, q.negative, k.align, k.strided, k.expanded, k.negative),
         *(v.align, v.strided, v.expanded, v.negative),
         None if mask is None else (mask.dtype, mask.axes, m.align, m.strided, m.expanded, m.negative),

@@ -174,7 +174,10 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     kind = partial(Tile, generic=generic)
     forward: Tile | HopperTile = kind(32, 16, 2, 2)
     if rows(problem) <= FEW and not generic and not mixed(problem):
-        forward = Tile(_height(problem), 16, 3, 2, apart=True)
+        keys = (
+            32 if problem.cache and problem.page % 32 == 16 else 16
+        )  # a tile of several pages, which it has in sections
+        forward = Tile(_height(problem), keys, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1
     splits = problem.splits or splits
@@ -259,7 +262,9 @@ def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     if few <= FEWER:
         # Blocks of few warps, several to an SM, with tiles of keys in flight.
         height = 1 << (few - 1).bit_length()
-        tile = Tile(height, 64 if on_tensor_cores(problem) else 32, height // 16, 3)
+        # What is stored in 8 bits is widened by the warps of a block, of which an SM then has more.
+        keys = 64 if on_tensor_cores(problem) and not problem.cache else 32
+        tile = Tile(height, keys, height // 16, 3)
     elif packs(problem) and problem.dtype != "float64":
         # 29 queries of 16/4 heads against 15,429 keys, D 96, B 58: 0.86 ms, and 1.79 each head alone; in float32, 11 of
         # 40/5 against 2,721, D 128, B 26: 0.80, and 1.23 (an H200).
@@ -314,13 +319,16 @@ def _together(problem: Problem) -> bool:
 
 def _streaming(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     """The tiles of a few rows, warps apart: eight of them or four; or as many as fit, where tiles are short."""
-    height, row = _height(problem), (problem.dim_qk + problem.dim_v) * DTYPES[problem.dtype]
+    size = problem.element("key") if on_tensor_cores(problem) else DTYPES[problem.dtype]  # as shared memory has them
+    height, row = _height(problem), (problem.dim_qk + problem.dim_v) * size
     counts: tuple[tuple[int, ...], ...] = ((8, 4), (2,))
     keys = 32 if row <= 256 else 16
     if not on_tensor_cores(problem) and row > 512:
         keys, counts = 8, ((8,), (6,), (4,), (2,))
-    for several, stages in itertools.product(counts, (3, 2)):
+    # Rows of 8 bits are short: more of them are on their way for as many bytes, where all have room for that.
+    for several, stages in itertools.product(counts, (5, 4, 3, 2) if problem.cache else (3, 2)):
         tiles = [Tile(height, keys, warps, stages, apart=True) for warps in several]
-        if fitting := tuple(tile for tile in tiles if fits(tile, "forward", problem, on_chip)):
+        fitting = tuple(tile for tile in tiles if fits(tile, "forward", problem, on_chip))
+        if fitting and (stages <= 3 or len(fitting) == len(tiles)):
             return fitting
     return (shrunk(Tile(height, keys, 1, 3), "forward", problem, on_chip),)

@@ -98,6 +98,8 @@ def _wide(p: Problem) -> Iterator[str]:
             yield f"{name}={dim}: it has room for {most}"
     if p.page % LATENT.keys and p.page not in _PARTS:
         yield f"page={p.page}: it loads pages of {_PARTS[0]} or {_PARTS[1]} rows, or of whole tiles of {LATENT.keys}"
+    if p.cache:
+        yield f"cache={p.cache}: it reads pages of query's dtype"
     if p.tree:
         yield "tree_mask: it hides keys by their position"
     if p.mask is not None:

@@ -17,7 +17,8 @@ class Variant(NamedTuple):
 
     ``rows`` and ``columns`` are of a tile of scores, ``dim`` and ``dim_v`` of an operand in shared memory. ``teams`` of
     warps share tiles of keys. ``generic`` kernels read most flags from their arguments (``src/portable/generic.cuh``);
-    ``varlen`` ones find sequences that lie one after another (``src/sequences.cuh``).
+    ``varlen`` ones find sequences that lie one after another (``src/sequences.cuh``); of ``eight`` key and value are
+    stored in 8 bits (``src/portable/stored.cuh``).
     """
 
     kernel: str
@@ -35,6 +36,7 @@ class Variant(NamedTuple):
     teams: int = 1
     generic: bool = False
     varlen: bool = False
+    eight: bool = False
 
     @property
     def source(self) -> str:
@@ -64,9 +66,10 @@ class Variant(NamedTuple):
             "VARLEN": int(self.varlen),
             "SHARED_BYTES": self.shared,
             "PHILOX_ROUNDS": ROUNDS,
+            **({"EIGHT": 1} if self.eight else {}),  # which nearly no kernel has, so that the others do not name it
         }
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.columns} d{self.dim}/{self.dim_v} w{self.warps} s{self.stages}"
-        kind = [name for name in ("generic", "varlen") if getattr(self, name)]
+        kind = [name for name in ("generic", "varlen", "eight") if getattr(self, name)]
         return " ".join([self.kernel, self.dtype, tile, *kind, *(f"{name}={value}" for name, value in self.flags)])

@@ -80,6 +80,9 @@ class Arguments(ctypes.Structure):
         ("tree", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("tree_batch", "tree_row")),
         ("values_within", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("key_scales", "value_scales")),
+        *((name, ctypes.c_int64) for name in ("key_scale_page", "key_scale_head")),
+        *((name, ctypes.c_int64) for name in ("value_scale_page", "value_scale_head")),
     ]
 
 
@@ -157,6 +160,9 @@ def of_call(constants: Arguments, inputs: Inputs, *, mapped: bool = False) -> Ar
             raise Unsupported(f"a cache of {inputs.key.shape[0]} pages: cuda numbers pages in 32 bits")
         a.table, a.table_batch, a.table_step = memory.place(inputs.block_table)
         a.table_bytes = int(inputs.block_table.itemsize)
+    if inputs.key_scale is not None:
+        a.key_scales, a.key_scale_page, a.key_scale_head = memory.place(inputs.key_scale)
+        a.value_scales, a.value_scale_page, a.value_scale_head = memory.place(inputs.value_scale)
     if inputs.tree_mask is not None:
         a.tree, a.tree_batch, a.tree_row, _ = memory.place(inputs.tree_mask)
     return a

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attnswitch.machine.backend import Gradients, Inputs
-from attnswitch.problem import Problem
+from attnswitch.problem import DTYPES, Problem
 
 from ..compiling.variant import Variant
 from . import arguments, memory, run
@@ -74,7 +74,7 @@ class BackwardLaunches:
 
         How they lie is no part of the problem, and each way would be one more kernel to compile.
         """
-        return rows if memory.copied(memory.layout(rows), self._dtype) >= self._bytes else memory.dense(rows)
+        return rows if memory.copied(memory.layout(rows), DTYPES[self._dtype]) >= self._bytes else memory.dense(rows)
 
     def __call__(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Launch it."""

@@ -86,6 +86,8 @@ def form(problem: Problem, launch: ForwardLaunches, inputs: Inputs, order: Order
             a.slopes = slopes.data_ptr()
         if table is not None:
             a.table = table.data_ptr()
+        if key_scale is not None:
+            a.key_scales, a.value_scales = key_scale.data_ptr(), value_scale.data_ptr()
         if tree is not None:
             a.tree = tree.data_ptr()
         send(a, at, out if lse is None else lse, stream(index))

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from attnswitch.arrays import library_of
-from attnswitch.problem import DTYPES, Memory
+from attnswitch.problem import Memory
 
 from ...own.allocating import allocator
 
@@ -65,9 +65,9 @@ def layout(array: Any) -> Memory:
     return Memory(align=math.gcd(16, at, *(stride * size for stride in steps[:3])), strided=strided)
 
 
-def copied(operand: Memory, dtype: str) -> int:
-    """Bytes that one copy may move."""
-    return DTYPES[dtype] if operand.strided else max(operand.align, DTYPES[dtype])
+def copied(operand: Memory, element: int) -> int:
+    """Bytes that one copy may move of an operand whose elements have so many."""
+    return element if operand.strided else max(operand.align, element)
 
 
 def dtype_name(array: Any) -> str:

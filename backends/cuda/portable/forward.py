@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnswitch.machine.backend import Inputs
-from attnswitch.problem import Problem
+from attnswitch.problem import CACHES, Problem
 
 from ...own import arithmetic
 from ..classes import per_class
@@ -101,4 +101,5 @@ def _forward(p: Problem, tile: Tile, split: int, once: bool) -> Variant:
     own = {"LENGTHS": int(p.key_lengths), "SPLIT": split, "ONCE": int(once)}
     own |= {"SINKS": int(p.sinks), "PAGED": tiles.paged(p, tile)}
     own |= {"TREE": 1} if p.tree else {}  # which nearly no problem has, so that the others do not name it
+    own |= {"CACHE": 1 + CACHES.index(p.cache)} if p.cache else {}
     return variants.of_tile("forward", p, tile, {**variants.flags(p), **own})

@@ -46,6 +46,8 @@ BESIDE_PADDED = 0.75
 #: And as long again where a tile of keys is in several pages: 1.16 times for 32 queries, 1.37 for 8 (bench-pages.json,
 #: bench-trees.json). Where each copy looks for its page: 2.4 times for 8 queries (bench-pages-before.json).
 _SCATTERED, _LOOKED_UP = 1.35, 2.4
+#: Keys of a tile that are loaded alike where they are in one page (``src/portable/pages.cuh``).
+_SECTION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +122,19 @@ def once(problem: Problem, tile: Tile) -> bool:
 def paged(problem: Problem, tile: Tile) -> int:
     """``PAGED`` of ``src/portable/pages.cuh``: 1 where a tile of keys is in several, 2 in one, 3 in more than 32.
 
-    Wherever in a page the tile begins.
+    Wherever in a page the tile begins. 4 where it is in several and each section of it in one, of caches of 8 bits,
+    whose tiles of a few queries are longer than the usual page.
     """
     if problem.page and problem.page % tile.keys == 0:
         return 2
+    if problem.cache and problem.page % _SECTION == tile.keys % _SECTION == 0:
+        return 4
     return 0 if not problem.page else 1 if tile.keys - 1 <= 31 * problem.page else 3
 
 
 def scattered(problem: Problem, tile: Tile) -> float:
     """How many times as long a forward takes over these pages as over those that hold whole tiles of keys."""
-    return {1: _SCATTERED, 2: 1.0, 3: _LOOKED_UP}[paged(problem, tile)]
+    return {1: _SCATTERED, 2: 1.0, 3: _LOOKED_UP, 4: 1.0}[paged(problem, tile)]
 
 
 def shared(kernel: str, tile: Tile, problem: Problem) -> int:
@@ -144,10 +149,15 @@ def shared(kernel: str, tile: Tile, problem: Problem) -> int:
         return (rows + tile.stages * columns) * dim * size
     own = dim if kernel == "forward" else dim + dim_v
     stage = columns * (dim + dim_v) * size
+    widened = 0
+    if problem.cache:  # with 16 bytes more than a row too, and a scale of each
+        if not (tile.apart and on_tensor_cores(problem)):
+            widened = stage
+        stage = columns * (dim + dim_v - 2 * pad + 2 * 16 + 2 * summed)
     if kernel == "key_gradients":
         stage += 2 * columns * summed
     scratch = 0 if on_tensor_cores(problem) else tile.teams * rows * (columns + pad) * size
-    ring = tile.stages * stage
+    ring = tile.stages * stage + widened
     if tile.apart:  # what a team has made of its keys lies where they were
         ring = max(ring, rows * (dim_v + 2) * summed)
     return rows * own * size + tile.teams * ring + scratch

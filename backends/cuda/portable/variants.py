@@ -16,7 +16,7 @@ from .tiles import ROWS_A_BLOCK, Tile, block
 __all__ = ["dense_bytes", "flags", "of_numbers", "of_rows", "of_tile"]
 
 #: Flags that generic kernels are compiled for too: they decide on registers, or are of forms that few problems have.
-_ALWAYS = ("WITH_KEY", "WITH_VALUE", "SINKS", "ALIBI", "PAGED", "TREE")
+_ALWAYS = ("WITH_KEY", "WITH_VALUE", "SINKS", "ALIBI", "PAGED", "TREE", "CACHE")
 
 
 def of_tile(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Variant:
@@ -39,6 +39,7 @@ def of_tile(kernel: str, p: Problem, tile: Tile, flags: dict[str, int]) -> Varia
         teams=tile.teams,
         generic=tile.generic,
         varlen=p.varlen,
+        eight=bool(p.cache),
     )
 
 
@@ -64,9 +65,9 @@ def flags(p: Problem) -> dict[str, int]:
         "DROPOUT": int(p.dropout > 0.0),
         "ALIBI": int(p.alibi),
         "PAGED": 0,
-        "QUERY_BYTES": memory.copied(p.query, p.dtype),
-        "KEY_BYTES": memory.copied(p.key, p.dtype),
-        "VALUE_BYTES": memory.copied(p.value, p.dtype),
+        "QUERY_BYTES": memory.copied(p.query, p.element("query")),
+        "KEY_BYTES": memory.copied(p.key, p.element("key")),
+        "VALUE_BYTES": memory.copied(p.value, p.element("value")),
     }
 
 

@@ -254,4 +254,35 @@ template <> DEVICE u32 pack_pair<bf16>(float low, float high) {
     return pair;
 }
 
+// -- pairs of 16 bits, and what they are made of ----------------------------------------------------------------------
+
+// Four bytes of those of `low` (0 to 3) and of `high` (4 to 7): the lowest is named by the lowest digit.
+template <u32 NAMED> DEVICE u32 bytes_of(u32 low, u32 high) { return __byte_perm(low, high, NAMED); }
+// Sums of pairs, each rounded; of bf16 from compute capability 8.0 on.
+template <class T> DEVICE u32 add_pairs(u32 a, u32 b);
+template <> DEVICE u32 add_pairs<f16>(u32 a, u32 b) {
+    asm("add.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+}
+template <> DEVICE u32 add_pairs<bf16>(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 800
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(a) : "r"(0x3f803f80), "r"(b));  // times 1
+#endif
+    return a;
+}
+// The e4m3 numbers of the bytes of `pair`'s lower half, as f16; no number stays none.
+DEVICE u32 widen_e4m3(u32 pair) {
+#if __CUDA_ARCH__ >= 890
+    u32 wide;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(u16(pair)));
+    return wide;
+#else
+    const u32 high = __byte_perm(pair, 0, 0x1404), size = high >> 1 & 0x3f803f80;
+    u32 wide;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(wide) : "r"(size), "r"(0x5c005c00));  // exponents are 8 too small
+    const u32 none = (size + 0x00800080) >> 14 & 0x00010001;
+    return wide | none * 0x7fff | (high & 0x80008000);
+#endif
+}
+
 #endif

@@ -10,14 +10,20 @@
 //
 // Shared memory: query [BLOCK_M][BLOCK_D], then for each team STAGES times key [BLOCK_N][BLOCK_D] and value
 // [BLOCK_N][BLOCK_DV], then the scratch of the products. One barrier of a team for each tile of keys, in `pipeline`.
+// With EIGHT a stage has both in 8 bits, and scales (stored.cuh); where many rows share a tile, a team has room for one
+// in T, and one barrier more.
 #include "portable/alibi.cuh"
 #include "portable/hull.cuh"
 #include "portable/pages.cuh"
 #include "portable/results.cuh"
+#include "portable/stored_products.cuh"
 #include "portable/tree.cuh"
 
 constexpr int QUERY = BLOCK_M * PITCH<BLOCK_D>, KEY = BLOCK_N * PITCH<BLOCK_D>, VALUE = BLOCK_N * PITCH<BLOCK_DV>;
-constexpr int RING = STAGES * (KEY + VALUE);
+constexpr int STORED_KEY = BLOCK_N * STEP_OF_ROWS<Stored, BLOCK_D>, STORED_VALUE = BLOCK_N * STEP_OF_ROWS<Stored, BLOCK_DV>;
+constexpr int STAGE = (STORED_KEY + STORED_VALUE) * sizeof(Stored) + (EIGHT ? 2 * BLOCK_N * sizeof(Real) : 0);  // bytes
+constexpr int MULTIPLIED_KEY = WIDENED ? KEY : STORED_KEY;
+constexpr int STAGE_STEP = STAGE / int(sizeof(T)), RING = STAGES * STAGE_STEP + (WIDENED ? KEY + VALUE : 0);
 constexpr int SHARES = SHARE * sizeof(Real) / sizeof(T), ROOM = RING > SHARES ? RING : SHARES;  // of a team
 static_assert((QUERY + TEAMS * ROOM) * sizeof(T) + SCRATCH == SHARED_BYTES, "tiles.py counts the same shared memory");
 
@@ -27,8 +33,21 @@ struct Shared {
     T* const ring = rings + team() * ROOM;  // of the thread's team
     T* const scratch = rings + TEAMS * ROOM;
 
-    // Where a tile's keys begin, and its values KEY later.
-    DEVICE T* stage(int slot) const { return ring + slot * (KEY + VALUE); }
+    // Where a tile's keys begin as they are stored, and its values STORED_KEY later; and the scales of either.
+    DEVICE Stored* stage(int slot) const { return reinterpret_cast<Stored*>(ring + slot * STAGE_STEP); }
+    DEVICE Real* scales(int slot) const { return reinterpret_cast<Real*>(stage(slot) + STORED_KEY + STORED_VALUE); }
+    // Where keys begin as products take them, and values MULTIPLIED_KEY later.
+    DEVICE const Multiplied* multiplied(int slot) const {
+        if constexpr (WIDENED) {
+            T* const wide = ring + STAGES * STAGE_STEP;
+            widen_rows<BLOCK_N, BLOCK_D>(wide, stage(slot));
+            widen_rows<BLOCK_N, BLOCK_DV>(wide + KEY, stage(slot) + STORED_KEY);
+            team_barrier();
+            return reinterpret_cast<const Multiplied*>(wide);
+        } else {
+            return reinterpret_cast<const Multiplied*>(stage(slot));
+        }
+    }
     // The room of team n once it has no more tiles.
     DEVICE Real* share(int n) const { return reinterpret_cast<Real*>(rings + n * ROOM); }
 };
@@ -78,11 +97,11 @@ KERNEL forward(const Arguments a) {
     Softmax softmax;
     const Real factor = FOLD ? Real(a.factor) : UNIT;
 
-    const T* const keys = reinterpret_cast<const T*>(a.key.at) +
-                          (PAGED ? i64(0) : BEGIN_OF(a.key, rows.batch, first_key(e))) + rows.head_kv * a.key.head;
-    const T* const values = reinterpret_cast<const T*>(a.value.at) +
-                            (PAGED ? i64(0) : BEGIN_OF(a.value, rows.batch, first_key(e))) +
-                            rows.head_kv * a.value.head;
+    const Stored* const keys = reinterpret_cast<const Stored*>(a.key.at) +
+                               (PAGED ? i64(0) : BEGIN_OF(a.key, rows.batch, first_key(e))) + rows.head_kv * a.key.head;
+    const Stored* const values = reinterpret_cast<const Stored*>(a.value.at) +
+                                 (PAGED ? i64(0) : BEGIN_OF(a.value, rows.batch, first_key(e))) +
+                                 rows.head_kv * a.value.head;
     const T* const queries = reinterpret_cast<const T*>(a.query.at) + BEGIN_OF(a.query, rows.batch, first_query(e));
     Real* const parts = reinterpret_cast<Real*>(a.parts);
     const Others others{a, rows, parts};
@@ -98,26 +117,33 @@ KERNEL forward(const Arguments a) {
     const PageTable table{a, int(rows.batch)};
     u32 page = 0;  // of the next tile, asked for while the one before is loaded
     if (PAGED && tiles.count > 0) page = table.of_tile(tiles.start(0), e.end);
+    Left left;
+    Scales<EIGHT> scales(a, rows.head_kv, tiles.count > 0);
     const auto load = [&](int t, int slot) {
         const int start = tiles.start(t);
-        T* const key = shared.stage(slot);
+        Stored* const key = shared.stage(slot);
         const auto load_keys = [&](auto of_keys) {
             load_rows<BLOCK_N, BLOCK_D>(key, of_keys, a.key.column, a.dim, KEY_BYTES, ONCE);
         };
         const auto load_values = [&](auto of_values) {
-            load_rows<BLOCK_N, BLOCK_DV>(key + KEY, of_values, a.value.column, a.dim_v, VALUE_BYTES, ONCE);
+            load_rows<BLOCK_N, BLOCK_DV>(key + STORED_KEY, of_values, a.value.column, a.dim_v, VALUE_BYTES, ONCE);
         };
         if (PAGED == WHOLE_PAGES) {
             const int first = table.row(start), end = first + e.end - start;
             load_keys(lines(keys + i64(page) * a.key.batch, a.key, first, end));
             load_values(lines(values + i64(page) * a.value.batch, a.value, first, end));
+        } else if (PAGED == PAGES_OF_SECTIONS) {
+            load_keys(SectionLines<Stored>{table, keys, a.key, start, e.end - start, page});
+            load_values(SectionLines<Stored>{table, values, a.value, start, e.end - start, page});
         } else if (PAGED) {
-            load_keys(PagedLines{table, keys, a.key, start, e.end - start, page});
-            load_values(PagedLines{table, values, a.value, start, e.end - start, page});
+            load_keys(PagedLines<Stored>{table, keys, a.key, start, e.end - start, page});
+            load_values(PagedLines<Stored>{table, values, a.value, start, e.end - start, page});
         } else {
             load_keys(lines(keys, a.key, start, e.end));
             load_values(lines(values, a.value, start, e.end));
         }
+        scales.load(shared.scales(slot), e.end - start,
+                    [&](int n) { return page_of_key(table, page, start, e.end - start - 1, n); });
         if (PAGED && t + 1 < tiles.count) page = table.of_tile(tiles.start(t + 1), e.end);
     };
     Real slopes[ROWS];
@@ -126,23 +152,26 @@ KERNEL forward(const Arguments a) {
     const auto mask = [&](int m) { return rows.mask(m); };
     pipeline(tiles.count, load, load_queries, [&](int t, int slot) {
         const int start = tiles.start(t);
-        const T* const key = shared.stage(slot);
+        const Multiplied* const key = shared.multiplied(slot);
         Scores p, tangents;
         clear(p);
         MaskTile<true> masks;
         masks.fetch(a, start, tiles.hides(start), mask, a.mask.column);
-        product_nt<BLOCK_N, BLOCK_D>(p, shared.query + warp_row() * PITCH<BLOCK_D>, key);
+        product_nt<BLOCK_N, BLOCK_D>(p, left.at(t, shared.query + warp_row() * PITCH<BLOCK_D>), key);
+        scales.put_on(p, shared.scales(slot));
         scale_scores(p, tangents, a);
         if (ALIBI) slant(p, start, [&](int m) { return slopes[m]; }, [&](int m) { return rows.stands_at(m); });
         hide(p, masks, a, start, tiles.hides(start), sees, mask, a.mask.column);
         if (TREE) prune(p, a, rows, start);
         softmax.weigh(p, sums, factor, rows.count);
         if (DROPOUT) drop(p, rows.kept(start));
-        product_nn<BLOCK_N, BLOCK_DV>(sums, p, key + KEY, shared.scratch);
+        scales.put_on_weights(p, sums, shared.scales(slot));
+        product_nn<BLOCK_N, BLOCK_DV>(sums, p, key + MULTIPLIED_KEY, shared.scratch);
     });
 
     const Results results{a, rows, parts};
     softmax.finish();
+    scales.put_on_sums(sums);
     if constexpr (TEAMS == 1)
         results.store_rows(sums, softmax, factor);
     else

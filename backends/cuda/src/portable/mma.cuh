@@ -26,7 +26,9 @@ constexpr int first_row(int a) { return 16 * (a / 2) + 8 * (a % 2); }  // of tho
 DEVICE int row(int a) { return first_row(a) + lane() / 4; }
 DEVICE int column(int c) { return 8 * (c / 2) + 2 * (lane() % 4) + c % 2; }
 DEVICE int score_column(int c) { return column(c); }
-DEVICE int sum_column(int c) { return column(c); }
+// Of values that are multiplied as they are stored, a lane has four neighbouring sums (stored_products.cuh).
+constexpr bool AS_STORED = EIGHT && TEAMS > 1;
+DEVICE int sum_column(int c) { return AS_STORED ? 16 * (c / 4) + 4 * (lane() % 4) + c % 4 : column(c); }
 
 // sums (rows, N) += a (rows, DEPTH) b (N, DEPTH)^T, both in shared memory.
 template <int N, int DEPTH> DEVICE void product_nt(Real (&sums)[ROWS][COLUMNS<N>], const T* a, const T* b) {

@@ -22,6 +22,8 @@ template <int N> constexpr int COLUMNS = N / 8;             // of a thread, of N
 template <int WIDTH> constexpr int PITCH = WIDTH + VECTOR;  // elements
 constexpr int SCRATCH = TEAMS * BLOCK_M * PITCH<BLOCK_N> * sizeof(T);
 
+constexpr bool AS_STORED = false;  // of 8 bits numbers are widened before they are multiplied
+
 DEVICE int lane() { return thread_index() % 32; }
 DEVICE int warp_row() { return TEAM == 1 ? 0 : thread_index() / 32 * WARP_ROWS; }
 constexpr int first_row(int a) { return 4 * a; }  // of those that lanes have for a

@@ -3,73 +3,86 @@
 #include "portable/products.cuh"
 
 // Rows of an operand that lie evenly: row r begins at `at + r * row`, if r < count.
-struct Lines {
-    const T* at;
+template <class V> struct Lines {
+    const V* at;
     i64 row;
     int count;
-    DEVICE const T* operator()(int r) const { return r < count ? at + r * row : nullptr; }
+    DEVICE const V* operator()(int r) const { return r < count ? at + r * row : nullptr; }
 };
 
 // Rows of a head's `operand` from `first` on, of which there are `rows`.
-DEVICE Lines lines(const T* head, const Operand& operand, int first, int rows) {
-    return Lines{head + first * operand.row, operand.row, rows - first};
+template <class V> DEVICE Lines<V> lines(const V* head, const Operand& operand, int first, int rows) {
+    return Lines<V>{head + first * operand.row, operand.row, rows - first};
 }
 
+// From row to row of a tile in shared memory, in elements: 16 bytes more than a row holds, as PITCH is for T.
+template <class V, int WIDTH> constexpr int STEP_OF_ROWS = WIDTH + 16 / int(sizeof(V));
+
 // One copy after another by each of THREADS, of BYTES. Row r begins at `source(r)`, which is null if there is none.
-template <int COUNT, int WIDTH, int THREADS, int BYTES, class Source>
-DEVICE void copy_rows(T* tile, Source source, int dim, bool once) {
-    constexpr int STEP = BYTES / sizeof(T), PARTS = WIDTH / STEP;
-    const T* const anywhere = source(0);  // a tile has a row, and a copy of nothing an address
+template <int COUNT, int WIDTH, int THREADS, int BYTES, class V, class Source>
+DEVICE void copy_each(V* tile, Source source, int dim, bool once) {
+    constexpr int STEP = BYTES / sizeof(V), PARTS = WIDTH / STEP;
+    const V* const anywhere = source(0);  // a tile has a row, and a copy of nothing an address
     UNROLL for (int n = 0; n < COUNT * PARTS; n += THREADS) {
         const int part = n + thread_of<THREADS>();
         if (COUNT * PARTS % THREADS != 0 && part >= COUNT * PARTS) break;
         const int r = part / PARTS, d = part % PARTS * STEP;
-        const T* const from = source(r);
-        const int there = from ? smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES) : 0;
-        copy_async<BYTES>(tile + r * PITCH<WIDTH> + d, there ? from + d : anywhere, there, once);
+        const V* const from = source(r);
+        const int there = from ? smaller(larger((dim - d) * int(sizeof(V)), 0), BYTES) : 0;
+        copy_async<BYTES>(tile + r * STEP_OF_ROWS<V, WIDTH> + d, there ? from + d : anywhere, there, once);
     }
+}
+template <int COUNT, int WIDTH, int THREADS, int BYTES, class V, class Source>
+DEVICE void copy_rows(V* tile, Source source, int dim, bool once) {
+    copy_each<COUNT, WIDTH, THREADS, BYTES>(tile, source, dim, once);
 }
 
 // The same where a thread's copies are of one column, so that it goes from row to row by addition.
-template <int COUNT, int WIDTH, int THREADS, int BYTES>
-DEVICE void copy_rows(T* tile, Lines lines, int dim, bool once) {
-    constexpr int STEP = BYTES / sizeof(T), PARTS = WIDTH / STEP, APART = THREADS / PARTS;
+template <int COUNT, int WIDTH, int THREADS, int BYTES, class V>
+DEVICE void copy_rows(V* tile, Lines<V> lines, int dim, bool once) {
+    constexpr int STEP = BYTES / sizeof(V), PARTS = WIDTH / STEP, APART = THREADS / PARTS;
     if constexpr (THREADS % PARTS != 0 || COUNT % (APART ? APART : 1) != 0) {
-        copy_rows<COUNT, WIDTH, THREADS, BYTES, Lines>(tile, lines, dim, once);
+        copy_each<COUNT, WIDTH, THREADS, BYTES>(tile, lines, dim, once);
     } else {
         const int thread = thread_of<THREADS>(), r = thread / PARTS, d = thread % PARTS * STEP;
-        const int there = smaller(larger((dim - d) * int(sizeof(T)), 0), BYTES);
-        const T* from = lines.at + r * lines.row + (there ? d : 0);
-        T* to = tile + r * PITCH<WIDTH> + d;
+        const int there = smaller(larger((dim - d) * int(sizeof(V)), 0), BYTES);
+        const V* from = lines.at + r * lines.row + (there ? d : 0);
+        V* to = tile + r * STEP_OF_ROWS<V, WIDTH> + d;
         UNROLL for (int n = 0; n < COUNT; n += APART) {
-            copy_async<BYTES>(to + n * PITCH<WIDTH>, from, r + n < lines.count ? there : 0, once);
+            copy_async<BYTES>(to + n * STEP_OF_ROWS<V, WIDTH>, from, r + n < lines.count ? there : 0, once);
             from += APART * lines.row;
         }
     }
 }
 
-template <int COUNT, int WIDTH, int THREADS, class Source>
-DEVICE void gather_rows(T* tile, Source source, i64 column, int dim) {
-    for (int part = thread_of<THREADS>(); part < COUNT * WIDTH; part += THREADS) {
-        const int r = part / WIDTH, d = part % WIDTH;
-        const T* const from = source(r);
-        T element = T();
-        if (from && d < dim) element = from[d * column];
-        store_shared(tile + r * PITCH<WIDTH> + d, element);
+// An element at a time; of 8 bits four, since a word of shared memory is one thread's.
+template <int COUNT, int WIDTH, int THREADS, class V, class Source>
+DEVICE void gather_rows(V* tile, Source source, i64 column, int dim) {
+    constexpr int EACH = sizeof(V) == 1 ? 4 : 1;
+    struct alignas(EACH * sizeof(V)) Together {
+        V at[EACH];
+    };
+    for (int part = thread_of<THREADS>(); part < COUNT * WIDTH / EACH; part += THREADS) {
+        const int r = part / (WIDTH / EACH), d = part % (WIDTH / EACH) * EACH;
+        const V* const from = source(r);
+        Together elements = {};
+        UNROLL for (int n = 0; n < EACH; n++)
+            if (from && d + n < dim) elements.at[n] = from[(d + n) * column];
+        store_shared(reinterpret_cast<Together*>(tile + r * STEP_OF_ROWS<V, WIDTH> + d), elements);
     }
 }
 
 // Rows 0 to COUNT of a tile, WIDTH columns each, of which `dim` are there; the rest is 0. `bytes` is how much one copy
 // may move: 16, 8 or 4 where rows lie in steps of that, and the size of an element where nothing is known. THREADS
 // share the work, the team's or the block's. `once` is as in `copy_async`.
-template <int COUNT, int WIDTH, int THREADS = 32 * TEAM, class Source>
-DEVICE void load_rows(T* tile, Source source, i64 column, int dim, int bytes, bool once = false) {
+template <int COUNT, int WIDTH, int THREADS = 32 * TEAM, class V, class Source>
+DEVICE void load_rows(V* tile, Source source, i64 column, int dim, int bytes, bool once = false) {
     if (bytes == 16)
         copy_rows<COUNT, WIDTH, THREADS, 16>(tile, source, dim, once);
-    else if (!GENERIC && bytes == 8 && sizeof(T) < 8)
+    else if (!GENERIC && bytes == 8 && sizeof(V) < 8)
         copy_rows<COUNT, WIDTH, THREADS, 8>(tile, source, dim, once);
-    else if (!GENERIC && bytes == 4 && sizeof(T) < 4)
-        copy_rows<COUNT, WIDTH, THREADS, (sizeof(T) < 4 ? 4 : sizeof(T))>(tile, source, dim, once);
+    else if (!GENERIC && bytes == 4 && sizeof(V) < 4)
+        copy_rows<COUNT, WIDTH, THREADS, (sizeof(V) < 4 ? 4 : sizeof(V))>(tile, source, dim, once);
     else
         gather_rows<COUNT, WIDTH, THREADS>(tile, source, column, dim);
 }
