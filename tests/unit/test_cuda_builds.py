@@ -47,7 +47,8 @@ VALUES: dict[str, set[int]] = {
     **{flag: {0, 1} for flag in ("FOLD", "SOFTCAP", "DROPOUT", "LENGTHS", "ONCE", "WITH_KEY", "WITH_VALUE")},
     **{flag: {0, 1} for flag in ("SINKS", "ALIBI")},
     "TREE": {1},
-    "PAGED": {0, 1, 2},
+    "CACHE": {1, 2, 3},
+    "PAGED": {0, 1, 2, 4},
     "SPLIT": {0, 1, 2},
     "MASK_KIND": {0, 1, 2, 3, 4, 5},
     "MASK_PAIRS": {0, 1},
@@ -114,7 +115,9 @@ def test_a_descriptor_in_an_odd_register_is_seen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
-@pytest.mark.parametrize("options", ["page=64.splits=1", "varlen.page=64.splits=1", "varlen.page=64.splits=3"])
+@pytest.mark.parametrize(
+    "options", ["page=64.splits=1", "varlen.page=64.splits=1", "varlen.page=64.splits=3", "page=64.cache=int8"]
+)
 @pytest.mark.parametrize("dims", ["116/8", "64"])
 def test_copies_of_pages_are_by_descriptors_that_a_gpu_takes(dims: str, options: str, tmp_path: Path) -> None:
     for dtype in ("fp32", "bf16"):

@@ -270,18 +270,19 @@ template <> DEVICE u32 add_pairs<bf16>(u32 a, u32 b) {
 #endif
     return a;
 }
-// The e4m3 numbers of the bytes of `pair`'s lower half, as f16; no number stays none.
-DEVICE u32 widen_e4m3(u32 pair) {
+// The e4m3 numbers of four bytes as f16, of the lower two and of the upper two; no number stays none.
+DEVICE void widen_e4m3(u32& lower, u32& upper, u32 bytes) {
 #if __CUDA_ARCH__ >= 890
-    u32 wide;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(u16(pair)));
-    return wide;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2;"
+        " cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }" : "=r"(lower), "=r"(upper) : "r"(bytes));
 #else
-    const u32 high = __byte_perm(pair, 0, 0x1404), size = high >> 1 & 0x3f803f80;
-    u32 wide;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(wide) : "r"(size), "r"(0x5c005c00));  // exponents are 8 too small
-    const u32 none = (size + 0x00800080) >> 14 & 0x00010001;
-    return wide | none * 0x7fff | (high & 0x80008000);
+    const auto widen_two = [](u32 high) {  // each in the upper half of its 16 bits
+        const u32 size = high >> 1 & 0x3f803f80, none = (size + 0x00800080) >> 14 & 0x00010001;
+        u32 wide;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(wide) : "r"(size), "r"(0x5c005c00));  // exponents are 8 too small
+        return wide | none * 0x7fff | (high & 0x80008000);
+    };
+    lower = widen_two(__byte_perm(bytes, 0, 0x1404)), upper = widen_two(__byte_perm(bytes, 0, 0x3424));
 #endif
 }
 

@@ -203,15 +203,15 @@ template <u32 NAMED> DEVICE u32 bytes_of(u32 low, u32 high) {
 template <class T> DEVICE u32 add_pairs(u32 a, u32 b) {
     return pack_pair<T>(widen(T{u16(a)}) + widen(T{u16(b)}), widen(T{u16(a >> 16)}) + widen(T{u16(b >> 16)}));
 }
-DEVICE u32 widen_e4m3(u32 pair) {
-    float wide[2];
-    for (int n = 0; n < 2; n++) {
-        const int bits = pair >> 8 * n & 0x7f, exponent = bits >> 3, fraction = bits & 7;
+DEVICE void widen_e4m3(u32& lower, u32& upper, u32 bytes) {
+    float wide[4];
+    for (int n = 0; n < 4; n++) {
+        const int bits = bytes >> 8 * n & 0x7f, exponent = bits >> 3, fraction = bits & 7;
         wide[n] = exponent == 0 ? ldexpf(fraction, -9) : ldexpf(8 + fraction, exponent - 10);
         if (bits == 0x7f) wide[n] = NAN;
-        if (pair >> 8 * n & 0x80) wide[n] = -wide[n];
+        if (bytes >> 8 * n & 0x80) wide[n] = -wide[n];
     }
-    return pack_pair<f16>(wide[0], wide[1]);
+    lower = pack_pair<f16>(wide[0], wide[1]), upper = pack_pair<f16>(wide[2], wide[3]);
 }
 
 DEVICE float power(float x) { return exp2f(x); }

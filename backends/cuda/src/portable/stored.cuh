@@ -22,8 +22,7 @@ typedef StoredAs<AS_STORED>::type Multiplied;  // what products take
 // As f16: bytes 0 and 2, and bytes 1 and 3; or, BESIDE, pairs of neighbours.
 template <bool BESIDE> DEVICE void widen_four(u32 (&pairs)[2], u32 bytes, f16) {
     if (CACHE == E4M3) {
-        if (!BESIDE) bytes = bytes_of<0x3120>(bytes, 0);
-        pairs[0] = widen_e4m3(bytes), pairs[1] = widen_e4m3(bytes >> 16);
+        widen_e4m3(pairs[0], pairs[1], BESIDE ? bytes : bytes_of<0x3120>(bytes, 0));
     } else if (CACHE == E5M2) {  // the upper half of an f16
         pairs[0] = bytes_of<(BESIDE ? 0x1404 : 0x2404)>(bytes, 0);
         pairs[1] = BESIDE ? bytes_of<0x3424>(bytes, 0) : bytes & 0xff00ff00;
