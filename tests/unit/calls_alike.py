@@ -24,12 +24,16 @@ def inputs_of(p: Problem, layout: str = "BLHD", seed: int = 0) -> Inputs:
     entries = 1 if p.varlen else p.batch
     query = made(entries, p.heads_q, rows[0], p.dim_qk)
     offsets = table = None
+    scales: list[torch.Tensor] = []
     if p.page:
         columns = p.seq_k // p.page
         cache = made(p.batch * columns + 2, p.heads_kv, p.page, p.dim_qk)
         key, value = cache, cache[..., : p.dim_v]
         if p.dim_v == p.dim_qk:
             value = made(*cache.shape)
+        if p.cache:
+            key, value = (array.to(getattr(torch, p.cache)) for array in (key, value))
+            scales = [torch.rand(len(cache), p.heads_kv, generator=draw) for _ in range(2)]
         table = torch.randint(len(cache), (p.batch, columns), generator=draw, dtype=torch.int32)
     else:
         key, value = (made(entries, p.heads_kv, rows[1], dim) for dim in (p.dim_qk, p.dim_v))
@@ -50,6 +54,7 @@ def inputs_of(p: Problem, layout: str = "BLHD", seed: int = 0) -> Inputs:
         torch.randn(p.heads_q, generator=draw) if p.sinks else None,
         torch.rand(p.batch, p.heads_q, generator=draw) if p.alibi else None,
         table,
+        *scales,
         tree_mask=torch.randint(256, (*query.shape[::2][:2], 8), generator=draw, dtype=torch.uint8) if p.tree else None,
     )
 

@@ -61,6 +61,8 @@ def kernel(text: str, device: Device = H200, memory: Memory = CONTIGUOUS) -> Any
 TEXTS = [
     "b2.h32/8.s1x256.d128.bf16.lengths.page=64.causal-br",
     "b2.h4/2.s5x64.d64.fp16.lengths.page=16.causal-br.sinks.alibi.lse",
+    "b2.h32/8.s1x256.d128.bf16.lengths.page=64.causal-br.cache=fp8e4m3",
+    "b3.h4/2.s4x64.d64.fp16.lengths.varlen.page=16.causal-br.cache=int8.lse",
     "b2.h16/1.s1x256.d576/512.bf16.lengths.page=64.causal-br",
     "b2.h16/1.s2x256.d576/512.bf16.lengths.page=64.causal-br.splits=2.lse",
     "b3.h4/2.s4x64.d64.bf16.lengths.varlen.page=16.causal-br.tree",
@@ -172,6 +174,7 @@ def test_where_nothing_is_launched_or_a_mask_is_copied_it_is_the_general_one(gpu
         "b2.h4/2.s2x64.d32.fp32.lengths.page=16.causal-br.splits=3.sinks",
         "b2.h4/2.s30x64.d32.fp16.lengths.page=16.causal-br.splits=3.alibi.lse",
         "b3.h4/2.s4x32.d32.bf16.lengths.varlen.page=16.causal-br.tree.sinks.lse",
+        "b2.h4/2.s2x64.d32.bf16.lengths.page=16.causal-br.cache=fp8e4m3",
         "b2.h4/2.s20x30.d64.bf16.varlen.causal.sinks",
         "b2.h4/2.s20x30.d24/40.fp32.varlen.alibi.causal-br.lse",
         "b2.h16/1.s1x128.d576/512.bf16.lengths.page=64.causal-br",
