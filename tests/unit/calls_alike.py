@@ -24,7 +24,7 @@ def inputs_of(p: Problem, layout: str = "BLHD", seed: int = 0) -> Inputs:
     entries = 1 if p.varlen else p.batch
     query = made(entries, p.heads_q, rows[0], p.dim_qk)
     offsets = table = None
-    scales: list[torch.Tensor] = []
+    scales: list[torch.Tensor | None] = [None, None]
     if p.page:
         columns = p.seq_k // p.page
         cache = made(p.batch * columns + 2, p.heads_kv, p.page, p.dim_qk)
@@ -54,7 +54,8 @@ def inputs_of(p: Problem, layout: str = "BLHD", seed: int = 0) -> Inputs:
         torch.randn(p.heads_q, generator=draw) if p.sinks else None,
         torch.rand(p.batch, p.heads_q, generator=draw) if p.alibi else None,
         table,
-        *scales,
+        key_scale=scales[0],
+        value_scale=scales[1],
         tree_mask=torch.randint(256, (*query.shape[::2][:2], 8), generator=draw, dtype=torch.uint8) if p.tree else None,
     )
 

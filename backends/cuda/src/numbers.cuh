@@ -8,14 +8,6 @@ template <> struct RealOf<double> { typedef double type; };
 typedef STORAGE T;
 typedef RealOf<T>::type Real;
 
-// Whether keys and values are stored in 8 bits (portable/stored.cuh), and what they are stored in.
-#ifndef EIGHT
-#define EIGHT 0
-#endif
-template <bool EIGHT_BITS> struct StoredAs { typedef T type; };
-template <> struct StoredAs<true> { typedef u8 type; };
-typedef StoredAs<EIGHT>::type Stored;
-
 // Scores are measured in this unit within `power`: log2(e) where that is 2^x.
 constexpr Real UNIT = sizeof(Real) == 4 ? 1.4426950408889634 : 1.0;
 constexpr Real LOWEST = sizeof(Real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308;

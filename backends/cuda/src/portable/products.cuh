@@ -1,6 +1,15 @@
 // The products of tiles, for the type of the arrays; and sums along rows of scores.
 #pragma once
 #include "numbers.cuh"
+
+// Whether keys and values are stored in 8 bits (stored.cuh), and what they are stored in.
+#ifndef EIGHT
+#define EIGHT 0
+#endif
+template <bool EIGHT_BITS> struct StoredAs { typedef T type; };
+template <> struct StoredAs<true> { typedef u8 type; };
+typedef StoredAs<EIGHT>::type Stored;
+
 #if TENSOR
 #include "portable/mma.cuh"
 #else
