@@ -21,6 +21,9 @@ __all__ = ["LONGEST", "Pace", "Source", "chosen_for", "expected", "extra", "forw
 Source = Literal["measured", "forecast", "roofline"]
 #: Queries and keys of the longest calls that the forecast was made of; beyond, it would tend to the mean of all calls.
 LONGEST = 16_384
+#: Waves of tiles that fill a device: more take as much longer as they are more, which the forecast would have tend to
+#: the mean, too.
+_WAVES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,11 @@ def expected(problem: Problem, device: Device, peak: Peak) -> Pace:
     Calls beyond ``LONGEST`` take as much longer than one of that length as their work is more.
     """
     forward, step, backends = forward_of(problem), step_of(problem), chosen_for(problem, device)
-    held, short = extra(problem, device, backends), shortened(forward)
+    held, short = extra(problem, device, backends), _filling(forward, device)
     told, more = of_itself(short, device), work(forward) / work(short)
     ahead, behind = [told.ms[name] * more for name in backends[:1] if name in told.ms], [0.0]
     if step.grads:  # the forecast is of a whole step
-        both = of_itself(shortened(step), device).ms
+        both = of_itself(_filling(step, device), device).ms
         behind = [(both[name] - told.ms[name]) * more for name in backends[-1:] if name in both]
     least = _roofline(forward, peak, backward=False), _roofline(step, peak, backward=True) if step.grads else 0.0
     if not ahead or not behind:
@@ -94,6 +97,15 @@ def shortened(problem: Problem) -> Problem:
         return problem
     lengths = {name: _part(getattr(problem, name), parts) for name in ("seq_q", "seq_k")}
     return problem.replace(batch=problem.batch * parts, **lengths)
+
+
+def _filling(problem: Problem, device: Device) -> Problem:
+    """``shortened``, of whose batch entries only as many are left as fill ``device``."""
+    short = shortened(problem)
+    if short is problem:
+        return problem
+    tiles = max(1, short.heads_q * -(-short.seq_q // TILE))
+    return short.replace(batch=min(short.batch, -(-_WAVES * (device.sms or 1) // tiles)))
 
 
 def _part(length: int, parts: int) -> int:
