@@ -20,6 +20,8 @@ _ROUNDING = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 3e-3, "float64": 1e-8
 _WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float64", "float64": "float64"}
 #: Of the largest norm of a head's answer: what the norm of every other counts as at the least.
 _SHARE = 1e-3
+#: Elements of a result of which one, if weights were dropped, is not the answer to rounding: of fewer, all may be.
+_TELLING = 32
 #: Elements of the scores held at a time, and where some ten arrays of them are, in float64.
 _CHUNK, _NOISE_CHUNK = 2**25, 2**22
 
@@ -36,13 +38,14 @@ class Part:
 class _Gap:
     """One head of a result beside its answer, relative to the answer's norm; ``along`` is of the part along it.
 
-    ``result`` is the number of the result.
+    ``result`` is the number of the result, ``elements`` how many of it the head has.
     """
 
     deviation: float
     along: float = math.nan
     noise: Noise | None = None
     result: int = 0
+    elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +85,21 @@ class Reference:
 
         Rounding explains so much of a deviation; and dropout what ``attnswitch.bench.noise`` says, so that a head is
         wrong by mistake once in 1 / ``FALSE_ALARM`` times. A result that is the answer to rounding did not drop, since
-        weights that are kept are scaled: rows would have to balance that in every column.
+        weights that are kept are scaled: rows would have to balance that in every column,
+        of ``_TELLING`` at least.
         """
         rounding, rate = _ROUNDING[self.work.problem.dtype], self.work.problem.dropout
         found, words = list(self._gaps(results)), f"its deviation from {self.where} is"
         if any(math.isnan(gap.deviation) for gap in found):
             return f"{words} nan"
-        if (
-            0.0 < rate < 1.0 and rate / (1.0 - rate) > 2.0 * rounding
-        ):  # where all are kept, they are scaled all the same
-            for at in sorted({gap.result for gap in found}):
-                moved = [gap for gap in found if gap.result == at and gap.noise and gap.noise.usual > 4.0 * rounding]
-                if moved and (most := max(gap.deviation for gap in moved)) <= rounding:
-                    return f"{words} {most:.2g}: nothing was dropped"
+        # Where all weights are kept, they are scaled all the same.
+        moves = 0.0 < rate < 1.0 and rate / (1.0 - rate) > 2.0 * rounding
+        for at in sorted({gap.result for gap in found if moves}):
+            moved = [gap for gap in found if gap.result == at and gap.noise and gap.noise.usual > 4.0 * rounding]
+            if sum(gap.elements for gap in moved) < _TELLING:
+                continue
+            if (most := max(gap.deviation for gap in moved)) <= rounding:
+                return f"{words} {most:.2g}: nothing was dropped"
         for gap in sorted(found, key=lambda gap: -gap.deviation):
             noise = gap.noise or Noise(0.0, 0.0, 0.0, 0.0)
             slack = rounding * (1.0 + noise.usual)
@@ -125,7 +130,7 @@ class Reference:
                     yield _Gap(math.nan)
                     return
                 for gap in _beside(part, answer, largest[at], known.noises[at] if known.noises else None):
-                    yield replace(gap, result=at)
+                    yield replace(gap, result=at, elements=answer[0].numel())
 
 
 def _beside(part: torch.Tensor, answer: torch.Tensor, largest: float, noises: list[Noise] | None) -> Iterator[_Gap]:

@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["FALSE_ALARM", "Cells", "Noise", "Sum", "gradients", "output"]
 
-#: How often a right result of a head passes one of its bounds, at the most.
+#: How often a right result of a head passes one of its bounds, about: a gamma stands for how its norm is spread.
 FALSE_ALARM = 1e-9
 _SURE = -math.log(FALSE_ALARM / 2)
 #: What rounding in float64 leaves of a difference, of the squares of its terms.

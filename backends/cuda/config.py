@@ -174,9 +174,8 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
     kind = partial(Tile, generic=generic)
     forward: Tile | HopperTile = kind(32, 16, 2, 2)
     if rows(problem) <= FEW and not generic and not mixed(problem):
-        keys = (
-            32 if problem.cache and problem.page % 32 == 16 else 16
-        )  # a tile of several pages, which it has in sections
+        in_sections = problem.cache and problem.page % 32 == 16  # so that a tile has several pages
+        keys = 32 if in_sections else 16
         forward = Tile(_height(problem), keys, 3, 2, apart=True)
     # Split where it can be, since that is what is to be checked.
     splits = 3 if not generic and rows(problem) <= 64 and problem.seq_k > 2 * forward.keys else 1

@@ -84,6 +84,11 @@ def test_where_torch_has_no_call_it_is_said_why(text: str, why: str) -> None:
         assert (cost.unmatched, cost.beside, cost.over) == (reason, None, None)
 
 
+def test_a_backend_that_was_named_and_refuses_says_why() -> None:
+    with pytest.raises(attnswitch.Unsupported, match="sinks: its kernels know of none"):
+        list(costs.costs(formed("b2.h8.s64.d64.fp32.causal.sinks"), "cpu", ["sdpa-math"], SHORT))
+
+
 def test_beside_torch_s_own_call_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def varlen_attn(work: Any) -> Callable[[], Any]:
         return lambda: attnswitch.attention_varlen(work.query, work.key, work.value, **work.keywords())

@@ -222,6 +222,14 @@ def test_scales_that_lie_far_apart(spread: float) -> None:
     compare(torch.randn(2, 1, 4, 64).half(), cache)
 
 
+@pytest.mark.parametrize("zeros", [slice(20, None), slice(None, 20), slice(None)])
+def test_scales_of_0(zeros: slice) -> None:
+    """Pages that were never written, or pruned: their values count as 0, and leave those of others as they are."""
+    cache = Cache("float8_e4m3fn", "page", 16, 2, (64, 64), [640])
+    cache.scales["value_scale"][cache.table[0].long()[zeros]] = 0
+    compare(torch.randn(1, 1, 4, 64).half(), cache)
+
+
 def test_tiles_of_other_shapes() -> None:
     """Those of GPUs: more warps, more keys than a step has, more stages."""
     cuda = backend.CudaBackend()

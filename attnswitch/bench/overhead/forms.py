@@ -73,8 +73,7 @@ def form_ways(feed: FormFeed, backends: Sequence[str] = ()) -> dict[str, Way]:
     if torch_call(feed.first)[0] is not None:
         made[TORCH] = Way(lambda work: PEERS[TORCH](work))
     beside = TORCH if TORCH in made else None
-    taking = fitting(feed.first)
-    for name in (*(name for name in backends or taking if name in taking), AUTO):
+    for name in (*(backends or fitting(feed.first)), AUTO):
         of = functools.partial(_call, None if name == AUTO else name)
         made[name] = Way(of, beside=beside)
         if alike.knows_again(feed.first.query):

@@ -36,7 +36,8 @@ _KERNELS = {
 class Way:
     """A way to call: of what a ``Source`` gives it makes a call that is ready to run, ``within`` a context.
 
-    ``beside`` names the way that it is set against: torch's own call of the same kernel, else of torch's own choice.
+    ``beside`` names the way that it is set against: torch's own call of the same kernel, else of torch's own choice;
+    of a first call itself as it comes again.
     """
 
     of: Callable[[Any], Callable[[], Any]]

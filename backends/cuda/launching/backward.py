@@ -103,7 +103,7 @@ class BackwardLaunches:
         mapped = (*inputs[:3], grad_out, *((inputs.attn_mask,) if self.maps_mask else ()))
         maps = self.maps(*map(memory.place, mapped))
         for step in self.steps:
-            a.section, a.splits, a.tiles = step.section, step.splits, step.awaited
+            a.section, a.splits, a.awaited = step.section, step.splits, step.awaited
             run.start(step.variant, step.blocks, a, lse, maps if step.mapped else (), beside=step.beside)
         del looked  # not before: what it points to is the next launch's from here on
         return grads

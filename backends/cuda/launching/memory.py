@@ -19,6 +19,7 @@ from ...own.allocating import allocator
 __all__ = [
     "address",
     "allocator",
+    "clear",
     "contiguous",
     "copied",
     "dense",

@@ -162,7 +162,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         mapped_at = operands[0], operands[5], operands[10], at_grad, *((a.mask.at,) if by_mask else ())
         maps = maps_at(mapped_at, by_grad) if mapped else tensor_maps.NONE
         for send, counts, takes_maps in launches:
-            a.section, a.splits, a.tiles = counts
+            a.section, a.splits, a.awaited = counts
             if takes_maps:
                 send(where, *maps.pointers, at)
             else:

@@ -38,7 +38,7 @@ def start(
 
     ``maps`` come before the arguments. ``counted``: its blocks take tiles from ``counter``. ``left`` is how many bytes
     blocks leave to one another, in ``parts``. ``beside``: it may begin before the end of the launch before it, where
-    that one lets it, and waits for that end itself.
+    that one lets it, and waits itself for what it needs of it.
     """
     if blocks == 0:
         return

@@ -49,7 +49,7 @@ struct Arguments {
     double keep_scale; // 1 / (1 - dropout)
     int batch, heads, group;  // with VARLEN there is one more than sequences (sequences.cuh)
     int pack;          // query heads that share a tile of rows: row r is query r / pack of head r % pack
-    int packs, tiles;  // of all heads; of all rows; hopper/finish.cu has blocks of a key head there
+    int packs, tiles;  // of all heads; of all rows
     int queries, padded, keys, dim, dim_v;  // with VARLEN the most queries and keys of any sequence
     int left, right;   // keys that a query sees before and after its own
     int bottom_right;  // whether the diagonal ends at the last key
@@ -78,6 +78,7 @@ struct Arguments {
     const u8* tree;           // (batch, queries, bytes), a bit for each of the newest keys: TREE
     i64 tree_batch, tree_row;
     int values_within;        // whether values are the first columns of the keys, in the same memory: hopper/latent.cu
+    int awaited;              // blocks of each key head, of the launch before: hopper/finish.cu
     const u8* key_scales;     // (pages, heads / group) Reals, by which elements of 8 bits are multiplied: EIGHT
     const u8* value_scales;
     i64 key_scale_page, key_scale_head;  // from one to the next in elements; 0 where all pages, or heads, have the same

@@ -4,7 +4,7 @@
 // of different splits are added in their order.
 //
 // A block waits for those blocks alone that add to its rows, all of the same key head, and so begins where the launch
-// before leaves SMs without work. `tiles` is how many blocks of that launch a key head has.
+// before leaves SMs without work. `awaited` is how many blocks of that launch a key head has.
 #include "gradient_rows.cuh"
 #include "hopper/backward/sums.cuh"
 #include "hopper/store.cuh"
@@ -46,9 +46,9 @@ struct Rows {
 KERNEL finish(const Arguments a) {
     const Rows rows(a);
     if (thread_index() == 0) {
-        await_number(done_of(a, (rows.b * rows.heads + rows.h) / (rows.which == OF_QUERY ? a.group : 1)), a.tiles);
+        await_number(done_of(a, (rows.b * rows.heads + rows.h) / (rows.which == OF_QUERY ? a.group : 1)), a.awaited);
         // What is launched next waits for this launch alone, and so this one for the launch before.
-        if (!a.tiles || block_index() + 1 == blocks()) await_launch_before();
+        if (!a.awaited || block_index() + 1 == blocks()) await_launch_before();
     }
     barrier();
     if (!rows.to) return;

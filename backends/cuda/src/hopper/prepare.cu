@@ -6,7 +6,8 @@
 // and delta, of a float mask.
 //
 // No block of the launches behind this one begins before every block here has let it: so what counts their blocks is 0
-// by then, though they need not wait for the end of this launch.
+// by then, though they need not wait for the end of this launch. (PTX promises that of waits alone; here the 0 is in the
+// L2, by a fence, where they look for it.)
 #include "hopper/backward/sums.cuh"
 
 constexpr int EACH = 16 / sizeof(T), LANES = BLOCK_DV / EACH, AT_ONCE = 32 / LANES;  // columns and lanes; rows of a warp

@@ -157,8 +157,8 @@ private:
         Real most = 0;
         UNROLL for (int n = 0; n < COLUMNS<BLOCK_N>; n++) most = larger(most, larger(by[n], -by[n]));
         most = bits_float(float_bits(row_max(most)) & 0x7f800000);
+        if (most == 0) return;  // then weights become 0, and sums stay
         most = larger(most, sum * Real(5.421010862427522e-20));  // 2^-64
-        if (most == 0) return;
         if (most != sum) {
             const Real ratio = sum / most;
             UNROLL for (int m = 0; m < ROWS; m++)

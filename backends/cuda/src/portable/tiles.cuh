@@ -22,7 +22,7 @@ template <class V, int WIDTH> constexpr int STEP_OF_ROWS = WIDTH + 16 / int(size
 template <int COUNT, int WIDTH, int THREADS, int BYTES, class V, class Source>
 DEVICE void copy_each(V* tile, Source source, int dim, bool once) {
     constexpr int STEP = BYTES / sizeof(V), PARTS = WIDTH / STEP;
-    const V* const anywhere = source(0);  // a tile has a row, and a copy of nothing an address
+    const V* const anywhere = source(0);  // for copies of nothing; null where no row is there, of which then nothing is read
     UNROLL for (int n = 0; n < COUNT * PARTS; n += THREADS) {
         const int part = n + thread_of<THREADS>();
         if (COUNT * PARTS % THREADS != 0 && part >= COUNT * PARTS) break;

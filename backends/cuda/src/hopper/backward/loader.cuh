@@ -52,7 +52,7 @@ template <class Shared, class Step> struct Loader {
             rows<BLOCK_D>(shared.key, maps.keys, shared.key_full, block);
             rows<BLOCK_DV>(shared.value, maps.values, shared.value_full, block);
         }
-        await_launch_before();  // base and delta; and so that the next launch, which waits for this one, has the sums
+        await_launch_before();  // base and delta
         for (; step.more(); step.next()) {
             const int s = at.stage, u = ALIKE ? s : upstream_at.stage;
             const i64 line = (i64(block.batch) * a.heads + step.head) * a.padded + step.start;

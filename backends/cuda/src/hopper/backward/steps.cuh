@@ -6,6 +6,11 @@
 #include "positions.cuh"
 #include "schedule.cuh"
 
+// Which keys this block has; most queries see the first ones.
+DEVICE Place place_of_keys(const Arguments& a) {
+    return place(a, a.heads / a.group, ceil_div(a.keys, BLOCK_M), false);
+}
+
 // The keys of a block, and the queries that see any of them.
 struct Keys {
     int batch, head_kv, first, split;
@@ -15,8 +20,7 @@ struct Keys {
     int from, to; // steps, of all heads that share the keys
 
     DEVICE Keys(const Arguments& a) {
-        const int heads = a.heads / a.group;
-        const Place at = place(a, heads, ceil_div(a.keys, BLOCK_M), false);  // most queries see the first keys
+        const Place at = place_of_keys(a);
         batch = at.batch, head_kv = at.head, first = at.tile * BLOCK_M, split = at.split;
         extent = ::extent(a, batch);
         const int end = smaller(first + BLOCK_M, a.keys), last = smaller(end, extent.end) - 1;
