@@ -85,8 +85,7 @@ class Reference:
 
         Rounding explains so much of a deviation; and dropout what ``attnswitch.bench.noise`` says, so that a head is
         wrong by mistake once in 1 / ``FALSE_ALARM`` times. A result that is the answer to rounding did not drop, since
-        weights that are kept are scaled: rows would have to balance that in every column,
-        of ``_TELLING`` at least.
+        weights that are kept are scaled: rows would have to balance that in every column, of ``_TELLING`` at least.
         """
         rounding, rate = _ROUNDING[self.work.problem.dtype], self.work.problem.dropout
         found, words = list(self._gaps(results)), f"its deviation from {self.where} is"
@@ -101,13 +100,12 @@ class Reference:
             if (most := max(gap.deviation for gap in moved)) <= rounding:
                 return f"{words} {most:.2g}: nothing was dropped"
         for gap in sorted(found, key=lambda gap: -gap.deviation):
-            noise = gap.noise or Noise(0.0, 0.0, 0.0, 0.0)
-            slack = rounding * (1.0 + noise.usual)
-            least, most = max(0.0, noise.least - slack), noise.most + slack
+            added = gap.noise or Noise(0.0, 0.0, 0.0, 0.0)
+            slack = rounding * (1.0 + added.usual)
+            least, most = max(0.0, added.least - slack), added.most + slack
             if not least <= gap.deviation <= most:
                 return f"{words} {gap.deviation:.2g}, and a right result's is from {least:.2g} to {most:.2g}"
-            if noise.usual and abs(gap.along) > noise.along + slack:
-                most = noise.along + slack
+            if added.usual and abs(gap.along) > (most := added.along + slack):
                 return (
                     f"{words} {gap.along:+.2g} along the answer, and a right result's is at most {most:.2g} either way"
                 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import mutated
 import numpy as np
 import pytest
 
@@ -90,14 +91,6 @@ def launched(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_part_that_is_missing_is_an_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, kernel, macro, told = MUTANTS[name]
-    source, build = tmp_path / "mutant.cu", emulator.build
-    source.write_text(f'#include "hopper/instructions.cuh"\n{macro}\n#include "hopper/{kernel}.cu"\n')
-
-    def built(variant: Any) -> Any:
-        if variant.kernel != kernel:
-            return build(variant)
-        return emulator.load(str(source), kernel, {**variant.sizes, **dict(variant.flags)})
-
-    monkeypatch.setattr(emulator, "build", built)
+    mutated.compile_with(kernel, macro, tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match=told):
         launched(text, monkeypatch)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
+import mutated
 import nights
 import numpy as np
 import pytest
@@ -139,21 +140,7 @@ UNORDERED = "#define await_number(at, number) ((void)0)\n#define leave_number(at
 def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has the backward compiled with other instructions."""
 
-    def with_macros(macros: str) -> None:
-        source, build = tmp_path / "mutant.cu", emulator.build
-        source.write_text(f'#include "hopper/instructions.cuh"\n{macros}\n#include "hopper/backward_ordered.cu"\n')
-        mutant: list[Any] = []
-
-        def built(variant: Any) -> Any:
-            if variant.kernel != "backward_ordered":
-                return build(variant)
-            if not mutant:
-                mutant.append(emulator.load(str(source), variant.kernel, {**variant.sizes, **dict(variant.flags)}))
-            return mutant[0]
-
-        monkeypatch.setattr(emulator, "build", built)
-
-    return with_macros
+    return lambda macros: mutated.compile_with("backward_ordered", macros, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

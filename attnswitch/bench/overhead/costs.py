@@ -27,10 +27,9 @@ class Cost:
     """Microseconds of one call: the median of all batches, the 20th and the 80th percentile.
 
     ``beside`` names the call that it is set against: torch's own of the same kernel, or of torch's own choice; of a
-    ``first`` call the same one as it comes again. ``over`` and
-    ``ratio`` are the medians of how much longer than that a batch took in its round, as a difference and as a factor:
-    hosts change their speed from one round to the next. ``kernels`` counts what one call launches on a GPU, copies
-    among it, for rows with masks.
+    ``first`` call the same one as it comes again. ``over`` and ``ratio`` are the medians of how much longer than that a
+    batch took in its round, as a difference and as a factor: hosts change their speed from one round to the next.
+    ``kernels`` counts what one call launches on a GPU, copies among it, for rows with masks.
     """
 
     section: str

@@ -46,16 +46,15 @@ class Backward(BackwardLaunches):
         side_by_side = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
         if ordered(p):
             side_by_side = max(side_by_side, _TOGETHER)
-        section = min(side_by_side, max(1, p.batch * p.heads_kv))
-        grid = key_grid(p, tile.keys, section, parts)
+        heads = max(1, p.batch * p.heads_kv)
+        grid = key_grid(p, tile.keys, min(side_by_side, heads), parts)
         self.clears = grid.clears
-        of_head = grid.blocks // max(1, p.batch * p.heads_kv)
         rows_left = (kept[2] + kept[3] // parts) // dim  # of queries, and of keys where they are parts
         self.steps = [
             *(() if added is None else (added,)),
             Step(_prepare(p), rows // ROWS, 0),
             Step(_backward(p, tile), grid.blocks, grid.section, mapped=True, beside=True, splits=parts),
-            Step(_finish(p), rows_left // ROWS, 0, beside=True, splits=parts, awaited=of_head),
+            Step(_finish(p), rows_left // ROWS, 0, beside=True, splits=parts, awaited=grid.blocks // heads),
         ]
         if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)

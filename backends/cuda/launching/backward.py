@@ -96,9 +96,7 @@ class BackwardLaunches:
             None if grad is None else memory.address(grad) for grad in grads
         )
         if self.clears:
-            for grad in grads[1:3]:
-                if grad is not None:
-                    memory.clear(grad)
+            memory.clear(*grads[1:3])
         looked = None if self.look is None else self.look(inputs.attn_mask, a)
         mapped = (*inputs[:3], grad_out, *((inputs.attn_mask,) if self.maps_mask else ()))
         maps = self.maps(*map(memory.place, mapped))

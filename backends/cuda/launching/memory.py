@@ -99,12 +99,11 @@ def like(query: Any, dim: int) -> Any:
     return empty((b, h, length, dim), query)
 
 
-def clear(array: Any) -> None:
-    """Fill it with 0, on the current stream of its library."""
-    if _library(array) == "torch":
-        array.zero_()
-    else:
-        array.fill(0)
+def clear(*arrays: Any) -> None:
+    """Fill those that are not None with 0, on the current stream of their library."""
+    for array in arrays:
+        if array is not None:
+            array.zero_() if _library(array) == "torch" else array.fill(0)
 
 
 def dense(array: Any) -> Any:

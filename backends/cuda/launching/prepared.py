@@ -134,9 +134,7 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         grad_value = None if of_value is None else empty(*of_value, dtype)
         grad_mask = None if of_mask is None else mask.new_empty(of_mask)
         if clears:
-            for grad in (grad_key, grad_value):
-                if grad is not None:
-                    grad.zero_()
+            memory.clear(grad_key, grad_value)
         a = Arguments.from_buffer_copy(constants)
         operands = query.data_ptr(), *by_query, key.data_ptr(), *by_key, value.data_ptr(), *by_value
         _FIVE.pack_into(a, 0, *operands, at_out, *by_out, at_grad, *by_grad)

@@ -57,10 +57,8 @@ template <class V> struct PagedLines {
 
     // Where row r begins, or the last one; asked by all lanes of a warp at once.
     DEVICE const V* at(int r) const {
-        const int j = start + smaller(r, count - 1), number = table.number(j);
-        const i64 found =
-            PAGED == SOME_PAGES ? i64(of_lane(page, number - table.number(start))) : table.entry(number);
-        return head + found * operand.batch + (j - number * table.a.page) * operand.row;
+        const i64 found = page_of_key(table, page, start, count - 1, r);
+        return head + found * operand.batch + table.row(start + smaller(r, count - 1)) * operand.row;
     }
     DEVICE const V* operator()(int r) const {
         const V* const from = at(r);
