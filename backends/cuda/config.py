@@ -79,11 +79,13 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
     fused = _fused(problem, device)
-    at_once = fused[0] if fused and fused_choice.measured(problem, device) else _backward(problem, device)
-    found = _ordinary(problem, device, at_once)
+    hopper = _hopper(problem, device)
+    chosen = fused if fused and fused_choice.measured(problem, device) else hopper
+    found = _ordinary(problem, device, chosen[0] if chosen else None)
     first = next(found)
     yield first
-    yield from (replace(first, backward=tile) for tile in fused if tile != first.backward)
+    others: tuple[HopperGradients | FusedTile, ...] = (*hopper, *fused)
+    yield from (replace(first, backward=tile) for tile in others if tile != first.backward)
     yield from found
 
 
@@ -143,11 +145,11 @@ def _divided(problem: Problem, on_chip: int, best: CudaConfig) -> Iterator[CudaC
             yield config
 
 
-def _backward(problem: Problem, device: Device) -> HopperGradients | None:
-    """The tile of Hopper's backward, if it takes the problem."""
+def _hopper(problem: Problem, device: Device) -> tuple[HopperGradients, ...]:
+    """The tiles of Hopper's backward, if it takes the problem, the fastest first."""
     if not problem.grads or against_hopper_backward(problem, device):
-        return None
-    return hopper_choice.gradients(problem)
+        return ()
+    return tuple(hopper_choice.ranked_gradients(problem, device))
 
 
 def _fused(problem: Problem, device: Device) -> tuple[FusedTile, ...]:
@@ -184,13 +186,15 @@ def _emulated(problem: Problem, device: Device) -> CudaConfig:
         ranked = hopper_choice.ranked(problem, device)
         forward, splits = ranked[problem.seq_k % len(ranked)], 1
     fused = _fused(problem, device)
-    in_one_pass = fused[problem.seq_q % len(fused)] if fused else None
+    at_once: tuple[HopperGradients | FusedTile | None, ...] = _hopper(problem, device)
+    if not at_once:
+        at_once = (fused[problem.seq_q % len(fused)] if fused else None,)
     return CudaConfig(
         forward,
         key_gradients=kind(16, 32, 2, 3),
         query_gradient=kind(32, 32, 1, 1),
         mask_gradient=kind(32, 16, 2, 1),
-        backward=_backward(problem, device) or in_one_pass if problem.seq_k % 2 else None,
+        backward=at_once[0] if problem.seq_k % 2 else None,
         splits=splits,
         key_and_value=max(problem.dim_qk, problem.dim_v) <= 64,
     )

@@ -16,7 +16,7 @@ from ..launching.key_grid import key_grid
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import ROWS, HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered, saved
+from .tiles import ROWS, SMS, HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered, saved
 
 __all__ = ["Backward"]
 
@@ -27,6 +27,8 @@ _SECTION = 24 * 2**20
 #: Heads that run side by side at least where blocks add in turn: the fewer blocks of a head run at once, the less they
 #: wait for one another; and as they follow one another, they share tiles in the L2 however many these are.
 _TOGETHER = 32
+#: SMs of the emulator, so few that blocks go on with other keys there too.
+_EMULATED = 2
 
 
 class Backward(BackwardLaunches):
@@ -48,12 +50,14 @@ class Backward(BackwardLaunches):
             side_by_side = max(side_by_side, _TOGETHER)
         heads = max(1, p.batch * p.heads_kv)
         grid = key_grid(p, tile.keys, min(side_by_side, heads), parts)
-        self.clears = grid.clears
+        self.clears, self.constants.of_keys = grid.clears, grid.blocks
+        sms = _EMULATED if device.kind == "cpu" else device.sms or SMS
+        blocks = min(grid.blocks, sms) if tile.continued else grid.blocks
         rows_left = (kept[2] + kept[3] // parts) // dim  # of queries, and of keys where they are parts
         self.steps = [
             *(() if added is None else (added,)),
             Step(_prepare(p), rows // ROWS, 0),
-            Step(_backward(p, tile), grid.blocks, grid.section, mapped=True, beside=True, splits=parts),
+            Step(_backward(p, tile), blocks, grid.section, mapped=True, beside=True, splits=parts),
             Step(_finish(p), rows_left // ROWS, 0, beside=True, splits=parts, awaited=grid.blocks // heads),
         ]
         if p.mask is not None and p.mask.is_bool:
@@ -100,6 +104,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("BIAS", bias(p)),
             ("ALIBI", int(p.alibi)),
+            *((("CONTINUED", 1),) if tile.continued else ()),
         ),
         family="hopper",
     )

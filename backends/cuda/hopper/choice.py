@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
@@ -13,7 +14,7 @@ from ..classes import per_class
 from ..launching import merging
 from .tiles import LATENT, SMS, HopperGradients, HopperTile, bias, dims, gradient_dims, latent_heads, ordered
 
-__all__ = ["gradients", "latent_splits", "ranked", "splits"]
+__all__ = ["gradients", "latent_splits", "ranked", "ranked_gradients", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
 _TILES = {
@@ -54,6 +55,9 @@ _ORDERED = {
     (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5),
     (128, 128): HopperGradients(128, 64, 2, begin=7.0, step=2.15),
 }
+#: Microseconds by which a block that goes on begins and ends sooner with each tile of keys; and, in longest tiles, how
+#: much later the last of these blocks ends than the mean, where tiles that are dealt out beforehand are of all sizes.
+_GOING_ON, _UNEVENLY = 2.0, 1.25
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
 #: Microseconds that a block of the forward of wide heads takes to begin and to end with, and for each pair of tiles;
@@ -87,6 +91,36 @@ def gradients(problem: Problem) -> HopperGradients:
         return _ORDERED[gradient_dims(problem)]
     small = arithmetic.capped(problem) or bias(problem) == 1
     return (_CAPPED if small else _GRADIENTS)[gradient_dims(problem)]
+
+
+def ranked_gradients(problem: Problem, device: Device) -> list[HopperGradients]:
+    """The tile of the backward, and the same where blocks go on with other keys: the faster first."""
+    tile = gradients(problem)
+    if gradient_dims(problem) != (64, 64) or ordered(problem) or bias(problem) == 1:
+        return [tile]  # registers and shared memory hold no more
+    found = [tile, replace(tile, continued=True)]
+    return found[::-1] if _pays_to_go_on(problem, device, tile) else found
+
+
+def _pays_to_go_on(p: Problem, device: Device, tile: HopperGradients) -> bool:
+    """Whether as many blocks as SMs that go on with other keys take less time than a block for each tile of keys.
+
+    TRIED.md has what both took.
+    """
+    if device.kind == "cpu":  # so that both are checked
+        return p.seq_k % 4 == 1
+    sms = device.sms or SMS
+    rounds = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) / sms
+    if rounds <= 1 or _uneven(p) or splits(p, device, tile) > 1:
+        return False
+    total, longest = _queries(p, tile)
+    work = p.batch * p.heads_q * total * tile.step / sms
+    apart, last = tile.begin - _GOING_ON, tile.step * longest * p.group
+    if p.positional:
+        going_on = rounds * apart + work + _UNEVENLY * (apart + last)
+    else:
+        going_on = math.ceil(rounds) * (apart + last)
+    return going_on < rounds * tile.begin + work + (tile.begin + last) / 2
 
 
 @functools.lru_cache(maxsize=64)  # asked for by the plan, and by what it launches

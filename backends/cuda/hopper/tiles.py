@@ -52,17 +52,19 @@ class HopperTile:
 class HopperGradients:
     """Rows of keys, 64 to a warpgroup, and of queries in a tile of Hopper's backward, and stages of queries.
 
-    ``begin``, ``step``: microseconds that a block takes to begin and to end with, and for each tile of queries.
+    ``continued``: there are as many blocks as SMs, which go on with other keys. ``begin``, ``step``: microseconds that
+    a block takes to begin and to end with, and for each tile of queries.
     """
 
     keys: int
     queries: int
     stages: int
+    continued: bool = False
     begin: float = 0.0
     step: float = 0.0
 
     def __str__(self) -> str:
-        return f"hopper {self.queries}x{self.keys} s{self.stages}"
+        return f"hopper {self.queries}x{self.keys} s{self.stages}{' continued' if self.continued else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,8 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     dim, dim_v = gradient_dims(problem)
     kernel, scores = gradient_kernel(problem), tile.keys * tile.queries
     upstream = 1 if kernel == "backward_wide" else tile.stages  # stages of the queries' upstream gradients
-    rows = tile.keys * (dim + dim_v) + tile.queries * (tile.stages * dim + upstream * dim_v)
+    key_stages = 2 if tile.continued else 1
+    rows = key_stages * tile.keys * (dim + dim_v) + tile.queries * (tile.stages * dim + upstream * dim_v)
     weights = scores if kernel == "backward_wide" else 0
     sums = {"backward_ordered": dim, "backward_wide": _PANEL}.get(kernel, 0)  # columns of two tiles
     kind = bias(problem)

@@ -5,7 +5,9 @@
 
 constexpr int LOADER_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 static_assert(COMPUTING % 4 == 0, "warps of whole warpgroups");
-static_assert(LOADER_REGISTERS + COMPUTING / 4 * COMPUTING_REGISTERS <= 65536 / 128, "registers for all");
+// What a block has to share out, for a lane of each warpgroup: it is given to all lanes alike, by eights.
+constexpr int BLOCK_REGISTERS = 65536 / (32 * WARPS) / 8 * 8 * (WARPS / 4);
+static_assert(LOADER_REGISTERS + COMPUTING / 4 * COMPUTING_REGISTERS <= BLOCK_REGISTERS, "registers for all");
 
 // `compute` is told the number of its warpgroup. `beside` is for threads of the first one that load nothing.
 template <class Shared, class Step, class Compute, class Beside>
@@ -22,7 +24,7 @@ DEVICE void share_work(const Arguments& a, const Maps& maps, Compute compute, Be
         give_registers<LOADER_REGISTERS>();
         if (broadcast(thread_index() / 32)) {  // as well
             beside(shared);
-            count_done(a);
+            count_done(a, shared);
         } else if (thread_index() == 0)
             Loader<Shared, Step>{a, shared, maps}.run();
     } else {

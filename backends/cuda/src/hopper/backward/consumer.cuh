@@ -84,6 +84,7 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
     DEVICE void leave_nothing() {
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
             UNROLL for (int r = 0; r < 4; r++) inner[k][r] = 0;
+        if (CONTINUED) shared.gradients_free[written_at.stage].wait(written_at.parity ^ 1);
         leave_gradients(inner, index);
         show_gradients();
         written_at.next();

@@ -1,6 +1,6 @@
 // Who brings the tiles of the backward to shared memory, and where they are there.
 #pragma once
-#include "hopper/backward/steps.cuh"
+#include "hopper/backward/own_tiles.cuh"
 #include "hopper/bias.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -10,9 +10,11 @@ constexpr int COMPUTING = WARPS - 4;                          // warps that comp
 // Where tiles begin, in units of 16 bytes from the beginning of shared memory, which has them in this order.
 struct Places {
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
-    static DEVICE u32 key_place(int consumer) { return place(consumer * 64 * BLOCK_D); }
-    static DEVICE u32 value_place(int consumer) { return place(BLOCK_M * BLOCK_D + consumer * 64 * BLOCK_DV); }
-    static DEVICE u32 query_place(int stage) { return place(BLOCK_M * (BLOCK_D + BLOCK_DV) + stage * BLOCK_N * BLOCK_D); }
+    static DEVICE u32 key_place(int stage, int consumer) { return place((stage * CONSUMERS + consumer) * 64 * BLOCK_D); }
+    static DEVICE u32 value_place(int stage, int consumer) {
+        return key_place(KEY_STAGES, 0) + place((stage * CONSUMERS + consumer) * 64 * BLOCK_DV);
+    }
+    static DEVICE u32 query_place(int stage) { return value_place(KEY_STAGES, 0) + place(stage * BLOCK_N * BLOCK_D); }
     static DEVICE u32 grad_out_place(int stage) { return query_place(STAGES) + place(stage * BLOCK_N * BLOCK_DV); }
     static DEVICE u32 gradient_place(int tile, int consumer) {
         return grad_out_place(UPSTREAM_STAGES) + place((tile * CONSUMERS + consumer) * 64 * BLOCK_N);
@@ -21,7 +23,10 @@ struct Places {
 
 // Barriers of what is loaded, and of both tiles of dS.
 template <class Shared> DEVICE void init_loaded(Shared& shared) {
-    shared.key_full.init(1), shared.value_full.init(1);
+    UNROLL for (int s = 0; s < KEY_STAGES; s++) {
+        shared.key_full[s].init(1), shared.value_full[s].init(1);
+        shared.keys_free[s].init(COMPUTING + 1);  // and who counts
+    }
     UNROLL for (int s = 0; s < STAGES; s++) shared.query_full[s].init(1), shared.query_free[s].init(COMPUTING);
     UNROLL for (int s = 0; s < UPSTREAM_STAGES; s++)
         shared.grad_out_full[s].init(1), shared.grad_out_free[s].init(COMPUTING);
@@ -43,15 +48,21 @@ template <class Shared, class Step> struct Loader {
     const Maps& maps;
     Position<STAGES> at;
     Position<UPSTREAM_STAGES> upstream_at;
+    Position<KEY_STAGES> keys_at;
     static constexpr bool ALIKE = UPSTREAM_STAGES == STAGES;  // so that one position, in few registers, is both
 
     DEVICE void run() {
-        const Keys block(a);
+        for_own_tiles(a, keys_at, [&](u32 number) { load(Keys(a, number)); });
+    }
+    DEVICE void load(const Keys& block) {
         Step step(a, block);
+        if (CONTINUED) shared.keys_free[keys_at.stage].wait(keys_at.parity ^ 1);
+        Barrier &key_full = shared.key_full[keys_at.stage], &value_full = shared.value_full[keys_at.stage];
         if (step.more()) {
-            rows<BLOCK_D>(shared.key, maps.keys, shared.key_full, block);
-            rows<BLOCK_DV>(shared.value, maps.values, shared.value_full, block);
-        }
+            rows<BLOCK_D>(shared.key[keys_at.stage], maps.keys, key_full, block);
+            rows<BLOCK_DV>(shared.value[keys_at.stage], maps.values, value_full, block);
+        } else if (CONTINUED)
+            key_full.arrive(), value_full.arrive();
         await_launch_before();  // base and delta
         for (; step.more(); step.next()) {
             const int s = at.stage, u = ALIKE ? s : upstream_at.stage;

@@ -9,14 +9,18 @@ template <class Shared, class Step, class Consumer> struct OwnKeys : Worker<Shar
     DEVICE OwnKeys(Shared& shared, const Arguments& a, int index) : Worker<Shared>(shared, a, index) {}
 
     DEVICE void run() {
-        const Keys block(this->a);
+        for_own_tiles(this->a, this->keys_at, [&](u32 number) { work_on(Keys(this->a, number)); });
+    }
+    DEVICE void work_on(const Keys& block) {
         Step step(this->a, block);
         UNROLL for (float& sum : key_sums) sum = 0;
         UNROLL for (float& sum : value_sums) sum = 0;
         if (step.more()) static_cast<Consumer*>(this)->visit(block, step);
-        if (this->a.splits == 1) tell_done();
+        else if (CONTINUED) this->await_keys();
+        if (CONTINUED) this->release(this->shared.keys_free[this->keys_at.stage]);
+        if (this->a.splits == 1) tell_done(this->keys_at.stage);
         store_gradient(this->a, block, block.first + 64 * this->index, key_sums, OF_KEY);
         store_gradient(this->a, block, block.first + 64 * this->index, value_sums, OF_VALUE);
-        if (this->a.splits > 1) tell_done();
+        if (this->a.splits > 1) tell_done(this->keys_at.stage);
     }
 };

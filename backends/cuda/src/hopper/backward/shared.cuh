@@ -4,8 +4,8 @@
 #include "hopper/bias.cuh"
 
 struct Shared : Places {
-    alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
-    alignas(1024) T value[CONSUMERS][64 * BLOCK_DV];
+    alignas(1024) T key[KEY_STAGES][CONSUMERS][64 * BLOCK_D];
+    alignas(1024) T value[KEY_STAGES][CONSUMERS][64 * BLOCK_DV];
     alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T grad_out[STAGES][BLOCK_N * BLOCK_DV];
     alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
@@ -17,7 +17,7 @@ struct Shared : Places {
 #endif
     alignas(16) float base[STAGES][BLOCK_N];
     alignas(16) float delta[STAGES][BLOCK_N];
-    Barrier key_full, value_full;
+    Barrier key_full[KEY_STAGES], value_full[KEY_STAGES], keys_free[KEY_STAGES];
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[STAGES], grad_out_free[STAGES];
     Barrier written[2], gradients_free[2];
 

@@ -6,12 +6,13 @@
 #include "positions.cuh"
 #include "schedule.cuh"
 
-// Which keys this block has; most queries see the first ones.
-DEVICE Place place_of_keys(const Arguments& a) {
-    return place(a, a.heads / a.group, ceil_div(a.keys, BLOCK_M), false);
+// Which keys a tile has; most queries see the first ones.
+DEVICE Place place_of_keys(const Arguments& a, u32 number) {
+    const int heads = a.heads / a.group;
+    return place(a, number, u32(a.batch) * heads, heads, ceil_div(a.keys, BLOCK_M), false);
 }
 
-// The keys of a block, and the queries that see any of them.
+// A tile of keys, and the queries that see any of them.
 struct Keys {
     int batch, head_kv, first, split;
     Extent extent;
@@ -19,8 +20,8 @@ struct Keys {
     int tiles;    // of one head's queries
     int from, to; // steps, of all heads that share the keys
 
-    DEVICE Keys(const Arguments& a) {
-        const Place at = place_of_keys(a);
+    DEVICE Keys(const Arguments& a, u32 tile_number) {
+        const Place at = place_of_keys(a, tile_number);
         batch = at.batch, head_kv = at.head, first = at.tile * BLOCK_M, split = at.split;
         extent = ::extent(a, batch);
         const int end = smaller(first + BLOCK_M, a.keys), last = smaller(end, extent.end) - 1;

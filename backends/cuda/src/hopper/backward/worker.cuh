@@ -16,6 +16,7 @@ template <class Shared> struct Worker {
     u32 origin = shared_address(&shared) >> 4;  // in units of 16 bytes
     Position<STAGES> at;
     Position<2> written_at;  // tile of dS
+    Position<KEY_STAGES> keys_at;
 
     DEVICE Worker(Shared& shared, const Arguments& a, int index) : shared(shared), a(a), index(index) {}
 
@@ -27,15 +28,18 @@ template <class Shared> struct Worker {
         warp_barrier();
         release(barrier);
     }
+    DEVICE void await_keys() {
+        shared.key_full[keys_at.stage].wait(keys_at.parity);
+        shared.value_full[keys_at.stage].wait(keys_at.parity);
+    }
     // Keys and values, where those past the end of a sequence may be NaN, which a weight of 0 does not take away.
     DEVICE void begin(const Keys& block) {
-        shared.key_full.wait(0);
-        shared.value_full.wait(0);
+        await_keys();
         if (!a.length_bytes || block.extent.end >= block.first + BLOCK_M) return;
         if (index < CONSUMERS) {
             const int there = smaller(larger(block.extent.end - block.first - 64 * index, 0), 64);
-            clear_rows<64, BLOCK_D>(shared.key[index], there);
-            clear_rows<64, BLOCK_DV>(shared.value[index], there);
+            clear_rows<64, BLOCK_D>(shared.key[keys_at.stage][index], there);
+            clear_rows<64, BLOCK_DV>(shared.value[keys_at.stage][index], there);
         }
         meet_at(1, 32 * COMPUTING);  // before the first turn, which takes the same barrier
     }
@@ -48,14 +52,14 @@ template <class Shared> struct Worker {
         const Matrix queries = matrix(Shared::query_place(at.stage) + Shared::place(from * PANEL));
         if (!from) shared.query_full[at.stage].wait(at.parity);
         begin_products();
-        product_nt<2 * COUNT, BLOCK_D, BLOCK_N>(scores, matrix(Shared::key_place(index)), queries);
+        product_nt<2 * COUNT, BLOCK_D, BLOCK_N>(scores, matrix(Shared::key_place(keys_at.stage, index)), queries);
         commit_products();
     }
     template <int COUNT> DEVICE void ask_score_gradients(float (&gradients)[COUNT], int from = 0) {
         const Matrix upstream = matrix(Shared::grad_out_place(at.stage) + Shared::place(from * PANEL));
         if (!from) shared.grad_out_full[at.stage].wait(at.parity);
         begin_products();
-        product_nt<2 * COUNT, BLOCK_DV, BLOCK_N>(gradients, matrix(Shared::value_place(index)), upstream);
+        product_nt<2 * COUNT, BLOCK_DV, BLOCK_N>(gradients, matrix(Shared::value_place(keys_at.stage, index)), upstream);
         commit_products();
     }
     DEVICE void await_gradients(Position<2> tile) { shared.written[tile.stage].wait(tile.parity); }
@@ -63,7 +67,7 @@ template <class Shared> struct Worker {
     // where the columns begin `columns` on.
     template <int COUNT> DEVICE void ask_columns(float (&sums)[COUNT], int tile, u32 queries, u32 columns) {
         const auto gradients = [&](int c) { return matrix(Shared::gradient_place(tile, c) + queries); };
-        const auto keys = [&](int c) { return matrix(Shared::key_place(c) + columns); };
+        const auto keys = [&](int c) { return matrix(Shared::key_place(keys_at.stage, c) + columns); };
         begin_products();
         product_tn<2 * COUNT, 64, false>(sums, gradients(0), keys(0));
         if (CONSUMERS > 1) product_tn<2 * COUNT, 64, true>(sums, gradients(1), keys(1));

@@ -25,7 +25,7 @@ struct Adder {
     u32 reached;    // blocks that were done with it when they were looked for
 
     DEVICE void run() {
-        const Keys block(a);
+        const Keys block(a, block_index());
         OrderedStep step(a, block, true);
         await_launch_before();  // which has made all numbers 0
         find(block, step);

@@ -64,7 +64,7 @@ struct Consumer : OwnKeys<Shared, OrderedStep, Consumer> {
     }
     // dV, and dS^T in 16 bits.
     DEVICE void differentiate(const Weigher& weigher, const Queries& step) {
-        const Matrix values = matrix(Shared::value_place(index)), upstream = matrix(Shared::grad_out_place(at.stage));
+        const Matrix values = matrix(Shared::value_place(0, index)), upstream = matrix(Shared::grad_out_place(at.stage));
         shared.grad_out_full[at.stage].wait(at.parity);
         if (BLOCK_D == PANEL) numbers(of_columns, shared.delta[at.stage]);
         begin_products();

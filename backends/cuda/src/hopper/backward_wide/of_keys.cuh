@@ -58,7 +58,7 @@ struct OfKeys : Role<1, OfKeys> {
         shared.grad_out_full[upstream_at.stage].wait(upstream_at.parity);
         const Matrix upstream = matrix(Shared::grad_out_place(upstream_at.stage));
         begin_products();
-        product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place(0)), upstream);
+        product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place(0, 0)), upstream);
         commit_products();
     }
     DEVICE void ask_sums() {

@@ -18,13 +18,13 @@ template <int INDEX, class Warpgroup> struct Role : Worker<Shared> {
     DEVICE Role(Shared& shared, const Arguments& a) : Worker(shared, a, INDEX) {}
 
     DEVICE void run() {
-        const Keys block(a);
+        const Keys block(a, block_index());
         Step step(a, block);
         UNROLL for (float& sum : sums) sum = 0;
         if (step.more()) static_cast<Warpgroup*>(this)->visit(block, step);
-        if (a.splits == 1) tell_done();
+        if (a.splits == 1) tell_done(0);
         store_gradient(a, block, block.first, sums, INDEX == 0 ? OF_VALUE : OF_KEY);
-        if (a.splits > 1) tell_done();
+        if (a.splits > 1) tell_done(0);
     }
 
     // Panel n of its own, of dS^T in the tile where `written_at` is.

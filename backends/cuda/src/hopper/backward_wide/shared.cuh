@@ -6,8 +6,8 @@
 constexpr int ROLES = 2;  // warpgroups that compute
 
 struct Shared : Places {
-    alignas(1024) T key[CONSUMERS][64 * BLOCK_D];
-    alignas(1024) T value[CONSUMERS][64 * BLOCK_DV];
+    alignas(1024) T key[KEY_STAGES][CONSUMERS][64 * BLOCK_D];
+    alignas(1024) T value[KEY_STAGES][CONSUMERS][64 * BLOCK_DV];
     alignas(1024) T query[STAGES][BLOCK_N * BLOCK_D];
     alignas(1024) T grad_out[UPSTREAM_STAGES][BLOCK_N * BLOCK_DV];
     alignas(1024) T gradients[2][CONSUMERS][64 * BLOCK_N];  // dS^T: a row for each key
@@ -15,7 +15,7 @@ struct Shared : Places {
     alignas(128) float sums[ROLES][4][16 * PANEL];          // a panel of dQ, of each warp, on its way
     alignas(16) float base[STAGES][BLOCK_N];
     alignas(16) float delta[UPSTREAM_STAGES][BLOCK_N];
-    Barrier key_full, value_full;
+    Barrier key_full[KEY_STAGES], value_full[KEY_STAGES], keys_free[KEY_STAGES];
     Barrier query_full[STAGES], query_free[STAGES], grad_out_full[UPSTREAM_STAGES], grad_out_free[UPSTREAM_STAGES];
     Barrier written[2], gradients_free[2];
     Barrier weights_full[4], weights_free[4];  // of a warp each, where every lane arrives: it reads what the same lane left
