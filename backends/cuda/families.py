@@ -32,6 +32,10 @@ _ROWS = 128
 _LEAST, _MOST = 2.0**-126, 2.0**127
 #: Queries below which its tiles are mostly empty: 198 TFLOP/s with 32 of them, 147 by the portable kernels.
 _FEW = 32
+#: Head dimensions, beyond the first and up to the last, of which the backward is faster all the same: 3 x 64 heads of
+#: 25 queries and 4,389 keys, D 64, take 275 us for 389 by the portable kernels, 8 x 16 of 16 and 1,024, D 128, 73 for
+#: 120; but 64 x 16 of 8 and 300, D 32, 141 for 133 (an H200, 2026-11-28).
+_FEW_DIMS = 32, 128
 #: Keys from which on splitting them pays where tiles of queries leave seven of eight SMs idle: 8 heads of 50 queries
 #: against 7,652 keys take 71 us whole and 39 split, 8 of 128 against 4,096 take 50 either way; but 32 of 128 against
 #: 16,384 take 174 whole and 227 split (an H200, D 128).
@@ -74,7 +78,8 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_class(problem)
-    return (*features, *_backward_features(problem), *_few(problem), *memory, *_mask(problem, device))
+    few = () if _half_filled(problem) else _few(problem)
+    return (*features, *_backward_features(problem), *few, *memory, *_mask(problem, device))
 
 
 def against_latent(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -203,6 +208,14 @@ def _few(p: Problem) -> Iterator[str]:
         yield "there is nothing to compute"
     elif p.seq_q < _FEW:
         yield f"{p.seq_q} queries: most of its tiles would be empty"
+
+
+def _half_filled(p: Problem) -> bool:
+    """Whether the backward takes few queries too: what it does for each key is most of its work."""
+    least, most = _FEW_DIMS
+    if ordered(p) or p.is_empty or not p.seq_k:
+        return False
+    return min(p.dim_qk, p.dim_v) > least and max(p.dim_qk, p.dim_v) <= most
 
 
 def _sizes(p: Problem, device: Device) -> Iterator[str]:
