@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -94,7 +95,8 @@ class FunctionKernel(Kernel):
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output, and lse where the problem asks for it.
 
-        Raises ``Unsupported`` where the function raises ``NotImplementedError``, or gives no graph to differentiate.
+        Raises ``Unsupported`` where the function raises ``NotImplementedError``, fails an assertion though these are
+        promised to say what it takes, or gives no graph to differentiate.
         """
         return self._run(inputs, self.problem.lse)
 
@@ -142,4 +144,16 @@ class FunctionKernel(Kernel):
             returned = self.reading(said)
         except NotImplementedError as refusal:  # how a kernel says what it does not do
             raise Unsupported(f"{self.reading.call} raises NotImplementedError: {refusal}") from refusal
+        except AssertionError as failed:
+            claim = _asserted(failed)
+            if "asserts" in self.reading.promises:
+                raise Unsupported(f"{self.reading.call} asserts: {claim}") from failed
+            failed.args = (f"{claim}; if what it asserts is what it takes, say so with +asserts",)
+            raise
         return operands.results(self.reading, inputs, returned, stated)
+
+
+def _asserted(failed: AssertionError) -> str:
+    """What an assertion says, or else the line that it stands in."""
+    line = traceback.extract_tb(failed.__traceback__)[-1].line or "what has no text"
+    return str(failed) or line.strip().removeprefix("assert ")

@@ -92,7 +92,7 @@ LIKES = {
 }
 _LIBRARIES = ("torch", "numpy", "cupy")
 #: What a signature does not say, and its author may.
-_PROMISES = ("gqa", "deterministic", "empty")
+_PROMISES = ("gqa", "deterministic", "empty", "asserts")
 
 
 @dataclass(frozen=True, slots=True)

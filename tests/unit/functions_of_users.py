@@ -72,6 +72,12 @@ def like_torch(
     return _formula(query, key, value, attn_mask, is_causal, scale)[0]
 
 
+def asserting(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    assert q.shape[-1] in {16, 32}
+    assert q.dtype is torch.float32, f"{q.dtype} is not float32"
+    return _formula(q, k, v, causal=causal)[0]
+
+
 def like_flash(
     q: Tensor,
     k: Tensor,

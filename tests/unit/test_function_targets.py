@@ -101,7 +101,7 @@ def refused(name: str) -> str:
         ("kernels.py:plain@flash", "like 'flash' is not known; expected one of torch, flash-attn, flash-attn-varlen"),
         (
             "kernels.py:plain@bhsd+jax",
-            "'jax' in like 'bhsd+jax': expected one of torch, numpy, cupy, gqa, deterministic, empty",
+            "'jax' in like 'bhsd+jax': expected one of torch, numpy, cupy, gqa, deterministic, empty, asserts",
         ),
         ("kernels.py:plain@bhsd+numpy+torch", "like 'bhsd+numpy+torch' names numpy and torch: expected one library"),
     ],

@@ -40,6 +40,7 @@ def verified(function: str, examples: int = 60, **plan: Any) -> Report:
             ("like_bhsd@bhsd+gqa", "b2.h4/2.s9.d16.fp32.scale=-0.25.grad"),
             ("like_bhsd@bhsd+empty", "b2.h2.s5x0.d16.fp32"),
             ("like_bshd@bshd", "b2.h2.s5x9.d16.bf16.softcap=2.grad"),
+            ("asserting@bhsd+asserts", "b2.h2.s9.d16.fp32.causal.grad"),
             ("like_attnswitch", "b2.h4/2.s5x9.d16.fp32.causal-br.window=3,*.lse.grad"),
             ("in_numpy@bhsd", "b2.h2.s9.d16.fp16.causal"),
             ("Forward.apply@bhsd", "b2.h2.s9.d16.fp32.causal"),
@@ -80,6 +81,13 @@ def test_a_right_function_is_right_in_drawn_cases(function: str) -> None:
             ("returns_a_pair", "b1.h2.s5.d16.fp32", "crash", "returned a tuple of 2 as its output: expected an array"),
             ("lse_forgotten@bhsd", "b1.h2.s5.d16.fp32.lse", "crash", "a Tensor where output and lse were asked for"),
             ("raises", "b1.h2.s5.d16.fp32", "crash", "ValueError: head dimension 16"),
+            ("raises@bhsd+asserts", "b1.h2.s5.d16.fp32", "crash", "ValueError: head dimension 16"),
+            (
+                "asserting@bhsd",
+                "b1.h2.s5.d8.fp32",
+                "crash",
+                "AssertionError: q.shape[-1] in {16, 32}; if what it asserts",
+            ),
         ]
     ),
 )
@@ -128,6 +136,8 @@ def test_a_wrong_function_is_found_by_drawing(function: str) -> None:
         ("like_paged", "b1.h2.s9.d16.fp32", "no pages: like_paged() takes keys in pages"),
         ("like_paged", "b2.h2.s2x32.d16.fp32.causal-br.varlen.lengths.page=16", "like_paged() takes no cu_seqlens_q"),
         ("like_paged", "b2.h2.s2x32.d16.fp32.lengths.page=16.tree", "tree_mask: its kernels read no mask beside pages"),
+        ("asserting@bhsd+asserts", "b1.h2.s9.d8.fp32", "asserting() asserts: q.shape[-1] in {16, 32}"),
+        ("asserting@bhsd+asserts", "b1.h2.s9.d16.fp16", "asserting() asserts: torch.float16 is not float32"),
         ("in_numpy@bhsd", "b1.h2.s9.d16.bf16", "dtype bfloat16: numpy has none"),
         ("in_numpy@bhsd", "b1.h2.s9.d16.fp32.grad", "in_numpy() returns arrays of numpy, which have none"),
         (
