@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["VARIABLE", "interprets", "untimed"]
+__all__ = ["VARIABLE", "interprets", "untimed", "without_gpu"]
 
 #: Triton reads it as it is imported.
 VARIABLE = "TRITON_INTERPRET"
@@ -27,6 +27,34 @@ def untimed(modules: Iterable[types.ModuleType]) -> None:
                 if hasattr(found, "_bench"):
                     found._bench = _equally_fast
                 found = found.fn
+
+
+def without_gpu() -> None:
+    """Have Triton say that its device is the CPU, if it finds no GPU: files ask it as they are imported."""
+    try:
+        from triton.backends import backends
+        from triton.runtime import driver
+    except ImportError:  # the file that imports it says so
+        return
+    if not any(backend.driver.is_active() for backend in backends.values()):
+        driver.set_active(_Cpu())
+
+
+class _Cpu:
+    """What stands for the driver of a GPU: neither CUDA nor HIP, so that a file takes its plainest way."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cpu", 0, 32)
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
 
 
 def _equally_fast(*arguments: Any, **named: Any) -> float:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from attnswitch.errors import InvalidProblem
 
+from .interpreted import without_gpu
+
 __all__ = ["Target", "found"]
 
 
@@ -46,7 +48,7 @@ class Target(NamedTuple):
     @property
     def in_triton(self) -> bool:
         """Whether the file, or a module beside it that is imported, imports Triton."""
-        return any(_imports(path, "triton") for path in self._sources())
+        return any("triton" in _named(path) for path in self._sources())
 
     @property
     def modules(self) -> list[types.ModuleType]:
@@ -54,12 +56,20 @@ class Target(NamedTuple):
         every = [(module, getattr(module, "__file__", None)) for module in list(sys.modules.values())]
         return [module for module, file in every if isinstance(file, str) and Path(file).parent == self.file.parent]
 
+    @property
+    def foresees_triton(self) -> bool:
+        """Whether the file, or one beside it that it names, is going to import Triton."""
+        beside = (self.file.with_name(f"{name}.py") for name in _named(self.file))
+        return any("triton" in _named(path) for path in (self.file, *beside))
+
     def _sources(self) -> list[Path]:
         return sorted({Path(str(module.__file__)) for module in self.modules} | {self.file})
 
 
 def found(target: Target) -> Callable[..., Any]:
     """The function. Raises ``InvalidProblem`` if the file cannot be imported, or has no such function."""
+    if target.foresees_triton:
+        without_gpu()
     found: Any = _imported(target.file)
     for part in target.function.split("."):
         if not hasattr(found, part):
@@ -125,16 +135,16 @@ def _beside(file: Path) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def _imports(path: Path, package: str) -> bool:
-    """Whether the text of a module imports ``package``, anywhere in it."""
+def _named(path: Path) -> frozenset[str]:
+    """The first words of what the text of a module imports, anywhere in it; none of what cannot be read."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # one that was compiled
-        return False
+    except (OSError, SyntaxError, ValueError):  # one that was compiled, or is none
+        return frozenset()
+    names: set[str] = set()
     for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        if any(name.partition(".")[0] == package for name in names):
-            return True
-    return False
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module or "")
+    return frozenset(name.partition(".")[0] for name in names)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnswitch import Problem
 from attnswitch.machine import registry
@@ -226,10 +227,32 @@ def test_triton_is_interpreted_where_there_is_no_gpu(
     assert backend.supports(problem.replace(dtype="bfloat16"), Device.named("h100")) == ()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has a driver where there is a GPU")
+@pytest.mark.parametrize("place", ["kernels", "beside_kernels"])
+def test_a_file_may_ask_triton_for_its_device_where_there_is_no_gpu(
+    place: str, written: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton: Any = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    written("import os\nfrom beside_kernels import *")
+    (tmp_path / f"{place}.py").write_text("""
+import triton
+from triton.runtime import driver
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+BACKEND = driver.active.get_current_target().backend
+def f(query, key, value, is_causal=False, device=DEVICE, backend=BACKEND): ...
+""")
+    parameters = loaded("kernels.py:f").reading.signature.parameters
+    assert (str(parameters["device"].default), parameters["backend"].default) == ("cpu", "cpu")
+    sys.modules.pop("beside_kernels", None)
+
+
 TUNED = """
 import torch
 import triton
 import triton.language as tl
+
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
 
 
 @triton.autotune(configs=[triton.Config({"WIDTH": 16}), triton.Config({"WIDTH": 8})], key=["keys"])
@@ -251,7 +274,7 @@ def attention(q, k, v, scale):
     if q.dtype is not torch.float32 or q.shape[3] != 16 or v.shape[3] != 16:
         raise NotImplementedError("float32 with 16 columns")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, device=DEVICE)
     _row[q.shape[2], q.shape[0] * q.shape[1]](q, k, v, out, scale, k.shape[2])
     return out
 """
