@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,20 @@ def test_bounds_are_met_at_both_ends_and_between() -> None:
     assert len(sizes) > 8
 
 
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("Lq=Lk,Lq=128,D=64,causal", {128}),
+        ("Lq=Lk,Lk=128,Lk=192", {128, 192}),
+        ("Lq=Lk,Lq>=100,Lk=128", {128}),
+        ("Lq=Lk,Lq%48,Lk%32,Lq<=200", {96}),
+    ],
+)
+def test_equal_lengths_are_within_the_bounds_of_both(text: str, lengths: set[int]) -> None:
+    found = steering.cases(Requirement.parse(text), replace(SPACE, work=2**14), 0)
+    assert {case.seq_q for case in found} == {case.seq_k for case in found} == lengths
+
+
 def test_cases_are_no_larger_than_others_unless_that_is_demanded() -> None:
     small = steering.cases(Requirement.parse("causal,gqa,D<=256"), SPACE, 0)
     assert max(case.work for case in small) <= 2 * SPACE.work
@@ -172,7 +187,9 @@ def test_cases_are_no_larger_than_others_unless_that_is_demanded() -> None:
     assert all(min(case.seq_q, case.seq_k) >= 1024 for case in large)
 
 
-@pytest.mark.parametrize("text", ["page,mask=bool", "varlen,lengths", "H=32,Hkv=8", "page=16,Lk=100", "grad=m"])
+@pytest.mark.parametrize(
+    "text", ["page,mask=bool", "varlen,lengths", "H=32,Hkv=8", "page=16,Lk=100", "grad=m", "Lq=Lk,Lq=64,Lk=128"]
+)
 def test_words_that_leave_nothing_are_refused(text: str) -> None:
     with pytest.raises(InvalidProblem, match=f"require {text}: no problem within it is "):
         steering.cases(Requirement.parse(text), SPACE, 0)

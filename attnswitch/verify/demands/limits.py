@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of, shown
@@ -92,6 +92,13 @@ class Range:
     def first(self) -> int:
         """The smallest size within it."""
         return min(self.values) if self.values else -(-self.least // self.step) * self.step
+
+    def also(self, other: Range) -> Range:
+        """What is within both, as far as there is anything."""
+        least, most, step = max(self.least, other.least), min(self.most, other.most), math.lcm(self.step, other.step)
+        both = Range(least, most, step)
+        either = self.values or other.values
+        return replace(both, values=tuple(size for size in either if size in self and size in other and size in both))
 
 
 def range_of(name: str, limits: Iterable[Limit], usual: tuple[int, ...] = ()) -> Range:

@@ -89,7 +89,10 @@ class _Draw:
         d = self._dim(ranges["D"])
         dv = self._dim(ranges["Dv"]) if any(limit.name == "Dv" for limit in self.wanted.limits) else d
         room = self.space.work // max(d, dv, 32)
-        least_q, square = ranges["Lq"].first, any(not limit.number for limit in self.wanted.limits)
+        square = any(not limit.number for limit in self.wanted.limits)
+        if square:
+            ranges["Lq"] = ranges["Lk"] = ranges["Lq"].also(ranges["Lk"])
+        least_q = ranges["Lq"].first
         lk = self._length(ranges["Lk"], math.isqrt(room) if square else room // least_q)
         page = self._page(ranges["page"]) if paged else 0
         lk = -(-lk // page) * page if page else lk
