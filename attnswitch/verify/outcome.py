@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +12,7 @@ __all__ = ["AUTO", "Failure", "Kind", "Outcome", "Verdict", "first_of"]
 
 Verdict = Literal["verified", "mismatch", "refused", "unavailable"]
 
-#: Device, backend, check and result: failures that share them are taken for the same fault.
+#: Device, backend, check and sort: failures that share them are taken for the same fault.
 Kind = tuple[str, str, str, str]
 
 #: Stands for the dispatcher's own choice among the backends.
@@ -38,6 +39,16 @@ class Failure:
     def title(self) -> str:
         """Check and result in a few words."""
         return f"{self.check}: {self.result}" if self.result else self.check
+
+    @property
+    def sort(self) -> str:
+        """What tells it from others of its check: the result, whether numbers are lost in it; or what was raised."""
+        if self.check == "crash":
+            raised = self.message.partition(":")[0]
+            return raised if raised.isidentifier() else ""
+        got, expected = self.got, self.expected
+        lost = got is not None and expected is not None and not math.isfinite(got) and math.isfinite(expected)
+        return f"{self.result}, not finite" if lost else self.result
 
 
 def first_of(*failures: Failure | None) -> Failure | None:
@@ -72,4 +83,4 @@ class Outcome:
     def kind(self) -> Kind:
         """What tells this failure from others."""
         assert self.failure is not None
-        return self.device, self.backend, self.failure.check, self.failure.result
+        return self.device, self.backend, self.failure.check, self.failure.sort

@@ -245,5 +245,14 @@ def lse_forgotten(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> 
     return _formula(q, k, v)[0]
 
 
+def wrong_in_four_ways(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Two that are raised, the wrong scale, and NaN of more than 16 keys."""
+    if q.dtype is torch.float16:
+        raise KeyError("float16")
+    if causal:
+        raise ValueError("causal")
+    return _formula(q, k, v, scale=1.0 if k.shape[2] <= 16 else math.nan)[0].detach()
+
+
 def raises(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
     raise ValueError(f"head dimension {query.shape[-1]}")

@@ -157,7 +157,7 @@ def test_it_fails_for_its_fault(name: str) -> None:
     assert outcome.failure.check == name
     assert outcome.failure.result
     assert outcome.failure.message
-    assert outcome.kind == ("cpu", backend, name, outcome.failure.result)
+    assert outcome.kind == ("cpu", backend, name, outcome.failure.sort)
 
 
 @pytest.mark.parametrize("name", ["one-hot", "split"])  # one makes operands of its own, and one does not

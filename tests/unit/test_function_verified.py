@@ -110,6 +110,19 @@ def test_a_wrong_function_is_found_by_drawing(function: str) -> None:
     assert {found.outcome.failure.check for found in report.failures if found.outcome.failure} == {"reference"}
 
 
+@pytest.mark.slow
+def test_one_fault_does_not_hide_another_of_the_same_check() -> None:
+    report = verified("wrong_in_four_ways@bhsd", shrink_tries=5)
+    told = sorted((found.outcome.kind[2:], found.outcome.case.seq_k) for found in report.failures)
+    assert [kind for kind, _ in told] == [
+        ("crash", "KeyError"),
+        ("crash", "ValueError"),
+        ("reference", "out"),
+        ("reference", "out, not finite"),
+    ]
+    assert told[2][1] <= 16 < told[3][1]
+
+
 @pytest.mark.parametrize(
     ("function", "problem", "reason"),
     [

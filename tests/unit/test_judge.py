@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from attnswitch import Device, Problem
 from attnswitch.machine.backend import Backend, Inputs, Kernel
 from attnswitch.verify import Case
 from attnswitch.verify.judge import check
-from attnswitch.verify.outcome import AUTO
+from attnswitch.verify.outcome import AUTO, Failure, Outcome
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
 from attnswitch.wisdom.signature import Signature, sign
@@ -35,6 +36,24 @@ def test_one_backend_answers_for_output_and_gradients_of_arrays_without_autograd
     outcome = check(CASE, AUTO)
     assert (outcome.verdict, outcome.chosen) == ("verified", "tiled")
     assert check(CASE.replace(grads=""), AUTO).chosen == "reference"
+
+
+@pytest.mark.parametrize(
+    ("failure", "sort"),
+    [
+        (Failure("reference", "2 of 8 are off", "out", (0,), 1.0, 2.0, 0.1), "out"),
+        (Failure("reference", "8 of 8 are off", "out", (0,), math.nan, 2.0, 0.1), "out, not finite"),
+        (Failure("reference", "8 of 8 are off", "lse", (0,), math.inf, 2.0, 0.1), "lse, not finite"),
+        (Failure("reference", "8 of 8 are off", "lse", (0,), 3.0, -math.inf, 0.1), "lse"),
+        (Failure("reference", "8 of 8 are off", "lse", (0,), math.nan, -math.inf, 0.1), "lse"),
+        (Failure("crash", "ValueError: heads of 24: not taken (launch)"), "ValueError"),
+        (Failure("crash", "it failed while planning: ZeroDivisionError: halved"), ""),
+        (Failure("crash", "it was ended by SIGSEGV"), ""),
+        (Failure("form", "ValueError: of a message"), ""),
+    ],
+)
+def test_failures_of_a_check_are_told_apart(failure: Failure, sort: str) -> None:
+    assert Outcome(CASE, "one", "cpu", "mismatch", failure=failure).kind == ("cpu", "one", failure.check, sort)
 
 
 class _Hungry(Kernel):
