@@ -245,6 +245,14 @@ def lse_forgotten(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> 
     return _formula(q, k, v)[0]
 
 
+def pads_its_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    """A mask of one column is taken for one that is too short, as ONNX's operator does."""
+    if attn_mask is not None:
+        missing = key.shape[2] - attn_mask.shape[-1]
+        attn_mask = torch.nn.functional.pad(attn_mask, (0, missing), value=-math.inf)
+    return _formula(query, key, value, attn_mask)[0]
+
+
 def wrong_in_four_ways(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Two that are raised, the wrong scale, and NaN of more than 16 keys."""
     if q.dtype is torch.float16:

@@ -110,6 +110,12 @@ def test_a_wrong_function_is_found_by_drawing(function: str) -> None:
     assert {found.outcome.failure.check for found in report.failures if found.outcome.failure} == {"reference"}
 
 
+def test_a_shift_is_told_with_the_mask_that_makes_it() -> None:
+    failure = judged("pads_its_mask", "b1.h1.s1x2.d8.fp32", check="shift").failure
+    assert failure is not None
+    assert "added to every score by a mask of (1, 1, 1, 1), changes it" in failure.message
+
+
 @pytest.mark.slow
 def test_one_fault_does_not_hide_another_of_the_same_check() -> None:
     report = verified("wrong_in_four_ways@bhsd", shrink_tries=5)

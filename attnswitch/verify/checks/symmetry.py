@@ -110,7 +110,7 @@ def _shift(trial: Trial) -> Failure | None:
     if "lse" in got:
         got["lse"] = got["lse"] - _shift_by(trial.case)
     limits = trial.limits(shifted)
-    message = f"a constant of {_shift_by(trial.case):g} added to every score changes it"
+    message = f"a constant of {_shift_by(trial.case):g}, added to every score by a mask of (1, 1, 1, 1), changes it"
     return within(trial, "shift", got, trial.results, message, limits)
 
 
