@@ -32,10 +32,10 @@ class Check:
     alone: bool = False
     #: Needs arrays on an NVIDIA GPU.
     gpu: bool = False
-    #: Holds of sequences that lie one after another as well, and of caches in pages.
+    #: Holds of sequences that lie one after another as well, of caches in pages, and of keys in parts.
     varlen: bool = False
 
     def suits(self, case: Case, device: str) -> bool:
         """Whether there is anything to look at in ``case`` on ``device``."""
-        plain = not (case.varlen or case.page)
+        plain = not (case.varlen or case.page or case.parts)
         return self.applies(case) and (device != "cpu" or not self.gpu) and (self.varlen or plain)

@@ -175,7 +175,7 @@ def _alone(subject: Subject) -> tuple[Case, dict[str, Any]]:
         data["alibi_slopes"] = subject.data["alibi_slopes"][b : b + 1]
     alone = case.replace(batch=1, grads="", seq_q=rows, seq_k=keys)
     if case.varlen or case.page:
-        alone = alone.replace(lengths=None, query_lengths=None, page=0, splits=0)
+        alone = alone.replace(lengths=None, query_lengths=None, page=0, splits=0, latent=False)
     if case.tree:  # whose bits are a mask there
         data["attn_mask"] = subject.data["attn_mask"][b : b + 1, :, :rows, :keys]
         alone = alone.replace(tree="", mask=MaskRecipe("bool", "qk"))

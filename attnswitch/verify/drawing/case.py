@@ -14,6 +14,10 @@ from attnswitch.problem import Alignment, Mask, Problem, Window
 __all__ = ["Case", "MaskRecipe", "Placing"]
 
 
+#: Parts of the keys at the most, each of which is a call.
+_PARTS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class MaskRecipe:
     """An ``attn_mask``: dtype, the axes of (b, h, q, k) it spans, the rank it is passed with, and what it holds."""
@@ -67,6 +71,10 @@ class Case:
     cache: str = ""
     scales: str = ""
     tree: str = ""
+    #: Whether the values of a cache are the first columns of its keys, in the same memory: DeepSeek's latent heads.
+    latent: bool = False
+    #: Parts of the keys, 0 for none: each is a call, whose results are merged, and gradients are by those of the whole.
+    parts: int = 0
     mask: MaskRecipe | None = None
     scale: float | None = None
     softcap: float = 0.0
@@ -222,6 +230,7 @@ class Case:
             parts.append(f"cache_lengths {list(self.lengths or ())}{queries}")
             parts += [f"scales by {self.scales}"] if self.cache else []
             parts += [f"tree of {self.tree}"] if self.tree else []
+            parts += ["values within the keys"] if self.latent else []
         elif self.query_lengths is not None:
             parts.append(f"sequences of {list(self.query_lengths)} queries and {list(self.lengths or ())} keys")
         elif self.lengths is not None:
@@ -229,6 +238,7 @@ class Case:
         if self.mask is not None:
             parts.append(f"mask {self.mask.kind}, rank {self.mask.rank}")
         parts += [f"{kind} {name}" for name, kind in (("sinks", self.sinks), ("alibi", self.alibi)) if kind]
+        parts += [f"keys in {self.parts} parts"] if self.parts else []
         if self.poison:
             parts.append("poisoned")
         if self.check != "reference":
@@ -249,6 +259,7 @@ class Case:
         case = reading.made(Case, data, "case")
         case.problem()
         case._check_lengths()
+        case._check_parts()
         rank, axes = (4, "") if case.mask is None else (case.mask.rank, case.mask.axes)
         if not (1 <= rank <= 4 and set(axes) <= set("bhqk"[-rank:])):
             raise InvalidProblem(f"case.mask has axes {axes!r}: no mask of rank {rank} has them all")
@@ -268,3 +279,12 @@ class Case:
             raise InvalidProblem("case.query_lengths is without lengths: expected those of the keys as well")
         if self.page and self.alignment != "bottom_right":
             raise InvalidProblem("case.alignment: queries of a cache in pages are aligned to the bottom right")
+        if self.latent and not (self.page and self.dim_v <= self.dim_qk):
+            raise InvalidProblem("case.latent: expected pages, and keys of at least as many columns as values")
+
+    def _check_parts(self) -> None:
+        """Raise ``InvalidProblem`` for parts that are too many, or whose results do not tell the whole's."""
+        if not 0 <= self.parts <= _PARTS:
+            raise InvalidProblem(f"case.parts is {self.parts}: expected 0 to {_PARTS}")
+        if self.parts and (self.varlen or self.page or self.dropout or self.alibi or self.poison or not self.lse):
+            raise InvalidProblem("case.parts: expected a dense call with lse, without dropout, alibi and poison")

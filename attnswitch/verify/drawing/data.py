@@ -78,6 +78,9 @@ def operands(case: Case, xp: Any = np) -> dict[str, Array]:
     for role in ("key", "value") if case.cache else ():
         u = uniform(np, case.data_seed, _STREAMS[f"{role}_scale"], (case.heads_kv, lk // case.page))
         made[role], made[f"{role}_scale"] = stored.stored(case, made[role], u)
+    if case.latent:
+        made["value"] = made["key"][..., : case.dim_v]
+        made |= {"value_scale": made["key_scale"]} if case.cache else {}
     if case.mask is not None:
         made["attn_mask"] = _mask(xp, case)
     if case.tree:

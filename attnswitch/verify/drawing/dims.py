@@ -6,11 +6,9 @@ for both sides of every such edge, and for all that lies between. Those that tak
 
 from __future__ import annotations
 
-from typing import Any
+from attnswitch.verify.drawing.choices import Choices
 
-from hypothesis import strategies as st
-
-__all__ = ["CLASSES", "WIDEST", "drawn"]
+__all__ = ["CLASSES", "WIDEST", "drawn", "one"]
 
 #: The widest head that the contract names; and the widest that kernels keep whole.
 WIDEST, _WHOLE = 576, 256
@@ -44,16 +42,16 @@ _NEAR = (8, -8, 1, -1)
 _PAIRS = ((192, 128), (128, 64), (64, 128), (WIDEST, 512))
 
 
-def drawn(draw: Any) -> tuple[int, int]:
+def drawn(choices: Choices) -> tuple[int, int]:
     """D and Dv."""
-    dim, other = _one(draw), _one(draw)
-    beside, delta, pair = (draw(st.sampled_from(choices)) for choices in (_BESIDE, _NEAR, _PAIRS))
+    dim, other = one(choices), one(choices)
+    beside, delta, pair = choices.of(_BESIDE), choices.of(_NEAR), choices.of(_PAIRS)
     if beside == "paired":
-        return pair  # type: ignore[no-any-return]
+        return pair
     return dim, {"alike": dim, "apart": other, "near": min(max(1, dim + delta), WIDEST)}[beside]
 
 
-def _one(draw: Any) -> int:
+def one(choices: Choices) -> int:
     """A dimension: a class, and one of it."""
-    dims, number = CLASSES[draw(st.sampled_from(_WEIGHTED))], int(draw(st.integers(0, 2**12)))
+    dims, number = CLASSES[choices.of(_WEIGHTED)], choices.integer(0, 2**12)
     return dims[number % len(dims)]

@@ -60,6 +60,8 @@ def without(case: Case, lacks: Collection[str]) -> Case:
         case = case.replace(query_lengths=None)
     if case.mask is not None and "masked_causal" in lacks:
         case = case.replace(causal=False)
+    if case.parts and (not case.lse or case.varlen or case.page):
+        case = case.replace(parts=0)
     return _aligned(_masked(case, lacks), lacks)
 
 

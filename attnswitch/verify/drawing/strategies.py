@@ -8,20 +8,17 @@ Operations are bounded by construction: no draw is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
 from attnswitch.machine.backend import Regime
-from attnswitch.problem import CACHES
-from attnswitch.verify.drawing import dims, within
-from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
+from attnswitch.verify.drawing import dims, features, within
+from attnswitch.verify.drawing.case import Case, Placing
+from attnswitch.verify.drawing.choices import Choices, OfHypothesis
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
-from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
 from attnswitch.verify.drawing.plain import without
-from attnswitch.verify.drawing.stored import SCALE_KINDS
 from attnswitch.verify.drawing.trees import TREE_KINDS
 
 __all__ = ["SHARE", "Space", "cases", "recipe"]
@@ -53,70 +50,58 @@ class Space:
 #: Where backends name regimes, one case in so many lies within one of them.
 SHARE = 8
 _TILES = (16, 32, 64, 128)
-#: Elements of a 16-bit type in 16 bytes.
-_STEP = 8
-_SCALES = (None, 0.125, 1.0, 0.0, -0.25, -1.0, 2.0, 1e-3, 1e-30)
 
 
-def _choice(draw: Any, options: tuple[Any, ...] | list[Any]) -> Any:
-    return draw(st.sampled_from(options))
-
-
-def _often(draw: Any, one_in: int) -> bool:
-    """True once in ``one_in`` draws, and shrinking to False."""
-    return bool(draw(st.integers(0, one_in - 1)) == one_in - 1)
-
-
-def _length(draw: Any, longest: int) -> int:
+def _length(choices: Choices, longest: int) -> int:
     """A sequence length up to ``longest``, close to a multiple of a tile more often than not."""
-    tiled, delta = draw(st.booleans()), draw(st.integers(-1, 1))
-    tile, multiple = _choice(draw, _TILES), draw(st.integers(1, 8))
-    small = draw(st.integers(1, 40))
+    tiled, delta = choices.coin(), choices.integer(-1, 1)
+    tile, multiple = choices.of(_TILES), choices.integer(1, 8)
+    small = choices.integer(1, 40)
     length = tile * multiple + delta if tiled else small
     return int(max(0, min(length, max(1, longest))))
 
 
-def _sizes(draw: Any, space: Space) -> dict[str, int]:
-    d, dv = dims.drawn(draw)
+def _sizes(choices: Choices, space: Space) -> dict[str, int]:
+    d, dv = dims.drawn(choices)
     room = space.work // max(d, dv, 32)  # the reference holds the scores several times over
-    lk, few, is_few = _length(draw, min(space.longest, room)), draw(st.integers(0, 3)), _often(draw, 25)
+    lk, few, is_few = _length(choices, min(space.longest, room)), choices.integer(0, 3), choices.often(25)
     lk = few if is_few else lk
-    lq = _length(draw, min(space.longest, max(1, room // max(lk, 1))))
-    square, is_one, one = _often(draw, 5), _often(draw, 6), draw(st.integers(0, 1))
+    lq = _length(choices, min(space.longest, max(1, room // max(lk, 1))))
+    square, is_one, one = choices.often(5), choices.often(6), choices.integer(0, 1)
     lq = lk if square and lk * lk <= room else one if is_one else lq
     room = min(room // max(1, lq * lk), space.heads)
-    kv = min(_choice(draw, (1, 2, 3, 4)), max(1, room))
-    group = min(_choice(draw, (1, 2, 3, 4, 8)), max(1, room // kv))
-    batch = min(_choice(draw, (1, 2, 3)), max(1, room // (kv * group)))
-    if _often(draw, 60):
+    kv = min(choices.of((1, 2, 3, 4)), max(1, room))
+    group = min(choices.of((1, 2, 3, 4, 8)), max(1, room // kv))
+    batch = min(choices.of((1, 2, 3)), max(1, room // (kv * group)))
+    if choices.often(60):
         batch = 0
     return {"batch": batch, "heads_kv": kv, "group": group, "seq_q": lq, "seq_k": lk, "dim_qk": d, "dim_v": dv}
 
 
-def _regime(draw: Any, space: Space, dtypes: list[str]) -> tuple[Regime, str, dict[str, int]] | None:
+def _regime(choices: Choices, space: Space, dtypes: list[str]) -> tuple[Regime, str, dict[str, int]] | None:
     """One of the regimes in so many draws, with a dtype and sizes within it; nothing is drawn where there are none."""
     found = []
     for regime in space.regimes:
         fitting = [dtype for dtype in regime.dtypes if dtype in dtypes]
         if fitting:
-            sizes = within.sizes(draw, regime, space.scores, space.large, space.longest, space.heads)
-            found += [(regime, _choice(draw, fitting), sizes)] * regime.often
+            sizes = within.sizes(choices, regime, space.scores, space.large, space.longest, space.heads)
+            found += [(regime, choices.of(fitting), sizes)] * regime.often
     if not found:
         return None
-    chosen, wanted = _choice(draw, found), _often(draw, SHARE)
+    chosen, wanted = choices.of(found), choices.often(SHARE)
     return chosen if wanted else None
 
 
-def _hiding(draw: Any, sizes: dict[str, int], dtype: str, wide: int = 1) -> dict[str, Any]:
-    """Causal, window of up to 70 times ``wide`` keys to a side, lengths and mask, alone and together."""
+def _hiding(choices: Choices, sizes: dict[str, int], dtype: str, wide: int = 1) -> dict[str, Any]:
+    """Causal, window, lengths and mask, alone and together; ``wide`` is of windows."""
     lk = sizes["seq_k"]
-    causal, has_window, bottom_right = draw(st.booleans()), _often(draw, 4), draw(st.booleans())
-    sides = [(wide * draw(st.integers(0, 70)), _often(draw, 3)) for _ in ("left", "right")]
-    has_lengths, lengths = _often(draw, 4), [(draw(st.booleans()), draw(st.integers(0, 2**12))) for _ in range(3)]
-    has_mask, mask = _often(draw, 3), _mask(draw, dtype)
+    causal, has_window, bottom_right = choices.coin(), choices.often(4), choices.coin()
+    window = features.window(choices, wide)
+    has_lengths, lengths = choices.often(4), [(choices.coin(), choices.integer(0, 2**12)) for _ in range(3)]
+    has_mask, mask = choices.often(3), features.mask(choices, dtype)
     found: dict[str, Any] = {"causal": causal}
     if has_window:
-        found["window"] = tuple(None if unlimited else side for side, unlimited in sides)
+        found["window"] = window
     if (causal or has_window) and bottom_right:
         found["alignment"] = "bottom_right"
     if has_lengths:
@@ -127,134 +112,88 @@ def _hiding(draw: Any, sizes: dict[str, int], dtype: str, wide: int = 1) -> dict
     return found
 
 
-def _mask(draw: Any, dtype: str) -> MaskRecipe:
-    rank, whole = _choice(draw, (4, 2, 3, 1)), [not _often(draw, 4) for _ in "bhqk"]
-    as_bool, other = draw(st.booleans()), _often(draw, 3)
-    bool_kind = _choice(draw, ("random", "all", "dead-rows", "blocks", "none"))
-    float_kind = _choice(draw, ("smooth", "random", "dead-rows", "finite-min", "minus-1e4", "minus-1e9", "none"))
-    other_dtype = _choice(draw, ("float32", "float16", "bfloat16", "float64"))
-    axes = "".join(axis for axis, on in zip("bhqk", whole, strict=True) if on and axis in "bhqk"[4 - rank :])
-    if as_bool:
-        return MaskRecipe("bool", axes, rank, bool_kind)
-    mask_dtype = other_dtype if other else dtype
-    if mask_dtype == "float16" and float_kind == "minus-1e9":
-        float_kind = "minus-1e4"
-    return MaskRecipe(mask_dtype, axes, rank, float_kind)
-
-
-def _fitted(found: dict[str, Any], regime: Regime) -> None:
-    """Give a float mask in an aligned regime the operands' type and rows of whole steps of 16 bytes."""
-    mask: MaskRecipe | None = found.get("mask")
-    if regime.aligned and mask is not None and mask.dtype != "bool":
-        kind = "minus-1e4" if mask.kind == "minus-1e9" and found["dtype"] == "float16" else mask.kind
-        found["mask"] = replace(mask, dtype=found["dtype"], kind=kind)
-        if "k" in mask.axes:
-            found["seq_k"] = max(_STEP, found["seq_k"] // _STEP * _STEP)
-            if found.get("lengths") is not None:
-                found["lengths"] = tuple(min(length, found["seq_k"]) for length in found["lengths"])
-
-
-def _placing(draw: Any, library: str, *, aligned: bool = False) -> Placing:
-    kinds = [kind for kind in PLACINGS if library == "numpy" or kind not in TURNED]
-    kinds = list(ALIGNED) if aligned else kinds
-    plain = [kind for kind in kinds if not kind.startswith("expanded")]
-    query, key, value, grad_out = (_choice(draw, kinds) for _ in range(4))
-    mask, alike = _choice(draw, plain), draw(st.booleans())
-    return Placing(query, query, query, mask, query) if alike else Placing(query, key, value, mask, grad_out)
-
-
-def _grads(draw: Any, mask: MaskRecipe | None, *, rather: bool = False) -> str:
-    """None, all, or any subset of the operands that can have a gradient; ``rather`` some than none."""
-    letters = "qkv" + ("m" if mask is not None and mask.dtype != "bool" else "")
-    wanted, every, each = draw(st.booleans()), draw(st.booleans()), [draw(st.booleans()) for _ in "qkvm"]
-    if not (wanted or (rather and every)):
-        return ""
-    return letters if every else "".join(x for x, on in zip("qkvm", each, strict=True) if on and x in letters)
-
-
 @st.composite
 def cases(draw: Any, space: Space = Space()) -> Case:
     """A case from ``space``."""
-    library = _choice(draw, space.libraries)
+    return _case(OfHypothesis(draw), space)
+
+
+def _case(choices: Choices, space: Space) -> Case:
+    library = choices.of(space.libraries)
     dtypes = [dtype for dtype in space.dtypes if not (library == "cupy" and dtype == "bfloat16")]
-    dtype = _choice(draw, dtypes)
-    sizes = _sizes(draw, space)
-    large = _regime(draw, space, dtypes)
+    dtype = choices.of(dtypes)
+    sizes = _sizes(choices, space)
+    large = _regime(choices, space, dtypes)
     if large is not None:
         _, dtype, sizes = large
-    hiding = _hiding(draw, sizes, dtype, 1 if large is None else max(1, sizes["seq_k"] // 140))
-    placing = _placing(draw, library, aligned=large is not None and large[0].aligned)
+    hiding = _hiding(choices, sizes, dtype, 1 if large is None else max(1, sizes["seq_k"] // 140))
+    placing = features.placing(choices, library, aligned=large is not None and large[0].aligned)
     found = {
         **sizes,
         **hiding,
         "library": library,
         "dtype": dtype,
         "placing": placing,
-        "layout": _choice(draw, ("BHLD", "BLHD")),
-        "data": _choice(draw, DISTRIBUTIONS),
-        "data_seed": draw(st.integers(0, 255)),
-        "scale": _choice(draw, (*(None,) * 18, *_SCALES)),
-        "softcap": _choice(draw, (*(0.0,) * 15, 30.0, 1.0, 5.0)),
-        "lse": _often(draw, 3),
-        "grads": _grads(draw, hiding.get("mask"), rather=large is not None),
+        "layout": choices.of(("BHLD", "BLHD")),
+        "data": choices.of(DISTRIBUTIONS),
+        "data_seed": choices.integer(0, 255),
+        "scale": choices.of((*(None,) * 19, *features.SCALES)),
+        "softcap": choices.of((*(0.0,) * 15, *features.SOFTCAPS)),
+        "lse": choices.often(3),
+        "grads": features.grads(choices, _letters(hiding), rather=large is not None),
     }
-    if large is not None:
-        _fitted(found, large[0])
+    if large is not None and large[0].aligned:
+        features.fitted(found)
     if library != "torch" and found["grads"]:  # attention_backward gives the three, and the mask's where asked
         found["grads"] = "qkvm" if "m" in found["grads"] else "qkv"
-    check, checked, deterministic = draw(st.integers(0, 2**20)), draw(st.booleans()), _often(draw, 6)
+    check, checked, deterministic = choices.integer(0, 2**20), choices.coin(), choices.often(6)
     if checked and space.checks:
         found["check"] = space.checks[check % len(space.checks)]
     found["deterministic"] = deterministic
-    drops, dropout, poison = _often(draw, 8), _dropout(draw, found), _often(draw, 12)
+    drops, dropout, poison = choices.often(8), _dropout(choices, found), choices.often(12)
     if drops:
         found |= dropout
     elif poison:
         found["poison"] = True
-    varlen, alike, queries, keys = _often(draw, 8), draw(st.booleans()), _shares(draw), _shares(draw)
+    varlen, alike, queries, keys = choices.often(8), choices.coin(), features.shares(choices), features.shares(choices)
     dense = large is not None and large[0].aligned  # whose kernels read tiles of a batch by TMA
     unseeded = found.get("dropout_seed", 0) is None  # V = I shows a mask of plain calls alone
     if unseeded and "check" in found and "fresh-dropout" in space.checks:  # of which nothing else says anything
         found["check"] = "fresh-dropout"
     if varlen and not dense and not unseeded:
         found |= _varlen(found, alike and large is None, queries, keys)
-    paged, pages, few = _often(draw, 8), _pages(draw), draw(st.integers(1, 8))
+    paged, pages, few = choices.often(8), _pages(choices), choices.integer(1, 8)
     if paged and not (varlen or large is not None):  # which asks for queries
         found |= _paged(space, found, few if alike else found["seq_q"], queries, keys, **pages)
         if found["splits"] and "check" in found and "splits" in space.checks:  # which says nothing of other cases
             found["check"] = "splits"
-    sinks, beside_pages = _often(draw, 10), _often(draw, 4)
+    sinks, beside_pages = choices.often(10), choices.often(4)
     of_heads = {
-        "sinks": (sinks or (beside_pages and "page" in found), _choice(draw, SINK_KINDS)),
-        "alibi": (_often(draw, 12), _choice(draw, ALIBI_KINDS)),
+        "sinks": (sinks or (beside_pages and "page" in found), choices.of(SINK_KINDS)),
+        "alibi": (choices.often(12), choices.of(ALIBI_KINDS)),
     }
-    bottom_right = draw(st.booleans())
+    bottom_right = choices.coin()
     if not (unseeded or dense):
         found |= {name: kind for name, (wanted, kind) in of_heads.items() if wanted}
     if "alibi" in found and bottom_right:  # of which alibi makes something even where nothing is hidden
         found["alignment"] = "bottom_right"
-    narrow, cache, scales = _often(draw, 3), _choice(draw, CACHES), _choice(draw, SCALE_KINDS)
-    if narrow and "page" in found and not (library == "cupy" and cache != "int8"):
-        found |= {"cache": cache, "scales": scales, "poison": False}
-    speculative, tree = _often(draw, 4), _choice(draw, TREE_KINDS)
+    narrow, cache = choices.often(3), features.cache(choices)
+    if narrow and "page" in found and not (library == "cupy" and cache["cache"] != "int8"):
+        found |= {**cache, "poison": False}
+    speculative, tree = choices.often(4), choices.of(TREE_KINDS)
     if speculative and "page" in found:
         found["tree"] = tree
-    return without(Case(**found), space.lacks)
+    latent, apart, parts = choices.often(4), choices.often(10), choices.integer(2, 4)
+    if latent and "page" in found and found["dim_v"] <= found["dim_qk"]:
+        found["latent"] = True
+    case = Case(**found)
+    return without(features.in_parts(case, parts) if apart and large is None else case, space.lacks)
 
 
-#: How many rows a sequence has, of the longest.
-_SHARES: dict[str, Callable[[int], int]] = {
-    "whole": lambda longest: longest,
-    "one": lambda longest: min(longest, 1),
-    "less": lambda longest: max(longest - 1, 0),
-    "most": lambda longest: longest * 11 // 16,
-    "half": lambda longest: longest // 2,
-    "none": lambda longest: 0,
-}
-
-
-def _shares(draw: Any) -> list[str]:
-    return [_choice(draw, list(_SHARES)) for _ in range(3)]
+def _letters(hiding: dict[str, Any]) -> str:
+    """The operands that can have a gradient."""
+    mask = hiding.get("mask")
+    return "qkv" + ("m" if mask is not None and mask.dtype != "bool" else "")
 
 
 def _varlen(found: dict[str, Any], alike: bool, queries: list[str], keys: list[str]) -> dict[str, Any]:
@@ -266,21 +205,21 @@ def _varlen(found: dict[str, Any], alike: bool, queries: list[str], keys: list[s
     return {
         "seq_q": lq,
         "seq_k": lk,
-        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in range(found["batch"])),
-        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in range(found["batch"])),
+        "query_lengths": tuple(features.SHARES[queries[b % 3]](lq) for b in range(found["batch"])),
+        "lengths": tuple(features.SHARES[keys[b % 3]](lk) for b in range(found["batch"])),
         "mask": None,
         "grads": found["grads"].replace("m", ""),
         "layout": "BHLD",
     }
 
 
-def _pages(draw: Any) -> dict[str, Any]:
+def _pages(choices: Choices) -> dict[str, Any]:
     """Rows of a page, columns of the table that none needs, whether queries are packed, and num_splits."""
     return {
-        "page": _choice(draw, (1, 2, 16, 64, 256)),
-        "wider": draw(st.integers(0, 2)),
-        "packed": draw(st.booleans()),
-        "splits": _choice(draw, (0, 0, 1, 3)),
+        "page": choices.of((1, 2, 16, 64, 256)),
+        "wider": choices.integer(0, 2),
+        "packed": choices.coin(),
+        "splits": choices.of((0, 0, *features.SPLITS)),
     }
 
 
@@ -315,8 +254,8 @@ def _paged(
         "group": group,
         "seq_q": lq,
         "seq_k": width,
-        "query_lengths": tuple(_SHARES[queries[b % 3]](lq) for b in batch) if packed else None,
-        "lengths": tuple(_SHARES[keys[b % 3]](lk) for b in batch),
+        "query_lengths": tuple(features.SHARES[queries[b % 3]](lq) for b in batch) if packed else None,
+        "lengths": tuple(features.SHARES[keys[b % 3]](lk) for b in batch),
         "page": page,
         "splits": splits,
         "lse": found["lse"] or splits > 0,
@@ -329,9 +268,9 @@ def _paged(
     }
 
 
-def _dropout(draw: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _dropout(choices: Choices, found: dict[str, Any]) -> dict[str, Any]:
     """Dropout by seed anywhere; without one only where V = I can show the mask: torch, Dv = Lk, finite scores."""
-    p, own, dropout_seed = _choice(draw, (0.5, 0.1, 0.25, 0.9)), draw(st.booleans()), draw(st.integers(0, 2**64 - 1))
+    p, own, dropout_seed = choices.of(features.DROPPED), choices.coin(), choices.integer(0, 2**64 - 1)
     if found["library"] != "torch" or not own:
         return {"dropout": p, "dropout_seed": dropout_seed}
     length = max(1, min(found["seq_k"], 64))

@@ -6,35 +6,32 @@ within what the judge answers in whole (``truth.exact``), and heads and batch ar
 
 from __future__ import annotations
 
-from typing import Any
-
-from hypothesis import strategies as st
-
 from attnswitch.machine.backend import Regime
+from attnswitch.verify.drawing.choices import Choices
 
 __all__ = ["sizes"]
 
 _GROUPS, _HEADS, _BATCHES = (1, 2, 4, 8), (1, 2, 3, 4), (1, 2, 3)
 
 
-def sizes(draw: Any, regime: Regime, scores: int, work: int, longest: int, heads: int) -> dict[str, int]:
+def sizes(choices: Choices, regime: Regime, scores: int, work: int, longest: int, heads: int) -> dict[str, int]:
     """Sizes of a case.
 
     ``scores`` bounds group * Lq * Lk, ``work`` is ``Space``'s for all heads, and ``heads`` batch * heads. As many
     choices are made whatever they are.
     """
-    d, dv = draw(st.sampled_from(regime.dims))
-    group = draw(st.sampled_from(_GROUPS))
+    d, dv = choices.of(regime.dims)
+    group = choices.of(_GROUPS)
     room = min(scores, work // max(d, dv, 32))
     group = min(group, max(1, heads), max(1, room // (2 * max(regime.tiles)) ** 2))
     room //= group
     least = max(2, regime.queries)
-    keys = _length(draw, regime.tiles, 1, min(longest, room // least))
-    queries = _length(draw, regime.tiles, least, min(longest, room // keys))
-    square = draw(st.integers(0, 3)) == 3
+    keys = _length(choices, regime.tiles, 1, min(longest, room // least))
+    queries = _length(choices, regime.tiles, least, min(longest, room // keys))
+    square = choices.integer(0, 3) == 3
     if square and least <= keys and keys * keys <= room:
         queries = keys
-    kv, batch = draw(st.sampled_from(_HEADS)), draw(st.sampled_from(_BATCHES))
+    kv, batch = choices.of(_HEADS), choices.of(_BATCHES)
     each = queries * keys
     most = max(1, min(heads, work // (each * max(d, dv, 32))) // group)
     fewest = -(-regime.products // (each * (d + dv) * group))
@@ -43,10 +40,10 @@ def sizes(draw: Any, regime: Regime, scores: int, work: int, longest: int, heads
     return {"batch": batch, "heads_kv": kv, "group": group, "seq_q": queries, "seq_k": keys, "dim_qk": d, "dim_v": dv}
 
 
-def _length(draw: Any, tiles: tuple[int, ...], least: int, most: int) -> int:
+def _length(choices: Choices, tiles: tuple[int, ...], least: int, most: int) -> int:
     """A length from ``least`` to ``most``: some tiles, one more or less, or half of one besides."""
-    tile: int = draw(st.sampled_from(tiles))
-    several: int = draw(st.integers(0, 7))
-    beside: int = draw(st.sampled_from((0, 1, -1, tiles[0] // 2 + 5)))
+    tile = choices.of(tiles)
+    several = choices.integer(0, 7)
+    beside = choices.of((0, 1, -1, tiles[0] // 2 + 5))
     fitting = max(1, (most - beside) // tile)
     return max(least, min(tile * (1 + several % fitting) + beside, most))

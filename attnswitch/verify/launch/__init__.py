@@ -1,5 +1,5 @@
 """How a case is run: its operands placed in junk, the public functions called, and what lies around watched.
 
 layouts     operands in memory      call        one case as one call        neighbours  known bytes beside results
-graph       a captured call         unguarded   a backend on what it refuses
+parts       keys in parts, merged           graph       a captured call         unguarded   a backend on what it refuses
 """

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 import attnswitch
-from attnswitch import arrays
 from attnswitch.call import finite
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch import pages, sequences, trees
-from attnswitch.verify.launch.layouts import Storage, host, place
+from attnswitch.verify.launch import pages, parts, sequences, trees
+from attnswitch.verify.launch.layouts import Storage, host, passed, place
 
 __all__ = [
     "Placed",
@@ -94,6 +93,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     made = {
         role: put(role, kinds.get(role, case.dtype), getattr(case.placing, role))
         for role in ("query", "key", "value", "grad_out")
+        if not (case.latent and role == "value")  # which lies within the keys
     }
     grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
     heads = {}
@@ -107,6 +107,8 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
             scales = stored.passed(case.scales, caches[role])
             heads[role], storage[role] = place(scales, dtype, "contiguous", case.library, device)
     if table is not None:
+        if case.latent:
+            made["value"] = made["key"][..., : case.dim_v]
         packed = ("query", "grad_out") if case.varlen else ()
         made = {role: x[0].swapaxes(0, 1) if role in packed else x.swapaxes(1, 2) for role, x in made.items()}
         cu_q = _integers(case, sequences.offsets(case, "query"), device) if case.varlen else None
@@ -114,7 +116,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         heads["table"] = table
         if case.tree:
             heads["bits"] = trees.bits(case, data["attn_mask"])
-            heads["tree_mask"] = _passed(case, heads["bits"].copy(), device)
+            heads["tree_mask"] = passed(case.library, heads["bits"].copy(), device)
         return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device), **heads)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
@@ -138,14 +140,7 @@ def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
     small = made.min(initial=0) >= 0 and made.max(initial=0) < 256
     fits = ("int32", "int64", "int16", "uint8") if small else ("int32", "int64")
     made = made.astype(fits[case.data_seed % len(fits)])
-    return _passed(case, made, device)
-
-
-def _passed(case: Case, made: Any, device: str) -> Any:
-    """An array of NumPy's as one of the caller's."""
-    if case.library == "numpy":
-        return made
-    return arrays.passage(arrays.passage(made, "numpy", "torch").to(device), "torch", case.library)
+    return passed(case.library, made, device)
 
 
 def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -213,7 +208,8 @@ def call(
     A GPU has finished when it returns, unless ``synchronize`` says otherwise. Raises whatever the backend raises,
     ``Unsupported`` and ``BackendUnavailable`` among it.
     """
-    returned: Returned = around(lambda: (_autograd if case.library == "torch" else _explicit)(case, placed, backend))
+    way = _in_parts if case.parts else _autograd if case.library == "torch" else _explicit
+    returned: Returned = around(lambda: way(case, placed, backend))
     if synchronize and case.library != "numpy" and (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if case.varlen:
@@ -260,6 +256,10 @@ def _options(case: Case, placed: Placed) -> dict[str, Any]:
         longest = {"max_seqlen_q": case.seq_q, "max_seqlen_k": case.seq_k}
         return options | longest | {"cu_seqlens_q": placed.cu_seqlens_q, "cu_seqlens_k": placed.cu_seqlens_k}
     return options | {"attn_mask": placed.attn_mask, "key_lengths": placed.key_lengths, "layout": case.layout}
+
+
+def _in_parts(case: Case, placed: Placed, backend: str | None) -> Returned:
+    return Returned(*parts.called(case, placed, _options(case, placed), backend))
 
 
 def _explicit(case: Case, placed: Placed, backend: str | None) -> Returned:

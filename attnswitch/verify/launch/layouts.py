@@ -18,7 +18,7 @@ from attnswitch.arrays import Array, library_of, passage
 from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.placings import FAR, PLACINGS, TURNED
 
-__all__ = ["Storage", "host", "place"]
+__all__ = ["Storage", "host", "passed", "place"]
 
 _DTYPES = {
     "float16": np.float16,
@@ -159,6 +159,13 @@ def _aligned(size: int, dtype: Any) -> Any:
     raw = np.empty(size * itemsize + _ALIGNMENT, np.uint8)
     skip = -raw.__array_interface__["data"][0] % _ALIGNMENT
     return raw[skip : skip + size * itemsize].view(dtype)
+
+
+def passed(library: str, made: Any, device: str) -> Any:
+    """An array of NumPy's as one of the caller's."""
+    if library == "numpy":
+        return made
+    return passage(passage(made, "numpy", "torch").to(device), "torch", library)
 
 
 def host(array: Any) -> Any:

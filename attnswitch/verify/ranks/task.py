@@ -62,15 +62,16 @@ class Answer:
 
 
 def fitted(case: Case, method: str, ranks: int) -> Case:
-    """``case`` as ranks can be asked for it: without pages, and of packed sequences as many keys as queries.
+    """``case`` as ranks can be asked for it: without pages and parts, and of packed sequences as many keys as queries.
 
     All-to-all mostly gets heads that so many ``ranks`` can share.
     """
+    case = case.replace(parts=0)
     if method == "all-to-all" and case.heads_q % ranks and case.data_seed % _UNEVEN:
         case = case.replace(group=case.group * ranks)
     if case.page:
         lengths = case.lengths if case.varlen else None
-        case = case.replace(page=0, splits=0, cache="", scales="", tree="", lengths=lengths)
+        case = case.replace(page=0, splits=0, cache="", scales="", tree="", latent=False, lengths=lengths)
     if case.query_lengths is None or case.lengths is None:
         return case
     few, longest = tuple(map(min, case.query_lengths, case.lengths)), min(case.seq_q, case.seq_k)

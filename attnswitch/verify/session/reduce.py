@@ -25,6 +25,8 @@ _FEATURES = (
         "splits",
         "cache",
         "tree",
+        "latent",
+        "parts",
         "page",
         "query_lengths",
         "lengths",
@@ -71,9 +73,10 @@ def _bold(case: Case) -> Iterator[Case]:
     for name in _FEATURES:
         if getattr(case, name) != getattr(_PLAIN, name):
             feature = {name: getattr(case, name), "dropout_seed": case.dropout_seed if name == "dropout" else None}
-            feature |= {"lengths": case.lengths} if name in ("page", "cache", "tree") else {}
-            feature |= {"page": case.page} if name in ("cache", "tree") else {}
+            feature |= {"lengths": case.lengths} if name in ("page", "cache", "tree", "latent") else {}
+            feature |= {"page": case.page} if name in ("cache", "tree", "latent") else {}
             feature |= {"scales": case.scales} if name == "cache" else {}
+            feature |= {"lse": True} if name == "parts" else {}
             yield _consistent(plain.replace(batch=case.batch, **feature))
     yield _consistent(
         case.replace(**{name: getattr(_PLAIN, name) for name in (*_FEATURES, "placing") if name != "library"})
@@ -122,6 +125,10 @@ def _consistent(case: Case) -> Case:
         case = case.replace(seq_k=width, **plain) if case.lengths else case.replace(page=0)
     if not case.page:
         case = case.replace(splits=0, cache="", tree="")
+    if not case.page or case.dim_v > case.dim_qk:
+        case = case.replace(latent=False)
+    if not case.lse or case.page or case.query_lengths is not None:
+        case = case.replace(parts=0)
     if not case.cache:
         case = case.replace(scales="")
     if case.lengths is not None:

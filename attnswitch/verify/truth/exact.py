@@ -15,7 +15,8 @@ from attnswitch.machine.backend import Precision
 from attnswitch.problem.philox import keep_mask
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.generator import hashed
-from attnswitch.verify.truth import bounds, oracle, rows
+from attnswitch.verify.drawing.parts import ranges
+from attnswitch.verify.truth import bounds, oracle, parts, rows
 from attnswitch.verify.truth.oracle import Answer, Float
 
 __all__ = ["DENSE_WORK", "HEAD_SCORES", "Exact"]
@@ -42,7 +43,7 @@ class Exact:
 
         Raises ``VerificationError`` if the two references disagree.
         """
-        self.case = case
+        self.case, self._data = case, data
         self._limits: dict[Precision, dict[str, Float]] = {}
         self._row_errors: dict[Precision, dict[str, Any]] = {}
         self.rows: tuple[Any, Any, Any] | None = None
@@ -75,9 +76,17 @@ class Exact:
     def limits(self, precision: Precision) -> dict[str, Float]:
         """The error bound of each element of ``values``, for a backend of this precision."""
         if precision not in self._limits:
-            found = [bounds.bounds(answer, precision) for answer in self.answers]
+            found = [self._bounds(answer, precision) for answer in self.answers]
             self._limits[precision] = found[0] if self.rows is None else _joined(found)
         return self._limits[precision]
+
+    def _bounds(self, answer: Answer, precision: Precision) -> dict[str, Float]:
+        case = self.case
+        if not case.parts:
+            return bounds.bounds(answer, precision)
+        keys, at = ranges(case), np.arange(case.seq_k)[None]
+        of_parts = [(at >= part.start) & (at < part.stop) for part in keys]
+        return parts.limits(answer, self._data, precision, of_parts, [np.ones((1, case.seq_q), np.bool_)])
 
     def row_errors(self, precision: Precision) -> dict[str, Any]:
         """``bounds.row_errors`` of every row (B, Hq, Lq); where rows are sampled, the largest of them for all.
@@ -184,7 +193,7 @@ def _answer(case: Case, data: dict[str, Any], keep: Any, place: _Place) -> Answe
     kind = case.mask if whole and alone else None
     part = case.replace(
         **{"batch": 1, "heads_kv": 1, "group": count, "seq_q": len(i), "mask": kind},
-        **{"lengths": None, "query_lengths": None, "page": 0, "splits": 0, "tree": ""},
+        **{"lengths": None, "query_lengths": None, "page": 0, "splits": 0, "tree": "", "latent": False},
     )
     scores = oracle.sink_scores(case, data)[b : b + 1, heads][:, :, i]
     found = oracle.answer(part, few, keep, visible, oracle.distances(case, (b, heads.start, i)), scores)
