@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attnswitch.errors import InvalidProblem
 from attnswitch.verify.demands import definitions
 from attnswitch.verify.demands.profiles import named
 from attnswitch.verify.demands.requirement import Requirement
@@ -12,7 +13,7 @@ from attnswitch.verify.session.tally import Report
 
 from . import render
 
-__all__ = ["read", "show"]
+__all__ = ["each", "read", "show"]
 
 
 def read(require: list[str] | None, profiles: list[str] | None) -> tuple[Requirement, ...]:
@@ -24,6 +25,13 @@ def read(require: list[str] | None, profiles: list[str] | None) -> tuple[Require
     for name in profiles or ():
         found += named(name).requirements
     return tuple(dict.fromkeys(found))
+
+
+def each(number: int | None, require: list[str] | None, profiles: list[str] | None) -> int | None:
+    """Cases of each word, as ``--each`` says. Raises ``InvalidProblem`` where there are no words."""
+    if number is not None and not (require or profiles):
+        raise InvalidProblem(f"--each {number} is of words that are demanded: add --require or --profile")
+    return number
 
 
 def show(report: Report) -> None:

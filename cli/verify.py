@@ -16,6 +16,7 @@ from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.verify import emulation
 from attnswitch.verify.demands import precision as demanded
+from attnswitch.verify.demands.steering import EACH
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.outcome import AUTO
 from attnswitch.verify.report import to_html
@@ -161,6 +162,15 @@ def verify(
         list[str] | None,
         typer.Option(metavar="NAME", help="The same under a name (repeatable): llm-training, serving-paged, ..."),
     ] = None,
+    each: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="With --require or --profile: cases of each of its words, at least; one counts for all of its words."
+            f" Default: {EACH}; fewer where kernels are emulated.",
+        ),
+    ] = None,
     over: Annotated[
         str | None,
         typer.Option(
@@ -216,6 +226,7 @@ def verify(
         terms=Terms(None if precision is None else demanded.read(precision), asked),
         requirements=demands.read(require, profile),
         held=tuple(backends) if backend is not None else (AUTO,),
+        each=demands.each(each, require, profile),
         replayed_with=(*(() if precision is None else ("--precision", precision)), *again(court, forbid)),
         secret=secret,
         shard=shards.part(shard, secret=secret),
@@ -225,7 +236,8 @@ def verify(
     os.environ.update(provider.storage())  # where this process draws: without --isolate, and with --mutants
     if mutants:
         _only_mutants(
-            backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, court, forbid, speed, shard
+            *(backend, device, time, junit, ndjson, emit_pytest, precision, require, profile, each),
+            *(court, forbid, speed, shard),
         )
         raise typer.Exit(_mutants(plan, outputs, matrix))
     if matrix:

@@ -36,6 +36,7 @@ def watched(plan: Plan, quiet: bool, ndjson: Path | None, carry_out: Run) -> Rep
         log = None if ndjson is None else stack.enter_context(EventLog(ndjson))
         bar = stack.enter_context(Progress(*columns, console=render.console, transient=True, disable=quiet))
         drawn = [plan.drawn(target) for target in plan.targets]
+        each = max((plan.wanted(target) for target in plan.targets), default=0) // plan.shard.count
         total = None if None in drawn else sum(number or 0 for number in drawn)
         task = bar.add_task("starting", total=total, verified=0, bad="")
 
@@ -44,7 +45,9 @@ def watched(plan: Plan, quiet: bool, ndjson: Path | None, carry_out: Run) -> Rep
             if log is not None:
                 log.progress(report, source, outcomes)
             bad = f", [red]{len(report.failures)} mismatches[/]" if report.failures else ""
-            bar.update(task, completed=report.fuzzed, description=doing, verified=report.verified, bad=bad)
+            # Of what is demanded it shows how many cases the word has that has the fewest.
+            done, of = (report.demanded.fewest, each) if source is Source.DEMANDED else (report.fuzzed, total)
+            bar.update(task, completed=done, total=of, description=doing, verified=report.verified, bad=bad)
 
         if log is not None:
             log.start(plan)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,8 +13,9 @@ from typing import Any
 import pytest
 
 from attnswitch import InvalidProblem
-from attnswitch.verify import AUTO, Case, MaskRecipe, Outcome, Placing, Plan, Space, Target, run
+from attnswitch.verify import AUTO, Case, MaskRecipe, Outcome, Placing, Plan, Shard, Space, Target, run
 from attnswitch.verify.checks import DRAWN
+from attnswitch.verify.checks import named as named_check
 from attnswitch.verify.demands import steering
 from attnswitch.verify.demands.figures import Class, Demanded
 from attnswitch.verify.demands.profiles import named, profiles
@@ -24,6 +28,8 @@ EVERY = [requirement for profile in profiles().values() for requirement in profi
 PLAIN = Case(dtype="bfloat16", seq_q=20, seq_k=33, dim_qk=64, dim_v=64)
 BOOL, FLOAT = MaskRecipe("bool"), MaskRecipe("bfloat16")
 VARLEN = {"batch": 2, "query_lengths": (20, 7), "lengths": (33, 7)}
+LATENT: dict[str, Any] = {"page": 16, "seq_k": 48, "lengths": (33,), "alignment": "bottom_right", "latent": True}
+LATENT |= {"dim_qk": 576, "dim_v": 512}
 PAGED = {"page": 16, "seq_k": 48, "lengths": (33,), "alignment": "bottom_right"}
 
 
@@ -64,6 +70,13 @@ PAGED = {"page": 16, "seq_k": 48, "lengths": (33,), "alignment": "bottom_right"}
         ("dropout", {"dropout": 0.5, "seq_k": 64}),
         ("seeded", {"dropout": 0.5, "dropout_seed": 3}),
         ("causal!,lse", {"causal": True}),
+        ("lse,causal?", {"causal": True}),
+        ("lse,dtype=fp32?", {"dtype": "float32"}),
+        ("page,varlen?", {**PAGED, "query_lengths": (20,)}),
+        ("parts", {"parts": 2, "lse": True}),
+        ("latent", LATENT),
+        ("mla,D=64", {**LATENT, "dim_qk": 64, "dim_v": 64}),
+        ("mla,D=192,Dv=128", {**LATENT, "dim_qk": 192, "dim_v": 128}),
     ],
 )
 def test_a_requirement_admits(text: str, changes: dict[str, Any]) -> None:
@@ -97,6 +110,11 @@ def test_a_requirement_admits(text: str, changes: dict[str, Any]) -> None:
         ("lengths", {"lengths": (0,)}),
         ("dropout", {"dropout": 0.5, "dropout_seed": 3}),
         ("causal!,lse", {"lse": True}),
+        ("lse,dtype=fp32?", {}),
+        ("lse", {"parts": 2, "lse": True}),
+        ("page", {**PAGED, "latent": True}),
+        ("latent", {**LATENT, "dim_v": 64}),
+        ("latent!", {**LATENT, "latent": False}),
     ],
 )
 def test_a_requirement_does_not_admit(text: str, changes: dict[str, Any]) -> None:
@@ -111,6 +129,15 @@ def test_a_case_is_of_the_classes_that_say_something_of_it() -> None:
 def test_words_are_read_once_and_keep_their_order() -> None:
     assert str(Requirement.parse(" gqa, backward,causal!,,grad ,gqa")) == "gqa,grad,causal!"
     assert Requirement.parse("dtype=bfloat16").admits(PLAIN)
+
+
+def test_a_word_with_a_question_mark_is_no_class() -> None:
+    requirement = Requirement.parse("packed?,page, lse ,grads?,dtype=bf16?,lse?")
+    assert str(requirement) == "page,lse,varlen?,grad?,dtype=bf16?"
+    assert Requirement.parse(str(requirement)) == requirement
+    assert requirement.words == ("page", "lse")
+    packed = PLAIN.replace(**PAGED, query_lengths=(20,))
+    assert (requirement.admits(packed), requirement.classes(packed)) == (True, ["page"])
 
 
 @pytest.mark.parametrize(
@@ -128,6 +155,9 @@ def test_words_are_read_once_and_keep_their_order() -> None:
         ("E<=3", "'E<=3' is no bound of a size: expected one of B, H,"),
         ("Lk=Lq", "'Lk=Lq': expected a number"),
         ("D=64!", "'D=64!' is no bound of a size"),
+        ("lse,D=64?", "'D=64?': a bound is of all problems"),
+        ("causal?,gqa?", "expected a word without a question mark"),
+        ("causl?,lse", "'causl' is not understood"),
         ("\x1b[31m", "is not understood"),
         (",".join(["lse"] * 65), "expected 1 to 64 words"),
     ],
@@ -143,20 +173,53 @@ def test_what_is_no_requirement_is_refused(text: str, says: str) -> None:
 WORDS = "causal,causal-br,bottom-right,gqa,mqa,window,softcap,scale,mask=bool,mask=float,lengths,seeded,sinks,alibi,lse"
 MORE = "grad,grad=m,mask=float,deterministic,nonfinite,strided,empty,dropout,D=64"
 PAGES = "page,varlen,cache=fp8e4m3,cache=fp8e5m2,cache=int8,splits,sinks,empty"
+LATER = "dense,latent,parts,sinks?,lse?"
 
 
 @pytest.mark.parametrize(
-    "requirement", [*EVERY, *map(Requirement.parse, (WORDS, MORE, PAGES, "Lq>=1024,Lk>=2048", "D<=256"))], ids=str
+    "requirement",
+    [*EVERY, *map(Requirement.parse, (WORDS, MORE, PAGES, LATER, "Lq>=1024,Lk>=2048", "D<=256"))],
+    ids=str,
 )
 def test_each_class_is_met_by_several_cases(requirement: Requirement) -> None:
-    found = steering.cases(requirement, SPACE, seed=3)
-    assert found == steering.cases(requirement, SPACE, seed=3)
-    assert found != steering.cases(requirement, SPACE, seed=4)
+    found = list(steering.cases(requirement, SPACE, seed=3))
+    assert found == list(steering.cases(requirement, SPACE, seed=3))
+    assert found != list(steering.cases(requirement, SPACE, seed=4))
     for word in requirement.words:
         assert sum(word in requirement.classes(case) for case in found) >= steering.EACH, word
     for case in found:
         assert requirement.admits(case), case
         assert Case.from_json(case.to_json()) == case  # it is one that can be saved
+
+
+@pytest.mark.parametrize("each", [1, 8, 100])
+def test_each_word_has_as_many_cases_as_are_wanted(each: int) -> None:
+    requirement = Requirement.parse("page,tree,lse,causal?,D<=256")
+    found = list(steering.cases(requirement, SPACE, 3, each))
+    counts = [sum(word in requirement.classes(case) for case in found) for word in requirement.words]
+    assert min(counts) >= each
+    assert len(found) < max(2 * each, 4 * min(each, steering.EACH) + 1)
+    few = list(steering.cases(requirement, SPACE, 3, 1))
+    assert found[: len(few)] == few, "more of them begin with the same ones"
+
+
+def test_cases_share_problems_where_each_compiles() -> None:
+    requirement = Requirement.parse("varlen,grad?")
+    found = list(steering.cases(requirement, SPACE, 3, 240, recipes=12))
+    problems = [tuple(group) for _, group in itertools.groupby(found, Case.problem)]
+    assert [len(group) for group in problems] == [12] * 20
+    assert len({case.data for case in problems[0]}) > 3
+    checks = {case.check for case in found}
+    assert checks > {"reference", "batch"}
+    assert all(named_check(name).suits(case, "cpu") for case in found for name in [case.check])
+    assert len(list(steering.cases(requirement, SPACE, 3, 8, recipes=12))) == 8, "of a few each is another problem"
+
+
+def test_drawing_many_neither_blocks_nor_takes_long() -> None:
+    began = time.monotonic()
+    drawn = steering.cases(Requirement.parse("causal,gqa,lse,sinks,alibi,softcap,window,scale"), SPACE, 3, each=10**7)
+    assert len(list(itertools.islice(drawn, 500))) == 500
+    assert time.monotonic() - began < 5
 
 
 def test_bounds_are_met_at_both_ends_and_between() -> None:
@@ -181,9 +244,9 @@ def test_equal_lengths_are_within_the_bounds_of_both(text: str, lengths: set[int
 
 
 def test_cases_are_no_larger_than_others_unless_that_is_demanded() -> None:
-    small = steering.cases(Requirement.parse("causal,gqa,D<=256"), SPACE, 0)
+    small = list(steering.cases(Requirement.parse("causal,gqa,D<=256"), SPACE, 0))
     assert max(case.work for case in small) <= 2 * SPACE.work
-    large = steering.cases(Requirement.parse("Lq>=1024,Lk>=1024"), SPACE, 0, each=2)
+    large = list(steering.cases(Requirement.parse("Lq>=1024,Lk>=1024"), SPACE, 0, each=2))
     assert all(min(case.seq_q, case.seq_k) >= 1024 for case in large)
 
 
@@ -192,7 +255,7 @@ def test_cases_are_no_larger_than_others_unless_that_is_demanded() -> None:
 )
 def test_words_that_leave_nothing_are_refused(text: str) -> None:
     with pytest.raises(InvalidProblem, match=f"require {text}: no problem within it is "):
-        steering.cases(Requirement.parse(text), SPACE, 0)
+        list(steering.cases(Requirement.parse(text), SPACE, 0))
 
 
 def test_a_profile_that_is_not_known_is_refused() -> None:
@@ -245,6 +308,31 @@ def test_taking_all_of_it_is_right(judged: Callable[..., Any]) -> None:
     assert (report.exit_code, report.demanded.refused, report.demanded.never) == (0, [], [])
     assert report.cases == 5 + 3 * steering.EACH
     assert len(report.demanded.classes) == 3 * 3
+
+
+def test_as_many_as_are_wanted_of_each_word(judged: Callable[..., Any]) -> None:
+    report = judged(lambda case, backend: "verified", each=40)
+    assert {share.drawn >= 40 for share in report.demanded.classes.values()} == {True}
+    assert report.demanded.fewest < 60
+    assert report.cases > 45
+    again = judged(lambda case, backend: "verified", each=40)
+    assert (again.cases, again.triggers) == (report.cases, report.triggers)
+
+
+def test_of_a_run_in_parts_each_has_its_own(judged: Callable[..., Any]) -> None:
+    def of(**plan: Any) -> list[Case]:
+        tried: list[Case] = []
+
+        def verdict(case: Case, backend: str) -> str:
+            tried.extend([case] * (backend == "one"))
+            return "verified"
+
+        judged(verdict, **plan)
+        return tried
+
+    whole = of(each=40)
+    parts = [of(each=40, shard=Shard(n, 3)) for n in (1, 2, 3)]
+    assert Counter(map(str, itertools.chain(*parts))) == Counter(map(str, whole))
 
 
 def test_refusing_some_of_it_is_a_failure_of_that_class(judged: Callable[..., Any]) -> None:
@@ -318,6 +406,14 @@ def test_the_command_shows_which_part_was_taken(command: Callable[..., Any]) -> 
     assert "2 demanded classes refused" in ran.out
 
 
+def test_the_command_draws_as_many_as_it_is_told(command: Callable[..., Any]) -> None:
+    ran = command("verify")(*HERE, "--backend", "tiled", "--require", "sinks,dtype=fp32", "--each", "12", "--json", "-")
+    rows = {row["class"]: row for row in json.loads(ran.out)["demanded"]}
+    assert ran.code == 0
+    assert rows.keys() == {"sinks", "dtype=fp32"}
+    assert all(row["drawn"] == row["taken"] == row["right"] >= 12 for row in rows.values())
+
+
 def test_the_dispatcher_is_held_to_it_where_no_backend_is_named(command: Callable[..., Any]) -> None:
     ran = command("verify")(*HERE, "--json", "-", "--device", "cpu", "--require", "softcap,D=8,dtype=fp32")
     document = json.loads(ran.out)
@@ -332,6 +428,7 @@ def test_the_dispatcher_is_held_to_it_where_no_backend_is_named(command: Callabl
         ("--require", "causl", "'causl' is not understood"),
         ("--require", "page,grad", "no problem within it is grad"),
         ("--profile", "llm", "profile 'llm' is not known"),
+        ("--each", "9", "--each 9 is of words that are demanded: add --require or --profile"),
         ("--precision", "double", "precision 'double' is not known"),
     ],
 )

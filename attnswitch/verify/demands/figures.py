@@ -81,6 +81,11 @@ class Demanded:
             for word in requirement.classes(outcome.case):
                 self.classes[Class(str(requirement), word, *place)].add(outcome)
 
+    @property
+    def fewest(self) -> int:
+        """Cases of the class that has the fewest."""
+        return min((share.drawn for share in self.classes.values()), default=0)
+
     def of(self, place: tuple[str, str]) -> Iterator[tuple[Class, Share]]:
         """The classes on one device and backend."""
         return ((each, share) for each, share in self.classes.items() if (each.device, each.backend) == place)

@@ -2,8 +2,9 @@
 
 A requirement demands every problem that has no feature but those it names, alone and together, and whose
 sizes and dtype are within what it names. What it does not name is usual: float16, bfloat16 or float32; a dense call;
-D of 64 or 128, and Dv the same; any batch, heads and lengths. Each of its words is a demanded class: the problems
-within the requirement that are what the word says. ``causal!`` says that all of them are causal.
+D of 64 or 128, and Dv the same, or of latent heads 576 and 512; any batch, heads and lengths. Each of its words is a
+demanded class: the problems within the requirement that are what the word says. ``causal!`` says that all of them are
+causal, and ``causal?`` that some may be: those have to be taken as well, and are no class of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ __all__ = ["Requirement"]
 
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 _USUAL_DTYPES = ("float16", "bfloat16", "float32")
-_USUAL_DIMS = (64, 128)
+_USUAL_DIMS = {"D": (64, 128)}
+_LATENT_DIMS = {"D": (576,), "Dv": (512,)}
 #: Words of a requirement, at the most.
 _MOST = 64
 
@@ -30,7 +32,7 @@ _MOST = 64
 class Requirement:
     """``words`` are features, forms, dtypes and limits as they were named; the rest is read from them.
 
-    All of its problems have the features ``always``.
+    All of its problems have the features ``always``. ``beside`` are words that are no classes.
     """
 
     words: tuple[str, ...]
@@ -38,6 +40,7 @@ class Requirement:
     always: frozenset[str]
     dtypes: tuple[str, ...]
     limits: tuple[Limit, ...]
+    beside: tuple[str, ...] = ()
 
     @staticmethod
     def parse(text: str) -> Requirement:
@@ -45,8 +48,10 @@ class Requirement:
         named = [word.strip() for word in text.split(",") if word.strip()]
         if not 0 < len(named) <= _MOST:
             raise InvalidProblem(f"{shown(text)}: expected 1 to {_MOST} words such as causal, gqa, D<=128, dtype=bf16")
-        words, features, always, dtypes, limits = [], set(), set(), [], []
-        for word in named:
+        words, beside, dtypes = list[str](), list[str](), list[str]()
+        features, always, limits = set[str](), set[str](), list[Limit]()
+        for said in named:
+            word = said.removesuffix("?")
             bare = word.removesuffix("!")
             if bare != word and ALIASES.get(bare, bare) in FEATURES:
                 always.add(ALIASES.get(bare, bare))
@@ -67,8 +72,12 @@ class Requirement:
                     f"{shown(word)} is not understood: expected {', '.join(known)}, dtype=bf16 (fp16, fp32, fp64), or a"
                     f" bound of {', '.join(SIZES)} such as D<=128, D=64, D%8, Lq=Lk{meant(word, (*known, *ALIASES))}"
                 )
-            words.append(f"dtype={value}" if name == "dtype" else word)
-        if any(limit.name == "page" for limit in limits):
+            if word != said and Limit.is_meant(word):
+                raise InvalidProblem(f"{shown(said)}: a bound is of all problems, so it takes no question mark")
+            (beside if said.endswith("?") else words).append(f"dtype={value}" if name == "dtype" else word)
+        if not words:
+            raise InvalidProblem(f"{shown(text)}: expected a word without a question mark, of which cases are drawn")
+        if "latent" in features or any(limit.name == "page" for limit in limits):
             features.add("page")
         return Requirement(
             tuple(dict.fromkeys(words)),
@@ -76,10 +85,12 @@ class Requirement:
             frozenset(always),
             tuple(dict.fromkeys(dtypes)),
             tuple(limits),
+            tuple(dict.fromkeys(word for word in beside if word not in words)),
         )
 
     def __str__(self) -> str:
-        return ",".join(f"{word}!" if word in self.always else word for word in self.words)
+        classes = (f"{word}!" if word in self.always else word for word in self.words)
+        return ",".join([*classes, *(f"{word}?" for word in self.beside)])
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -93,7 +104,22 @@ class Requirement:
 
     def range(self, name: str) -> Range:
         """Sizes called ``name`` that it demands."""
-        return range_of(name, self.limits, _USUAL_DIMS if name == "D" else ())
+        return range_of(name, self.limits, (_LATENT_DIMS if self._latent else _USUAL_DIMS).get(name, ()))
+
+    @property
+    def _latent(self) -> bool:
+        """Whether head dimensions are those of latent heads, for want of others that are named."""
+        return "latent" in self.features and not any(limit.name in _LATENT_DIMS for limit in self.limits)
+
+    @property
+    def one_dim(self) -> bool:
+        """Whether Dv is D."""
+        return not (self._latent or any(limit.name == "Dv" for limit in self.limits))
+
+    @property
+    def square(self) -> bool:
+        """Whether there are as many queries as keys."""
+        return any(not limit.number for limit in self.limits)
 
     def admits(self, case: Case) -> bool:
         """Whether ``case`` is a problem that has to be taken."""
@@ -101,7 +127,7 @@ class Requirement:
             return False
         if not all(FEATURES[word](case) for word in self.always):
             return False
-        if not any(limit.name == "Dv" for limit in self.limits) and case.dim_v != case.dim_qk:
+        if self.one_dim and case.dim_v != case.dim_qk:
             return False
         alike = all(limit.holds(case) for limit in self.limits if not limit.number)
         sizes = {name: getattr(case, field) for name, field in SIZES.items()}  # 0 is what words are there for

@@ -11,6 +11,8 @@
     cache=fp8e4m3 (or fp8e5m2, int8)   pages stored in 8 bits
     splits                   num_splits
     tree                     tree_mask, with page
+    latent (or mla)          values that are the first columns of the keys of a cache, in the same memory
+    parts                    keys in parts: a call for each, merged, gradients by the output and lse of the whole
     lse                      the lse is returned as well
     grad  grad=m             gradients of query, key and value, or some of them; of a float mask besides
     deterministic            the same bits every time
@@ -35,6 +37,7 @@ __all__ = ["ALIASES", "FEATURES", "FORMS", "covered", "forms"]
 FORMS = ("dense", "varlen", "page")
 #: Other spellings.
 ALIASES = {"grads": "grad", "backward": "grad", "paged": "page", "packed": "varlen", "key_lengths": "lengths"}
+ALIASES |= {"mla": "latent", "merge": "parts"}
 
 
 def forms(case: Case) -> set[str]:
@@ -78,7 +81,9 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     },
     "splits": lambda c: c.splits > 0,
     "tree": lambda c: bool(c.tree),
-    "lse": lambda c: c.lse,
+    "latent": lambda c: c.latent,
+    "parts": lambda c: c.parts > 0,
+    "lse": lambda c: c.lse and not c.parts,  # whose calls have to return it
     "grad": lambda c: bool(set(c.grads) & set("qkv")),
     "grad=m": lambda c: "m" in c.grads,
     "deterministic": lambda c: c.deterministic,

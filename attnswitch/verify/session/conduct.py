@@ -62,7 +62,7 @@ def run(
     recipes = {target.device: target.recipes for target in plan.targets if target.recipes > 1}
     emulated = {target.device: dict(target.emulation) for target in plan.targets if target.emulation}
     held = [(target.device, name) for target in plan.targets for name in plan.held_on(target)]
-    demands = {target.device: list(order.demanded(plan, target)) for target in plan.targets}
+    demands = {target.device: order.demanded(plan, target) for target in plan.targets}
     demanded = Demanded(plan.requirements, held)
     report = Report(plan.seed, recipes=recipes, emulated=emulated, demanded=demanded, shard=plan.shard)
     return _Run(plan, progress, report, demands, pool or (Isolated if plan.isolate else Here))()
@@ -76,7 +76,7 @@ class _Run:
     progress: Progress
     report: Report
     #: Jobs of cases that are demanded, by device.
-    demands: dict[str, list[Given]]
+    demands: dict[str, Iterator[Given]]
     pool: Callable[[Plan], Pool]
     started: float = field(default_factory=time.monotonic)
     #: When the first worker was ready: a time limit does not count how long that takes.
@@ -126,7 +126,7 @@ class _Run:
             yield from self._saved(target, self._corpus)
             if self.plan.isolate:  # what they do to a process is not for this one
                 yield from self._divergences(target, self._corpus)
-        yield from mine(iter(self.demands[target.device]))
+        yield from mine(self.demands[target.device])
         yield from mine(order.fresh(self.plan, target, partial(self._drawn, target)))
         if self.plan.targeted and self.plan.drawn(target) is not None:
             yield from mine(self._climbs(target))

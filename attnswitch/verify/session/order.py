@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from attnswitch.verify.demands import steering
+from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.drawing import lattice
 from attnswitch.verify.outcome import AUTO
 from attnswitch.verify.session.explore import Drawn, Given, Job, Source
@@ -18,8 +19,8 @@ __all__ = ["demanded", "fresh"]
 _CHUNK = 50
 #: The same where kernels are emulated and a case takes a second or more.
 _SLOW_CHUNK = 10
-#: Cases of a job of demanded ones, and of each word where kernels are emulated.
-_FEW, _SLOW_EACH = 8, 2
+#: Cases of a job of demanded ones, where each has a problem of its own.
+_FEW = 8
 #: Jobs of drawn cases before the lattice.
 _FIRST_CHUNKS = 8
 
@@ -27,15 +28,23 @@ _FIRST_CHUNKS = 8
 def demanded(plan: Plan, target: Target) -> Iterator[Given]:
     """The jobs of cases within each requirement of the plan, on the backends that are held to it.
 
-    Raises ``InvalidProblem`` if the words of one exclude each other.
+    They are drawn as they are asked for. Raises ``InvalidProblem`` at once if the words of one exclude each other.
     """
-    each = _SLOW_EACH if target.emulation else steering.EACH
     held = plan.held_on(target)
-    for requirement in plan.requirements if held else ():
-        cases = steering.cases(requirement, target.space, plan.seed, each)
-        for first in range(0, len(cases), _FEW):
-            given = tuple((case, held) for case in cases[first : first + _FEW])
-            yield Given(target.device, given, first, Source.DEMANDED)
+    requirements = plan.requirements if held else ()
+    for requirement in requirements:
+        steering.require(requirement, target.space, plan.seed)
+    return (job for requirement in requirements for job in _within(plan, target, requirement, held))
+
+
+def _within(plan: Plan, target: Target, requirement: Requirement, held: tuple[str, ...]) -> Iterator[Given]:
+    """Those of one requirement. Cases that share a problem, and so its kernels, are of one job."""
+    each = plan.wanted(target)
+    sharing = steering.shared(each, target.recipes)
+    cases, first = steering.cases(requirement, target.space, plan.seed, each, target.recipes), 0
+    while given := tuple((case, held) for case in islice(cases, sharing if sharing > 1 else _FEW)):
+        yield Given(target.device, given, first, Source.DEMANDED)
+        first += len(given)
 
 
 def fresh(plan: Plan, target: Target, drawn: Callable[[int, int], Drawn]) -> Iterator[Job]:

@@ -15,6 +15,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
 from attnswitch.verify import emulation
 from attnswitch.verify.checks import DRAWN
+from attnswitch.verify.demands import steering
 from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.outcome import AUTO
@@ -27,6 +28,8 @@ __all__ = ["EMULATED", "EXAMPLES", "RECIPES", "Plan", "Target", "targets"]
 EXAMPLES = 1600
 #: And where they are emulated, at a second or more each.
 EMULATED = 200
+#: Cases of each word of a requirement there.
+_EACH_EMULATED = 2
 #: Data recipes for each problem where a backend builds something for each shape.
 RECIPES = 12
 #: Work of a case within a regime of a backend; and where kernels are emulated.
@@ -96,10 +99,16 @@ class Plan:
     #: What has to be taken, and by which backends; by all where none is named.
     requirements: tuple[Requirement, ...] = ()
     held: tuple[str, ...] = ()
+    #: Cases of each word of a requirement, at least; None for a few.
+    each: int | None = None
 
     def held_on(self, target: Target) -> tuple[str, ...]:
         """The backends of ``target`` that are held to the requirements."""
         return tuple(name for name in target.backends if not self.held or name in self.held)
+
+    def wanted(self, target: Target) -> int:
+        """Cases of each word of a requirement, at least."""
+        return self.each or (_EACH_EMULATED if target.emulation else steering.EACH)
 
     def drawn(self, target: Target) -> int | None:
         """How many cases to draw for ``target``; None if there is no limit."""
