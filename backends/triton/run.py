@@ -231,9 +231,28 @@ def _interpreter(
         if seed is not None:
             low, high = words(seed)
             given = *values[:-1], values[-1]._replace(seed_low=low, seed_high=high)
-        kernel[programs,](*map(_as_read, kernel.arg_names, arrays), *given, **flags)
+        kernel[programs,](*map(_as_read, kernel.arg_names, _of_whole_memory(arrays)), *given, **flags)
 
     return start
+
+
+def _of_whole_memory(arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays, those whose memory begins at one place with as much of it.
+
+    The interpreter copies memory to and fro, and knows it by where it begins. Values that are the first columns of the
+    keys, as NumPy has them, end before these do.
+    """
+    longest: dict[int, Any] = {}
+    for array in arrays:
+        if array is not None:
+            memory = array.untyped_storage()
+            longest[memory.data_ptr()] = max(memory, longest.get(memory.data_ptr(), memory), key=len)
+    return [None if array is None else _within(longest, array) for array in arrays]
+
+
+def _within(longest: Mapping[int, Any], array: Any) -> Any:
+    memory = longest[array.untyped_storage().data_ptr()]
+    return array.new_empty(0).set_(memory, array.storage_offset(), array.shape, array.stride())
 
 
 def _as_read(name: str, array: Any) -> Any:

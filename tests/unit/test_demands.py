@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from attnswitch import InvalidProblem
-from attnswitch.verify import AUTO, Case, MaskRecipe, Outcome, Placing, Plan, Shard, Space, Target, run
+from attnswitch.verify import AUTO, Case, MaskRecipe, Outcome, Placing, Plan, Report, Shard, Space, Target, run
 from attnswitch.verify.checks import DRAWN
 from attnswitch.verify.checks import named as named_check
 from attnswitch.verify.demands import steering
@@ -21,6 +22,7 @@ from attnswitch.verify.demands.figures import Class, Demanded
 from attnswitch.verify.demands.profiles import named, profiles
 from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.session import worker
+from attnswitch.verify.session.explore import Source
 
 SPACE = Space(checks=tuple(check.name for check in DRAWN if not check.gpu))
 EVERY = [requirement for profile in profiles().values() for requirement in profile.requirements]
@@ -66,6 +68,8 @@ PAGED = {"page": 16, "seq_k": 48, "lengths": (33,), "alignment": "bottom_right"}
         ("Lq=1", {"seq_q": 1}),
         ("dtype=fp64", {"dtype": "float64"}),
         ("strided", {"layout": "BLHD"}),
+        ("turned", {"placing": Placing(key="mirrored"), "library": "numpy"}),
+        ("turned,strided", {"placing": Placing("offset", "backwards"), "library": "numpy"}),
         ("empty", {"seq_k": 0}),
         ("dropout", {"dropout": 0.5, "seq_k": 64}),
         ("seeded", {"dropout": 0.5, "dropout_seed": 3}),
@@ -107,6 +111,8 @@ def test_a_requirement_admits(text: str, changes: dict[str, Any]) -> None:
         ("Lq=Lk", {}),
         ("varlen,Lq=Lk", VARLEN),
         ("lse", {"placing": Placing(query="offset")}),
+        ("strided", {"placing": Placing("offset", "backwards"), "library": "numpy"}),
+        ("turned", {"placing": Placing("offset", "backwards"), "library": "numpy"}),
         ("lengths", {"lengths": (0,)}),
         ("dropout", {"dropout": 0.5, "dropout_seed": 3}),
         ("causal!,lse", {"lse": True}),
@@ -171,7 +177,7 @@ def test_what_is_no_requirement_is_refused(text: str, says: str) -> None:
 # -- cases that meet it ------------------------------------------------------------------------------------------------
 
 WORDS = "causal,causal-br,bottom-right,gqa,mqa,window,softcap,scale,mask=bool,mask=float,lengths,seeded,sinks,alibi,lse"
-MORE = "grad,grad=m,mask=float,deterministic,nonfinite,strided,empty,dropout,D=64"
+MORE = "grad,grad=m,mask=float,deterministic,nonfinite,strided,turned,empty,dropout,D=64"
 PAGES = "page,varlen,cache=fp8e4m3,cache=fp8e5m2,cache=int8,splits,sinks,empty"
 LATER = "dense,latent,parts,sinks?,lse?"
 
@@ -420,6 +426,26 @@ def test_the_dispatcher_is_held_to_it_where_no_backend_is_named(command: Callabl
     assert {row["backend"] for row in document["demanded"]} == {AUTO}
     assert (ran.code, document["verdict"]["correct"]) == (0, True)
     assert {each["of"] for each in document["verdict"]["backends"]} == {"demanded", "drawn"}
+
+
+def test_the_bar_shows_the_word_that_has_the_fewest_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching: Any = importlib.import_module("attnswitch.cli.watching")
+    bars: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(
+        watching.Progress, "update", lambda self, task, **of: bars.append((of["completed"], of["total"]))
+    )
+    plan = Plan((Target("cpu", ("one",), SPACE),), 5, 0, requirements=(Requirement.parse("causal,lse"),), each=40)
+
+    def carry_out(plan: Plan, progress: Any) -> Report:
+        report = Report(0, demanded=Demanded(plan.requirements, [("cpu", "one")]))
+        for case in (PLAIN.replace(lse=True), PLAIN.replace(lse=True, causal=True)):
+            report.demanded.add(outcome(case, "verified"))
+            progress(report, Source.DEMANDED, "cpu", ())
+        progress(report, Source.DRAWN, "cpu", ())
+        return report
+
+    watching.watched(plan, True, None, carry_out)
+    assert bars == [(0, 40), (1, 40), (0, 5)]
 
 
 @pytest.mark.parametrize(

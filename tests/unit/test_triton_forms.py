@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import attnswitch
 from attnswitch import Problem
 from attnswitch.machine.backend import Inputs, Offsets, Order
 from attnswitch.machine.device import Device
@@ -363,6 +364,17 @@ def test_one_kernel_takes_a_cache_of_one_page_and_of_many() -> None:
     one, other = kernel.forward(alone), kernel.forward(inputs)
     assert at > 0
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@interpreted
+def test_values_are_the_first_columns_of_the_keys_in_the_same_memory() -> None:
+    """Arrays of NumPy's: views of one memory that begin together, and do not end together."""
+    rng = np.random.default_rng(0)
+    cache, query = (rng.standard_normal(shape, dtype=np.float32) for shape in ((3, 16, 2, 24), (2, 3, 4, 24)))
+    table, lengths = [[2, 0], [1, -1]], [29, 7]
+    out = attnswitch.attention_paged(query, cache, cache[..., :16], table, lengths, backend="triton")
+    wanted = attnswitch.attention_paged(query, cache, cache[..., :16], table, lengths, backend="reference")
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
 
 
 @interpreted

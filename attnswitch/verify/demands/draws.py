@@ -14,9 +14,10 @@ from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.demands.sizes import sizes
 from attnswitch.verify.demands.words import FORMS
 from attnswitch.verify.drawing import features
-from attnswitch.verify.drawing.case import Case, Placing
+from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.choices import Choices
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
+from attnswitch.verify.drawing.placings import TURNED
 from attnswitch.verify.drawing.stored import SCALE_KINDS
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.drawing.trees import TREE_KINDS
@@ -65,8 +66,9 @@ class Draw:
     # -- what is beside the sizes --------------------------------------------------------------------------------------
 
     def _kind(self) -> dict[str, str]:
-        """Array library and dtype. V = I shows a dropout mask of torch's alone."""
-        libraries = [name for name in self.space.libraries if name == "torch" or "dropout" not in self.on]
+        """Array library and dtype. V = I shows a dropout mask of torch's alone, and NumPy's arrays alone are turned."""
+        only = "torch" if "dropout" in self.on else "numpy" if "turned" in self.on else ""
+        libraries = [name for name in self.space.libraries if only in ("", name)]
         library = self.choices.of(libraries or self.space.libraries)
         usual = [name for name in self.wanted.any_dtype if name in self.space.dtypes]
         dtypes = [name for name in usual if not (library == "cupy" and name == "bfloat16")]
@@ -97,10 +99,11 @@ class Draw:
 
     def _lying(self, library: str, forms: Sequence[str]) -> dict[str, Any]:
         """How operands lie in memory."""
-        if "strided" not in self.on:
-            return {"placing": Placing()}
-        layout = self.choices.of(("BHLD", "BLHD")) if forms == ["dense"] else "BHLD"
-        return {"placing": features.placing(self.choices, library), "layout": layout}
+        choices, strided, turned = self.choices, "strided" in self.on, "turned" in self.on
+        every = features.placings(library)
+        kinds = [kind for kind in every if kind == "contiguous" or (turned if kind in TURNED else strided)]
+        layout = choices.of(("BHLD", "BLHD")) if strided and forms == ["dense"] else "BHLD"
+        return {"placing": features.placing(choices, kinds), "layout": layout}
 
     def _grads(self, found: dict[str, Any]) -> dict[str, str]:
         """Of torch's any of them; ``attention_backward`` gives the three, and the mask's where it is asked."""

@@ -18,6 +18,7 @@
     deterministic            the same bits every time
     nonfinite                NaN and inf among keys and values
     strided                  operands that do not lie contiguously
+    turned                   operands that run backwards in memory, which torch's cannot
     empty                    no batch, query or key, or a sequence without some
 
 and the forms of a call, of which a case has one, or packed queries over a cache in pages both:
@@ -28,9 +29,11 @@ and the forms of a call, of which a case has one, or packed queries over a cache
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from attnswitch.problem import CACHES
-from attnswitch.verify.drawing.case import Case, Placing
+from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.placings import TURNED
 
 __all__ = ["ALIASES", "FEATURES", "FORMS", "covered", "forms"]
 
@@ -54,6 +57,11 @@ def _either(case: Case) -> bool:
 
 def _empty(case: Case) -> bool:
     return 0 in (case.batch, case.seq_q, case.seq_k, *(case.lengths or ()), *(case.query_lengths or ()))
+
+
+def _placed(case: Case) -> set[str]:
+    """The ways in which its operands lie."""
+    return {*asdict(case.placing).values()}
 
 
 #: What a case must be for each word to say something of it.
@@ -88,7 +96,8 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "grad=m": lambda c: "m" in c.grads,
     "deterministic": lambda c: c.deterministic,
     "nonfinite": lambda c: c.poison,
-    "strided": lambda c: c.placing != Placing() or c.layout != "BHLD",
+    "strided": lambda c: bool(_placed(c) - {"contiguous", *TURNED}) or c.layout != "BHLD",
+    "turned": lambda c: bool(_placed(c) & {*TURNED}),
     "empty": _empty,
 }
 #: Features of which a case that has one has others too: naming any of them is enough.

@@ -5,14 +5,14 @@ Each function makes the same number of choices, whatever comes of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from attnswitch.problem import CACHES, Window
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.drawing.choices import Choices
-from attnswitch.verify.drawing.placings import ALIGNED, PLACINGS, TURNED
+from attnswitch.verify.drawing.placings import PLACINGS, TURNED
 from attnswitch.verify.drawing.stored import SCALE_KINDS
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "in_parts",
     "mask",
     "placing",
+    "placings",
     "shares",
     "window",
 ]
@@ -88,10 +89,13 @@ def fitted(found: dict[str, Any]) -> None:
                 found["lengths"] = tuple(min(length, found["seq_k"]) for length in found["lengths"])
 
 
-def placing(choices: Choices, library: str, *, aligned: bool = False) -> Placing:
+def placings(library: str) -> list[str]:
+    """The ways in which arrays of a library may lie."""
+    return [kind for kind in PLACINGS if library == "numpy" or kind not in TURNED]
+
+
+def placing(choices: Choices, kinds: Sequence[str]) -> Placing:
     """How each operand lies, all alike half of the time."""
-    kinds = [kind for kind in PLACINGS if library == "numpy" or kind not in TURNED]
-    kinds = list(ALIGNED) if aligned else kinds
     plain = [kind for kind in kinds if not kind.startswith("expanded")]
     query, key, value, grad_out = (choices.of(kinds) for _ in range(4))
     of_mask, alike = choices.of(plain), choices.coin()

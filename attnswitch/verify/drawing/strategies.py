@@ -18,6 +18,7 @@ from attnswitch.verify.drawing import dims, features, within
 from attnswitch.verify.drawing.case import Case, Placing
 from attnswitch.verify.drawing.choices import Choices, OfHypothesis
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
+from attnswitch.verify.drawing.placings import ALIGNED
 from attnswitch.verify.drawing.plain import without
 from attnswitch.verify.drawing.trees import TREE_KINDS
 
@@ -127,7 +128,8 @@ def _case(choices: Choices, space: Space) -> Case:
     if large is not None:
         _, dtype, sizes = large
     hiding = _hiding(choices, sizes, dtype, 1 if large is None else max(1, sizes["seq_k"] // 140))
-    placing = features.placing(choices, library, aligned=large is not None and large[0].aligned)
+    kinds = ALIGNED if large is not None and large[0].aligned else features.placings(library)
+    placing = features.placing(choices, kinds)
     found = {
         **sizes,
         **hiding,
