@@ -38,6 +38,19 @@ def test_a_committed_result_passed(path: Path) -> None:
     assert document["verified"] == sum(row["verified"] for row in document["results"])
 
 
+@pytest.mark.parametrize(
+    "path", sorted(make_tables.RESULTS.parent.glob("*/verify-forms-*.json")), ids=lambda path: path.stem
+)
+def test_each_form_has_5000_cases_and_all_are_right(path: Path) -> None:
+    document = json.loads(path.read_text())
+    assert (document["exit_code"], document["failures"]) == (0, [])
+    assert {"varlen", "page", "latent", "sinks", "grad", "alibi", "tree", "parts"} <= {
+        row["class"] for row in document["demanded"]
+    }
+    for row in document["demanded"]:
+        assert row["drawn"] == row["taken"] == row["right"] >= 5000, row["class"]
+
+
 def test_the_choice_says_of_how_many_rows_torchs_figure_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def regret(of: str, direction: str, rows: int, mean: float) -> dict[str, Any]:
         return {"suite": "unseen", "direction": direction, "of": of, "rows": rows, "regret": mean, "worst": 2 * mean}
