@@ -304,7 +304,7 @@ def test_a_backend_that_fails_every_second_call(register: Register, monkeypatch:
 def test_a_crash_is_a_finding(register: Register) -> None:
     register("saboteur", "saboteurs:Raises")
     space = Space(libraries=("numpy",), dtypes=("float32",), work=2**14, longest=130)
-    report = run(Plan((Target("cpu", ("saboteur",), space),), 60, 0, shrink_tries=50))
+    report = run(Plan((Target("cpu", ("saboteur",), space),), 60, 3, shrink_tries=50))
     assert report.cases == 60
     (found,) = report.failures
     assert found.outcome.case.seq_k % 64 == 63
