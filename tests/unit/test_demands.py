@@ -245,7 +245,7 @@ def test_bounds_are_met_at_both_ends_and_between() -> None:
     ],
 )
 def test_equal_lengths_are_within_the_bounds_of_both(text: str, lengths: set[int]) -> None:
-    found = steering.cases(Requirement.parse(text), replace(SPACE, work=2**14), 0)
+    found = list(steering.cases(Requirement.parse(text), replace(SPACE, work=2**14), 0))
     assert {case.seq_q for case in found} == {case.seq_k for case in found} == lengths
 
 
