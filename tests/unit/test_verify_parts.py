@@ -92,6 +92,23 @@ def test_what_does_not_add_up_is_found(
     assert (found.failure.check, found.failure.result) == ("reference", result)
 
 
+def _flushed(query: Any, key: Any, value: Any, *, sinks: Any = None, **call: Any) -> Any:
+    """As GPUs do it: a weight beside that of the sink is 0 where it is below all normal numbers."""
+    out, lse = attnswitch.attention(query, key, value, sinks=sinks, **call)
+    _, alone = attnswitch.attention(query, key, value, **call)
+    return out.where((alone - lse > -126 * np.log(2))[..., None], 0.0), lse
+
+
+def test_weights_below_all_normal_numbers_may_be_lost_beside_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys of the part with the sink, whose own weights are not small (a case of cuda's on an H200)."""
+    case = PARTS.replace(heads_kv=3, seq_q=33, seq_k=112, dim_qk=1, dim_v=1, dtype="float32", grads="", parts=4)
+    case = case.replace(sinks="wide", data="negative", data_seed=15, library="torch")
+    public = {key: staticmethod(getattr(attnswitch, key)) for key in ("merge", "attention_backward", "plan")}
+    monkeypatch.setattr(parts, "attnswitch", type("Flushing", (), {**public, "attention": staticmethod(_flushed)}))
+    found = check(case, "tiled")
+    assert (found.verdict, found.failure) == ("verified", None)
+
+
 def test_one_part_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ranges", lambda case: ranges(case)[:-1])
     found = check(PARTS.replace(grads=""), "tiled")

@@ -60,12 +60,15 @@ def _merged(a: Answer, data: dict[str, Any], precision: Precision, keys: Sequenc
         top, drift = np.where(alive, a.lse, 0.0), np.zeros(a.lse.shape)
         reach, size = np.zeros(a.values["out"].shape), np.zeros(a.values["out"].shape)
         for part in keys:
-            answer = _part(a, data, part)
-            limit = bounds(answer, precision)
-            share = np.exp(answer.lse - top)[..., None]
-            reach += np.where(share > 0, share * limit["out"], 0.0)
+            worst = np.zeros(reach.shape)
+            for sinks in dict.fromkeys(("", a.case.sinks)):  # any of the parts may have them
+                answer = _part(a, data, part, sinks)
+                limit = bounds(answer, precision)
+                share = np.exp(answer.lse - top)[..., None]
+                worst = np.maximum(worst, np.where(share > 0, share * limit["out"], 0.0))
+                drift = np.maximum(drift, np.where(np.isfinite(answer.lse), limit["lse"], 0.0))
+            reach += worst
             size += share * np.abs(answer.values["out"])
-            drift = np.maximum(drift, np.where(np.isfinite(answer.lse), limit["lse"], 0.0))
         lse = np.where(alive, drift + roundings + 2 * u * np.abs(top), 0.0)
         store = UNITS[a.case.dtype]
         out = reach * (1 + 2 * store) + (np.expm1(drift + lse)[..., None] + roundings) * size
@@ -73,8 +76,8 @@ def _merged(a: Answer, data: dict[str, Any], precision: Precision, keys: Sequenc
         return {"out": np.where(alive[..., None], out, 0.0), "lse": lse}
 
 
-def _part(a: Answer, data: dict[str, Any], keys: Bool) -> Answer:
-    """The answer of some keys alone."""
+def _part(a: Answer, data: dict[str, Any], keys: Bool, sinks: str) -> Answer:
+    """The answer of some keys alone, with the sinks or without."""
     case = a.case
     added = case.mask is not None and case.mask.dtype != "bool"
     case = case.replace(
@@ -84,7 +87,7 @@ def _part(a: Answer, data: dict[str, Any], keys: Bool) -> Answer:
         lengths=None,
         query_lengths=None,
         mask=case.mask if added else None,
-        sinks="",
+        sinks=sinks,
         grads="",
     )
     data = {role: values for role, values in data.items() if role != "attn_mask" or added}
