@@ -32,9 +32,8 @@ _ROWS = 128
 _LEAST, _MOST = 2.0**-126, 2.0**127
 #: Queries below which its tiles are mostly empty: 198 TFLOP/s with 32 of them, 147 by the portable kernels.
 _FEW = 32
-#: Head dimensions, beyond the first and up to the last, of which the backward is faster all the same: 3 x 64 heads of
-#: 25 queries and 4,389 keys, D 64, take 275 us for 389 by the portable kernels, 8 x 16 of 16 and 1,024, D 128, 73 for
-#: 120; but 64 x 16 of 8 and 300, D 32, 141 for 133 (an H200, 2026-11-28).
+#: Head dimensions, beyond the first and up to the last, of which the backward is faster all the same: TRIED.md has 16
+#: problems of 1 to 31 queries.
 _FEW_DIMS = 32, 128
 #: Keys from which on splitting them pays where tiles of queries leave seven of eight SMs idle: 8 heads of 50 queries
 #: against 7,652 keys take 71 us whole and 39 split, 8 of 128 against 4,096 take 50 either way; but 32 of 128 against

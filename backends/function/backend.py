@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from attnswitch.errors import Unsupported
@@ -154,6 +156,14 @@ class FunctionKernel(Kernel):
 
 
 def _asserted(failed: AssertionError) -> str:
-    """What an assertion says, or else the line that it stands in."""
-    line = traceback.extract_tb(failed.__traceback__)[-1].line or "what has no text"
-    return str(failed) or line.strip().removeprefix("assert ")
+    """What an assertion says, or else what it asserts."""
+    if said := str(failed):
+        return said
+    frame = traceback.extract_tb(failed.__traceback__)[-1]
+    try:
+        tree = ast.parse(Path(frame.filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return (frame.line or "what has no text").strip().removeprefix("assert ")
+    at = frame.lineno or 0
+    spanning = [x for x in ast.walk(tree) if isinstance(x, ast.Assert) and x.lineno <= at <= (x.end_lineno or at)]
+    return ast.unparse(spanning[-1].test) if spanning else (frame.line or "what has no text").strip()

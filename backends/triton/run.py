@@ -251,7 +251,10 @@ def _of_whole_memory(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _within(longest: Mapping[int, Any], array: Any) -> Any:
-    memory = longest[array.untyped_storage().data_ptr()]
+    own = array.untyped_storage()
+    memory = longest[own.data_ptr()]
+    if len(memory) == len(own):
+        return array
     return array.new_empty(0).set_(memory, array.storage_offset(), array.shape, array.stride())
 
 

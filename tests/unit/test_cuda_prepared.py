@@ -317,7 +317,7 @@ def test_gradients_come_to_the_same_bits(
 
 
 def test_the_backward_is_laid_out_once_when_it_first_runs(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    first, made = kernel("b1.h1.s8.d64.bf16.grad"), kernel("b1.h1.s8.d64.bf16.grad")
+    first, made = kernel("b1.h1.s8.d32.bf16.grad"), kernel("b1.h1.s8.d32.bf16.grad")
     inputs = operands(made.problem)
     first.prepared(inputs)  # which has the kernels of its class compiled
     prepared_backward, asked = made.prepared_backward, []

@@ -17,11 +17,11 @@ from attnswitch import InvalidProblem
 from attnswitch.verify import AUTO, Case, MaskRecipe, Outcome, Placing, Plan, Report, Shard, Space, Target, run
 from attnswitch.verify.checks import DRAWN
 from attnswitch.verify.checks import named as named_check
-from attnswitch.verify.demands import steering
+from attnswitch.verify.demands import steering, words
 from attnswitch.verify.demands.figures import Class, Demanded
 from attnswitch.verify.demands.profiles import named, profiles
 from attnswitch.verify.demands.requirement import Requirement
-from attnswitch.verify.session import worker
+from attnswitch.verify.session import order, worker
 from attnswitch.verify.session.explore import Source
 
 SPACE = Space(checks=tuple(check.name for check in DRAWN if not check.gpu))
@@ -160,7 +160,7 @@ def test_a_word_with_a_question_mark_is_no_class() -> None:
         ("D<=99999999999999999999", "expected a number from 1"),
         ("E<=3", "'E<=3' is no bound of a size: expected one of B, H,"),
         ("Lk=Lq", "'Lk=Lq': expected a number"),
-        ("D=64!", "'D=64!' is no bound of a size"),
+        ("D=64!", "'D=64!': only features take a !"),
         ("lse,D=64?", "'D=64?': a bound is of all problems"),
         ("causal?,gqa?", "expected a word without a question mark"),
         ("causl?,lse", "'causl' is not understood"),
@@ -463,3 +463,34 @@ def test_a_demand_that_makes_no_sense_is_the_callers_mistake(
 ) -> None:
     ran = command("verify")(*HERE, "--backend", "tiled", option, value)
     assert (ran.code, says in ran.out) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "forms"),
+    [
+        ("causal,varlen?", {"dense", "varlen"}),
+        ("lse,page?", {"dense", "page"}),
+        ("page,lse,varlen?", {"page", "varlen"}),
+        ("varlen,page?", {"varlen", "page"}),
+        ("latent,varlen?", {"page", "varlen"}),
+    ],
+)
+def test_forms_that_may_be_are_no_forms_that_must(text: str, forms: set[str]) -> None:
+    requirement = Requirement.parse(text)
+    assert set(requirement.forms) == forms
+    drawn = {frozenset(words.forms(case)) for case in steering.cases(requirement, SPACE, 0, each=30)}
+    assert len(drawn) > 1
+    if "dense" in forms:
+        assert frozenset({"dense"}) in drawn
+
+
+def test_parts_have_cases_where_there_are_fewer_than_in_a_job() -> None:
+    """Of a run in four parts."""
+    target = Target("cpu", ("tiled",), SPACE)
+    plan = Plan((target,), 1, 0, requirements=(Requirement.parse("parts"),), each=5, shard=Shard(3, 4))
+    assert all(len(job.cases) == 1 for job in order.demanded(plan, target))
+
+
+def test_what_runs_backwards_is_numpys() -> None:
+    with pytest.raises(InvalidProblem, match="NumPy's arrays alone run backwards"):
+        steering.require(Requirement.parse("turned"), replace(SPACE, libraries=("torch",)), 0)

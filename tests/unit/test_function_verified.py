@@ -10,6 +10,7 @@ import pytest
 
 from attnswitch import Problem
 from attnswitch.verify import Case, Outcome, Plan, Report, check, run, targets
+from attnswitch.verify.report.pytest_file import file_name
 
 FILE = str(Path(__file__).parent / "functions_of_users.py")
 
@@ -127,6 +128,8 @@ def test_one_fault_does_not_hide_another_of_the_same_check() -> None:
         ("reference", "out, not finite"),
     ]
     assert told[2][1] <= 16 < told[3][1]
+    failures = [found.outcome.failure for found in report.failures if found.outcome.failure is not None]
+    assert len({file_name("function", "cpu", failure) for failure in failures}) == 4
 
 
 @pytest.mark.parametrize(

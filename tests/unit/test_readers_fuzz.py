@@ -126,7 +126,13 @@ def saved() -> dict[str, Any]:
         "device": "cpu",
         "case": CASE.to_json(),
         "failure": failure,
-        "environment": {"torch": "2.11.0"},
+        "environment": {
+            "python": "3.12.3",
+            "system": "Linux x86_64",
+            "torch": "2.11.0",
+            "numpy": "2.4.6",
+            "cores": "2",
+        },
         "note": "",
     }
 

@@ -11,6 +11,7 @@ import pytest
 import attnswitch
 from attnswitch import InvalidProblem, arrays
 from attnswitch.verify import Case, MaskRecipe, check
+from attnswitch.verify.drawing.case import DENSE_WORK
 from attnswitch.verify.drawing.data import operands
 from attnswitch.verify.drawing.parts import ranges
 from attnswitch.verify.drawing.strategies import Space
@@ -107,6 +108,13 @@ def test_weights_below_all_normal_numbers_may_be_lost_beside_a_sink(monkeypatch:
     monkeypatch.setattr(parts, "attnswitch", type("Flushing", (), {**public, "attention": staticmethod(_flushed)}))
     found = check(case, "tiled")
     assert (found.verdict, found.failure) == ("verified", None)
+
+
+def test_parts_of_a_case_that_is_not_answered_whole_are_refused() -> None:
+    large = PARTS.replace(batch=1, group=1, heads_kv=8, seq_q=300, seq_k=300, dim_qk=64, dim_v=64, grads="")
+    assert large.work > DENSE_WORK
+    with pytest.raises(InvalidProblem, match=r"case\.parts: expected a case of at most"):
+        Case.from_json(large.to_json())
 
 
 def test_one_part_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

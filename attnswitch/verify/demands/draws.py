@@ -14,14 +14,13 @@ from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.demands.sizes import sizes
 from attnswitch.verify.demands.words import FORMS
 from attnswitch.verify.drawing import features
-from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.case import DENSE_WORK, Case
 from attnswitch.verify.drawing.choices import Choices
 from attnswitch.verify.drawing.data import ALIBI_KINDS, DISTRIBUTIONS, SINK_KINDS
 from attnswitch.verify.drawing.placings import TURNED
 from attnswitch.verify.drawing.stored import SCALE_KINDS
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.drawing.trees import TREE_KINDS
-from attnswitch.verify.truth.exact import DENSE_WORK
 
 __all__ = ["Draw"]
 

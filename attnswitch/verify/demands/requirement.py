@@ -56,6 +56,8 @@ class Requirement:
             if bare != word and ALIASES.get(bare, bare) in FEATURES:
                 always.add(ALIASES.get(bare, bare))
                 word = bare
+            elif bare != word and (bare in FORMS or bare.startswith("dtype=") or Limit.is_meant(bare)):
+                raise InvalidProblem(f"{shown(said)}: only features take a !, as all problems have the rest already")
             word = ALIASES.get(word, word)
             name, _, value = word.partition("=")
             if word in FEATURES or word in FORMS:
@@ -94,8 +96,11 @@ class Requirement:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Forms of the call that it demands."""
-        return tuple(form for form in FORMS if form in self.features) or ("dense",)
+        """Forms of the call that it demands: dense calls too where all that are named may be, and need not."""
+        named = tuple(form for form in FORMS if form in self.features)
+        paged = "latent" in self.features or any(limit.name == "page" for limit in self.limits)
+        need = [form for form in named if form not in self.beside or (form == "page" and paged)]
+        return named if need or "dense" in named else ("dense", *named)
 
     @property
     def any_dtype(self) -> tuple[str, ...]:
@@ -123,7 +128,7 @@ class Requirement:
 
     def admits(self, case: Case) -> bool:
         """Whether ``case`` is a problem that has to be taken."""
-        if case.dtype not in self.any_dtype or not covered(case, self.features):
+        if case.dtype not in self.any_dtype or not covered(case, self.features | {*self.forms}):
             return False
         if not all(FEATURES[word](case) for word in self.always):
             return False

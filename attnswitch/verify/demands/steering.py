@@ -59,9 +59,10 @@ def require(requirement: Requirement, space: Space, seed: int) -> None:
     """Raise ``InvalidProblem`` if the words leave no case of one of them."""
     for number, word in enumerate(requirement.words):
         if _drawn(requirement, space, seed, number) is None:
-            raise InvalidProblem(
-                f"require {requirement}: no problem within it is {word}: name what goes with it, or require it apart"
-            )
+            what = "name what goes with it, or require it apart"
+            if word == "turned" and "numpy" not in space.libraries:
+                what = "NumPy's arrays alone run backwards, and none are drawn here"
+            raise InvalidProblem(f"require {requirement}: no problem within it is {word}: {what}")
 
 
 def _drawn(requirement: Requirement, space: Space, seed: int, number: int) -> Case | None:

@@ -11,9 +11,10 @@ from attnswitch import reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment, Mask, Problem, Window
 
-__all__ = ["Case", "MaskRecipe", "Placing"]
+__all__ = ["DENSE_WORK", "Case", "MaskRecipe", "Placing"]
 
-
+#: Cases of more work than this are answered in part.
+DENSE_WORK = 2**23
 #: Parts of the keys at the most, each of which is a call.
 _PARTS = 64
 
@@ -288,3 +289,5 @@ class Case:
             raise InvalidProblem(f"case.parts is {self.parts}: expected 0 to {_PARTS}")
         if self.parts and (self.varlen or self.page or self.dropout or self.alibi or self.poison or not self.lse):
             raise InvalidProblem("case.parts: expected a dense call with lse, without dropout, alibi and poison")
+        if self.parts and self.work > DENSE_WORK:
+            raise InvalidProblem(f"case.parts: expected a case of at most {DENSE_WORK:,} products, answered whole")

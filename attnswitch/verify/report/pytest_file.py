@@ -124,7 +124,7 @@ def to_pytest(
 
 def file_name(backend: str, device: str, failure: Failure) -> str:
     """What to call the file; failures of different kinds have different names."""
-    return f"test_{_identifier(f'{backend}_{device}_{failure.title}')}.py"
+    return f"test_{_identifier(f'{backend}_{device}_{failure.check}_{failure.sort}')}.py"
 
 
 def _identifier(text: str) -> str:

@@ -42,7 +42,8 @@ def _within(plan: Plan, target: Target, requirement: Requirement, held: tuple[st
     each = plan.wanted(target)
     sharing = steering.shared(each, target.recipes)
     cases, first = steering.cases(requirement, target.space, plan.seed, each, target.recipes), 0
-    while given := tuple((case, held) for case in islice(cases, sharing if sharing > 1 else _FEW)):
+    few = max(1, min(_FEW, each // plan.shard.count))  # each part is to have some
+    while given := tuple((case, held) for case in islice(cases, sharing if sharing > 1 else few)):
         yield Given(target.device, given, first, Source.DEMANDED)
         first += len(given)
 

@@ -13,16 +13,14 @@ import numpy as np
 
 from attnswitch.machine.backend import Precision
 from attnswitch.problem.philox import keep_mask
-from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.case import DENSE_WORK, Case
 from attnswitch.verify.drawing.generator import hashed
 from attnswitch.verify.drawing.parts import ranges
 from attnswitch.verify.truth import bounds, oracle, parts, rows
 from attnswitch.verify.truth.oracle import Answer, Float
 
-__all__ = ["DENSE_WORK", "HEAD_SCORES", "Exact"]
+__all__ = ["HEAD_SCORES", "Exact"]
 
-#: Cases of more work than this are answered in part.
-DENSE_WORK = 2**23
 #: Scores of a key head, group * Lq * Lk, up to which it is answered in whole: a quarter of a second.
 HEAD_SCORES = 2**19
 _HEADS, _RANDOM_ROWS = 3, 6

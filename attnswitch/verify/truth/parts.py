@@ -68,7 +68,7 @@ def _merged(a: Answer, data: dict[str, Any], precision: Precision, keys: Sequenc
                 worst = np.maximum(worst, np.where(share > 0, share * limit["out"], 0.0))
                 drift = np.maximum(drift, np.where(np.isfinite(answer.lse), limit["lse"], 0.0))
             reach += worst
-            size += share * np.abs(answer.values["out"])
+            size += share * np.abs(answer.values["out"])  # with the sinks or without
         lse = np.where(alive, drift + roundings + 2 * u * np.abs(top), 0.0)
         store = UNITS[a.case.dtype]
         out = reach * (1 + 2 * store) + (np.expm1(drift + lse)[..., None] + roundings) * size

@@ -50,7 +50,7 @@ class Backward(BackwardLaunches):
             side_by_side = max(side_by_side, _TOGETHER)
         heads = max(1, p.batch * p.heads_kv)
         grid = key_grid(p, tile.keys, min(side_by_side, heads), parts)
-        self.clears, self.constants.of_keys = grid.clears, grid.blocks
+        self.clears, self.constants.key_tiles = grid.clears, grid.blocks
         sms = _EMULATED if device.kind == "cpu" else device.sms or SMS
         blocks = min(grid.blocks, sms) if tile.continued else grid.blocks
         rows_left = (kept[2] + kept[3] // parts) // dim  # of queries, and of keys where they are parts

@@ -16,7 +16,7 @@ from .tiles import LATENT, SMS, HopperGradients, HopperTile, bias, dims, gradien
 
 __all__ = ["gradients", "latent_splits", "ranked", "ranked_gradients", "splits"]
 
-#: Tiles by head dimensions, with times on an H200; backends/cuda/README.md has what was measured beside them.
+#: Tiles by head dimensions, with times on an H200; MEASURED.md and TRIED.md have what was measured beside them.
 _TILES = {
     (64, 64): (
         HopperTile(192, 128, begin=3.5, step=1.38),
@@ -55,9 +55,10 @@ _ORDERED = {
     (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5),
     (128, 128): HopperGradients(128, 64, 2, begin=7.0, step=2.15),
 }
-#: Microseconds by which a block that goes on begins and ends sooner with each tile of keys; and, in longest tiles, how
-#: much later the last of these blocks ends than the mean, where tiles that are dealt out beforehand are of all sizes.
-_GOING_ON, _UNEVENLY = 2.0, 1.25
+#: Microseconds that a tile of keys takes less to begin and to end with where blocks go on with other keys.
+_GOING_ON = 2.0
+#: How much later the last of these blocks ends than the mean, in longest tiles, where positions make tiles unlike.
+_STAIRS = 1.25
 #: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
 _MOST_SPLITS, _PART = 16, 1.2
 #: Microseconds that a block of the forward of wide heads takes to begin and to end with, and for each pair of tiles;
@@ -115,11 +116,11 @@ def _pays_to_go_on(p: Problem, device: Device, tile: HopperGradients) -> bool:
         return False
     total, longest = _queries(p, tile)
     work = p.batch * p.heads_q * total * tile.step / sms
-    apart, last = tile.begin - _GOING_ON, tile.step * longest * p.group
+    between, last = tile.begin - _GOING_ON, tile.step * longest * p.group
     if p.positional:
-        going_on = rounds * apart + work + _UNEVENLY * (apart + last)
+        going_on = rounds * between + work + _STAIRS * (between + last)
     else:
-        going_on = math.ceil(rounds) * (apart + last)
+        going_on = math.ceil(rounds) * (between + last)
     return going_on < rounds * tile.begin + work + (tile.begin + last) / 2
 
 

@@ -79,7 +79,7 @@ class Arguments(ctypes.Structure):
         ("by_page", Divisor),
         ("tree", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("tree_batch", "tree_row")),
-        *((name, ctypes.c_int32) for name in ("values_within", "awaited", "of_keys")),
+        *((name, ctypes.c_int32) for name in ("values_within", "awaited", "key_tiles")),
         *((name, ctypes.c_void_p) for name in ("key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("key_scale_page", "key_scale_head")),
         *((name, ctypes.c_int64) for name in ("value_scale_page", "value_scale_head")),

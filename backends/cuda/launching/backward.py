@@ -20,7 +20,7 @@ class Step(NamedTuple):
     """One launch of the backward: a kernel, its blocks, and how many heads run side by side.
 
     ``mapped``: it is passed ``BackwardLaunches.maps``. ``beside``: see ``run.start``. ``splits``: so many blocks share
-    what one would do. ``awaited``: blocks of the launch before that each key head has, where they are waited for alone.
+    what one would do. ``awaited``: tiles of keys of each key head in the launch before, which are waited for alone.
     """
 
     variant: Variant

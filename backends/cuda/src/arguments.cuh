@@ -78,8 +78,8 @@ struct Arguments {
     const u8* tree;           // (batch, queries, bytes), a bit for each of the newest keys: TREE
     i64 tree_batch, tree_row;
     int values_within;        // whether values are the first columns of the keys, in the same memory: hopper/latent.cu
-    int awaited;              // tiles of keys of each key head, of the launch before: hopper/finish.cu
-    int of_keys;              // tiles of keys of all blocks: CONTINUED
+    int awaited;              // tiles of keys of a key head, once for each split, of the launch before: hopper/finish.cu
+    int key_tiles;            // the same of all key heads: CONTINUED
     const u8* key_scales;     // (pages, heads / group) Reals, by which elements of 8 bits are multiplied: EIGHT
     const u8* value_scales;
     i64 key_scale_page, key_scale_head;  // from one to the next in elements; 0 where all pages, or heads, have the same

@@ -2,7 +2,7 @@
 //
 //   S^T = K Q^T,  dP^T = V dO^T,  dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K.
 //
-// A block keeps BLOCK_M keys of one key head and visits, for each query head that shares it, the tiles of BLOCK_N
+// A block keeps BLOCK_M keys of one key head, and maybe other keys after them (own_tiles.cuh), and visits, for each query head that shares it, the tiles of BLOCK_N
 // queries that see any of them: a step each. It is a loader, one thread of the first warpgroup, and CONSUMERS warpgroups
 // with 64 keys each. dK and dV stay in registers to the end; blocks that split the steps of the same keys leave theirs as
 // sums in float32. dQ is added up in global memory by all blocks whose keys its queries see: in which order is left open,
@@ -19,7 +19,7 @@
 // BIAS: a float mask is added to scores. A tile of it comes with every tile of queries, or each thread loads what its keys
 // have for all queries (biased.cuh).
 //
-// Barriers: `full` and `free` of every stage (barriers.cuh), and `written` and `gradients_free` of both tiles of dS.
+// Barriers: `full` and `free` of every stage (barriers.cuh), that of keys included where a block goes on with others, and `written` and `gradients_free` of both tiles of dS.
 #include "hopper/backward/block.cuh"
 #include "hopper/backward/consumer.cuh"
 

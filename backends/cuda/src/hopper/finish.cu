@@ -4,7 +4,7 @@
 // of different splits are added in their order.
 //
 // A block waits for those blocks alone that add to its rows, all of the same key head, and so begins where the launch
-// before leaves SMs without work. `awaited` is how many blocks of that launch a key head has.
+// before leaves SMs without work. `awaited` is how many tiles of keys that launch has of a key head.
 #include "gradient_rows.cuh"
 #include "hopper/backward/sums.cuh"
 #include "hopper/store.cuh"

@@ -5,7 +5,7 @@
 
 constexpr int LOADER_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 static_assert(COMPUTING % 4 == 0, "warps of whole warpgroups");
-// What a block has to share out, for a lane of each warpgroup: it is given to all lanes alike, by eights.
+// What a block has, summed over a lane of each warpgroup: all lanes are given as many, a multiple of eight.
 constexpr int BLOCK_REGISTERS = 65536 / (32 * WARPS) / 8 * 8 * (WARPS / 4);
 static_assert(LOADER_REGISTERS + COMPUTING / 4 * COMPUTING_REGISTERS <= BLOCK_REGISTERS, "registers for all");
 

@@ -17,7 +17,7 @@ template <class Shared, class Step, class Consumer> struct OwnKeys : Worker<Shar
         UNROLL for (float& sum : value_sums) sum = 0;
         if (step.more()) static_cast<Consumer*>(this)->visit(block, step);
         else if (CONTINUED) this->await_keys();
-        if (CONTINUED) this->release(this->shared.keys_free[this->keys_at.stage]);
+        if (CONTINUED) this->release_together(this->shared.keys_free[this->keys_at.stage]);
         if (this->a.splits == 1) tell_done(this->keys_at.stage);
         store_gradient(this->a, block, block.first + 64 * this->index, key_sums, OF_KEY);
         store_gradient(this->a, block, block.first + 64 * this->index, value_sums, OF_VALUE);

@@ -8,7 +8,7 @@ constexpr int QUADS = 4 * 32;  // of a warp, of the same 8 columns
 // The tile number `line` of `sums`.
 DEVICE float* sums_of(void* sums, i64 line) { return static_cast<float*>(sums) + line * (64 * BLOCK_D); }
 
-// How many blocks of a key head are done, of all heads: numbers that end where delta begins.
+// How many tiles of keys are done of each key head: numbers that end where delta begins.
 DEVICE u32* done_of(const Arguments& a, i64 head) {
     return static_cast<u32*>(a.delta) - i64(a.batch) * (a.heads / a.group) + head;
 }
