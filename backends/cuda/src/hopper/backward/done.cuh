@@ -12,13 +12,14 @@ constexpr int DONE = 15;
 DEVICE void tell_done(int stage) { arrive_at(DONE - stage, 32 * (WARPS - 1)); }
 // The others wait for them, and a thread counts each tile of keys.
 template <class Shared> DEVICE void count_done(const Arguments& a, Shared& shared) {
+    warp_barrier();
     await_launch_before();  // which has made all numbers 0, those too that nobody adds to
     Position<KEY_STAGES> at;
     for_own_tiles(a, at, [&](u32 number) {
-        warp_barrier();  // a lane of the first has come from counting
+        if (CONTINUED) warp_barrier();  // a lane of the first may have come from counting
         meet_at(DONE - at.stage, 32 * (WARPS - 1));
-        const Place of = place_of_keys(a, number);
         if (thread_index() == 32) {
+            const Place of = place_of_keys(a, number);
             count_block(done_of(a, i64(of.batch) * (a.heads / a.group) + of.head));
             if (CONTINUED) shared.keys_free[at.stage].arrive();
         }

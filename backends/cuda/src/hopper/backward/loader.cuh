@@ -12,9 +12,11 @@ struct Places {
     static DEVICE constexpr u32 place(int elements) { return elements * sizeof(T) / 16; }
     static DEVICE u32 key_place(int stage, int consumer) { return place((stage * CONSUMERS + consumer) * 64 * BLOCK_D); }
     static DEVICE u32 value_place(int stage, int consumer) {
-        return key_place(KEY_STAGES, 0) + place((stage * CONSUMERS + consumer) * 64 * BLOCK_DV);
+        return place(KEY_STAGES * BLOCK_M * BLOCK_D + (stage * CONSUMERS + consumer) * 64 * BLOCK_DV);
     }
-    static DEVICE u32 query_place(int stage) { return value_place(KEY_STAGES, 0) + place(stage * BLOCK_N * BLOCK_D); }
+    static DEVICE u32 query_place(int stage) {
+        return place(KEY_STAGES * BLOCK_M * (BLOCK_D + BLOCK_DV) + stage * BLOCK_N * BLOCK_D);
+    }
     static DEVICE u32 grad_out_place(int stage) { return query_place(STAGES) + place(stage * BLOCK_N * BLOCK_DV); }
     static DEVICE u32 gradient_place(int tile, int consumer) {
         return grad_out_place(UPSTREAM_STAGES) + place((tile * CONSUMERS + consumer) * 64 * BLOCK_N);
