@@ -77,7 +77,7 @@ def against_hopper_backward(problem: Problem, device: Device) -> tuple[str, ...]
     if reason := _absent(device):
         return (reason,)
     features, memory = _of_class(problem)
-    few = () if _half_filled(problem) else _few(problem)
+    few = _few(problem, 1 if _half_filled(problem) else _FEW)
     return (*features, *_backward_features(problem), *few, *memory, *_mask(problem, device))
 
 
@@ -202,19 +202,17 @@ def _products(p: Problem) -> Iterator[str]:
         yield f"scale={p.softmax_scale:g}: a positive float32 of full precision becomes part of its exponential"
 
 
-def _few(p: Problem) -> Iterator[str]:
+def _few(p: Problem, least: int = _FEW) -> Iterator[str]:
     if p.is_empty or not p.seq_k:
         yield "there is nothing to compute"
-    elif p.seq_q < _FEW:
+    elif p.seq_q < least:
         yield f"{p.seq_q} queries: most of its tiles would be empty"
 
 
 def _half_filled(p: Problem) -> bool:
     """Whether the backward takes few queries too: what it does for each key is most of its work."""
-    least, most = _FEW_DIMS
-    if ordered(p) or p.is_empty or not p.seq_k:
-        return False
-    return min(p.dim_qk, p.dim_v) > least and max(p.dim_qk, p.dim_v) <= most
+    narrowest, widest = _FEW_DIMS
+    return not ordered(p) and min(p.dim_qk, p.dim_v) > narrowest and max(p.dim_qk, p.dim_v) <= widest
 
 
 def _sizes(p: Problem, device: Device) -> Iterator[str]:

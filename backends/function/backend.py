@@ -160,10 +160,10 @@ def _asserted(failed: AssertionError) -> str:
     if said := str(failed):
         return said
     frame = traceback.extract_tb(failed.__traceback__)[-1]
+    at, line = frame.lineno or 0, (frame.line or "what has no text").strip().removeprefix("assert ")
     try:
         tree = ast.parse(Path(frame.filename).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return (frame.line or "what has no text").strip().removeprefix("assert ")
-    at = frame.lineno or 0
+        return line
     spanning = [x for x in ast.walk(tree) if isinstance(x, ast.Assert) and x.lineno <= at <= (x.end_lineno or at)]
-    return ast.unparse(spanning[-1].test) if spanning else (frame.line or "what has no text").strip()
+    return ast.unparse(spanning[-1].test) if spanning else line

@@ -9,6 +9,7 @@ causal, and ``causal?`` that some may be: those have to be taken as well, and ar
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from attnswitch.errors import InvalidProblem
@@ -79,7 +80,7 @@ class Requirement:
             (beside if said.endswith("?") else words).append(f"dtype={value}" if name == "dtype" else word)
         if not words:
             raise InvalidProblem(f"{shown(text)}: expected a word without a question mark, of which cases are drawn")
-        if "latent" in features or any(limit.name == "page" for limit in limits):
+        if _paged(features, limits):
             features.add("page")
         return Requirement(
             tuple(dict.fromkeys(words)),
@@ -98,7 +99,7 @@ class Requirement:
     def forms(self) -> tuple[str, ...]:
         """Forms of the call that it demands: dense calls too where all that are named may be, and need not."""
         named = tuple(form for form in FORMS if form in self.features)
-        paged = "latent" in self.features or any(limit.name == "page" for limit in self.limits)
+        paged = _paged(self.features, self.limits)
         need = [form for form in named if form not in self.beside or (form == "page" and paged)]
         return named if need or "dense" in named else ("dense", *named)
 
@@ -158,3 +159,8 @@ def _dtype(name: str) -> str:
     if long not in DTYPES:
         raise InvalidProblem(f"dtype={shown(name)}: expected {', '.join(_SHORT)}{meant(name, _SHORT)}")
     return long
+
+
+def _paged(features: Collection[str], limits: Iterable[Limit]) -> bool:
+    """Whether all problems are of pages, by what is named beside them."""
+    return "latent" in features or any(limit.name == "page" for limit in limits)

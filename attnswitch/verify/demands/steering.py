@@ -30,9 +30,13 @@ _TRIES = 400
 def cases(requirement: Requirement, space: Space, seed: int, each: int = EACH, recipes: int = 1) -> Iterator[Case]:
     """Cases until every word of ``requirement`` has ``each``; ``shared`` says how many follow that share a problem.
 
-    Raises ``InvalidProblem`` if the words leave no case of one of them.
+    Raises ``InvalidProblem`` at once if the words leave no case of one of them.
     """
     require(requirement, space, seed)
+    return _cases(requirement, space, seed, each, recipes)
+
+
+def _cases(requirement: Requirement, space: Space, seed: int, each: int, recipes: int) -> Iterator[Case]:
     words, found = requirement.words, Counter[str]()
     for number in itertools.count():
         word = words[number % len(words)]

@@ -114,6 +114,11 @@ class Case:
         """Whether sequences lie one after another, without padding."""
         return self.query_lengths is not None
 
+    @property
+    def mergeable(self) -> bool:
+        """Whether parts of the keys tell what all do: ALiBi and dropout count positions among all keys."""
+        return not (self.varlen or self.page or self.dropout or self.alibi or self.poison)
+
     def heads_dtype(self, kind: str) -> str:
         """The dtype of sinks or alibi_slopes of a kind: that of query, or what kernels take."""
         return self.dtype if self.dtype == "float64" or kind in ("normal", "geometric") else "float32"
@@ -287,7 +292,7 @@ class Case:
         """Raise ``InvalidProblem`` for parts that are too many, or whose results do not tell the whole's."""
         if not 0 <= self.parts <= _PARTS:
             raise InvalidProblem(f"case.parts is {self.parts}: expected 0 to {_PARTS}")
-        if self.parts and (self.varlen or self.page or self.dropout or self.alibi or self.poison or not self.lse):
+        if self.parts and not (self.mergeable and self.lse):
             raise InvalidProblem("case.parts: expected a dense call with lse, without dropout, alibi and poison")
         if self.parts and self.work > DENSE_WORK:
             raise InvalidProblem(f"case.parts: expected a case of at most {DENSE_WORK:,} products, answered whole")

@@ -123,9 +123,8 @@ def cache(choices: Choices) -> dict[str, str]:
 def in_parts(case: Case, parts: int) -> Case:
     """``case`` by ``parts`` of its keys, whose results are merged; unchanged where they do not tell the whole's.
 
-    Positions that ALiBi and dropout count from are of all keys, and so is the gradient of a mask.
+    The gradient of a mask is of all keys.
     """
-    apart = case.varlen or case.page or case.dropout or case.alibi or case.poison
-    if apart or case.seq_k < 2 or (case.mask is not None and case.mask.kind in _FAR):
+    if not case.mergeable or case.seq_k < 2 or (case.mask is not None and case.mask.kind in _FAR):
         return case
     return case.replace(parts=parts, lse=True, grads=case.grads.replace("m", ""))

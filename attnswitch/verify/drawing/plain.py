@@ -60,7 +60,7 @@ def without(case: Case, lacks: Collection[str]) -> Case:
         case = case.replace(query_lengths=None)
     if case.mask is not None and "masked_causal" in lacks:
         case = case.replace(causal=False)
-    if case.parts and (not case.lse or case.varlen or case.page):
+    if case.parts and not (case.lse and case.mergeable):
         case = case.replace(parts=0)
     return _aligned(_masked(case, lacks), lacks)
 

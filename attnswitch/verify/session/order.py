@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from attnswitch.verify.demands import steering
-from attnswitch.verify.demands.requirement import Requirement
 from attnswitch.verify.drawing import lattice
+from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import AUTO
 from attnswitch.verify.session.explore import Drawn, Given, Job, Source
 from attnswitch.verify.session.plan import Plan, Target
@@ -31,17 +31,18 @@ def demanded(plan: Plan, target: Target) -> Iterator[Given]:
     They are drawn as they are asked for. Raises ``InvalidProblem`` at once if the words of one exclude each other.
     """
     held = plan.held_on(target)
-    requirements = plan.requirements if held else ()
-    for requirement in requirements:
-        steering.require(requirement, target.space, plan.seed)
-    return (job for requirement in requirements for job in _within(plan, target, requirement, held))
+    each, recipes = plan.wanted(target), target.recipes
+    every = [
+        steering.cases(requirement, target.space, plan.seed, each, recipes)
+        for requirement in (plan.requirements if held else ())
+    ]
+    return (job for cases in every for job in _within(plan, target, cases, held))
 
 
-def _within(plan: Plan, target: Target, requirement: Requirement, held: tuple[str, ...]) -> Iterator[Given]:
+def _within(plan: Plan, target: Target, cases: Iterator[Case], held: tuple[str, ...]) -> Iterator[Given]:
     """Those of one requirement. Cases that share a problem, and so its kernels, are of one job."""
-    each = plan.wanted(target)
+    each, first = plan.wanted(target), 0
     sharing = steering.shared(each, target.recipes)
-    cases, first = steering.cases(requirement, target.space, plan.seed, each, target.recipes), 0
     few = max(1, min(_FEW, each // plan.shard.count))  # each part is to have some
     while given := tuple((case, held) for case in islice(cases, sharing if sharing > 1 else few)):
         yield Given(target.device, given, first, Source.DEMANDED)

@@ -127,7 +127,7 @@ def _consistent(case: Case) -> Case:
         case = case.replace(splits=0, cache="", tree="")
     if not case.page or case.dim_v > case.dim_qk:
         case = case.replace(latent=False)
-    if not case.lse or case.page or case.query_lengths is not None:
+    if not (case.lse and case.mergeable):
         case = case.replace(parts=0)
     if not case.cache:
         case = case.replace(scales="")

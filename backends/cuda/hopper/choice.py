@@ -110,36 +110,45 @@ def _pays_to_go_on(p: Problem, device: Device, tile: HopperGradients) -> bool:
     """
     if device.kind == "cpu":  # so that both are checked
         return p.seq_k % 4 == 1
-    sms = device.sms or SMS
-    rounds = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys) / sms
-    if rounds <= 1 or _uneven(p) or splits(p, device, tile) > 1:
+    sms, blocks = device.sms or SMS, _blocks(p, tile)
+    if blocks <= sms or _uneven(p) or splits(p, device, tile) > 1:
         return False
-    total, longest = _queries(p, tile)
-    work = p.batch * p.heads_q * total * tile.step / sms
-    between, last = tile.begin - _GOING_ON, tile.step * longest * p.group
-    if p.positional:
-        going_on = rounds * between + work + _STAIRS * (between + last)
-    else:
-        going_on = math.ceil(rounds) * (between + last)
-    return going_on < rounds * tile.begin + work + (tile.begin + last) / 2
+    met = _queries(p, tile)
+    share, last = _blocks_take(p, sms, tile, met)
+    going_on, longest = _blocks_take(p, sms, replace(tile, begin=tile.begin - _GOING_ON), met)
+    going_on = going_on + _STAIRS * longest if p.positional else math.ceil(blocks / sms) * longest
+    return going_on < share + last / 2
 
 
 @functools.lru_cache(maxsize=64)  # asked for by the plan, and by what it launches
 def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
     """Among how many blocks the queries of the same keys are divided: as many as let SMs end at about the same time."""
-    p = problem
-    blocks = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
-    total, longest = _queries(p, tile)
-    sums = blocks * tile.keys * (p.dim_qk + p.dim_v) / 1e6
-    sms = device.sms or SMS
+    p, met = problem, _queries(problem, tile)
+    sums = _blocks(p, tile) * tile.keys * (p.dim_qk + p.dim_v) / 1e6
 
     def time(parts: int) -> float:
-        share = (blocks * parts * tile.begin + p.batch * p.heads_q * total * tile.step) / sms
-        last = tile.begin + tile.step * math.ceil(longest * p.group / parts)
+        share, last = _blocks_take(p, device.sms or SMS, tile, met, parts)
         return max(share + last / 2, last) + (parts * sums * _PART if parts > 1 else 0.0)
 
-    most = min(_MOST_SPLITS, max(1, longest * p.group))
+    most = min(_MOST_SPLITS, max(1, met[1] * p.group))
     return min(range(1, most + 1), key=time)
+
+
+def _blocks(p: Problem, tile: HopperGradients) -> int:
+    """Tiles of keys of all key heads."""
+    return p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, tile.keys)
+
+
+def _blocks_take(
+    p: Problem, sms: int, tile: HopperGradients, met: tuple[int, int], parts: int = 1
+) -> tuple[float, float]:
+    """Microseconds of an SM's share of all blocks, ``parts`` to a tile of keys, and of the longest block.
+
+    ``met`` are the ``_queries``.
+    """
+    total, longest = met
+    share = (_blocks(p, tile) * parts * tile.begin + p.batch * p.heads_q * total * tile.step) / sms
+    return share, tile.begin + tile.step * math.ceil(longest * p.group / parts)
 
 
 def latent_splits(problem: Problem, device: Device) -> int:
