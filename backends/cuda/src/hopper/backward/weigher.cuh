@@ -3,6 +3,7 @@
 #pragma once
 #include "hopper/backward/columns.cuh"
 #include "hopper/backward/steps.cuh"
+#include "hopper/distances.cuh"
 #include "slopes.cuh"
 
 struct Weigher {
@@ -49,16 +50,17 @@ struct Weigher {
         hold(scores);
         if (SOFTCAP) cap(scores, float(a.factor));
         hide(scores, step, -INFINITE, from);
-        // From key to query, of the first of both.
-        const int first = step.start + from + first_column() + block.extent.offset - block.first - 64 * index;
+        const int key = block.first + 64 * index + row_of(0) - block.extent.offset;
+        Distances distances(key - step.start - from - first_column());
         UNROLL for (int c = 0; c < COUNT / 4; c++) {
             const Pair of = base(c);
+            distances.go_to(c);
             UNROLL for (int m = 0; m < 2; m++) {
                 float* const score = scores + 4 * c + 2 * m;
                 float weight[2];
                 UNROLL for (int e = 0; e < 2; e++) {
                     float exponent = multiply_add(score[e], factor, -of.at[e]);
-                    if (ALIBI) exponent -= slope * fabsf(float(first - row_of(m)) + float(8 * c + e));
+                    if (ALIBI) exponent -= slope * distances.of(m, e);
                     weight[e] = power(exponent);
                 }
                 if (SOFTCAP) packed[c / 2][c % 2 * 2 + m] = pack_pair<T>(weight[0], weight[1]);

@@ -4,6 +4,7 @@
 // waited for. Invariants: weights, the left operand in registers, are rewritten when no product is under way. Every
 // tile of the block is waited for and freed, also one that these rows do not see, and takes a turn.
 #pragma once
+#include "hopper/distances.cuh"
 #include "hopper/forward/dropout.cuh"
 #include "hopper/forward/loader.cuh"
 #include "hopper/forward/softmax.cuh"
@@ -202,16 +203,17 @@ struct Consumer {
     DEVICE void draw(const Rows& rows, int i) {
         if (DROPOUT) dropout.draw(a, rows.work.batch, rows.work.head, rows.first + row_of(0), start_of(rows, i));
     }
-    // Scores become exponents. A distance is a whole number: the nearest keys lose no digits to those far away.
+    // Scores become exponents.
     DEVICE void slant(const Rows& rows, int start) {
-        const int first = rows.first + rows.work.extent.offset - start - first_column();
-        UNROLL for (int c = 0; c < BLOCK_N / 8; c++)
+        Distances distances(rows.first + row_of(0) + rows.work.extent.offset - start - first_column());
+        UNROLL for (int c = 0; c < BLOCK_N / 8; c++) {
+            distances.go_to(c);
             UNROLL for (int m = 0; m < 2; m++)
                 UNROLL for (int e = 0; e < 2; e++) {
                     float& score = scores[4 * c + 2 * m + e];
-                    const float apart = float(first + row_of(m)) - float(8 * c + e);
-                    score = multiply_add(score, factor, -slope * fabsf(apart));
+                    score = multiply_add(score, factor, -slope * distances.of(m, e));
                 }
+        }
     }
     DEVICE void add_bias() {
 #if BIAS
