@@ -54,7 +54,7 @@ struct Weigher {
         Distances distances(key - step.start - from - first_column());
         UNROLL for (int c = 0; c < COUNT / 4; c++) {
             const Pair of = base(c);
-            distances.go_to(c);
+            if (ALIBI) distances.go_to(c);
             UNROLL for (int m = 0; m < 2; m++) {
                 float* const score = scores + 4 * c + 2 * m;
                 float weight[2];
