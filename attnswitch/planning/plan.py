@@ -69,7 +69,7 @@ class Plan:
         attn_mask: Any = None,
         key_lengths: Any = None,
         seed: int | None = None,
-        layout: str = "BHLD",
+        layout: str | None = None,
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
         block_table: Any = None,
@@ -84,7 +84,8 @@ class Plan:
         """``attention`` by the backend chosen here, on arrays of the plan's problem, which says the rest.
 
         Of a problem with ``varlen`` it is ``attention_varlen``: cu_seqlens_q says where sequences begin. Of one with
-        ``page`` it is ``attention_paged``, key and value being the caches.
+        ``page`` it is ``attention_paged``, key and value being the caches. Only a batch has a layout, "BHLD" if it is
+        left out.
 
         Raises:
             InvalidProblem: the arrays are of another problem, or something else was said.
@@ -108,7 +109,7 @@ class Plan:
                 f" attnswitch.plan takes{meant(name, own)}"
             )
         cache, of_some = (block_table, cache_lengths), (tree_mask, key_scale, value_scale)
-        beside = attn_mask is not None or key_lengths is not None or layout != "BHLD"
+        beside = attn_mask is not None or key_lengths is not None or layout is not None
         varlen, packed = self.problem.varlen, cu_seqlens_q is not None
         if self.problem.page:
             beside = beside or seed is not None or cu_seqlens_k is not None
@@ -116,7 +117,8 @@ class Plan:
                 taken = (*(("cu_seqlens_q",) if varlen else ()), *_OF_CACHES)
                 raise InvalidProblem(
                     f"the plan is for a cache in pages: beside query and the caches its call takes {', '.join(taken)},"
-                    f" and where the problem has them {', '.join((*_BESIDE, *_OF_HEADS))}"
+                    f" and where the problem has them {', '.join((*_BESIDE, *_OF_HEADS))}; no layout, nor what else a"
+                    " batch has"
                 )
         elif any(given is not None for given in (*cache, *of_some)):
             told = ", ".join((*_OF_CACHES, *_BESIDE))
@@ -129,6 +131,7 @@ class Plan:
         elif (packed or cu_seqlens_k is not None) and not varlen:
             raise InvalidProblem("the plan is not for sequences one after another, which cu_seqlens_q tells apart")
         assert self.run is not None
+        layout = "BHLD" if layout is None else layout
         cu_seqlens, heads = (cu_seqlens_q, cu_seqlens_k), (sinks, alibi_slopes)
         return self.run(
             self, query, key, value, attn_mask, key_lengths, seed, layout, cu_seqlens, (*cache, *of_some), heads

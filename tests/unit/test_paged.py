@@ -233,6 +233,9 @@ def test_plans() -> None:
         InvalidProblem, match="takes block_table, cache_lengths, and where the problem has them tree_mask, key_scale"
     ):
         plan(query, cache.key, cache.value, **call, seed=1)
+    for layout in ("BHLD", "BLHD", "LBHD"):
+        with pytest.raises(InvalidProblem, match="no layout"):
+            plan(query, cache.key, cache.value, **call, layout=layout)
     with pytest.raises(InvalidProblem, match="takes block_table, cache_lengths"):
         plan(query, cache.key, cache.value)
     packed = attnswitch.plan(query[0], cache.key, cache.value, cu_seqlens_q=[0, 1, 1, 2], **call)

@@ -117,6 +117,9 @@ def test_a_plan_is_the_call() -> None:
         plan(Q, K, V, cu_seqlens_q=CU_Q[:-1], cu_seqlens_k=CU_K[:-1])
     with pytest.raises(InvalidProblem, match="its call takes cu_seqlens_q"):
         plan(Q, K, V)
+    for layout in ("BHLD", "BLHD"):
+        with pytest.raises(InvalidProblem, match="nor layout"):
+            plan(Q, K, V, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, layout=layout)
     with pytest.raises(InvalidProblem, match="not for sequences one after another"):
         attnswitch.plan(Q[None], K[None], V[None], layout="BLHD")(
             Q[None], K[None], V[None], layout="BLHD", cu_seqlens_q=CU_Q
