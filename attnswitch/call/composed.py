@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnswitch.call import entry, operators, per_head
-from attnswitch.call.operators.calls import as_floats
+from attnswitch.call.operators.calls import as_floats, detached
 from attnswitch.errors import InvalidProblem
 
 __all__ = ["attention", "attention_varlen", "saved", "saved_varlen"]
@@ -42,8 +42,9 @@ def saved(given: _Results, *call: Any, sinks: Any, alibi_slopes: Any) -> _Result
     if all(result is not None for result in given):
         _beside(sinks, call[0], call[0].shape[2 if call[-2] == "BLHD" else 1])
         return given
-    with torch.no_grad():
-        out, lse = attention(*call[:-3], True, *call[-2:], sinks=sinks, alibi_slopes=alibi_slopes)
+    sinks, alibi_slopes = detached(sinks, alibi_slopes)
+    call = detached(*call)
+    out, lse = attention(*call[:-3], True, *call[-2:], sinks=sinks, alibi_slopes=alibi_slopes)
     return out, lse
 
 
@@ -52,8 +53,11 @@ def saved_varlen(given: _Results, *call: Any, sinks: Any, alibi_slopes: Any) -> 
     if all(result is not None for result in given):
         _beside(sinks, call[0][0], call[0][0].shape[1])
         return given
-    with torch.no_grad():
-        out, lse = attention_varlen(*call[:-3], True, *call[-2:], sinks=sinks, alibi_slopes=alibi_slopes)
+    sinks, alibi_slopes = detached(sinks, alibi_slopes)
+    operands, *rest = call
+    out, lse = attention_varlen(
+        detached(*operands), *rest[:-3], True, *rest[-2:], sinks=sinks, alibi_slopes=alibi_slopes
+    )
     return out, lse
 
 
@@ -62,12 +66,20 @@ def _with(sinks: Any, out: Any, lse: Any, *, heads_last: bool) -> tuple[Any, Any
 
     A sink is one more key, of value 0: it takes 1 - sigmoid(lse - sink) of every row. It is written to be traced.
     """
-    sinks = sinks.to(lse.dtype)[:, None]
-    # A sink of -inf is none; as the least number it makes neither inf - inf nor a gradient of NaN.
-    least = sinks.clamp(min=torch.finfo(lse.dtype).min)
+    sinks = sinks.to(lse.dtype)
+    absent = _absent(sinks)[:, None]
+    # A sink that is none is the least number, which makes neither inf - inf nor a gradient of NaN.
+    least = torch.where(absent, torch.finfo(lse.dtype).min, sinks[:, None])
     share = torch.sigmoid(lse - least)
     out = (out * (share.transpose(-1, -2) if heads_last else share)[..., None]).to(out.dtype)
-    return out, torch.where((lse == -torch.inf) & (sinks == -torch.inf), lse, torch.logaddexp(lse, least))
+    return out, torch.where((lse == -torch.inf) & absent, lse, torch.logaddexp(lse, least))
+
+
+def _absent(sinks: Any) -> Any:
+    """Which of ``sinks`` are none. On the CPU an operator looks at their numbers, when a graph runs."""
+    if sinks.device.type != "cpu" or hasattr(sinks, "device_mesh"):
+        return sinks == -torch.inf
+    return torch.ops.attnswitch.absent_sinks(sinks.detach())
 
 
 def _beside(sinks: Any, query: Any, heads: int) -> Any:

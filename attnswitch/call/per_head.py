@@ -13,7 +13,18 @@ from attnswitch.call.options import text_of
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import DTYPES
 
-__all__ = ["NONE", "NO_SLOPES_GRADIENT", "PerHead", "Read", "as_floats", "check_sinks", "check_slopes", "read", "taken"]
+__all__ = [
+    "NONE",
+    "NO_SLOPES_GRADIENT",
+    "PerHead",
+    "Read",
+    "as_floats",
+    "check_scores",
+    "check_sinks",
+    "check_slopes",
+    "read",
+    "taken",
+]
 
 NO_SLOPES_GRADIENT = (
     "alibi_slopes requires_grad, and its gradient would be lost: pass -slope * distance as a float attn_mask, which"
@@ -62,7 +73,7 @@ def read(said: PerHead, query: Facts, heads: int, batch: int, *, autograd: bool)
     if plain is not None and len(plain.shape) == 1:
         plain = plain[None]
     if query.device[0] == "cpu":  # elsewhere reading them would cost a synchronisation
-        _check_numbers(wide, "sinks", "finite numbers, or -inf where a head has none", low=False)
+        check_scores(wide)
         _check_numbers(plain, "alibi_slopes", "finite numbers", low=True)
     return Read(sinks, grad, wide, plain)
 
@@ -102,6 +113,11 @@ def check_sinks(shape: tuple[int, ...], heads: int) -> None:
     """Raises ``InvalidProblem`` where sinks are not one for each head."""
     if shape != (heads,):
         raise InvalidProblem(f"sinks has shape {shape}: expected ({heads},), one score for each query head")
+
+
+def check_scores(sinks: Array | None) -> None:
+    """Raises ``InvalidProblem`` where one of the sinks is no score: NaN or inf. They are read on the host."""
+    _check_numbers(sinks, "sinks", "finite numbers, or -inf where a head has none", low=False)
 
 
 def check_slopes(shape: tuple[int, ...], heads: int, batch: int) -> None:

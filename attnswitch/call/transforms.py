@@ -326,6 +326,11 @@ def _apart(results: Sequence[Any], size: int) -> tuple[Any, ...]:
     return tuple(x if x.dim() < 3 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
 
 
+def _map_absent(info: Any, in_dims: tuple[Any, ...], sinks: Any) -> Any:
+    return torch.ops.attnswitch.absent_sinks(sinks), in_dims[0]
+
+
 torch.library.register_vmap("attnswitch::attention", _map_attention)
 torch.library.register_vmap("attnswitch::attention_forward", _map_forward)
 torch.library.register_vmap("attnswitch::attention_backward", _map_gradients)
+torch.library.register_vmap("attnswitch::absent_sinks", _map_absent)

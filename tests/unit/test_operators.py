@@ -94,6 +94,13 @@ def test_opcheck_of_a_call_that_keeps_nothing(kind: str) -> None:
     torch.library.opcheck(torch.ops.attnswitch.attention_forward.default, detached, {**said, "seed": 5})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_opcheck_of_what_looks_at_sinks(dtype: Any) -> None:
+    sinks = torch.tensor([0.5, -math.inf, -3.0], dtype=dtype)
+    torch.library.opcheck(torch.ops.attnswitch.absent_sinks, (sinks,))
+    assert torch.ops.attnswitch.absent_sinks(sinks).tolist() == [False, True, False]
+
+
 def test_the_lse_is_there_whether_or_not_it_was_asked_for() -> None:
     q, k, v = (x.detach() for x in tensors())
     _, lse, _ = torch.ops.attnswitch.attention_forward(q, k, v, None, None, None, backend="tiled")
@@ -167,6 +174,15 @@ class Attention(torch.nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return attnswitch.attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("beside", ["sinks", "alibi_slopes"])
+def test_an_error_in_a_graph_of_gradients_leaves_gradients_enabled(beside: str) -> None:
+    q = torch.randn(1, 2, 3, 8)
+    compiled = torch.compile(attnswitch.attention_backward, fullgraph=True, backend="eager")
+    with pytest.raises(InvalidProblem, match=f"{beside} holds nan"):
+        compiled(q, q, q, q, **{beside: torch.tensor([0.0, math.nan])})
+    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("strict", [True, False])

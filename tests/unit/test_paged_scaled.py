@@ -182,6 +182,18 @@ def test_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:
         attention_paged(rng.standard_normal((2, 1, 4, DIM)), key, value, TABLE, LENGTHS, **given)
 
 
+@pytest.mark.parametrize(
+    "scale", [float("nan"), [1.0, float("inf")], [[1.0, float("nan")]] * PAGES, [True, True]], ids=str
+)
+def test_numbers_are_looked_at_in_a_graph_as_they_are_without(scale: Any) -> None:
+    key = torch.zeros(PAGES, PAGE, HEADS, DIM, dtype=torch.int8)
+    query = torch.randn(2, 1, 4, DIM)
+    for function in (attention_paged, torch.compile(attention_paged, backend="eager")):
+        for role in ("key_scale", "value_scale"):
+            with pytest.raises(InvalidProblem, match=f"{role}=.*expected"):
+                function(query, key, key, TABLE, LENGTHS, **{role: scale})
+
+
 def test_scales_without_a_cache_of_8_bits_are_refused() -> None:
     key = rng.standard_normal((PAGES, PAGE, HEADS, DIM))
     with pytest.raises(InvalidProblem, match="value_scale with caches of float64: only those of float8_e4m3fn"):

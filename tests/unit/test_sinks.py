@@ -251,6 +251,33 @@ def test_a_graph_holds_the_call(options: dict[str, Any], sinks: Any) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+@pytest.mark.parametrize("kind", [torch.tensor, list])
+def test_numbers_are_looked_at_in_a_graph_as_they_are_without(number: float, kind: Any) -> None:
+    q, k, v = tensors(Q, K, V)
+    rows = [x[0].transpose(0, 1) for x in (q, k[:, :, :LQ], v[:, :, :LQ])]
+    sinks = kind([0.0, number, 1.0, -np.inf])
+    calls = {
+        "out": lambda s: attention(q, k, v, sinks=s),
+        "lse": lambda s: attention(q, k, v, sinks=s, return_lse=True)[1],
+        "varlen": lambda s: attention_varlen(*rows, [0, LQ], sinks=s),
+        "backward": lambda s: attention_backward(q[..., :DV], q, k, v, sinks=s).query,
+    }
+    for call in calls.values():
+        for function in (call, *(torch.compile(call, fullgraph=True, backend=x) for x in ("eager", "aot_eager"))):
+            with pytest.raises(InvalidProblem, match=f"sinks holds {number}: expected finite numbers, or -inf"):
+                function(sinks)
+        torch.compiler.reset()
+
+
+def test_numbers_are_looked_at_under_vmap() -> None:
+    q, k, v = tensors(Q, K, V)
+    for axis in (0, 1):
+        several = torch.tensor(np.stack([SINKS, np.where(SINKS == 0.0, np.inf, SINKS)], axis))
+        with pytest.raises(InvalidProblem, match="sinks holds inf"):
+            torch.vmap(lambda s: attention(q, k, v, sinks=s), in_dims=axis)(several)
+
+
 def test_function_transforms() -> None:
     q, k, v = tensors(Q, K, V)
     several = torch.tensor(np.stack([SINKS, SINKS + 1.0]))

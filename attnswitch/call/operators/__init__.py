@@ -3,7 +3,8 @@
 torch.compile, torch.export, FakeTensorMode, make_fx, torch.func and tensor subclasses that dispatch see
 ``torch.ops.attnswitch``: ``attention``, and with lse or gradients ``attention_forward`` and ``attention_backward``; the
 same of ``attention_varlen``; and ``attention_paged``, with lse ``attention_paged_forward``. A graph holds the call, not
-the choice: a backend is chosen when the graph runs, by the facts of its tensors there, as it is without a graph.
+the choice: a backend is chosen when the graph runs, by the facts of its tensors there, as it is without a graph. Beside
+them ``absent_sinks`` looks at sinks.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ for _form, _run, _fake in zip(
     schema.PAGED, (paged.plain, paged.forward), (paged.fake_plain, paged.fake_forward), strict=True
 ):
     torch.library.register_autograd(f"{_NAMESPACE}::{_define(_form, _run, _fake)}", paged.no_gradient, lib=_library)
+_define(schema.ABSENT, run.absent, fake.absent)
 for _operator, _again in (
     (_ops.attention_forward.default, again.forward),
     (_ops.attention_backward.default, again.backward),

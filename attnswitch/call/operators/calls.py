@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "attention_varlen_backward",
+    "detached",
     "told",
     "told_paged",
     "told_varlen",
@@ -135,17 +137,25 @@ def _gradients(
     said: dict[str, Any],
     seed: int | None,
 ) -> Gradients:
-    (grad_out, grad_lse), (out, lse) = upstream, saved
-    with torch.no_grad():
-        if out is None or lse is None:
-            out, lse, state = forward(*inputs, **said, seed=signed(seed))
-        elif seed is None:
-            state = grad_out.new_empty(0, dtype=torch.float32)
-        else:
-            state = torch.tensor([signed(seed)])
-        found = backward(grad_out, grad_lse, *inputs, out, lse, state, **said)
+    grad_out, grad_lse, out, lse = detached(*upstream, *saved)
+    inputs = detached(*inputs)
+    if out is None or lse is None:
+        out, lse, state = forward(*inputs, **said, seed=signed(seed))
+    elif seed is None:
+        state = grad_out.new_empty(0, dtype=torch.float32)
+    else:
+        state = torch.tensor([signed(seed)])
+    found = backward(grad_out, grad_lse, *inputs, out, lse, state, **said)
     by_name = dict(zip(said["grads"], found, strict=True))
     return Gradients(*[by_name.get(name) for name in GRAD_OPERANDS])
+
+
+def detached(*given: Any) -> tuple[Any, ...]:
+    """``given``, of whose tensors nothing is differentiated.
+
+    In a graph's ``no_grad`` an error leaves gradients disabled behind it.
+    """
+    return tuple([x.detach() if isinstance(x, torch.Tensor) else x for x in given])
 
 
 # -- what they are told ------------------------------------------------------------------------------------------------
@@ -200,6 +210,9 @@ def told_paged(
     table, lengths, edges, longest, splits, tree, *scales, heads = beside
     table, lengths = _integers(table, "block_table", (0, 0)), _integers(lengths, "cache_lengths", (0,))
     edges = edges if edges is None else _integers(edges, "cu_seqlens_q", (0,))
+    for role, x in zip(("key_scale", "value_scale"), scales, strict=True):
+        if not all(abs(number) < math.inf for number in _numbers(x)):  # those of a tensor may be of pages in no use
+            raise InvalidProblem(f"{role}={text_of(x)}: expected finite numbers")
     roles = ("key_scale", "value_scale", *heads._fields)
     floats = [
         x if x is None else as_floats(x, role, operands[0]) for role, x in zip(roles, (*scales, *heads), strict=True)
@@ -244,12 +257,20 @@ def as_floats(given: Any, role: str, query: Any) -> Any:
     """
     if isinstance(given, torch.Tensor):
         return given
+    numbers = _numbers(given)
     try:
-        if not isinstance(given, bool):
+        if not numbers or any(type(number) is not bool for number in numbers):
             return torch.tensor(given, device=query.device, dtype=torch.float64)
     except (RuntimeError, TypeError, ValueError):
         pass
     raise InvalidProblem(f"{role}={text_of(given)}: expected a tensor, or a list of numbers")
+
+
+def _numbers(given: Any) -> list[Any]:
+    """The numbers of a number, or of a list of such or of lists; of all else none."""
+    if isinstance(given, list | tuple):
+        return [number for part in given for number in _numbers(part)]
+    return [given] if isinstance(given, int | float) else []
 
 
 def _said(

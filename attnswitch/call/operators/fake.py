@@ -13,7 +13,7 @@ from attnswitch.call.operators.memory import like, lse_of
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.options import Options
 
-__all__ = ["backward", "forward", "plain"]
+__all__ = ["absent", "backward", "forward", "plain"]
 
 
 def plain(
@@ -67,6 +67,11 @@ def backward(
     """The gradients."""
     made = [like(x, x.shape[-1], layout) for name, x in zip("qkv", (query, key, value), strict=True) if name in grads]
     return made + ([attn_mask.new_empty(attn_mask.shape)] if "m" in grads else [])
+
+
+def absent(sinks: Any) -> Any:
+    """Where there is no sink."""
+    return sinks.new_empty(sinks.shape, dtype=torch.bool)
 
 
 def _checked(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnswitch.call import headwise
+from attnswitch.call import headwise, per_head
 from attnswitch.call.attend import attend, lies_alike, request
 from attnswitch.call.backward import are_of, gradients, results
 from attnswitch.call.launch import Launch
@@ -20,7 +20,7 @@ from attnswitch.call.per_head import PerHead
 from attnswitch.call.run import drawn_seed
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["as_without_graph", "backward", "forward", "latest", "plain", "signed", "unsigned"]
+__all__ = ["absent", "as_without_graph", "backward", "forward", "latest", "plain", "signed", "unsigned"]
 
 
 def signed(seed: int | None) -> int | None:
@@ -149,6 +149,13 @@ def backward(
         for name, grad, like in zip(GRAD_OPERANDS, found, operands, strict=False)
         if name in grads
     ]
+
+
+def absent(sinks: Any) -> Any:
+    """Where there is none. Raises ``InvalidProblem`` for NaN and inf, on the CPU as a call without a graph does."""
+    if sinks.device.type == "cpu":
+        per_head.check_scores(sinks)
+    return sinks == -torch.inf
 
 
 @as_without_graph

@@ -8,7 +8,7 @@ from typing import Any
 from attnswitch.call import options as read
 from attnswitch.call.options import Options
 
-__all__ = ["ATTENTION", "PAGED", "USUAL", "VARLEN", "read_said"]
+__all__ = ["ABSENT", "ATTENTION", "PAGED", "USUAL", "VARLEN", "read_said"]
 
 _TYPES = {
     "float": "float",
@@ -72,6 +72,9 @@ def _of_pages() -> tuple[str, str]:
 
 #: Of ``attention_paged``.
 PAGED = _of_pages()
+
+#: Which heads have no sink. A graph that computes with sinks has it, as their numbers are looked at when it runs.
+ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
 
 
 def read_said(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
