@@ -197,15 +197,6 @@ def attention_backward(
     traced = is_traced(query)
     heads = PerHead(sinks, alibi_slopes)
     mask_grad, sinks_grad = read.flag("mask_grad", mask_grad), read.flag("sinks_grad", sinks_grad)
-    if traced and sinks_grad:
-        from attnswitch.call.beside_graphs import backward
-
-        beside = {"attn_mask": attn_mask, "mask_grad": mask_grad, "key_lengths": key_lengths, "sinks_grad": sinks_grad}
-        beside |= {"out": out, "lse": lse, "grad_lse": grad_lse, "backend": backend, "policy": policy}
-        found: Gradients = backward(
-            attention_backward, grad_out, query, key, value, **beside, **heads._asdict(), **options
-        )
-        return found
     seed = options.pop("seed", None)
     asked = options | {"return_lse": options.get("return_lse", grad_lse is not None)}
     given = read.in_order(asked, _BACKWARD, attention_backward)
@@ -218,7 +209,7 @@ def attention_backward(
     wanted = "qkvm" if mask_grad else "qkv"
     if traced:
         call = (grad_out, grad_lse), (out, lse), wanted, (query, key, value, attn_mask, key_lengths)
-        return compiled_gradients(*call, seed, backend, policy, *given, heads=heads)
+        return compiled_gradients(*call, seed, backend, policy, *given, heads=heads, sinks_grad=sinks_grad)
     seed = None if seed is None else seed_of(seed)
     read.check_remembered("attention", said.dropout_p, seed)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -229,7 +220,7 @@ def attention_backward(
 
         way = functools.partial(headwise.gradients, heads=heads, sinks_grad=sinks_grad)
     try:
-        found = way(grad_out, operands, key_lengths, seed, said, backend, policy, **upstream, wanted=wanted)
+        found: Gradients = way(grad_out, operands, key_lengths, seed, said, backend, policy, **upstream, wanted=wanted)
     except Intercepted:
         raise InvalidProblem(
             "attention_backward of tensors that only torch can read (of a mode, torch.func, or a subclass): call"

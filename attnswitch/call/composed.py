@@ -8,9 +8,11 @@ import torch
 
 from attnswitch.call import entry, operators, per_head
 from attnswitch.call.operators.calls import as_floats, detached
+from attnswitch.call.sinks import written_out
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.backend import Gradients, GradientsWithSinks
 
-__all__ = ["attention", "attention_varlen", "saved", "saved_varlen"]
+__all__ = ["attention", "attention_varlen", "saved", "saved_varlen", "with_gradient"]
 
 _Results = tuple[Any, Any]
 
@@ -59,6 +61,23 @@ def saved_varlen(given: _Results, *call: Any, sinks: Any, alibi_slopes: Any) -> 
         detached(*operands), *rest[:-3], True, *rest[-2:], sinks=sinks, alibi_slopes=alibi_slopes
     )
     return out, lse
+
+
+def with_gradient(
+    found: Gradients, sinks: Any, upstream: _Results, saved: _Results, query: Any, *, heads_last: bool
+) -> GradientsWithSinks:
+    """``found`` of the operands beside the gradient of ``sinks``, from those ``upstream`` of output and lse, and these.
+
+    Operands are (B, H, L, D), those of packed sequences (T, H, D), and the output may have heads after L.
+    """
+    (grad_out, grad_lse), (out, lse) = (detached(*each) for each in (upstream, saved))
+    sinks = _beside(sinks, query, lse.shape[-2]).detach()
+    if out.dim() == 3:
+        grad_out, out, lse = grad_out[None], out[None], lse[None]
+        grad_lse = grad_lse if grad_lse is None else grad_lse[None]
+    if heads_last:
+        grad_out, out = grad_out.swapaxes(1, 2), out.swapaxes(1, 2)
+    return GradientsWithSinks.of(found, written_out(torch, sinks, out, lse, grad_out, grad_lse))
 
 
 def _with(sinks: Any, out: Any, lse: Any, *, heads_last: bool) -> tuple[Any, Any]:

@@ -148,6 +148,7 @@ def compiled_gradients(
     policy: Policy | str | None,
     *given: Any,
     heads: PerHead,
+    sinks_grad: bool,
 ) -> Gradients:
     """What ``attention_backward`` returns in a graph, given pairs for output and lse; the rest is as in ``traced``."""
     from attnswitch.call import operators, transforms
@@ -160,7 +161,12 @@ def compiled_gradients(
         from attnswitch.call import composed
 
         saved = composed.saved(saved, *operands, *said, **heads._asdict())
-    return operators.attention_backward(upstream, saved, wanted, operands, *said, alibi_slopes=heads.alibi_slopes)
+    found: Gradients = operators.attention_backward(
+        upstream, saved, wanted, operands, *said, alibi_slopes=heads.alibi_slopes
+    )
+    if not sinks_grad:
+        return found
+    return composed.with_gradient(found, heads.sinks, upstream, saved, operands[0], heads_last=given[-2] == "BLHD")
 
 
 def _operated(*call: Any, alibi_slopes: Any) -> Any:

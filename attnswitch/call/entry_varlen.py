@@ -87,12 +87,6 @@ def gradients(
                     "attention_varlen_backward with sinks_grad, of tensors that only torch can read (of a mode, on the"
                     " meta device, of a subclass): pass tensors with memory of their own"
                 ) from None
-    elif sinks_grad:
-        from attnswitch.call import beside_graphs
-
-        said: tuple[Any, ...] = upstream, saved, *call, seed, backend, policy, *given
-        found: Gradients = beside_graphs.backward(gradients, *said, heads=heads, sinks_grad=sinks_grad)
-        return found
     from attnswitch.call import operators
 
     _check(operands)
@@ -101,7 +95,10 @@ def gradients(
         from attnswitch.call import composed
 
         saved = composed.saved_varlen(saved, *rest, **heads._asdict())
-    return operators.attention_varlen_backward(upstream, saved, *rest, alibi_slopes=heads.alibi_slopes)
+    found = operators.attention_varlen_backward(upstream, saved, *rest, alibi_slopes=heads.alibi_slopes)
+    if not sinks_grad:
+        return found
+    return composed.with_gradient(found, heads.sinks, upstream, saved, operands[0], heads_last=True)
 
 
 def _operated(operands: _Operands, *rest: Any, heads: PerHead) -> Any:

@@ -9,23 +9,28 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 
-__all__ = ["gradient"]
+__all__ = ["gradient", "written_out"]
 
 
 def gradient(sinks: Array, out: Array, lse: Array, grad_out: Array | None, grad_lse: Array | None) -> Array:
-    """Gradient of ``sinks`` (Hq,), in their dtype, from out (B, Hq, L, Dv) and lse (B, Hq, L), which count them.
+    """Gradient of ``sinks`` (Hq,), in their dtype, from out (B, Hq, L, Dv) and lse (B, Hq, L), which count them."""
+    xp: Any = sys.modules[arrays.library_of(lse)]
+    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else contextlib.nullcontext():
+        return written_out(xp, sinks, out, lse, grad_out, grad_lse)
+
+
+def written_out(xp: Any, sinks: Array, out: Array, lse: Array, grad_out: Array | None, grad_lse: Array | None) -> Array:
+    """The same in functions of the library ``xp``; written to be traced.
 
     A sink is a key whose value is 0: its dS is P * (dlse - rowsum(dO * O)), with P = exp(sink - lse).
     """
-    xp: Any = sys.modules[arrays.library_of(lse)]
-    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else contextlib.nullcontext():
-        none = lse == -xp.inf  # rows without a sink or a key, and of no sequence, whose gradient may be anything
-        scores = _as(sinks, lse.dtype)[:, None] - lse
-        slope = xp.zeros_like(lse) if grad_lse is None else _as(grad_lse, lse.dtype)
-        if grad_out is not None:
-            slope = slope - (_as(grad_out, lse.dtype) * out).sum(-1)
-        terms = xp.where(none, xp.zeros_like(lse), xp.exp(scores) * slope)
-        return _as(terms.sum((0, 2)), sinks.dtype)
+    none = lse == -xp.inf  # rows without a sink or a key, and of no sequence, whose gradient may be anything
+    scores = _as(sinks, lse.dtype)[:, None] - lse
+    slope = xp.zeros_like(lse) if grad_lse is None else _as(grad_lse, lse.dtype)
+    if grad_out is not None:
+        slope = slope - (_as(grad_out, lse.dtype) * out).sum(-1)
+    terms = xp.where(none, xp.zeros_like(lse), xp.exp(scores) * slope)
+    return _as(terms.sum((0, 2)), sinks.dtype)
 
 
 def _as(array: Array, dtype: Any) -> Array:

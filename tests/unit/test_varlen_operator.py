@@ -412,20 +412,37 @@ def test_sinks_beside_results_are_looked_at() -> None:
             torch.compile(function, backend="eager")(out, *rest, out=out, lse=lse, sinks=SINKS[:3])
 
 
-def test_a_gradient_of_sinks_breaks_a_graph() -> None:
-    beside: dict[str, Any] = {"sinks": SINKS, "sinks_grad": True}
-    for function, given in gradient_calls():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    "also", [{}, {"alibi_slopes": SLOPES}, {"dropout_p": 0.5, "seed": 3}], ids=["", "alibi", "dropout"]
+)
+def test_a_gradient_of_sinks_in_a_whole_graph(also: dict[str, Any], given: bool, backend: str) -> None:
+    beside: dict[str, Any] = {"sinks": torch.tensor(SINKS), **also}
+    for function, (out, *rest) in gradient_calls():
+        forward: Any = attention_varlen if function is attention_varlen_backward else attnswitch.attention
+        whole = forward(*rest, return_lse=True, **beside)
+        said = beside | (dict(zip(("out", "lse"), whole, strict=True)) if given else {})
+        said |= {"grad_lse": torch.randn_like(whole[1]), "sinks_grad": True}
 
-        def differentiate(*given: Any, function: Any = function) -> Any:
-            found = function(*given, **beside)
+        def differentiate(out: Any, *rest: Any, said: Any = said, function: Any = function) -> Any:
+            found = function(out, *rest, **said)
             return (*found[:3], found.sinks)
 
-        torch.testing.assert_close(torch.compile(differentiate, backend="eager")(*given), differentiate(*given))
-        torch.compiler.reset()  # which remembers that nothing is left to compile
-        with pytest.raises(Exception, match="sinks_grad=True is of no operator"):
-            torch.compile(differentiate, fullgraph=True, backend="eager")(*given)
+        compiled = torch.compile(differentiate, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(out, *rest), differentiate(out, *rest))
+        alone: Any = torch.compile(function, fullgraph=True, backend=backend)(out, *rest, **said)
+        torch.testing.assert_close(alone.sinks, differentiate(out, *rest)[3])
+        torch.compiler.reset()
+
+
+def test_a_gradient_of_sinks_needs_tensors_with_memory_or_a_graph() -> None:
+    for function, given in gradient_calls():
+        meta = [x.to("meta") if x.is_floating_point() else x for x in given]
         with pytest.raises((InvalidProblem, Unsupported), match="only torch can read"):
-            differentiate(*(x.to("meta") if x.is_floating_point() else x for x in given))
+            function(*meta, sinks=SINKS, sinks_grad=True)
+        with pytest.raises(InvalidProblem, match="a gradient of sinks was asked for, but there are none"):
+            torch.compile(function, backend="eager")(*given, sinks_grad=True)
 
 
 # -- what looks at tensors and is refused ------------------------------------------------------------------------------
