@@ -43,8 +43,8 @@ def estimate(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="With --ranks: what a rank sends to another, one way: 450GB/s, 50GiB/s, or 400Gb/s in bits. Default:"
-            " NVLink by the data sheet, for as many as a board has.",
+            help="With --ranks: what a rank sends to another, one way: 450GB/s, 50GiB/s, or in bits 400Gb/s or"
+            " 400Gbps. Default: NVLink by the data sheet, for as many as a board has.",
         ),
     ] = None,
     latency: Annotated[

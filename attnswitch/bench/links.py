@@ -13,7 +13,7 @@ from attnswitch.names import shown
 
 __all__ = ["Link", "link", "of_device"]
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)(B|b)(?:/s)?")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)(B|b(?:it)?)(?:/s|ps)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -33,17 +33,18 @@ class Link:
 
 
 def link(rate: str, latency: str = "0us") -> Link:
-    """``rate`` such as 450GB/s, 50GiB/s, or 400Gb/s in bits, and ``latency`` such as 10us.
+    """``rate`` such as 450GB/s, 50GiB/s, or in bits 400Gb/s or 400Gbps, and ``latency`` such as 10us.
 
     Raises ``InvalidProblem`` for what is no rate or no time.
     """
     read = _RATE.fullmatch(rate.strip())
     if read is None:
         raise InvalidProblem(
-            f"link {shown(rate)}: expected a rate of one direction, such as 450GB/s, 50GiB/s, or 400Gb/s in bits"
+            f"link {shown(rate)}: expected a rate of one direction, a number and its unit: bytes as in 450GB/s, 450GBps"
+            " or 50GiB/s, or bits as in 400Gb/s, 400Gbps or 400Gbit/s, of K, M, G or T"
         )
     number, prefix, binary, unit = read.groups()
-    each = (1024 if binary else 1000) ** _POWERS[prefix] / (8 if unit == "b" else 1)
+    each = (1024 if binary else 1000) ** _POWERS[prefix] / (1 if unit == "B" else 8)
     gbps = float(number) * each / 1e9
     if not 0.0 < gbps < math.inf:
         raise InvalidProblem(f"link {shown(rate)}: expected a finite rate above 0, or nothing would ever arrive")

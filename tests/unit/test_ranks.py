@@ -304,6 +304,11 @@ def test_no_split_may_be_left() -> None:
         ("0.5 TB/s", 500.0),
         ("800Mb", 0.1),
         ("1Kib/s", 128 / 1e9),
+        ("400Gbps", 50.0),
+        ("450GBps", 450.0),
+        ("50 GiBps", 50 * 2**30 / 1e9),
+        ("400 Gbit/s", 50.0),
+        ("800Mbit", 0.1),
     ],
 )
 def test_a_link_as_it_is_written(text: str, gbps: float) -> None:
@@ -311,10 +316,14 @@ def test_a_link_as_it_is_written(text: str, gbps: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["450", "GB/s", "-1GB/s", "0GB/s", "450 gigabytes", "1e9GB/s", "nanGB/s", "450GB/m", ""]
+    "text",
+    [
+        *("450", "GB/s", "-1GB/s", "0GB/s", "450 gigabytes", "1e9GB/s", "nanGB/s", "450GB/m", ""),
+        *("400gbps", "400Gpbs", "400GB/ps", "450GB/s/s", "400GT/s", "100Gbyte/s"),
+    ],
 )
 def test_what_is_no_link_is_refused(text: str) -> None:
-    with pytest.raises(InvalidProblem, match="link"):
+    with pytest.raises(InvalidProblem, match=r"link .*expected a (finite )?rate"):
         links.link(text)
 
 
