@@ -50,7 +50,8 @@ def choice(
     """Draw problems, time every candidate by the application's clock, and tell how good the choice is.
 
     The application's clock is that of the public call in a loop which waits for nothing. Exit code 0: good. 1: a result
-    was wrong. 2: the tool could not do its work. 3: nothing was measured.
+    was wrong, other than of torch's own call, of which that is told. 2: the tool could not do its work. 3: nothing was
+    measured.
     """
     from attnswitch.bench import choice as bench  # torch is slow to import
     from attnswitch.bench.drawn import draw
@@ -101,11 +102,18 @@ def choice(
 
 
 def _exit_code(judged: list[Judged], *, stopped: bool) -> int:
+    """That of what attnswitch answers: torch's own call stands beside it."""
+    from attnswitch.bench.choice import TORCH
+
     if stopped:
         return 2
-    if any(why.startswith("wrong") for each in judged for why in each.failed.values()):
+    if any(_wrong(why) for each in judged for name, why in each.failed.items() if name != TORCH):
         return 1
-    return 0 if any(each.times for each in judged) else 3
+    return 0 if any(each.times.keys() - {TORCH} for each in judged) else 3
+
+
+def _wrong(why: str) -> bool:
+    return why.startswith("wrong")
 
 
 def _rounded(fields: dict[str, object]) -> dict[str, object]:
@@ -129,7 +137,7 @@ def _show(judged: list[Judged]) -> None:
         render.whole(table)
     for each in judged:
         for name, why in each.failed.items():
-            if name != TORCH:
+            if name != TORCH or _wrong(why):  # what torch cannot say is usual
                 text = f"{name} on {each.problem}: {why}"
                 render.console.print(f"[yellow]not measured[/] {render.escape(text)}", soft_wrap=True)
     said = {"regret": "of the fastest candidate", "beside_torch": "of torch's own call"}

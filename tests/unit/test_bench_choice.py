@@ -257,6 +257,30 @@ def test_the_command_writes_what_it_shows(command: Callable[[str], Any]) -> None
     assert {each["ratio"] for each in document["summaries"]} == {"regret", "beside_torch"}
 
 
+@pytest.mark.parametrize(("wrong", "code"), [({TORCH}, 0), ({TORCH, "auto"}, 1), ({"tiled"}, 1), (set(), 0)])
+def test_the_exit_code_is_of_what_attnswitch_answers(
+    wrong: set[str], code: int, command: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "b1.h1.s8.d8.fp32"
+    found = judged(problem, "tiled", tiled=1.0, auto=1.0, torch=1.0)
+    found.failed = dict.fromkeys(wrong, "wrong: out is 3 bounds away") | {"flex": "RuntimeError: nothing is wrong here"}
+    monkeypatch.setattr(choice, "judge", lambda *_: found)
+    ran = command("bench")("choice", "--device", "cpu", "--problem", problem, "--json", "choice.json")
+    assert ran.code == code
+    for name in wrong:
+        assert f"{name} on {problem}: wrong: out is 3 bounds away" in ran.out
+    (row,) = json.loads(Path("choice.json").read_text(encoding="utf-8"))["problems"]
+    assert row["failed"] == found.failed
+
+
+def test_a_time_of_torch_s_own_call_alone_is_none(
+    command: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = judged("b1.h1.s8.d8.fp32", "tiled", torch=1.0)
+    monkeypatch.setattr(choice, "judge", lambda *_: found)
+    assert command("bench")("choice", "--device", "cpu", "--problem", "b1.h1.s8.d8.fp32").code == 3
+
+
 def test_processes_that_compile_import_nothing_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
