@@ -102,6 +102,26 @@ def _memory(text: str) -> Memory:
     return Memory(**fields)
 
 
+def _count(name: str, without: str) -> Callable[[str], int]:
+    """Reads a number whose 0 a ``Problem`` has for none, which a text leaves out."""
+
+    def read(text: str) -> int:
+        number = int(text)
+        if not number:
+            raise InvalidProblem(f"{name}={text}: expected 1 or more; leave {name} out {without}")
+        return number
+
+    return read
+
+
+def _grads(text: str) -> str:
+    if not text:
+        raise InvalidProblem(
+            "grad= names no operand: expected some of qkvm, as in grad=qk, or grad alone for q, k and v"
+        )
+    return text
+
+
 _SHAPES = {
     "b": ("batch", "", ""),
     "h": ("heads_q", "/", "heads_kv"),
@@ -121,13 +141,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "window": ("window", _window),
     "mask": ("mask", _mask),
-    "page": ("page", int),
-    "splits": ("splits", int),
+    "page": ("page", _count("page", "where there are no pages")),
+    "splits": ("splits", _count("splits", "to leave the parts open")),
     "cache": ("cache", lambda text: _CACHES.get(text) or {long: long for long in CACHES}[text]),
     "scale": ("scale", float),
     "softcap": ("softcap", float),
     "dropout": ("dropout", float),
-    "grad": ("grads", str),
+    "grad": ("grads", _grads),
     **{letter: (name, _memory) for letter, name in _OPERANDS.items()},
 }
 

@@ -314,3 +314,19 @@ def test_elements_have_the_size_of_their_type() -> None:
     problem = Problem.parse("b1.h1.s8.d8.bf16.mask=fp32")
     assert [problem.element(role) for role in ("query", "key", "value", "attn_mask")] == [2, 2, 2, 4]
     assert Problem.parse("b1.h1.s8.d8.fp64").element("attn_mask") == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("page=0", "page=0: expected 1 or more; leave page out where there are no pages"),
+        ("page=00", "page=00: expected 1 or more"),
+        ("page=4.splits=0", "splits=0: expected 1 or more; leave splits out to leave the parts open"),
+        ("splits=0", "splits=0: expected 1 or more"),
+        ("page=-1", "page=-1: expected the rows of a page"),
+        ("grad=", "grad= names no operand: expected some of qkvm, as in grad=qk, or grad alone"),
+    ],
+)
+def test_a_part_that_says_none_is_left_out_instead(part: str, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        Problem.parse(f"b1.h1.s8.d8.fp32.causal-br.lengths.{part}")
