@@ -20,6 +20,9 @@ from attnswitch.problem import Alignment, Window
 
 __all__ = ["ContextParallel", "context_parallel"]
 
+#: Words in names of the two methods.
+_ALSO: dict[str, Method] = {"ulysses": "all-to-all", "a2a": "all-to-all", "all-to-all": "all-to-all", "ring": "ring"}
+
 
 def context_parallel(group: Any = None, *, method: Method = "ring", order: Order | None = None) -> ContextParallel:
     """Attention of sequences whose rows are dealt among the ranks of ``group``.
@@ -44,8 +47,16 @@ def context_parallel(group: Any = None, *, method: Method = "ring", order: Order
     for name, said, known in (("method", method, METHODS), ("order", order, (None, *ORDERS))):
         if said not in known:
             named = [one for one in known if one is not None]
-            raise InvalidProblem(f"{name}={text_of(said)}: {one_of(said if isinstance(said, str) else '', named)}")
+            also = _method(said) if name == "method" else None
+            likely = also or (said if isinstance(said, str) else "")
+            raise InvalidProblem(f"{name}={text_of(said)}: {one_of(likely, named)}")
     return ContextParallel(_group(group), method, USUAL[method] if order is None else order)
+
+
+def _method(said: Any) -> Method | None:
+    """The method that is meant by a name which it, or what it is part of, has elsewhere."""
+    text = said.lower() if isinstance(said, str) else ""
+    return next((method for word, method in _ALSO.items() if word in text), None)
 
 
 def _group(given: Any) -> Any:
@@ -56,7 +67,8 @@ def _group(given: Any) -> Any:
     try:
         rank = dist.get_rank(group)
     except (RuntimeError, TypeError, ValueError):
-        hint = f"; say method={given!r}" if given in METHODS else ""
+        method = _method(given)
+        hint = f"; say method={method!r}" if method else ""
         raise InvalidProblem(f"group={text_of(given)}: expected a process group, or a mesh of one axis{hint}") from None
     if rank < 0:
         raise InvalidProblem("context_parallel: this process is not a rank of the group")

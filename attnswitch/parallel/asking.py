@@ -19,6 +19,21 @@ from attnswitch.parallel.dealing import Dealing
 __all__ = ["Asked", "batch", "check_rows", "options", "sequences"]
 
 _ROLES = ("query", "key", "value")
+#: Keywords that the same call has without ranks, or that another has.
+_ELSEWHERE = {
+    "attention": dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        "packed sequences, (rows, H, D), are attention_varlen's",
+    ),
+    "attention_varlen": {
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "the host reads cu_seqlens_q, which tells it"),
+        "cu_seqlens_k": "keys begin where queries do, which cu_seqlens_q tells",
+        **dict.fromkeys(
+            ("attn_mask", "key_lengths", "layout"),
+            "sequences are (rows, H, D), as long as cu_seqlens_q tells, without a mask",
+        ),
+    },
+}
 
 
 class Asked(NamedTuple):
@@ -43,6 +58,8 @@ def options(unknown: dict[str, Any], function: Callable[..., Any], dropout_p: An
     Raises ``InvalidProblem`` for what makes no sense, ``Unsupported`` for dropout.
     """
     for name in unknown:
+        if why := _ELSEWHERE.get(function.__name__, {}).get(name):
+            raise InvalidProblem(f"{function.__name__} over ranks has no {name}: {why}")
         raise read.unknown(name, f"{function.__name__}: there is", function)
     said = read.of_call(dropout_p, *given)
     if said.dropout_p:

@@ -170,16 +170,42 @@ def test_operands_that_are_no_rows_of_torch(group: Any) -> None:
             parallel.attention_varlen(*rows, offsets)
 
 
+@pytest.mark.parametrize(
+    ("call", "said", "words"),
+    [
+        ("attention_varlen", {"max_seqlen_q": 24}, "over ranks has no max_seqlen_q: the host reads cu_seqlens_q"),
+        ("attention_varlen", {"cu_seqlens_k": [0, 24]}, "has no cu_seqlens_k: keys begin where queries do"),
+        ("attention_varlen", {"layout": "BHLD"}, r"has no layout: sequences are \(rows, H, D\)"),
+        ("attention_varlen", {"key_lengths": [24]}, "has no key_lengths: .*without a mask"),
+        ("attention_varlen", {"is_casual": True}, "did you mean 'is_causal'"),
+        ("attention", {"cu_seqlens_q": [0, 24]}, "has no cu_seqlens_q: packed sequences.*are attention_varlen's"),
+        ("attention", {"lenght": 24}, "did you mean 'length'"),
+    ],
+)
+def test_keywords_of_other_calls(group: Any, call: str, said: dict[str, Any], words: str) -> None:
+    where = ([0, 24],) if call == "attention_varlen" else ()
+    with pytest.raises(InvalidProblem, match=words):
+        getattr(OneOfTwo(group, "ring"), call)(*operands(), *where, **said)
+
+
 def test_groups_and_names(group: Any) -> None:
     for said, words in (
-        ({"method": "rings"}, "ring"),
+        ({"method": "rings"}, "did you mean 'ring'"),
+        ({"method": "ring-attention"}, "did you mean 'ring'"),
+        ({"method": "ulysses"}, "did you mean 'all-to-all'"),
+        ({"method": "DeepSpeed-Ulysses"}, "did you mean 'all-to-all'"),
+        ({"method": "alltoall"}, "did you mean 'all-to-all'"),
         ({"order": "zig"}, "zigzag"),
         ({"order": ""}, "zigzag"),
         ({"method": None}, "method"),
     ):
         with pytest.raises(InvalidProblem, match=words):
             context_parallel(group, **said)
-    for given, words in (("ring", "say method='ring'"), ([0, 1], "process group")):
+    for given, words in (
+        ("ring", "say method='ring'"),
+        ("ulysses", "say method='all-to-all'"),
+        ([0, 1], "process group"),
+    ):
         with pytest.raises(InvalidProblem, match=words):
             context_parallel(given)
     assert "ring, zigzag, rank 0 of 1" in repr(context_parallel())
