@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attnswitch.problem import Problem
 
 from .requirements import aligned
 
-__all__ = ["fits_grid", "no_gpu", "readable"]
+__all__ = ["fits_grid", "no_gpu", "readable", "with_sign"]
 
 
 def readable(problem: Problem) -> Iterator[str]:
@@ -35,3 +36,10 @@ def no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU; it needs one, with a driver for CUDA " + torch.version.cuda
     return None
+
+
+def with_sign(integers: Any) -> Any:
+    """Integers of 32 or 64 bits with a sign, which differences of them do not leave; torch computes with few others."""
+    import torch  # slow to import
+
+    return integers if integers.dtype in (torch.int32, torch.int64) else integers.long()

@@ -14,7 +14,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.differentiated import gradients, leaf, leaves
 from attnswitch.problem import Problem
 
-from ..own.through_torch import no_gpu
+from ..own.through_torch import no_gpu, with_sign
 from . import autocast, masks
 from .backward import Given
 from .grouped import GroupedKernel, grouped
@@ -275,6 +275,6 @@ def _without_padding(inputs: Inputs) -> Inputs:
     """
     if inputs.key_lengths is None or inputs.query.device.type == "cpu":
         return inputs
-    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= inputs.key_lengths[:, None]
+    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= with_sign(inputs.key_lengths)[:, None]
     past = past[:, None, :, None]
     return inputs._replace(key=inputs.key.masked_fill(past, 0.0), value=inputs.value.masked_fill(past, 0.0))

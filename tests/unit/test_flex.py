@@ -111,3 +111,16 @@ def test_a_compiled_call_serves_every_mask_of_its_shape() -> None:
         torch.testing.assert_close(out, attnswitch.attention(query, key, value, backend="tiled", **said))
         assert not math.isnan(float(out.sum()))
     assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "uint64"])
+def test_lengths_of_every_integer_type(dtype: str, interpreted: None) -> None:
+    query, key, value = (torch.randn(3, h, n, 16) for h, n in ((4, 140), (2, 11), (2, 11)))
+    lengths = torch.tensor([4, 0, 11])
+    said: dict[str, Any] = {"causal_alignment": "bottom_right", "alibi_slopes": [0.5, 0.25, 0.125, 1.0]}
+    for call in (said, said | {"window": (140, 3)}):
+        by_type, right = (
+            attnswitch.attention(query, key, value, key_lengths=each, backend="torch-flex", **call)
+            for each in (lengths.to(getattr(torch, dtype)), lengths)
+        )
+        torch.testing.assert_close(by_type, right, rtol=0.0, atol=0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +133,15 @@ def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
     query.requires_grad_()
     attnswitch.attention(query, key, value, window=(1, 0), backend="sdpa-math").sum().backward()
     assert query.grad is not None
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "uint64", "int64"])
+def test_keys_past_lengths_of_every_integer_type_are_zeroed(dtype: str) -> None:
+    """As on a GPU, where nobody has seen what lies there."""
+    elsewhere: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    key = torch.full((2, 1, 200, 8), torch.nan)
+    lengths = torch.tensor([0, 100]).to(getattr(torch, dtype))
+    padded = importlib.import_module("attnswitch.backends.sdpa.base")._without_padding
+    for array in padded(Inputs(elsewhere, key, key, None, lengths))[1:3]:
+        assert array.isnan().sum((1, 2, 3)).tolist() == [0, 800]
+        assert not array[1, :, 100:].any()
