@@ -13,24 +13,28 @@ from typing import Literal
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment
 
-__all__ = ["LIKES", "Like", "Manner", "manner"]
+__all__ = ["LIKES", "UNSAID", "Like", "Manner", "manner"]
 
 #: How query, key, value and output lie: (B, H, L, D), (B, L, H, D), (T, H, D), or queries (B, L, H, D) beside caches
 #: (P, page, H, D).
 Layout = Literal["BHLD", "BLHD", "THD", "pages"]
 
-#: What a parameter may be called, by what it says; in any case.
+#: A name that says dropout, as xformers has it, where its default is 0: elsewhere it may say anything.
+UNSAID = "p"
+#: What a parameter may be called, by what it says; in any case. A window may be one parameter, or one for each side.
 _WORDS = {
     "query": ("query", "q"),
     "key": ("key", "k"),
     "value": ("value", "v"),
     "mask": ("attn_mask", "attention_mask", "mask"),
     "bias": ("attn_bias", "bias"),
-    "dropout": ("dropout_p", "dropout"),
+    "dropout": ("dropout_p", "dropout", UNSAID),
     "causal": ("is_causal", "causal"),
     "scale": ("scale", "sm_scale", "softmax_scale"),
     "grouped": ("enable_gqa",),
     "window": ("window_size", "window"),
+    "left": ("left_window_size",),
+    "right": ("right_window_size",),
     "softcap": ("softcap", "soft_cap", "logits_soft_cap"),
     "slopes": ("alibi_slopes",),
     "sinks": ("sinks", "s_aux", "learnable_sink"),

@@ -36,6 +36,8 @@ def arguments(reading: Reading, problem: Problem, inputs: Inputs, stated: bool) 
         "lse": False,
         "splits": 0,
         "tree": None,
+        "left": reading.like.unlimited,
+        "right": reading.like.unlimited,
     }
     told = {
         word: inputs.attn_mask,
@@ -91,7 +93,11 @@ def _positions(reading: Reading, problem: Problem) -> dict[str, Any]:
     causal = p.causal and (like.alignment == "bottom_right" or reading.takes("alignment") or not p.sees_all)
     said: dict[str, Any] = {"causal": causal, "alignment": p.alignment}
     if p.window is not None:
-        said["window"] = tuple(like.unlimited if side is None else side for side in p.window)
+        sides = tuple(like.unlimited if side is None else side for side in p.window)
+        if "window" in reading.says:
+            said["window"] = sides
+        else:
+            said["left"], said["right"] = sides
     elif "window" in reading.required:
         said["window"] = (like.unlimited, like.unlimited)
     return said

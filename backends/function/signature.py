@@ -11,7 +11,7 @@ from typing import Any
 
 from attnswitch.errors import InvalidProblem
 
-from .likes import LIKES, Like, Manner
+from .likes import LIKES, UNSAID, Like, Manner
 
 __all__ = ["Reading", "read"]
 
@@ -47,8 +47,8 @@ class Reading:
     deduced: bool
 
     def takes(self, word: str) -> bool:
-        """Whether a parameter says ``word``."""
-        return word in self.says
+        """Whether a parameter says ``word``, or two that have a side of the window each."""
+        return word in self.says or (word == "window" and {"left", "right"} <= self.says.keys())
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns for arguments by what they say; parameters left out have their defaults."""
@@ -73,6 +73,8 @@ def read(function: Callable[..., Any], name: str, manner: Manner) -> Reading:
     required = set()
     for lower, parameter in named.items():
         word = next((word for word, names in like.words.items() if lower in names), None)
+        if lower == UNSAID and not (isinstance(parameter.default, float | int) and parameter.default == 0):
+            word = None
         needed = parameter.default is inspect.Parameter.empty
         if word in says:
             raise InvalidProblem(f"{call} has both {says[word]} and {parameter.name}: expected one of them")

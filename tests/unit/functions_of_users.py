@@ -177,6 +177,33 @@ def like_bshd(q: Tensor, k: Tensor, v: Tensor, *, logits_soft_cap: float = 0.0) 
     return _formula(query, key, value, softcap=logits_soft_cap)[0].transpose(1, 2)
 
 
+def like_xformers(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+) -> Tensor:
+    if p:
+        raise NotImplementedError(f"no dropout of {p} here")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return _formula(q, k, v, attn_bias, False, scale)[0].transpose(1, 2)
+
+
+def in_two_sides(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    left_window_size: int,
+    right_window_size: int = -1,
+    is_causal: bool = False,
+) -> Tensor:
+    return _formula(query, key, value, None, is_causal, None, (left_window_size, right_window_size))[0]
+
+
 def like_attnswitch(
     query: Tensor,
     key: Tensor,
@@ -222,11 +249,32 @@ def detached(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False)
         return _formula(query, key, value, None, is_causal)[0]
 
 
+def on_one_side(
+    query: Tensor, key: Tensor, value: Tensor, left_window_size: int = -1, is_causal: bool = False
+) -> Tensor:
+    return _formula(query, key, value, None, is_causal, None, (left_window_size, -1))[0]
+
+
+def of_a_probability(query: Tensor, key: Tensor, value: Tensor, p: float = 1.0, is_causal: bool = False) -> Tensor:
+    return _formula(query, key, value, None, is_causal, p / math.sqrt(query.shape[-1]))[0]
+
+
 # -- wrong -------------------------------------------------------------------------------------------------------------
 
 
 def without_scale(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
     return _formula(query, key, value, None, is_causal, scale=1.0)[0]
+
+
+def sides_swapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    is_causal: bool = False,
+) -> Tensor:
+    return _formula(query, key, value, None, is_causal, None, (right_window_size, left_window_size))[0]
 
 
 def softcap_ignored(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> Tensor:
