@@ -154,6 +154,8 @@ def _object(found: Any, name: str) -> dict[str, Any]:
 
 def _field(values: dict[str, Any], field: str, kind: Any, name: str) -> Any:
     value = values.get(field)
+    if type(value) is kind:  # one of those of JSON
+        return value
     if value is None and field not in values and NoneType not in _parts(kind)[1]:
         raise InvalidProblem(f"{name} has no field {field!r}")
     return checked(value, kind, field if name == "it" else f"{name}.{field}")
@@ -191,6 +193,8 @@ def checked(value: Any, kind: Any, name: str = "it") -> Any:
         return {key: checked(item, parts[1], f"{name}.{_cut(key)}") for key, item in _object(value, name).items()}
     if origin in (list, tuple):
         items = checked(value, list, name)
+        if parts[-1] is ... and set(map(type, items)) == {parts[0]}:
+            return tuple(items)
         kinds = [parts[0]] * len(items) if origin is list or parts[-1] is ... else parts
         if len(items) != len(kinds):
             raise InvalidProblem(f"{name} is {shown(value)}: expected a list of {len(kinds)}")
