@@ -6,7 +6,6 @@ of it, and one that takes equal addresses for equal inputs is wrong. Results com
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -27,7 +26,9 @@ __all__ = ["Arena", "Layout", "Results", "View"]
 
 #: Arrays begin at multiples of the first, and keep their remainder of the second, which kernels choose by.
 _APART, _ALIGNMENT = 256, 16
-_LEAST = 2**20
+_NOTHING = bytes(_APART + _ALIGNMENT)
+#: Bytes of an arena at least, and that are looked at together.
+_LEAST, _PIECE = 2**20, 2**24
 _TYPES = frozenset(
     (
         *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -53,6 +54,9 @@ class Layout:
     size: int
     at: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, tuple(getattr(self, name) for name in Layout.__slots__)
+
 
 class Arena:
     """The judge's end: the inputs of one call after another, from the first byte on.
@@ -63,25 +67,25 @@ class Arena:
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "inputs", os.O_RDWR | os.O_CREAT, 0o600)
         self.size = 0
-        self._put: list[tuple[int, Any]] = []
+        self._put: list[Any] = []
 
     def put(self, given: Sequence[Array | None]) -> tuple[Layout | None, ...]:
         """Lay ``given`` out; what lay there before is written over. Raises ``MemoryError`` if there is no room."""
-        found, end, parts = list[Layout | None](), 0, list[tuple[int, Any]]()
+        found, end, parts = list[Layout | None](), 0, list[Any]()
         for array in given:
             if array is None:
                 found.append(None)
                 continue
             content, address, at, strides, dtype, device = _flat(array)
-            end += -end % _APART + address % _ALIGNMENT
+            between = -end % _APART + address % _ALIGNMENT
+            end += between
             shape = tuple(map(int, array.shape))
             found.append(Layout(library_of(array), device, dtype, shape, strides, end, content.size, at))
-            parts.append((end, content))
+            parts += (_NOTHING[:between], content.data)
             end += content.size
         try:
             self._grow(end)
-            for start, content in parts:
-                os.pwrite(self._file, content.data, start)
+            self._write(parts)
         except OSError as error:
             raise MemoryError(f"out of memory: {end:,} bytes of inputs, and {error.strerror}") from None
         self._put = parts
@@ -89,11 +93,28 @@ class Arena:
 
     def changed(self) -> bool:
         """Whether what was laid out is other than it was."""
-        return any(os.pread(self._file, content.size, start) != content.tobytes() for start, content in self._put)
+        parts = self._put if sum(map(len, self._put)) > _LEAST else [b"".join(self._put)]
+        at = 0
+        for part in parts:
+            for first in range(0, len(part), _PIECE):
+                expected = bytes(part[first : first + _PIECE])
+                if os.pread(self._file, len(expected), at) != expected:
+                    return True
+                at += len(expected)
+        return False
 
     def close(self) -> None:
         """Give it up."""
         os.close(self._file)
+
+    def _write(self, parts: Sequence[Any]) -> None:
+        left, start = os.pwritev(self._file, parts, 0), 0
+        for part in parts:  # what is more than is written at once
+            done = min(left, len(part))
+            left -= done
+            while done < len(part):
+                done += os.pwrite(self._file, part[done:], start + done)
+            start += len(part)
 
     def _grow(self, size: int) -> None:
         if size > self.size or not self.size:
@@ -196,8 +217,16 @@ def _flat(array: Array) -> tuple[Any, int, int, tuple[int, ...], str, str]:
     spans = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
     before = -sum(min(0, span) for span in spans)
     size = before + sum(max(0, span) for span in spans) + array.itemsize if array.size else 0
-    content: Any = (ctypes.c_uint8 * size).from_address(address - before) if size else b""
-    return np.frombuffer(content, np.uint8), address - before, before, array.strides, array.dtype.name, device
+    content = np.asarray(_Bytes(array, address - before, size)) if size else np.empty(0, np.uint8)
+    return content, address - before, before, array.strides, array.dtype.name, device
+
+
+class _Bytes:
+    """Memory of an array, for NumPy to read as bytes: it is there as long as these are."""
+
+    def __init__(self, array: Array, address: int, size: int) -> None:
+        self._array = array
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, True), "version": 3}
 
 
 def _dense(array: Array) -> Array:
