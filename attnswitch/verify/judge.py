@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import traceback
@@ -17,7 +18,7 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify import court
 from attnswitch.verify.checks import ALWAYS, LAST, Check, named
-from attnswitch.verify.court.proxy import Raising
+from attnswitch.verify.court.proxy import Proxy, Raising
 from attnswitch.verify.court.server import Gone
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import Returned, allocated, call, finite_check, malformed, place_operands
@@ -50,8 +51,9 @@ def examine(
 ) -> list[Outcome]:
     """``check`` with several backends, which share the reference.
 
-    Every candidate runs first: a reference cannot have left the right answer in memory for one to find. ``only`` looks
-    at ``case.check`` alone; ``before`` is told each backend whose kernels are about to run.
+    Every candidate runs first: a reference cannot have left the right answer in memory for one to find. If all of them
+    have processes of their own, the reference is computed while the first kernel runs. ``only`` looks at ``case.check``
+    alone; ``before`` is told each backend whose kernels are about to run.
 
     Raises:
         InvalidProblem: a backend's name is not known.
@@ -73,9 +75,12 @@ def examine(
             for backend in backends
         ]
     ran = []
+    answers = not only and not case.unseeded and all(map(court.seated, backends))
     for backend in backends:
         before(backend)
-        ran.append(_unjudged(case, backend, device) or _attempt(subject, backend, device))
+        ran.append(_unjudged(case, backend, device) or _attempt(subject, backend, device, answers))
+        if isinstance(ran[-1], Trial) and named(case.check).always:  # no check will run it again
+            court.look(backend)
     judged = []
     for run in ran:
         if isinstance(run, Trial):
@@ -146,11 +151,23 @@ def _probed(
     return outcome
 
 
-def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
-    """Run the backend once; an outcome says why there is nothing to judge."""
+def _attempt(subject: Subject, backend: str, device: str, answers: bool = False) -> Trial | Outcome:
+    """Run the backend once; an outcome says why there is nothing to judge.
+
+    ``answers``: the reference may be computed while its kernel runs.
+    """
     case = subject.case
     forced = None if backend == AUTO else backend
-    started = time.perf_counter()
+    started, spent = time.perf_counter(), 0.0
+
+    def answering() -> None:
+        nonlocal spent
+        began = time.perf_counter()
+        try:
+            subject.exact  # noqa: B018
+        finally:
+            spent = time.perf_counter() - began
+
     if case.data_seed % _ASKED:  # a refusal follows from the problem; that the call says so too is seen on the others
         plan = make_plan(case.problem(), Device.parse(device), forced)
         if plan.backend is None:
@@ -159,7 +176,8 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
         try:
             placed = place_operands(case, subject.data, device)
             neighbours = _surround(case, forced, device)
-            returned = call(case, placed, forced)
+            with court.meanwhile(backend, answering) if answers else contextlib.nullcontext():
+                returned = call(case, placed, forced)
         except Unsupported as refusal:
             return Outcome(case, backend, device, "refused", reasons=_reasons(refusal, forced))
         except BackendUnavailable as absence:
@@ -172,7 +190,7 @@ def _attempt(subject: Subject, backend: str, device: str) -> Trial | Outcome:
             court.conduct(backend)  # which is not to be held against the next case
             return Outcome(case, backend, device, "mismatch", forced, failure=crash(error))
     trial = Trial(subject, backend, device, placed, returned)
-    trial.seconds = time.perf_counter() - started
+    trial.seconds = time.perf_counter() - started - spent
     if neighbours is not None and (beside := neighbours.look(returned.results)):
         trial.overrun = Failure("inputs", "memory beside it was written to", beside)
     return trial
@@ -192,7 +210,7 @@ def _not_run(plan: Plan, case: Case, backend: str, device: str) -> Outcome:
 def _surround(case: Case, backend: str | None, device: str) -> Neighbours | None:
     """Known bytes around the results, in the memory of the library that will allocate them."""
     chosen = registry.load(backend) if backend else Missing("")
-    if case.work > _SURROUNDED:
+    if case.work > _SURROUNDED or isinstance(chosen, Proxy):  # which allocates none of them here
         return None
     library = case.library if isinstance(chosen, Missing) else chosen.native(case.library)
     return Neighbours(allocated(case), library, device)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -15,15 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from attnswitch.errors import InvalidProblem
+from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
-from attnswitch.verify import Case, MaskRecipe
-from attnswitch.verify.court import Court, messages, sitting
+from attnswitch.verify import Case, MaskRecipe, trial
+from attnswitch.verify.court import Court, messages, sitting, wire
+from attnswitch.verify.court.messages import Ask
 from attnswitch.verify.court.proxy import Proxy
+from attnswitch.verify.court.server import Server
 from attnswitch.verify.court.wire import Arena, Layout, Results, View
 from attnswitch.verify.judge import examine
+from attnswitch.verify.truth import rows
+from attnswitch.verify.truth.exact import Exact
 
 ROWS = np.arange(2 * 3 * 8 * 4, dtype=np.float32).reshape(2, 3, 8, 4)
 ARRAYS: dict[str, Any] = {
@@ -94,6 +99,30 @@ def test_results_come_back_dense(name: str, tmp_path: Path) -> None:
     back: Any = results.read(layout, 2**20, layout)
     assert (back.shape, back.dtype) == (ARRAYS[name].shape, ARRAYS[name].dtype)
     np.testing.assert_array_equal(numbers(back), numbers(ARRAYS[name]))
+
+
+def test_bytes_of_an_array_outlive_who_made_it() -> None:
+    content, *_ = wire._flat(np.full(2**16, 7, np.uint8))
+    others = [np.zeros(2**16, np.uint8) for _ in range(8)]
+    assert (content == 7).all()
+    assert len(others) == 8
+
+
+def test_a_byte_that_was_written_is_seen_wherever_it_is(tmp_path: Path) -> None:
+    arena = Arena(tmp_path)
+    for big in (1, 2**20):  # looked at as one, and one by one
+        given = (ROWS, np.zeros(big, np.uint8), ROWS[:, ::-1])
+        layouts = [layout for layout in arena.put(given) if layout is not None]
+        assert not arena.changed()
+        for layout in layouts:
+            for place in (layout.start, layout.start + layout.size - 1):
+                with (tmp_path / "inputs").open("r+b") as file:
+                    file.seek(place)
+                    was = file.read(1)
+                    file.seek(place)
+                    file.write(bytes((was[0] ^ 1,)))
+                assert arena.changed(), place
+                arena.put(given)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +217,69 @@ def adopts_orphans() -> bool:
     if adopts:
         os.wait()
     return adopts
+
+
+def test_kernels_run_where_torch_was_there_before_their_code() -> None:
+    case = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="numpy")
+    with sitting(Court(("tiled",))):
+        proxy: Any = registry.loaded("tiled")
+        assert proxy._server.words
+        assert examine(case, ("tiled",))[0].verdict == "verified"
+        assert not proxy._server.words
+
+
+def test_the_reference_is_there_once_the_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, seen = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="numpy"), []
+    answer = Server.answer
+
+    def answered(self: Server, timeout: float) -> Any:
+        seen.append(exact.called)
+        return answer(self, timeout)
+
+    class Counted(Exact):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            exact.called = True
+            super().__init__(*args, **kwargs)
+
+    exact = SimpleNamespace(called=False)
+    monkeypatch.setattr(trial, "Exact", Counted)
+    monkeypatch.setattr(Server, "answer", answered)
+    with sitting(Court(("tiled",))):
+        assert examine(case, ("tiled",))[0].verdict == "verified"
+    assert seen.index(True) < len(seen) - 1  # while the kernel ran, and not for its conduct
+
+
+def test_references_that_disagree_are_nobodys_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="numpy")
+
+    def disagreeing(*_: Any) -> None:
+        raise VerificationError("the references disagree")
+
+    monkeypatch.setattr(rows, "cross_check", disagreeing)
+    with sitting(Court(("tiled",))), pytest.raises(VerificationError, match="disagree"):
+        examine(case, ("tiled",))
+
+
+def test_a_look_that_was_begun_is_not_the_last_if_kernels_ran_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, asked = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="numpy"), []
+    ask = Server.ask
+
+    def noted(self: Server, of: Ask, timeout: float) -> None:
+        asked.append(of.what)
+        ask(self, of, timeout)
+
+    monkeypatch.setattr(Server, "ask", noted)
+    with sitting(Court(("tiled",))):
+        proxy: Any = registry.loaded("tiled")
+        for check in ("reference", "repeat"):
+            examine(case.replace(check=check), ("tiled",))
+            assert asked[-1] == "conduct"
+            asked.clear()
+        proxy.look()
+        examine(case, ("tiled",))
+    assert asked[0] == "conduct"
+    assert asked[-1] == "conduct"
+    assert asked.count("conduct") == 2
 
 
 def test_a_target_that_cannot_be_loaded_says_why() -> None:

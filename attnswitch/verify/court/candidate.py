@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Sequence
@@ -55,9 +56,10 @@ class Candidate:
         self._drew = False
         self._kernel = functools.lru_cache(maxsize=_KEPT)(self._compiled)
 
-    def answer(self, ask: Ask) -> Answer:
-        """The answer, whatever the kernel raises."""
-        self._results.clear()
+    def answer(self, number: int, ask: Ask) -> Answer:
+        """The answer, whatever the kernel raises; ``number`` is told back."""
+        if ask.what in messages.LAUNCHES:
+            self._results.clear()
         told: list[str] = []
         try:
             with traces.aten(self._forbidden) as seen:
@@ -70,7 +72,7 @@ class Candidate:
         except BaseException as error:
             answer = Answer(raised=_raised(error))
         heard = tuple(text[: messages.SENTENCE] for text in told)
-        return Answer(answer.said, answer.results, answer.raised, heard, ask.number)
+        return Answer(answer.said, answer.results, answer.raised, heard, number)
 
     def _do(self, ask: Ask, told: list[str]) -> tuple[Any, Sequence[Array | None]]:
         """What is to be said, and arrays."""
@@ -217,18 +219,21 @@ def _raised(error: BaseException) -> Raised:
     return Raised("other", f"{type(error).__name__}: {text}", where)
 
 
-def serve(asks: Connection, answers: Connection, folder: Path) -> NoReturn:
-    """Answer until the other end closes the connection, and end the process."""
-    import torch
+def serve(asks: Connection, answers: Connection, folder: Path, kernels: bool) -> NoReturn:
+    """Answer until the other end closes the connection, and end the process. ``kernels``: whether any are to run."""
+    if kernels:
+        import torch
 
-    x = torch.zeros(2, requires_grad=True)
-    torch.autograd.grad(x.sum(), x)  # what it sets up as it is first used is not the kernel's doing
+        x = torch.zeros(2, requires_grad=True)
+        torch.autograd.grad(x.sum(), x)  # what it sets up as it is first used is not the kernel's doing
     candidate = None
     while True:
         try:
-            ask: Ask = asks.recv()
+            number: int
+            ask: Ask
+            number, ask = pickle.loads(asks.recv_bytes())
         except EOFError:
             os._exit(0)
         if candidate is None:
             candidate = Candidate(ask.backend, folder, ask.forbidden)
-        answers.send_bytes(messages.encoded(candidate.answer(ask)))
+        answers.send_bytes(messages.encoded(candidate.answer(number, ask)))

@@ -1,9 +1,9 @@
 """The process that candidates are forked from, one after another: it has the libraries loaded, and no kernel's code.
 
-    python -m attnswitch.verify.court.forks READ WRITE FOLDER
+    python -m attnswitch.verify.court.forks READ WRITE FOLDER [KERNELS]
 
-The arguments are a ``Child``'s. So a candidate that dies is followed by a new one in no time, and none finds anything
-of the one before.
+The first three are a ``Child``'s; without the last, candidates are asked in words alone. So a candidate that dies is
+followed by a new one in no time, and none finds anything of the one before.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["main"]
 
 def main() -> None:
     """Candidates until the other end closes the connection."""
-    asks, answers, folder, _ = child.begin()
-    importlib.import_module("torch")  # of which nothing runs here: a fork has no threads
+    asks, answers, folder, kernels = child.begin()
+    if kernels:
+        importlib.import_module("torch")  # of which nothing runs here: a fork has no threads
     while True:
         number = os.fork()
         if number == 0:
             try:
                 os.setpgid(0, 0)
                 child.end_with_parent()
-                candidate.serve(asks, answers, folder)
+                candidate.serve(asks, answers, folder, bool(kernels))
             finally:
                 os._exit(1)
         _, status = os.waitpid(number, 0)

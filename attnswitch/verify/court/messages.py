@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from attnswitch import reading
 from attnswitch.errors import InvalidProblem
@@ -13,7 +15,7 @@ from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court.wire import Layout
 
-__all__ = ["MOST", "SENTENCE", "About", "Answer", "Ask", "OfProblem", "Raised", "decoded", "encoded"]
+__all__ = ["LAUNCHES", "MOST", "SENTENCE", "About", "Answer", "Ask", "OfProblem", "Raised", "decoded", "encoded"]
 
 #: Bytes of an answer, and letters of a sentence in it.
 MOST, SENTENCE = 2**20, 4000
@@ -21,6 +23,7 @@ MOST, SENTENCE = 2**20, 4000
 _OfDevice = Literal["regimes", "toolchain"]
 _OfProblem = Literal["problem", "precision", "configs"]
 _OfCall = Literal["forward", "results", "backward"]
+LAUNCHES = get_args(_OfCall)
 #: Of a backend, of a device, of a problem, of a call; and what was seen since it was last asked.
 What = Literal["about", "unavailable"] | _OfDevice | _OfProblem | _OfCall | Literal["conduct"]
 
@@ -42,8 +45,30 @@ class Ask:
     #: Whose kernels are to run; and whether to tell of torch's own attention and products.
     backend: str = ""
     forbidden: bool = False
-    #: Told back by the answer.
-    number: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = (getattr(self, name) for name in Ask.__slots__[3:])
+        return _asked, (self.what, _packed(self.problem), _packed((self.device, self.where)), *values)
+
+    @property
+    def where(self) -> str:
+        """Of the device; those that are alike compare equal."""
+        return "" if self.device is None else self.device.where
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(value: Any) -> bytes:
+    """What one question after another is about: it is packed once, and unpacked once."""
+    return pickle.dumps(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(content: bytes) -> Any:
+    return pickle.loads(content)
+
+
+def _asked(what: What, problem: bytes, device: bytes, *values: Any) -> Ask:
+    return Ask(what, _unpacked(problem), _unpacked(device)[0], *values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +137,15 @@ class Answer:
 
 def encoded(answer: Answer) -> bytes:
     """The bytes of an answer, without what it does not say."""
-    said = {name: value for name, value in asdict(answer).items() if value is not None and value != ()}
-    return json.dumps(said, default=str).encode(errors="replace")
+    said = {name: value for name in Answer.__slots__ if (value := getattr(answer, name)) is not None and value != ()}
+    return json.dumps(said, default=_plain).encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass of an answer as a dictionary, anything else as text."""
+    if isinstance(value, Layout | Raised):
+        return {name: getattr(value, name) for name in type(value).__slots__}
+    return str(value)
 
 
 def decoded(content: bytes) -> Answer:

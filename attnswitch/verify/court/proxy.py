@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +19,11 @@ from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kerne
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court import server
-from attnswitch.verify.court.messages import About, Answer, Ask, OfProblem, Raised, What
+from attnswitch.verify.court.messages import LAUNCHES, About, Answer, Ask, OfProblem, Raised, What
 from attnswitch.verify.court.server import Gone, Server
 
 __all__ = ["Proxy", "Raising"]
 
-_LAUNCHES = ("forward", "results", "backward")
 _KINDS = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, Unsupported)}
 #: Bytes that results may have beside: small gradients, and an lse of heads of one column.
 _ROOM = 2**16
@@ -64,6 +63,10 @@ class Proxy(Backend):
         self._timeout, self._forbidden, self._within = timeout, forbidden, within
         self._server: Server | None = None
         self._told: dict[str, None] = {}
+        #: Whether it looks at its conduct now.
+        self._looking = False
+        #: What to do while the next kernel runs.
+        self.meanwhile: Callable[[], None] | None = None
         about = self._about()
         #: Why it could not be loaded, if it could not.
         self.missing = about.missing
@@ -131,7 +134,7 @@ class Proxy(Backend):
         upstream: tuple[Array | None, ...],
     ) -> list[Array | None]:
         """The arrays that a kernel makes of these."""
-        memory = self._seated()
+        memory = self._seated(what)
         offsets = inputs.offsets or (None, None)
         given = (*inputs[:5], *offsets, *inputs[7:])
         layout = memory.arena.put((*given, *upstream))
@@ -146,13 +149,18 @@ class Proxy(Backend):
         with _words():
             return [memory.results.read(result, most, like) for result in answer.results]
 
+    def look(self) -> None:
+        """Have it look at its conduct; ``conduct`` waits for that, and has it look again if it was asked since."""
+        if self._server is not None and not self._server.fresh:
+            self._send(self._server, Ask("conduct"))
+            self._looking = True
+
     def conduct(self) -> str:
         """What was seen of its conduct since this was last asked; what it left running is ended."""
         if self._server is not None and not self._server.fresh:
-            try:
-                self._ask(Ask("conduct"))
-            except (Gone, Raising) as error:
-                self._told[f"it could not be looked at: {error}"] = None
+            if not self._looking:
+                self.look()
+            self._looked()
             if left := self._server.end_left():
                 line = next(iter(left.values()))[:200]
                 many = f"{len(left)} processes" if len(left) > 1 else "a process"
@@ -164,19 +172,44 @@ class Proxy(Backend):
         """End the candidate, and all that it started."""
         if self._server is not None:
             server.give_back(self._server)
-            self._server = None
+            self._server, self._looking = None, False
 
-    def _seated(self) -> Server:
-        """The server, a new one where the last was ended."""
+    def _seated(self, what: What) -> Server:
+        """The server, a new one where the last was ended, or was one for words and a kernel is to run."""
+        words = what not in LAUNCHES
+        if self._server is not None and self._server.words and not words:
+            self._server.end()
         if self._server is None or self._server.ended:
-            self._server = server.taken(self._within)
+            self._server = server.taken(self._within, words)
         return self._server
 
+    def _send(self, to: Server, ask: Ask) -> None:
+        to.ask(replace(ask, backend=self.name, forbidden=self._forbidden), self._timeout)
+
+    def _looked(self) -> None:
+        """What it says of its conduct, if it was to look."""
+        if self._looking and self._server is not None:
+            self._looking = False
+            try:
+                answer = self._server.answer(self._timeout)
+            except Gone as error:
+                self._told[f"it could not be looked at: {error}"] = None
+            else:
+                self._told |= dict.fromkeys(answer.told)
+                if answer.raised is not None:
+                    self._told[f"it could not be looked at: {answer.raised.text}"] = None
+
     def _ask(self, ask: Ask) -> Answer:
-        answer = self._seated().ask(replace(ask, backend=self.name, forbidden=self._forbidden), self._timeout)
+        self._looked()
+        seated = self._seated(ask.what)
+        self._send(seated, ask)
+        if self.meanwhile is not None and ask.what in LAUNCHES:
+            work, self.meanwhile = self.meanwhile, None
+            work()
+        answer = seated.answer(self._timeout)
         self._told |= dict.fromkeys(answer.told)
         if answer.raised is not None:
-            raise _raising(answer.raised, ask.what in _LAUNCHES)
+            raise _raising(answer.raised, ask.what in LAUNCHES)
         return answer
 
 

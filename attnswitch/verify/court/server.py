@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import secrets
+import select
 import signal
 import sys
 import time
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from attnswitch.child import Child, ending
@@ -19,7 +20,7 @@ from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import Answer, Ask
 from attnswitch.verify.court.wire import Arena, Results
 
-__all__ = ["Gone", "Server", "give_back", "kept", "taken"]
+__all__ = ["Gone", "Server", "begin", "give_back", "kept", "taken"]
 
 _MARK = "ATTNSWITCH_COURT"
 #: Seconds that a candidate's first answer may take beside the others, as its code is loaded; and that an end may take.
@@ -36,25 +37,37 @@ class Gone(Exception):
 
 
 class Server:
-    """Starts the process; its first answer waits for it. Its files are ``within`` a folder, if one is given."""
+    """Starts the process; its first answer waits for it. Its files are ``within`` a folder, if one is given.
 
-    def __init__(self, within: Path | None = None) -> None:
+    One that is for words has not loaded torch, which takes seconds, and no kernel is to run in it.
+    """
+
+    def __init__(self, within: Path | None = None, words: bool = False) -> None:
+        self.words = words
         #: In the environment of candidates and of all that they start.
         self.mark = f"{_MARK}={secrets.token_hex(16)}"
         name, _, value = self.mark.partition("=")
-        self._child = Child("attnswitch.verify.court.forks", variables={name: value}, apart=True, within=within)
+        begun = "attnswitch.verify.court.forks", *(() if words else ("kernels",))
+        self._child = Child(*begun, variables={name: value}, apart=True, within=within)
         self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
-        self._asked, self._candidate = 0, set[int]()
+        self._events = select.poll()  # that of a connection makes one for each wait
+        self._events.register(self._child.events, select.POLLIN)
+        self._asked, self._until, self._candidate = 0, 0.0, set[int]()
         #: Whether no candidate has answered yet since the last one ended.
         self.fresh = True
         self.ended = False
         _adoption.begin()
 
-    def ask(self, ask: Ask, timeout: float) -> Answer:
-        """The answer of the candidate that lives; another follows one that is ``Gone``."""
+    def ask(self, ask: Ask, timeout: float) -> None:
+        """Ask the candidate that lives; ``answer`` has what it says, and this process may do something meanwhile."""
         self._asked += 1
+        self._until = time.monotonic() + timeout + (_START if self.fresh else 0.0)
+        with contextlib.suppress(OSError):  # that nobody listens is found where the answer is waited for
+            self._child.requests.send_bytes(pickle.dumps((self._asked, ask)))
+
+    def answer(self, timeout: float) -> Answer:
+        """The answer, within ``timeout`` seconds of the question; another candidate follows one that is ``Gone``."""
         try:
-            self._child.requests.send(replace(ask, number=self._asked))
             answer = self._answer(timeout)
         except Gone:
             self.renew()
@@ -78,8 +91,7 @@ class Server:
 
     def _answer(self, timeout: float) -> Answer:
         """The answer to the last question, or that the candidate ended."""
-        limit = time.monotonic() + timeout + (_START if self.fresh else 0.0)
-        while self._child.events.poll(max(0.0, limit - time.monotonic())):
+        while self._events.poll(max(0.0, 1e3 * (self._until - time.monotonic()))):
             answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
             if answer.ended is not None and self._candidate & traces.children(self._child.number):
                 raise InvalidProblem("it says that the process ended, which runs")
@@ -217,14 +229,20 @@ def kept() -> Iterator[None]:
         _spare = outer
 
 
-def taken(within: Path | None) -> Server:
-    """A server, of which no candidate knows anything yet."""
-    return _spare.pop() if _spare else Server(within)
+def begin(within: Path | None) -> None:
+    """Start a server that is kept, for who takes one next."""
+    assert _spare is not None
+    _spare.append(Server(within))
+
+
+def taken(within: Path | None, words: bool = False) -> Server:
+    """A server, of which no candidate knows anything yet; one that is kept is for more than words."""
+    return _spare.pop() if _spare else Server(within, words)
 
 
 def give_back(server: Server) -> None:
     """End its candidate; and it, unless it is kept."""
-    if _spare is None or _spare:
+    if _spare is None or _spare or server.words:
         server.end()
         return
     if not server.fresh:  # else its candidate knows nothing yet

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnswitch.machine import registry
 from attnswitch.machine.registry import Missing
 from attnswitch.planning import planner
 
-__all__ = ["Court", "conduct", "sitting"]
+if TYPE_CHECKING:
+    from attnswitch.verify.court.proxy import Proxy
+
+__all__ = ["Court", "begun", "conduct", "look", "meanwhile", "seated", "sitting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,22 @@ class Court:
 
 
 @contextlib.contextmanager
+def begun(court: Court, within: Path | None = None) -> Iterator[None]:
+    """Within the context the processes of ``court`` load what takes seconds to load, beside this one."""
+    from attnswitch.verify.court import server
+
+    with server.kept():
+        for _ in court.backends:
+            server.begin(within)
+        yield
+
+
+@contextlib.contextmanager
 def sitting(court: Court, within: Path | None = None) -> Iterator[None]:
     """Within the context the backends of ``court`` are such ones in this process, and none of their code is loaded.
 
-    What they need on disk is ``within`` a folder, if one is given, which outlives this process.
+    What they need on disk is ``within`` a folder, if one is given, which outlives this process. Until a kernel runs
+    they are asked in words, for which their processes begin sooner, unless these have ``begun``.
     """
     if not court.backends:
         yield
@@ -55,10 +71,48 @@ def sitting(court: Court, within: Path | None = None) -> Iterator[None]:
             planner.forget()
 
 
+def seated(backend: str) -> bool:
+    """Whether the kernels of ``backend`` run in a process of their own."""
+    return _proxy(backend) is not None
+
+
+@contextlib.contextmanager
+def meanwhile(backend: str, work: Callable[[], object]) -> Iterator[None]:
+    """Within the context ``work`` is done while the first kernel of ``backend`` runs, if it stands before the court.
+
+    What it raises comes of it again where its result is needed.
+    """
+    proxy = _proxy(backend)
+    if proxy is None:
+        yield
+        return
+
+    def tried() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    proxy.meanwhile = tried
+    try:
+        yield
+    finally:
+        proxy.meanwhile = None
+
+
+def look(backend: str) -> None:
+    """Have a backend before the court look at its conduct while this process goes on: its kernels have run."""
+    if (proxy := _proxy(backend)) is not None:
+        proxy.look()
+
+
 def conduct(backend: str) -> str | None:
     """What was seen since this was last asked: "" for nothing, None for a backend that does not stand before it."""
+    proxy = _proxy(backend)
+    return None if proxy is None else proxy.conduct()
+
+
+def _proxy(backend: str) -> Proxy | None:
     from attnswitch.verify.court.proxy import Proxy
     from attnswitch.verify.outcome import AUTO
 
     proxy = None if backend == AUTO else registry.load(backend)
-    return proxy.conduct() if isinstance(proxy, Proxy) else None
+    return proxy if isinstance(proxy, Proxy) else None

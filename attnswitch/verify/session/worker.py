@@ -20,7 +20,7 @@ from typing import Any
 from attnswitch import child
 from attnswitch.errors import AttnswitchError, VerificationError
 from attnswitch.verify import terms
-from attnswitch.verify.court import sitting
+from attnswitch.verify.court import begun, sitting
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.judge import crash, examine
 from attnswitch.verify.outcome import Outcome
@@ -87,15 +87,17 @@ def main() -> None:
         events.send(event)
         lost = lost or isinstance(event, Lost)
 
-    import torch  # now and not in the first case; with a GPU it takes a while to start
-
-    torch.zeros(1, device=device)
     seats = ExitStack()
     try:
         demanded: Terms = jobs.recv()
     except EOFError:
         os._exit(0)
-    seats.enter_context(sitting(demanded.court.on(device), folder))
+    court = demanded.court.on(device)
+    seats.enter_context(begun(court, folder))
+    import torch  # now and not in the first case; with a GPU it takes a while to start
+
+    torch.zeros(1, device=device)
+    seats.enter_context(sitting(court, folder))
     events.send(provenance())
     while not lost:
         try:
