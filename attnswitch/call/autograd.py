@@ -143,7 +143,15 @@ class _Attention(torch.autograd.Function):
         inputs = Inputs(query, key, value, attn_mask, lengths, work.seed)
         if beside:
             inputs = _with(inputs, tuple(beside))
-        back = work.backward(inputs, out, lse, grad_out, grad_lse)
+        try:
+            back = work.backward(inputs, out, lse, grad_out, grad_lse)
+        except RuntimeError:
+            if any(map(_is_batched, (grad_out, grad_lse))):
+                raise Unsupported(
+                    "is_grads_batched: this backend reads one gradient at a time; use torch.func.vmap, or"
+                    " backend='sdpa-math'"
+                ) from None
+            raise
         if graph:
             operands = (query, key, value, attn_mask, grad_out, grad_lse)
             back = Gradients(*(None if grad is None else _OnceOnly.apply(grad, *operands) for grad in back))
@@ -171,6 +179,11 @@ class _Sunk(torch.autograd.Function):
                 None if x is None else _OnceOnly.apply(x, *operands) for x in (grad_out, grad_lse, by_sinks)
             )
         return grad_out, grad_lse, by_sinks
+
+
+def _is_batched(tensor: Any) -> bool:
+    """Whether ``torch.autograd.grad`` stands for many gradients by it."""
+    return tensor is not None and bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
 def _steps(tensor: Any) -> Any:

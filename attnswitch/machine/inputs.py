@@ -124,3 +124,7 @@ class GradientsWithSinks(Gradients):
         found = cls(*grads)
         found.sinks = sinks
         return found
+
+    def _replace(self, **changes: Any) -> GradientsWithSinks:
+        sinks = changes.pop("sinks", self.sinks)
+        return self.of(super()._replace(**changes), sinks)
