@@ -131,11 +131,16 @@ def check_plain(roles: tuple[str, ...], operands: Any, refuse: Callable[[], None
 
 
 def _compiled(*call: Any, alibi_slopes: Any) -> Any:
+    import torch
+
     from attnswitch.call import transforms  # which tells torch how the operators are mapped by vmap
 
     if transforms.differentiates():
         transforms.refuse()
-    return _operated(*call, alibi_slopes=alibi_slopes)
+    results = _operated(*call, alibi_slopes=alibi_slopes)
+    if isinstance(call[0], torch.Tensor):
+        return results
+    return tuple([x.numpy() for x in results]) if isinstance(results, tuple) else results.numpy()
 
 
 def compiled_gradients(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnswitch.call.operators import schema
 from attnswitch.call.operators.run import signed
 from attnswitch.call.operators.schema import USUAL
 from attnswitch.call.options import text_of
@@ -74,7 +75,7 @@ def _called(
 ) -> Any:
     """What the call returns, by the operator that keeps no more than it needs."""
     if seed is not None:
-        said["seed"] = signed(seed)
+        said["seed"] = _signed(seed)
     if not ("grads" in said or "return_lse" in said):
         return plain(*inputs, **said)
     out, lse, _ = forward(*inputs, **said)
@@ -140,11 +141,11 @@ def _gradients(
     grad_out, grad_lse, out, lse = detached(*upstream, *saved)
     inputs = detached(*inputs)
     if out is None or lse is None:
-        out, lse, state = forward(*inputs, **said, seed=signed(seed))
+        out, lse, state = forward(*inputs, **said, seed=_signed(seed))
     elif seed is None:
         state = grad_out.new_empty(0, dtype=torch.float32)
     else:
-        state = torch.tensor([signed(seed)])
+        state = torch.tensor([_signed(seed)])
     found = backward(grad_out, grad_lse, *inputs, out, lse, state, **said)
     by_name = dict(zip(said["grads"], found, strict=True))
     return Gradients(*[by_name.get(name) for name in GRAD_OPERANDS])
@@ -162,7 +163,12 @@ def detached(*given: Any) -> tuple[Any, ...]:
 
 
 def _requires_grad(tensor: Any) -> bool:
-    return bool(tensor.requires_grad)
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad  # torch.compile takes NumPy's arrays, too
+
+
+def _signed(seed: Any) -> int | None:
+    schema.check("seed", seed)
+    return signed(seed)
 
 
 def told(
@@ -181,7 +187,10 @@ def told(
 
     ``asked`` says of a tensor whether its gradient may be asked for.
     """
-    if key_lengths is not None and not isinstance(key_lengths, torch.Tensor):
+    if isinstance(key_lengths, torch.Tensor):
+        if key_lengths.device.type == "cpu" != query.device.type:  # as without a graph
+            key_lengths = key_lengths.to(query.device)
+    elif key_lengths is not None:
         key_lengths = torch.tensor(key_lengths, device=query.device)
     said = _said((query, key, value, attn_mask), backend, policy, given, asked)
     return (query, key, value, attn_mask, key_lengths, _slopes(alibi_slopes, query, asked)), said
@@ -284,6 +293,8 @@ def _said(
     if torch.is_grad_enabled():
         pairs = zip(GRAD_OPERANDS, operands, strict=False)
         grads = "".join([name for name, x in pairs if x is not None and asked(x)])
+    for name, x in zip(USUAL, given, strict=True):
+        schema.check(name, x)
     said = {name: x for (name, usual), x in zip(USUAL.items(), given, strict=True) if x != usual}
     if backend is not None:
         said["backend"] = backend

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+import torch
+
 from attnswitch.call import options as read
 from attnswitch.call.options import Options
+from attnswitch.errors import InvalidProblem
 
-__all__ = ["ABSENT", "ATTENTION", "PAGED", "USUAL", "VARLEN", "read_said"]
+__all__ = ["ABSENT", "ATTENTION", "PAGED", "USUAL", "VARLEN", "check", "read_said"]
 
 _TYPES = {
     "float": "float",
@@ -21,6 +25,7 @@ _TYPES = {
 }
 #: What a call that says nothing says. It is each argument's default, since all that is given is parsed in every call.
 USUAL = {field.name: field.default for field in fields(Options)}
+_FLAGS = frozenset(field.name for field in fields(Options) if str(field.type).startswith("bool"))
 _SAID = {field.name: f"{_TYPES[str(field.type)]} {field.name}={field.default!r}" for field in fields(Options)}
 _SAID |= {name: f"str? {name}=None" for name in ("backend", "policy")}
 
@@ -75,6 +80,19 @@ PAGED = _of_pages()
 
 #: Which heads have no sink. A graph that computes with sinks has it, as their numbers are looked at when it runs.
 ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
+
+
+def check(name: str, value: Any) -> None:
+    """Raises ``InvalidProblem`` for a value that a schema takes for another one, 1 for True and True for 1.0.
+
+    And for a tensor, whose number no graph knows.
+    """
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):  # the last two are tensors in a graph
+        hint = ", or multiply query by it" if name == "scale" else ""
+        raise InvalidProblem(f"{name} is a tensor, whose number is not known in a graph: give a number{hint}")
+    flags = name in _FLAGS
+    if isinstance(value, int) and isinstance(value, bool) is not flags:
+        raise InvalidProblem(f"{name}={value!r}: expected {'True or False' if flags else 'a number'}")
 
 
 def read_said(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
