@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo import convert_frame
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnswitch
 from attnswitch.errors import InvalidProblem, Unsupported
@@ -55,6 +56,17 @@ def test_a_number_in_a_tensor_is_read_beside_graphs(keyword: str, value: Any) ->
     compiled = torch.compile(attnswitch.attention, backend="eager")
     for _ in range(2):
         torch.testing.assert_close(compiled(X, X, X, **{keyword: value}), expected)
+
+
+@pytest.mark.parametrize("value", [NUMBER, np.float32(0.5)])
+def test_a_number_in_a_tensor_is_read_under_transforms(value: Any) -> None:
+    expected = attnswitch.attention(X, X, X, scale=0.5)
+
+    def call(x: Any) -> Any:
+        return attnswitch.attention(x, X, X, scale=value)
+
+    torch.testing.assert_close(torch.vmap(call)(X[None])[0], expected)
+    torch.testing.assert_close(make_fx(call)(X)(X), expected)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -85,9 +85,9 @@ ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
 def check(name: str, value: Any) -> None:
     """Raises ``InvalidProblem`` for a value that a schema takes for another one, 1 for True and True for 1.0.
 
-    And for a tensor, whose number no graph knows.
+    And for a tensor, whose number no graph knows; in one of torch.compile's NumPy's numbers are tensors.
     """
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):  # the last two are tensors in a graph
+    if torch.compiler.is_dynamo_compiling() and isinstance(value, torch.Tensor | np.ndarray | np.generic):
         hint = ", or multiply query by it" if name == "scale" else ""
         raise InvalidProblem(f"{name} is a tensor, whose number is not known in a graph: give a number{hint}")
     flags = name in _FLAGS
