@@ -29,7 +29,7 @@ def test_torch_may_wrap_its_own_functions_as_it_begins_to_compile() -> None:
     assert ran.stdout == "[]\n", ran.stderr
 
 
-@pytest.mark.parametrize("name", ["all", "map", "zip"])
+@pytest.mark.parametrize("name", ["all", "map", "zip", "sorted", "len"])
 def test_what_compares_is_not_what_a_kernel_put_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traces = Traces()
     with monkeypatch.context() as patched:

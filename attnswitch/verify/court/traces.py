@@ -63,8 +63,11 @@ class Traces:
         self._stamps = {name: _stamp(name) for name in _WATCHED}
         self._state = _state()
 
-    def look(self, draws: bool) -> list[str]:
-        """A sentence for each change. A call that ``draws`` numbers may move torch's generator."""
+    def look(self, draws: bool, *, ordered: Callable[..., list[str]] = sorted) -> list[str]:
+        """A sentence for each change. A call that ``draws`` numbers may move torch's generator.
+
+        ``ordered`` is bound before kernels run, which may replace what is looked up.
+        """
         told = []
         for name, before in self._functions.items():
             if _unchanged(self._stamps[name], _dicts(name)):
@@ -73,7 +76,7 @@ class Traces:
             hiding = _hiding(now)
             added = hiding - self._hiding[name] if before else ()  # else it was imported only now
             moved = (key for key, value in before.items() if not _is_still(value, now.get(key)))
-            patched = sorted(added) + sorted(moved)
+            patched = ordered(added) + ordered(moved)
             told += [f"it replaced {name}.{key}" for key in patched[:3]]
             self._functions[name], self._hiding[name] = _functions(name), hiding
             self._stamps[name] = _stamp(name)
