@@ -24,14 +24,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["Child", "Parent", "begin", "command", "end_with_parent", "ending", "environment", "follow", "safe_path"]
+__all__ = [
+    *("Child", "Parent", "begin", "command", "end_with_parent", "ending"),
+    *("environment", "follow", "hidden", "is_hidden", "safe_path"),
+]
 
 #: Environment variable with the folders that the parent imports from. The child adds them behind its own: a folder of
 #: the user's may hold a file that is named like a module of the standard library.
 _PATHS = "ATTNSWITCH_WORKER_PATHS"
 #: Python's own, which says what its option -P says.
 _SAFE_PATH = "PYTHONSAFEPATH"
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
 
 _Process = subprocess.Popen[bytes]
 _Start = Callable[[], _Process]
@@ -201,6 +204,32 @@ def end_with_parent() -> None:
     """Have this process end when its parent does."""
     if sys.platform == "linux":  # a kernel that hangs must not outlive it; elsewhere the pipe tells, between two jobs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Within the context no other process of this user reads this one's memory, unless it may trace all, as root's."""
+    before = _dumpable()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    try:
+        yield
+    finally:
+        if before:
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, before)
+
+
+def is_hidden() -> bool:
+    """Whether it is so."""
+    return _dumpable() == 0
+
+
+def _dumpable() -> int | None:
+    """What Linux says of this process; None elsewhere."""
+    try:
+        return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE))
+    except (AttributeError, OSError):
+        return None
 
 
 def ending(code: int) -> str:

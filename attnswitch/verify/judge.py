@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
+from attnswitch import child
 from attnswitch.call import recording
 from attnswitch.errors import BackendUnavailable, Unsupported, VerificationError, out_of_memory
 from attnswitch.machine import registry
@@ -51,9 +52,9 @@ def examine(
 ) -> list[Outcome]:
     """``check`` with several backends, which share the reference.
 
-    Every candidate runs first: a reference cannot have left the right answer in memory for one to find. If all of them
-    have processes of their own, the reference is computed while the first kernel runs. ``only`` looks at ``case.check``
-    alone; ``before`` is told each backend whose kernels are about to run.
+    Every candidate runs first: a reference cannot have left the right answer in memory for one to find. Where all have
+    processes of their own, which cannot read this one's memory, the reference is computed while the first kernel runs.
+    ``only`` looks at ``case.check`` alone; ``before`` is told each backend whose kernels are about to run.
 
     Raises:
         InvalidProblem: a backend's name is not known.
@@ -75,12 +76,10 @@ def examine(
             for backend in backends
         ]
     ran = []
-    answers = not only and not case.unseeded and all(map(court.seated, backends))
+    answers = not only and not case.unseeded and child.is_hidden() and all(map(court.seated, backends))
     for backend in backends:
         before(backend)
         ran.append(_unjudged(case, backend, device) or _attempt(subject, backend, device, answers))
-        if isinstance(ran[-1], Trial) and named(case.check).always:  # no check will run it again
-            court.look(backend)
     judged = []
     for run in ran:
         if isinstance(run, Trial):

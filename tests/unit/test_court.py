@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from attnswitch import child
 from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify import Case, MaskRecipe, trial
 from attnswitch.verify.court import Court, messages, sitting, wire
-from attnswitch.verify.court.messages import Ask
 from attnswitch.verify.court.proxy import Proxy
 from attnswitch.verify.court.server import Server
 from attnswitch.verify.court.wire import Arena, Layout, Results, View
@@ -104,8 +104,7 @@ def test_results_come_back_dense(name: str, tmp_path: Path) -> None:
 def test_bytes_of_an_array_outlive_who_made_it() -> None:
     content, *_ = wire._flat(np.full(2**16, 7, np.uint8))
     others = [np.zeros(2**16, np.uint8) for _ in range(8)]
-    assert (content == 7).all()
-    assert len(others) == 8
+    assert (content == 7).all(), len(others)
 
 
 def test_a_byte_that_was_written_is_seen_wherever_it_is(tmp_path: Path) -> None:
@@ -228,7 +227,10 @@ def test_kernels_run_where_torch_was_there_before_their_code() -> None:
         assert not proxy._server.words
 
 
-def test_the_reference_is_there_once_the_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_reference_is_there_once_the_kernel_ran_where_it_cannot_be_read(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, seen = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="numpy"), []
     answer = Server.answer
 
@@ -244,9 +246,11 @@ def test_the_reference_is_there_once_the_kernel_ran(monkeypatch: pytest.MonkeyPa
     exact = SimpleNamespace(called=False)
     monkeypatch.setattr(trial, "Exact", Counted)
     monkeypatch.setattr(Server, "answer", answered)
-    with sitting(Court(("tiled",))):
+    with child.hidden() if apart else contextlib.nullcontext(), sitting(Court(("tiled",))):
+        assert child.is_hidden() is apart
         assert examine(case, ("tiled",))[0].verdict == "verified"
-    assert seen.index(True) < len(seen) - 1  # while the kernel ran, and not for its conduct
+    assert seen[-2:] == [apart, True]  # the kernel's answer, and that about its conduct
+    assert not child.is_hidden()
 
 
 def test_references_that_disagree_are_nobodys_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,28 +262,6 @@ def test_references_that_disagree_are_nobodys_crash(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rows, "cross_check", disagreeing)
     with sitting(Court(("tiled",))), pytest.raises(VerificationError, match="disagree"):
         examine(case, ("tiled",))
-
-
-def test_a_look_that_was_begun_is_not_the_last_if_kernels_ran_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, asked = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="numpy"), []
-    ask = Server.ask
-
-    def noted(self: Server, of: Ask, timeout: float) -> None:
-        asked.append(of.what)
-        ask(self, of, timeout)
-
-    monkeypatch.setattr(Server, "ask", noted)
-    with sitting(Court(("tiled",))):
-        proxy: Any = registry.loaded("tiled")
-        for check in ("reference", "repeat"):
-            examine(case.replace(check=check), ("tiled",))
-            assert asked[-1] == "conduct"
-            asked.clear()
-        proxy.look()
-        examine(case, ("tiled",))
-    assert asked[0] == "conduct"
-    assert asked[-1] == "conduct"
-    assert asked.count("conduct") == 2
 
 
 def test_a_target_that_cannot_be_loaded_says_why() -> None:

@@ -63,8 +63,6 @@ class Proxy(Backend):
         self._timeout, self._forbidden, self._within = timeout, forbidden, within
         self._server: Server | None = None
         self._told: dict[str, None] = {}
-        #: Whether it looks at its conduct now.
-        self._looking = False
         #: What to do while the next kernel runs.
         self.meanwhile: Callable[[], None] | None = None
         about = self._about()
@@ -149,18 +147,13 @@ class Proxy(Backend):
         with _words():
             return [memory.results.read(result, most, like) for result in answer.results]
 
-    def look(self) -> None:
-        """Have it look at its conduct; ``conduct`` waits for that, and has it look again if it was asked since."""
-        if self._server is not None and not self._server.fresh:
-            self._send(self._server, Ask("conduct"))
-            self._looking = True
-
     def conduct(self) -> str:
         """What was seen of its conduct since this was last asked; what it left running is ended."""
-        if self._server is not None and not self._server.fresh:
-            if not self._looking:
-                self.look()
-            self._looked()
+        if self._server is not None and not self._server.fresh and not self._server.words:
+            try:
+                self._ask(Ask("conduct"))
+            except (Gone, Raising) as error:
+                self._told[f"it could not be looked at: {error}"] = None
             if left := self._server.end_left():
                 line = next(iter(left.values()))[:200]
                 many = f"{len(left)} processes" if len(left) > 1 else "a process"
@@ -172,37 +165,20 @@ class Proxy(Backend):
         """End the candidate, and all that it started."""
         if self._server is not None:
             server.give_back(self._server)
-            self._server, self._looking = None, False
+            self._server = None
 
     def _seated(self, what: What) -> Server:
         """The server, a new one where the last was ended, or was one for words and a kernel is to run."""
-        words = what not in LAUNCHES
+        words = what not in LAUNCHES and ":" not in self.name  # a target most likely loads torch itself
         if self._server is not None and self._server.words and not words:
             self._server.end()
         if self._server is None or self._server.ended:
             self._server = server.taken(self._within, words)
         return self._server
 
-    def _send(self, to: Server, ask: Ask) -> None:
-        to.ask(replace(ask, backend=self.name, forbidden=self._forbidden), self._timeout)
-
-    def _looked(self) -> None:
-        """What it says of its conduct, if it was to look."""
-        if self._looking and self._server is not None:
-            self._looking = False
-            try:
-                answer = self._server.answer(self._timeout)
-            except Gone as error:
-                self._told[f"it could not be looked at: {error}"] = None
-            else:
-                self._told |= dict.fromkeys(answer.told)
-                if answer.raised is not None:
-                    self._told[f"it could not be looked at: {answer.raised.text}"] = None
-
     def _ask(self, ask: Ask) -> Answer:
-        self._looked()
         seated = self._seated(ask.what)
-        self._send(seated, ask)
+        seated.ask(replace(ask, backend=self.name, forbidden=self._forbidden), self._timeout)
         if self.meanwhile is not None and ask.what in LAUNCHES:
             work, self.meanwhile = self.meanwhile, None
             work()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnswitch.child import hidden
 from attnswitch.machine import registry
 from attnswitch.machine.registry import Missing
 from attnswitch.planning import planner
@@ -15,7 +16,7 @@ from attnswitch.planning import planner
 if TYPE_CHECKING:
     from attnswitch.verify.court.proxy import Proxy
 
-__all__ = ["Court", "begun", "conduct", "look", "meanwhile", "seated", "sitting"]
+__all__ = ["Court", "begun", "conduct", "meanwhile", "seated", "sitting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,16 @@ class Court:
 
 @contextlib.contextmanager
 def begun(court: Court, within: Path | None = None) -> Iterator[None]:
-    """Within the context the processes of ``court`` load what takes seconds to load, beside this one."""
+    """Within the context the processes of ``court`` load what takes seconds to load, beside this one.
+
+    They cannot read the memory of this one, which is soon to hold what they are asked for.
+    """
+    if not court.backends:
+        yield
+        return
     from attnswitch.verify.court import server
 
-    with server.kept():
+    with hidden(), server.kept():
         for _ in court.backends:
             server.begin(within)
         yield
@@ -51,8 +58,8 @@ def begun(court: Court, within: Path | None = None) -> Iterator[None]:
 def sitting(court: Court, within: Path | None = None) -> Iterator[None]:
     """Within the context the backends of ``court`` are such ones in this process, and none of their code is loaded.
 
-    What they need on disk is ``within`` a folder, if one is given, which outlives this process. Until a kernel runs
-    they are asked in words, for which their processes begin sooner, unless these have ``begun``.
+    What they need on disk is ``within`` a folder, if one is given, which outlives this process. Until a kernel of ours
+    runs, its process has not loaded torch, unless it has ``begun``.
     """
     if not court.backends:
         yield
@@ -96,12 +103,6 @@ def meanwhile(backend: str, work: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         proxy.meanwhile = None
-
-
-def look(backend: str) -> None:
-    """Have a backend before the court look at its conduct while this process goes on: its kernels have run."""
-    if (proxy := _proxy(backend)) is not None:
-        proxy.look()
 
 
 def conduct(backend: str) -> str | None:
