@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
             if any(map(_is_batched, (grad_out, grad_lse))):
                 raise Unsupported(
                     "is_grads_batched: this backend reads one gradient at a time; use torch.func.vmap, or"
-                    " backend='sdpa-math'"
+                    " backend='sdpa-math' where it takes the call"
                 ) from None
             raise
         if graph:

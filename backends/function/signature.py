@@ -73,7 +73,7 @@ def read(function: Callable[..., Any], name: str, manner: Manner) -> Reading:
     required = set()
     for lower, parameter in named.items():
         word = next((word for word, names in like.words.items() if lower in names), None)
-        if lower == UNSAID and not (isinstance(parameter.default, float | int) and parameter.default == 0):
+        if lower == UNSAID and (type(parameter.default) not in (float, int) or parameter.default != 0):
             word = None
         needed = parameter.default is inspect.Parameter.empty
         if word in says:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -37,14 +38,16 @@ def fresh() -> None:
     ("keyword", "value"),
     [
         *(("is_causal", 1), ("enable_gqa", 0), ("return_lse", 1), ("deterministic", 1)),
+        *(("is_causal", 0.5), ("is_causal", None), ("return_lse", None), ("deterministic", None)),
         *(("scale", True), ("softcap", True), ("dropout_p", False), ("seed", True)),
+        *(("seed", -1), ("seed", 2**64), ("window", (True, 1))),
     ],
 )
 @pytest.mark.parametrize("name", ["attention", "varlen"])
 def test_what_is_refused_without_a_graph_is_refused_in_one(name: str, keyword: str, value: Any) -> None:
     function, given = CALLS[name]
     for one in (function, torch.compile(function, backend="eager")):
-        with pytest.raises(InvalidProblem, match=f"{keyword}={value}: expected "):
+        with pytest.raises(InvalidProblem, match=re.escape(f"{keyword}={value}: expected ")):
             one(*given, **{"dropout_p": 0.5, keyword: value})
 
 
@@ -84,6 +87,8 @@ def test_calls_after_errors_are_right_and_compile_nothing_within(name: str, monk
         with pytest.raises(InvalidProblem, match="is_causal=1"):
             compiled(*given, is_causal=1)
     monkeypatch.setattr(convert_frame, "_compile", noted)
+    torch.compile(lambda x: x + 1, backend="eager")(X)
+    assert files == {__file__}
     found, expected = (one(*given, is_causal=True, scale=0.75) for one in (compiled, function))
     torch.testing.assert_close(tuple(found), tuple(expected))
     assert not [file for file in files if "/planning/" in file or "/machine/" in file or "/backends/" in file]

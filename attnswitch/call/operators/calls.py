@@ -168,6 +168,8 @@ def _requires_grad(tensor: Any) -> bool:
 
 def _signed(seed: Any) -> int | None:
     schema.check("seed", seed)
+    if seed is not None and not 0 <= seed < 2**64:
+        raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
     return signed(seed)
 
 
