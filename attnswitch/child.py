@@ -202,34 +202,30 @@ class Parent(NamedTuple):
 
 def end_with_parent() -> None:
     """Have this process end when its parent does."""
-    if sys.platform == "linux":  # a kernel that hangs must not outlive it; elsewhere the pipe tells, between two jobs
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A kernel that hangs must not outlive it; elsewhere than on Linux the pipe tells, between two jobs.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
     """Within the context no other process of this user reads this one's memory, unless it may trace all, as root's."""
-    before = _dumpable()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    before = _prctl(_PR_GET_DUMPABLE)
+    _prctl(_PR_SET_DUMPABLE, 0)
     try:
         yield
     finally:
         if before:
-            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, before)
+            _prctl(_PR_SET_DUMPABLE, before)
 
 
 def is_hidden() -> bool:
     """Whether it is so."""
-    return _dumpable() == 0
+    return _prctl(_PR_GET_DUMPABLE) == 0
 
 
-def _dumpable() -> int | None:
-    """What Linux says of this process; None elsewhere."""
-    try:
-        return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE))
-    except (AttributeError, OSError):
-        return None
+def _prctl(option: int, value: int = 0) -> int | None:
+    """What Linux answers; None elsewhere."""
+    return int(ctypes.CDLL(None).prctl(option, value)) if sys.platform == "linux" else None
 
 
 def ending(code: int) -> str:

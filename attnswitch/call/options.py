@@ -22,6 +22,7 @@ from attnswitch.problem import Alignment, Problem, Window
 __all__ = [
     "LAYOUTS",
     "Options",
+    "check",
     "check_remembered",
     "flag",
     "in_order",
@@ -84,6 +85,11 @@ def in_order(keywords: dict[str, Any], what: str, function: Callable[..., Any]) 
         if name not in _NAMES:
             raise unknown(name, what, function)
     return [keywords.get(name, usual) for name, usual in _USUAL.items()]
+
+
+def check(name: str, value: Any) -> Any:
+    """``value`` as the option ``name`` is meant. Raises ``InvalidProblem`` for what makes no sense."""
+    return _CHECKS[name](name, value)
 
 
 def check_remembered(function: str, dropout_p: float, seed: Any) -> None:

@@ -21,7 +21,7 @@ from attnswitch.problem import Alignment, Window
 __all__ = ["ContextParallel", "context_parallel"]
 
 #: Words in names of the two methods.
-_ALSO: dict[str, Method] = {"ulysses": "all-to-all", "a2a": "all-to-all", "all-to-all": "all-to-all", "ring": "ring"}
+_ALSO: dict[str, Method] = {"ulysses": "all-to-all", "a2a": "all-to-all", **{method: method for method in METHODS}}
 
 
 def context_parallel(group: Any = None, *, method: Method = "ring", order: Order | None = None) -> ContextParallel:

@@ -76,7 +76,7 @@ def examine(
             for backend in backends
         ]
     ran = []
-    answers = not only and not case.unseeded and child.is_hidden() and all(map(court.seated, backends))
+    answers = not only and not case.unseeded and all(map(court.seated, backends)) and child.is_hidden()
     for backend in backends:
         before(backend)
         ran.append(_unjudged(case, backend, device) or _attempt(subject, backend, device, answers))

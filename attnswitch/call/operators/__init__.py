@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnswitch.call.operators import again, autograd, direct, fake, flops, native, paged, run, schema, varlen
+from attnswitch.call.operators import again, autograd, direct, fake, flops, paged, run, schema, uncompiled, varlen
 from attnswitch.call.operators.calls import (
     attention,
     attention_backward,
@@ -67,7 +67,7 @@ for _form, _run, _fake in zip(
 ):
     torch.library.register_autograd(f"{_NAMESPACE}::{_define(_form, _run, _fake)}", paged.no_gradient, lib=_library)
 _define(schema.ABSENT, run.absent, fake.absent)
-native.keep()
+uncompiled.keep_out()
 for _operator, _again in (
     (_ops.attention_forward.default, again.forward),
     (_ops.attention_backward.default, again.backward),

@@ -11,7 +11,7 @@ import torch
 from attnswitch.call.operators import schema
 from attnswitch.call.operators.run import signed
 from attnswitch.call.operators.schema import USUAL
-from attnswitch.call.options import text_of
+from attnswitch.call.options import seed_of, text_of
 from attnswitch.call.paged import NO_GRADIENT, Beside, splits_of
 from attnswitch.call.per_head import NO_SLOPES_GRADIENT
 from attnswitch.errors import InvalidProblem
@@ -168,9 +168,7 @@ def _requires_grad(tensor: Any) -> bool:
 
 def _signed(seed: Any) -> int | None:
     schema.check("seed", seed)
-    if seed is not None and not 0 <= seed < 2**64:
-        raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
-    return signed(seed)
+    return signed(seed_of(seed)) if isinstance(seed, int) else signed(seed)
 
 
 def told(

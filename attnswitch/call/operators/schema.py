@@ -26,7 +26,7 @@ _TYPES = {
 #: What a call that says nothing says. It is each argument's default, since all that is given is parsed in every call.
 USUAL = {field.name: field.default for field in fields(Options)}
 _FLAGS = frozenset(field.name for field in fields(Options) if str(field.type).startswith("bool"))
-_NUMBERS = frozenset(("seed", *(field.name for field in fields(Options) if str(field.type).startswith("float"))))
+_NUMBERS = frozenset(field.name for field in fields(Options) if str(field.type).startswith("float"))
 _SAID = {field.name: f"{_TYPES[str(field.type)]} {field.name}={field.default!r}" for field in fields(Options)}
 _SAID |= {name: f"str? {name}=None" for name in ("backend", "policy")}
 
@@ -91,14 +91,10 @@ def check(name: str, value: Any) -> None:
     if torch.compiler.is_dynamo_compiling() and isinstance(value, torch.Tensor | np.ndarray | np.generic):
         hint = ", or multiply query by it" if name == "scale" else ""
         raise InvalidProblem(f"{name} is a tensor, whose number is not known in a graph: give a number{hint}")
-    if name in _FLAGS:
-        unsaid = value is None and USUAL[name] is None
-        if not unsaid and (value is None or isinstance(value, int | float)) and not isinstance(value, bool):
-            raise InvalidProblem(f"{name}={value!r}: expected True or False")
-    elif isinstance(value, bool) and name in _NUMBERS:
-        raise InvalidProblem(f"{name}={value!r}: expected a number")
-    elif name == "window" and value is not None and any(isinstance(side, bool) for side in value):
-        raise InvalidProblem(f"{name}={value!r}: expected (left, right), each a number of keys or None")
+    flag = name in _FLAGS and (value is None or isinstance(value, int | float))
+    sides = value if name == "window" and value is not None else ()
+    if flag or (name in _NUMBERS and isinstance(value, bool)) or any(isinstance(side, bool) for side in sides):
+        read.check(name, value)
 
 
 def read_said(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:

@@ -182,7 +182,7 @@ class Proxy(Backend):
         if self.meanwhile is not None and ask.what in LAUNCHES:
             work, self.meanwhile = self.meanwhile, None
             work()
-        answer = seated.answer(self._timeout)
+        answer = seated.answer()
         self._told |= dict.fromkeys(answer.told)
         if answer.raised is not None:
             raise _raising(answer.raised, ask.what in LAUNCHES)

@@ -52,23 +52,27 @@ class Server:
         self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
         self._events = select.poll()  # that of a connection makes one for each wait
         self._events.register(self._child.events, select.POLLIN)
-        self._asked, self._until, self._candidate = 0, 0.0, set[int]()
+        self._asked, self._timeout, self._until, self._candidate = 0, 0.0, 0.0, set[int]()
         #: Whether no candidate has answered yet since the last one ended.
         self.fresh = True
         self.ended = False
         _adoption.begin()
 
     def ask(self, ask: Ask, timeout: float) -> None:
-        """Ask the candidate that lives; ``answer`` has what it says, and this process may do something meanwhile."""
+        """Ask the candidate that lives; ``answer`` has what it says, and this process may do something meanwhile.
+
+        It has ``timeout`` seconds.
+        """
         self._asked += 1
+        self._timeout = timeout
         self._until = time.monotonic() + timeout + (_START if self.fresh else 0.0)
         with contextlib.suppress(OSError):  # that nobody listens is found where the answer is waited for
             self._child.requests.send_bytes(pickle.dumps((self._asked, ask)))
 
-    def answer(self, timeout: float) -> Answer:
-        """The answer, within ``timeout`` seconds of the question; another candidate follows one that is ``Gone``."""
+    def answer(self) -> Answer:
+        """The answer to what was asked; another candidate follows one that is ``Gone``."""
         try:
-            answer = self._answer(timeout)
+            answer = self._answer()
         except Gone:
             self.renew()
             raise
@@ -89,7 +93,7 @@ class Server:
             self.fresh, self._candidate = False, traces.children(self._child.number)
         return answer
 
-    def _answer(self, timeout: float) -> Answer:
+    def _answer(self) -> Answer:
         """The answer to the last question, or that the candidate ended."""
         while self._events.poll(max(0.0, 1e3 * (self._until - time.monotonic()))):
             answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
@@ -99,14 +103,15 @@ class Server:
                 return answer
             if not 0 < answer.number < self._asked:  # else to a question that the one before it left
                 raise InvalidProblem("it is to another question")
-        raise Gone(self._silent(timeout), "hang")
+        raise Gone(self._silent(), "hang")
 
-    def _silent(self, timeout: float) -> str:
+    def _silent(self) -> str:
         """What to say of a candidate that does not answer."""
         states = {traces.state(number) for number in traces.descendants(self._child.number)} - {""}
         if not traces.descendants(self._child.number):
             return "it ended, and not even its end was told"
-        return f"no answer after {timeout:g} s; the process was {', '.join(sorted(states)) or 'running'}, and was ended"
+        state = ", ".join(sorted(states)) or "running"
+        return f"no answer after {self._timeout:g} s; the process was {state}, and was ended"
 
     def left(self) -> dict[int, str]:
         """Processes of candidates that are not the candidate nor a compiler's, by number, with their command lines."""

@@ -1,17 +1,16 @@
-"""What torch.compile runs as it is, where it comes to it at all: it has left out of its graphs who calls it."""
+"""Functions of calls without a graph: torch.compile neither looks into them nor into what they call."""
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from attnswitch.call import attend, backward, forms, headwise, options, paged, varlen
 
-__all__ = ["keep"]
+__all__ = ["keep_out"]
 
-_FUNCTIONS = (
+_FUNCTIONS: tuple[Any, ...] = (
     *(options.of_call, options.of_keywords, options.of_problem, options.seed_of),
     *(attend.attend, backward.gradients),
     *(headwise.attend_by, headwise.gradients, forms.run, forms.planned),
@@ -19,7 +18,7 @@ _FUNCTIONS = (
 )
 
 
-def keep() -> None:
+def keep_out() -> None:
     """Keep torch.compile out of them, and of all that they call.
 
     After an error in a function torch.compile leaves it out of later graphs, and compiles what it calls one by one: in
@@ -30,5 +29,4 @@ def keep() -> None:
         return
     skip = frames._FrameAction.SKIP
     for function in _FUNCTIONS:
-        assert isinstance(function, FunctionType)
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
