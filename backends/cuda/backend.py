@@ -161,7 +161,7 @@ def _shared(role: str, tile: _AnyTile, problem: Problem) -> int:
     if isinstance(tile, HopperTile):
         return hopper_tiles.shared(tile, problem)
     if isinstance(tile, LatentTile):
-        return hopper_tiles.latent_shared(problem)
+        return hopper_tiles.latent_shared(problem, tile)
     if isinstance(tile, HopperGradients):
         return hopper_tiles.gradients_shared(tile, problem)
     if isinstance(tile, FusedTile):

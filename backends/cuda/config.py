@@ -18,7 +18,7 @@ from .families import against_hopper, against_hopper_backward, against_latent
 from .fused import choice as fused_choice
 from .fused.tiles import FusedTile
 from .hopper import choice as hopper_choice
-from .hopper.tiles import LATENT, HopperGradients, HopperTile, LatentTile
+from .hopper.tiles import HopperGradients, HopperTile, LatentTile
 from .portable import choice as portable_choice
 from .portable import timed
 from .portable.splits import schedule
@@ -54,7 +54,7 @@ class CudaConfig(Config):
 
     def __str__(self) -> str:
         if isinstance(self.forward, LatentTile):
-            return f"forward {self.forward}, splits {self.splits}"
+            return f"forward {self.forward}" + ("" if self.forward.even else f", splits {self.splits}")
         if self.backward is not None:
             return f"forward {self.forward}, backward {self.backward}, splits {self.splits}"
         keys = f"keys {'' if self.key_and_value else 'apart '}{self.key_gradients}"
@@ -90,10 +90,13 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
 
 
 def _latent(problem: Problem, device: Device) -> Iterator[CudaConfig]:
-    """Of heads too wide for all but one kernel: by the number of splits."""
-    best = problem.splits or hopper_choice.latent_splits(problem, device)
+    """Of heads too wide for all but one kernel: by how keys are split."""
+    tile, best = hopper_choice.latent(problem, device), problem.splits or hopper_choice.latent_splits(problem, device)
+    if tile.even:
+        yield CudaConfig(tile, _NONE, _NONE, _NONE)
+        tile = replace(tile, even=False)
     for splits in dict.fromkeys((best, *(() if problem.splits or device.kind == "cpu" else _PARTS))):
-        yield CudaConfig(LATENT, _NONE, _NONE, _NONE, splits)
+        yield CudaConfig(tile, _NONE, _NONE, _NONE, splits)
 
 
 def _ordinary(problem: Problem, device: Device, backward: HopperGradients | FusedTile | None) -> Iterator[CudaConfig]:

@@ -142,7 +142,7 @@ def _forward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int
     if isinstance(tile, HopperTile):
         return hopper_forward.Forward(p, tile, device, all_rows)
     if isinstance(tile, LatentTile):
-        return latent.Forward(p, config.splits)
+        return latent.Forward(p, tile, config.splits, device)
     return portable_forward.Forward(p, tile, config.splits)
 
 

@@ -62,6 +62,7 @@ VALUES: dict[str, set[int]] = {
     "ORDERED": {0, 1},
     "ADDED": {0, 1},
     "ALONE": {0, 1},
+    "TOLD": {0, 16},
     "PAGE_ROWS": {16, 32, 64},
 }
 

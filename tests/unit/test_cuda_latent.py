@@ -11,6 +11,7 @@ import torch
 import attnswitch
 from attnswitch import Problem
 from attnswitch.machine.device import Device
+from attnswitch.planning import planner
 from attnswitch.problem import cost
 
 backend = importlib.import_module("attnswitch.backends.cuda.backend")
@@ -104,7 +105,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "a window, split, two tiles of rows": {"lengths": (500,), "queries": 40, "window": (90, 0), "num_splits": 3},
     "softcap, split": {"lengths": (300,), "softcap": 5.0, "num_splits": 2},
     "D 576/8": {"lengths": (150,), "dims": (576, 8)},
+    "16 rows": {"lengths": (700, 0, 65), "heads": (8, 1), "queries": 2, "page": 32, "num_splits": 2},
+    "packed, 16 rows": {"lengths": (150, 300, 67), "queries": (2, 0, 1), "page": 16, "num_splits": 2},
 }
+#: Those with at most 16 rows to a key head.
+FEW = (
+    *("one tile", "no keys, one, a tile, one more", "pages of 16", "values apart, pages of 16", "softcap, split"),
+    *("split", "D 512", "D 576/8", "16 rows", "packed, 16 rows"),
+)
 
 
 class TestResults:
@@ -114,6 +122,19 @@ class TestResults:
     def test_pages(self, name: str) -> None:
         call = Paged(**CALLS[name])
         near(call("cuda"), call("reference"))
+
+    @pytest.mark.parametrize("name", FEW)
+    def test_few_rows_have_the_bits_that_they_have_among_many(
+        self, name: str, variants: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call = Paged(**CALLS[name])
+        monkeypatch.setattr(choice, "latent", lambda problem, device: tiles.FEW)
+        few = call("cuda")
+        monkeypatch.setattr(choice, "latent", lambda problem, device: tiles.LATENT)
+        planner.forget()
+        for one, other in zip(few, call("cuda"), strict=True):
+            assert torch.equal(one, other)
+        assert [variant.rows for variant in variants if variant.kernel == "latent"] == [16, 64]
 
     @pytest.mark.parametrize("splits", [None, 3])
     def test_sinks_and_slopes(self, splits: int | None) -> None:
@@ -187,7 +208,8 @@ class TestResults:
         launch = emulator.launch
 
         def note(variant: Any, blocks: int, a: Any, *more: Any) -> None:
-            within.append(bool(a.values_within))
+            if variant.kernel == "latent":
+                within.append(bool(a.values_within))
             launch(variant, blocks, a, *more)
 
         monkeypatch.setattr(emulator, "launch", note)
@@ -221,7 +243,87 @@ class TestResults:
                 assert torch.equal(found[0], whole[b])
 
 
+@pytest.fixture
+def even(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Keys are split evenly, whatever the problem. Filled with the blocks of each launch of the kernel."""
+    monkeypatch.setattr(choice, "latent", lambda problem, device: tiles.FEW if problem.splits else tiles.EVEN)
+    launched: list[int] = []
+    launch = emulator.launch
+
+    def note(variant: Any, blocks: int, a: Any, *more: Any) -> None:
+        if variant.kernel == "latent":
+            launched.append(blocks)
+        launch(variant, blocks, a, *more)
+
+    monkeypatch.setattr(emulator, "launch", note)
+    return launched
+
+
+class TestEvenSplits:
+    """Three blocks, which have as many pairs of tiles of keys as one another, of whatever sequences."""
+
+    pytestmark = compiled
+
+    @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "num_splits" not in call])
+    def test_pages(self, name: str, even: list[int]) -> None:
+        call = Paged(**CALLS[name])
+        near(call("cuda"), call("reference"))
+        assert even == [3]
+
+    @pytest.mark.parametrize(
+        "lengths",
+        [
+            (1000, 1, 0, 129),  # rows in three blocks, and three that one block has
+            (1, 1, 1, 1, 1, 1, 1, 1000),
+            (0, 0, 0),
+            (5,),  # fewer pairs than blocks
+            (130, 130),
+            (40,) * 70,  # more sequences than a warp has lanes
+            (0,) * 33 + (300,) + (0,) * 40,
+        ],
+    )
+    @pytest.mark.parametrize("heads", [(3, 1), (130, 2)])
+    def test_lengths(self, lengths: tuple[int, ...], heads: tuple[int, int], even: list[int]) -> None:
+        call = Paged(lengths, heads=heads, sinks=torch.linspace(-2, 2, heads[0]))
+        near(call("cuda"), call("reference"))
+        assert even == [3]
+
+    def test_more_parts_than_a_warp_merges_at_once(self, even: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(latent, "_EMULATED", 40)
+        call = Paged((5000, 30), heads=(2, 1))
+        near(call("cuda"), call("reference"))
+        assert even == [40]
+
+    def test_sinks_and_slopes(self, even: list[int]) -> None:
+        sinks, slopes = torch.tensor([3.0, -2.0, 0.5, 9.0]), torch.tensor([0.5, 0.1, 0.02, 0.0])
+        call = Paged((300, 0, 40), 2, (4, 1), sinks=sinks, alibi_slopes=slopes)
+        near(call("cuda"), call("reference"))
+
+    def test_it_repeats_to_the_bit(self, even: list[int]) -> None:
+        call = Paged((700, 3, 260), 2, (4, 1))
+        for one, other in zip(call("cuda"), call("cuda"), strict=True):
+            assert torch.equal(one, other)
+
+
 class TestChoice:
+    @pytest.mark.parametrize(
+        ("text", "even"),
+        [
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64", True),
+            ("b128.h128/1.s1x4096.d576/512.bf16.lengths.page=64", False),  # two tiles of rows have the same keys
+            ("b64.h4/1.s4x4096.d576/512.bf16.causal.varlen", True),
+            ("b16.h16/1.s1x4096.d576/512.bf16.lengths.page=64", False),  # rows would have nine parts each
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.alibi", False),  # registers would spill
+            ("b64.h16/1.s1x4096.d576/512.bf16", False),  # all of one length, which the host knows
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.splits=4", False),  # bits are promised
+            ("b600.h16/1.s1x4096.d576/512.bf16.lengths", False),  # more tiles of rows than SMs by far
+        ],
+    )
+    def test_keys_are_split_evenly_where_the_gpu_alone_knows_how_many(self, text: str, even: bool) -> None:
+        first = next(config.configs(Problem.parse(text), H200))
+        assert first.forward.even is even
+        assert ("even" in str(first)) is even
+
     @pytest.mark.parametrize(
         ("text", "why"),
         [
@@ -275,9 +377,27 @@ class TestChoice:
         """As many rows of as many heads as make 64."""
         for heads, pack in ((128, 64), (64, 64), (40, 64), (16, 16), (20, 32), (3, 4), (1, 1)):
             problem = Problem.parse(f"b2.h{heads}/1.s7x100.d576/512.bf16")
-            assert tiles.latent_heads(problem) == pack
-            launches = latent.Forward(problem, 1)
+            assert tiles.latent_heads(problem, tiles.LATENT) == pack
+            launches = latent.Forward(problem, tiles.LATENT, 1, H200)
             assert launches.blocks == 2 * -(-heads // pack) * -(-7 // (64 // pack))
+
+    @pytest.mark.parametrize(
+        ("text", "few"),
+        [
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64", True),
+            ("b64.h12/1.s1x4096.d576/512.bf16.lengths.page=64", True),
+            ("b64.h8/1.s2x4096.d576/512.bf16.causal-br.lengths.page=64", True),
+            ("b64.h12/1.s2x4096.d576/512.bf16.causal-br.lengths.page=64", False),
+            ("b64.h128/1.s1x4096.d576/512.bf16.lengths.page=64", False),
+            ("b2.h8.s16x512.d512.bf16", True),
+            ("b2.h8.s17x512.d512.bf16", False),
+        ],
+    )
+    def test_few_rows_have_a_tile_of_their_own(self, text: str, few: bool) -> None:
+        problem = Problem.parse(text)
+        assert choice.latent(problem, H200).queries == (16 if few else 64)
+        assert next(config.configs(problem, H200)).forward == choice.latent(problem, H200)
+        assert tiles.latent_shared(problem, choice.latent(problem, H200)) <= 227 * 1024
 
 
 class TestCost:

@@ -12,9 +12,23 @@ from attnswitch.problem import Problem
 from ...own import arithmetic
 from ..classes import per_class
 from ..launching import merging
-from .tiles import LATENT, SMS, HopperGradients, HopperTile, bias, dims, gradient_dims, latent_heads, ordered
+from .tiles import (
+    EVEN,
+    FEW,
+    LATENT,
+    SMS,
+    HopperGradients,
+    HopperTile,
+    LatentTile,
+    bias,
+    dims,
+    gradient_dims,
+    latent_heads,
+    latent_tiles,
+    ordered,
+)
 
-__all__ = ["gradients", "latent_splits", "ranked", "ranked_gradients", "splits"]
+__all__ = ["gradients", "latent", "latent_splits", "ranked", "ranked_gradients", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; MEASURED.md and TRIED.md have what was measured beside them.
 _TILES = {
@@ -64,6 +78,9 @@ _MOST_SPLITS, _PART = 16, 1.2
 #: Microseconds that a block of the forward of wide heads takes to begin and to end with, and for each pair of tiles;
 #: parts of the keys at most, and rounds of blocks from which on SMs end at about the same time.
 _LATENT, _MOST_LATENT, _ROUNDS = HopperTile(64, 64, begin=7.0, step=4.5), 128, 4
+#: Tiles of rows for each SM from which on, and up to which, keys are split evenly: of fewer, rows have many parts, and
+#: of more, SMs end at about the same time anyway.
+_LEAST_EVEN, _MOST_EVEN = 0.25, 4
 #: Microseconds that a launch of what is continued takes longer, whatever it computes.
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
@@ -151,16 +168,33 @@ def _blocks_take(
     return share, tile.begin + tile.step * math.ceil(longest * p.group / parts)
 
 
+def latent(problem: Problem, device: Device) -> LatentTile:
+    """The tile of the forward of wide heads: of few rows where they are all of a key head.
+
+    Of those keys are split evenly where the GPU alone knows how many there are.
+    """
+    p = problem
+    if latent_heads(p, LATENT) * p.seq_q > FEW.queries:
+        return LATENT
+    if device.kind == "cpu":  # so that all are checked
+        return LATENT if p.seq_k // 2 % 2 else FEW if p.seq_k // 16 % 2 or p.splits else EVEN
+    if p.splits or p.alibi or not (p.key_lengths or p.varlen):  # registers hold no slopes as well
+        return FEW
+    tiles, pairs = latent_tiles(p, FEW), arithmetic.tiles(p.seq_k, 2 * FEW.keys)
+    share = tiles / (device.sms or SMS)
+    counted = tiles * (pairs + 1) < 2**31  # by blocks, in 32 bits
+    return EVEN if _LEAST_EVEN < share <= _MOST_EVEN and counted else FEW
+
+
 def latent_splits(problem: Problem, device: Device) -> int:
     """Among how many blocks the keys of wide heads are split: as many as let SMs end at about the same time."""
-    p, pack = problem, latent_heads(problem)
-    pairs = arithmetic.tiles(p.seq_k, LATENT.stages * LATENT.keys)
+    p = problem
+    pairs = arithmetic.tiles(p.seq_k, 2 * LATENT.keys)
     if device.kind == "cpu":  # so that both are checked
         return max(1, min(2, pairs)) if p.seq_k % 2 else 1
-    tiles = p.heads_kv * arithmetic.tiles(p.group, pack) * arithmetic.tiles(p.seq_q, LATENT.queries // pack)
     # Sequences in pages have lengths of their own: all are taken for the longest, and for evenly spread up to that.
     means = (1.0, (p.batch + 1) / (2 * p.batch)) if p.page and p.batch else (1.0,)
-    return _latent_splits(p.batch * tiles, pairs, device.sms or SMS, means, merging.of_parts(p))
+    return _latent_splits(latent_tiles(p, LATENT), pairs, device.sms or SMS, means, merging.of_parts(p))
 
 
 @functools.lru_cache(maxsize=4096)  # lengths change at every token, and pairs of tiles rarely

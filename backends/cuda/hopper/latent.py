@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnswitch.machine.backend import Inputs
+from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
 from ...own import arithmetic
@@ -17,26 +18,37 @@ from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
 from ..launching.merging import Merging
 from ..launching.tensor_maps import TensorMap, remembered, tensor_map
-from .tiles import LATENT, latent_dims, latent_heads, latent_shared
+from .tiles import SMS, LatentTile, latent_dims, latent_heads, latent_shared, latent_tiles
 
 __all__ = ["Forward"]
 
+#: SPLIT of the kernel: ``src/hopper/latent/rows.cuh``.
+_WHOLE, _PARTS, _EVEN = 0, 1, 2
+#: SMs of the emulator, so few that blocks have portions of several sequences.
+_EMULATED = 3
+
 
 class Forward(ForwardLaunches):
-    """Writes output and lse: one launch, and another that merges splits."""
+    """Writes output and lse: one launch, and another that merges the parts of rows whose keys several blocks have."""
 
-    def __init__(self, p: Problem, splits: int) -> None:
-        pack = latent_heads(p)
-        self._queries = LATENT.queries // pack
+    def __init__(self, p: Problem, tile: LatentTile, splits: int, device: Device) -> None:
+        pack = latent_heads(p, tile)
+        self._queries = tile.queries // pack
         packs, rows = p.heads_kv * -(-p.group // pack), arithmetic.tiles(p.seq_q, self._queries)
         section = min(arithmetic.heads_a_section(p, packed=True), max(1, p.batch * packs))
         self.constants = arguments.constants(p, section)
-        arguments.divide(self.constants, p, pack, packs, rows, splits, 0)
-        self.blocks = p.batch * packs * rows * splits
-        self.variant = _forward(p, splits > 1)
-        self.needs_lse = splits > 1
-        self._merging = Merging(p, splits, folds=True) if splits > 1 else None
-        self._pack, self._dtype, self._rows = pack, p.dtype, _loaded(p)
+        self.blocks, parts = latent_tiles(p, tile) * splits, splits
+        if tile.even and self.blocks:
+            sms = _EMULATED if device.kind == "cpu" else device.sms or SMS
+            self.blocks, parts = sms, self.blocks + sms
+        how = _EVEN if tile.even else _PARTS if splits > 1 else _WHOLE
+        arguments.divide(self.constants, p, pack, packs, rows, parts, 0)
+        self.variant = _forward(p, tile, how)
+        self.needs_lse = how != _WHOLE
+        self._merging = None
+        if self.needs_lse:
+            self._merging = Merging(p, parts, folds=True, rows=tile.queries if tile.even else 0)
+        self._pack, self._dtype, self._rows = pack, p.dtype, _loaded(p, tile)
         self._narrower = p.dim_v <= p.dim_qk
 
     def variants(self) -> tuple[Variant, ...]:
@@ -112,26 +124,26 @@ def _shapes(inputs: Inputs) -> list[tuple[int, ...]]:
     return [tuple(operand.shape) for operand in inputs[:3]]
 
 
-def _loaded(p: Problem) -> int:
+def _loaded(p: Problem, tile: LatentTile) -> int:
     """Rows of keys that a load brings."""
-    return min(LATENT.keys, p.page) if p.page else LATENT.keys
+    return min(tile.keys, p.page) if p.page else tile.keys
 
 
 @per_class
-def _forward(p: Problem, split: bool) -> Variant:
+def _forward(p: Problem, tile: LatentTile, how: int) -> Variant:
     return Variant(
         "latent",
         p.dtype,
-        LATENT.queries,
-        LATENT.keys,
+        tile.queries,
+        tile.keys,
         *latent_dims(p),
         warps=12,
-        stages=LATENT.stages,
-        shared=latent_shared(p),
+        stages=tile.stages,
+        shared=latent_shared(p, tile),
         flags=(
-            ("SPLIT", int(split)),
+            ("SPLIT", how),
             ("PAGED", int(p.page > 0)),
-            ("PAGE_ROWS", _loaded(p)),
+            ("PAGE_ROWS", _loaded(p, tile)),
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("ALIBI", int(p.alibi)),
             ("SINKS", int(p.sinks)),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnswitch.problem import Problem
 
 from ...own import arithmetic
 
 __all__ = [
-    *("LATENT", "LATENT_DIMS", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile"),
+    *("EVEN", "FEW", "LATENT", "LATENT_DIMS", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile"),
     *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared"),
-    *("latent_dims", "latent_heads", "latent_shared", "ordered", "saved", "shared"),
+    *("latent_dims", "latent_heads", "latent_shared", "latent_tiles", "ordered", "saved", "shared"),
 ]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
@@ -69,18 +69,24 @@ class HopperGradients:
 
 @dataclass(frozen=True, slots=True)
 class LatentTile:
-    """Rows and keys in a tile of the forward of heads above 256 columns; a block has two tiles of keys at a time."""
+    """Rows and keys in a tile of the forward of heads above 256 columns; a block multiplies two tiles of keys at once.
+
+    ``stages``: tiles of keys that shared memory has room for. ``even``: there are as many blocks as SMs, which have as
+    many tiles of keys as one another, of whatever sequences.
+    """
 
     queries: int = 64
     keys: int = 64
     stages: int = 2
+    even: bool = False
 
     def __str__(self) -> str:
-        return f"hopper latent {self.queries}x{self.keys} s{self.stages}"
+        return f"hopper latent {self.queries}x{self.keys} s{self.stages}{' even' if self.even else ''}"
 
 
-#: The one that there is.
-LATENT = LatentTile()
+#: Of any number of rows, and of so few that a third tile of keys has room beside them.
+LATENT, FEW = LatentTile(), LatentTile(queries=16, stages=3)
+EVEN = replace(FEW, even=True)
 
 
 def latent_dims(problem: Problem) -> tuple[int, int]:
@@ -88,16 +94,23 @@ def latent_dims(problem: Problem) -> tuple[int, int]:
     return next((d, dv) for d, dv in LATENT_DIMS if d >= problem.dim_qk and dv >= problem.dim_v)
 
 
-def latent_heads(problem: Problem) -> int:
+def latent_heads(problem: Problem, tile: LatentTile) -> int:
     """How many of the query heads that share a key head lie in one of its tiles, beside as many queries as fit."""
-    return min(LATENT.queries, 1 << (problem.group - 1).bit_length())
+    return min(tile.queries, 1 << (problem.group - 1).bit_length())
 
 
-def latent_shared(problem: Problem) -> int:
+def latent_tiles(problem: Problem, tile: LatentTile) -> int:
+    """Tiles of rows of all its heads and sequences, at most."""
+    p, pack = problem, latent_heads(problem, tile)
+    rows = arithmetic.tiles(p.seq_q, tile.queries // pack)
+    return p.batch * p.heads_kv * arithmetic.tiles(p.group, pack) * rows
+
+
+def latent_shared(problem: Problem, tile: LatentTile) -> int:
     """Bytes of shared memory that a block of it takes, barriers included."""
-    dim, dim_v = (columns // _PANEL for columns in latent_dims(problem))
-    panels = dim + LATENT.stages * max(dim, dim_v + 1)  # weights have one that is none of the values'
-    return 2 * LATENT.keys * _PANEL * panels + 1024
+    dim, dim_v = latent_dims(problem)
+    rest = 2 * tile.keys * _PANEL  # keys beyond the values, in whose place weights come, of the two that are multiplied
+    return 2 * (tile.queries * dim + tile.stages * tile.keys * dim_v + rest) + 1024
 
 
 def dims(problem: Problem) -> tuple[int, int]:

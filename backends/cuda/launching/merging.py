@@ -26,16 +26,20 @@ _COLUMNS = 256
 
 
 class Merging:
-    """Of ``splits`` splits; ``folds`` says that their maxima are in the unit of the exponential."""
+    """Of ``splits`` splits; ``folds`` says that their maxima are in the unit of the exponential.
 
-    def __init__(self, p: Problem, splits: int, *, folds: bool) -> None:
-        self.variant = _variant(p, alone(splits), folds)
-        self._splits, self._dim, self._size = splits, p.dim_v, _size(p)
+    Where a part is of a tile of ``rows``, of whatever sequence, ``splits`` are all parts that there may be.
+    """
+
+    def __init__(self, p: Problem, splits: int, *, folds: bool, rows: int = 0) -> None:
+        self._alone = alone(splits) or rows > 0
+        self.variant = _variant(p, self._alone, folds, rows)
+        self._splits, self._rows, self._dim, self._size = splits, rows, p.dim_v, _size(p)
 
     def blocks(self, inputs: Inputs) -> int:
         """Those of its launch."""
         lines = _lines(inputs)
-        if not alone(self._splits):
+        if not self._alone:
             return lines
         return arithmetic.tiles(lines * arithmetic.tiles(self._dim, _STRETCH // self._size), _WARPS)
 
@@ -45,11 +49,11 @@ class Merging:
 
     def parts_for(self, inputs: Inputs) -> Callable[[Arguments, Any], Any]:
         """The same for tensors of the shape of these."""
-        lines = self._splits * _lines(inputs)
-        numerators = lines * self._dim
+        lines = self._splits * (self._rows or _lines(inputs))
+        numerators, told = lines * self._dim, 2 * _lines(inputs) if self._rows else 0
 
         def made(a: Arguments, lse: Any) -> Any:
-            parts = memory.empty((numerators + 2 * lines,), lse)
+            parts = memory.empty((numerators + 2 * lines + told,), lse)
             at = memory.address(parts)
             a.parts, a.sums = at, at + numerators * lse.itemsize
             return parts
@@ -82,7 +86,8 @@ def _lines(inputs: Inputs) -> int:
 
 
 @per_class
-def _variant(p: Problem, alone: bool, folds: bool) -> Variant:
+def _variant(p: Problem, alone: bool, folds: bool, rows: int) -> Variant:
     shared = 0 if alone else _WARPS * max(_COLUMNS, p.dim_v) * _size(p)
-    flags = ("FOLD", int(folds)), ("SINKS", int(p.sinks)), ("ALONE", int(alone))
-    return Variant("merge", p.dtype, warps=_WARPS, shared=shared, flags=flags, varlen=p.varlen)
+    flags = ("FOLD", int(folds)), ("SINKS", int(p.sinks)), ("ALONE", int(alone)), ("TOLD", rows)
+    resident = 3 if rows else 2  # as many as no registers spill for, of Hopper or of all
+    return Variant("merge", p.dtype, warps=_WARPS, shared=shared, resident=resident, flags=flags, varlen=p.varlen)

@@ -33,6 +33,8 @@ template <class V> DEVICE V larger(V a, V b) { return a > b ? a : b; }
 template <class V> DEVICE V smaller(V a, V b) { return a < b ? a : b; }
 // n / by, for n below 2^31.
 DEVICE u32 quotient(u32 n, Divisor by) { return u64(n) * by.multiplier >> by.shift; }
+// n / by, of which 64 bits are rarely needed, and take far longer.
+DEVICE i64 divided(i64 n, i64 by) { return (n | by) >> 32 ? n / by : i64(u32(n) / u32(by)); }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // a b, rounded before it is used: what was summed relative to a product has to be rescaled by that very number.
 DEVICE float rounded(float a, float b) { return multiply_add(a, b, 0.0f); }

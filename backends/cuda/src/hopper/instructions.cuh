@@ -46,6 +46,17 @@ DEVICE void await(u64* at, u32 parity) {
     while (!has_passed(at, parity)) {}
 }
 
+// Of a warp's lanes, which are all here, one. The assembler knows that it is one, unlike that of a number: who asks TMA for
+// copies does so at once then, and not in a loop over lanes.
+DEVICE bool is_elected() {
+    u32 it;
+    asm volatile("{\n.reg .pred p;\n"
+                 "elect.sync _|p, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(it));
+    return it;
+}
+
 // -- some threads of a block ------------------------------------------------------------------------------------------
 
 // `threads` of the block meet by a number below 16; 0 is that of `barrier`. Who arrives there does not wait.
@@ -183,7 +194,7 @@ template <int COLUMNS> struct Instruction;
 // P to U number the operands that follow the sums.
 #define OPCODE(COLUMNS) "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TEXT(STORAGE) "." TEXT(STORAGE)
 #define IN_SHARED(NAME, A_TURNED, B_TURNED, COLUMNS, COUNT, P, Q, R)                                                  \
-    template <int KEEP> static DEVICE void NAME(float (&d)[COLUMNS / 2], u64 a, u64 b) {                              \
+    template <int KEEP> static DEVICE void NAME(float (&d)[COLUMNS / 2], u64 a, u64 b, int = 64) {                    \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R ", 0;\n" OPCODE(COLUMNS)                                 \
                      " {" NAMES_##COUNT "}, %" #P ", %" #Q ", p, 1, 1, " #A_TURNED ", " #B_TURNED ";\n}"              \
                      : OCTETS_##COUNT : "l"(a), "l"(b), "n"(KEEP));                                                   \

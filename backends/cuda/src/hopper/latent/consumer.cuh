@@ -24,9 +24,10 @@ struct Consumer {
     Shared& shared;
     const Arguments& a;
     const Rows& rows;
+    const Past past;
     const int index, other = 1 - index;
     const float factor = float(SOFTCAP ? a.cap : a.factor) * float(SOFTCAP || ALIBI ? UNIT : 1);
-    const u32 origin = shared_address(&shared) >> 4;  // in units of 16 bytes
+    u32 origin = shared_address(&shared) >> 4;  // in units of 16 bytes
     Scores scores;
     Weights weights;
     float sums[OUTPUTS][WIDE / 2];
@@ -38,19 +39,22 @@ struct Consumer {
             UNROLL for (float& sum : part) sum = 0;
         if (ALIBI) UNROLL for (int m = 0; m < 2; m++) slope[m] = slope_of(a, rows.batch, head_of(m)) * UNIT;
         const int steps = rows.steps();
-        if (steps) shared.query_full.wait(0);
+        if (steps) shared.query_full.wait(past.queries & 1);
         ROLLED for (int step = 0; step < steps; step++) {
-            take_scores(step);
+            origin = broadcast(origin);  // so that places are worked out of it anew, in registers of the warp
+            const Tile tile(past.steps + step, index);
+            take_scores(tile, step);
+            if (SPLIT == EVEN && step == steps - 1) release(shared.query_free);
             agree();
             softmax.weigh(weights, scores, ALIBI ? 1 : factor);
             if (!a.values_within)  // not only those of its half: no phase of its own tile passes unseen
-                UNROLL for (int n = 0; n < VALUE_PANELS; n++) await(step, index, n, 1);
-            if (rows.start(step, 0) + 2 * BLOCK_N > rows.extent.end) clear_beyond(step);
+                UNROLL for (int n = 0; n < VALUE_PANELS; n++) await(tile, n, 1);
+            if (rows.start(step, 0) + 2 * BLOCK_N > rows.extent.end) clear_beyond(tile, step);
             if (WEIGHTS < KEY_PANELS) meet_own();  // all its warps have read the keys there
-            store_packed(shared.tile[index][WEIGHTS], weights);
+            store_packed(shared.rest[index], weights);
             show_writes();
             meet_other();
-            add_values(step);
+            add_values(tile, Tile(past.steps + step, other));
         }
         finish();
     }
@@ -65,28 +69,31 @@ private:
     }
     DEVICE int head_of(int m) const { return smaller(rows.head_of(row_of(m)), a.heads - 1); }
     DEVICE Matrix matrix(u32 place) const { return Matrix(origin + place); }
-    DEVICE void await(int step, int t, int panel, int more = 0) {
-        shared.full[t][panel].wait((uses_before(a, step, panel) + more) & 1);
+    DEVICE void await(const Tile& tile, int panel, int more = 0) {
+        shared.full[tile.stage][panel].wait((tile.uses_before(a) + more) & 1);
     }
 
     // -- scores ---------------------------------------------------------------------------------------------------
 
-    DEVICE void take_scores(int step) {
+    DEVICE void take_scores(const Tile& tile, int step) {
         UNROLL for (float& score : scores) score = 0;  // none of the step before lives on in registers
         begin_products();
         UNROLL for (int n = 0; n < KEY_PANELS; n++) {
             const int panel = in_turn(n);
-            await(step, index, panel);
-            const Matrix query = matrix(Shared::query_place(panel)), key = matrix(Shared::tile_place(index, panel));
-            if (n == 0)
-                product_nt<BLOCK_N, PANEL>(scores, query, key);
+            if (panel < VALUE_PANELS)
+                await(tile, panel);
             else
-                product_nt<BLOCK_N, PANEL, BLOCK_N, true>(scores, query, key);
+                shared.rest_full[index].wait(tile.step & 1);
+            const Matrix query = matrix(Shared::query_place(panel)), key = matrix(tile.place(panel));
+            if (n == 0)
+                product_nt<BLOCK_N, PANEL, BLOCK_N, false, BLOCK_M>(scores, query, key);
+            else
+                product_nt<BLOCK_N, PANEL, BLOCK_N, true, BLOCK_M>(scores, query, key);
         }
         commit_products();
         wait_products<0>();
         hold(scores);
-        if (!a.values_within) UNROLL for (int n = 0; n < VALUE_PANELS; n++) release(shared.free[index][n]);
+        if (!a.values_within) UNROLL for (int n = 0; n < VALUE_PANELS; n++) release(shared.free[tile.stage][n]);
         if (SOFTCAP) cap(scores, float(a.factor));
         const int start = rows.start(step, index);
         if (ALIBI) slant(start);
@@ -126,36 +133,36 @@ private:
     // -- values ---------------------------------------------------------------------------------------------------
 
     // Beyond the end of a sequence may lie NaN, or another one, which a weight of 0 does not take away.
-    DEVICE void clear_beyond(int step) {
+    DEVICE void clear_beyond(const Tile& tile, int step) {
         const int there = larger(rows.extent.end - rows.start(step, index), 0);
         meet_own();  // whose products have read these rows
-        if (there < BLOCK_N) clear_rows<BLOCK_N, BLOCK_DV>(shared.tile[index][0], there);
+        if (there < BLOCK_N) clear_rows<BLOCK_N, BLOCK_DV>(shared.values[tile.stage][0], there);
         meet_all();
     }
     // Panels are free one after another, while others are multiplied.
-    DEVICE void add_values(int step) {
+    DEVICE void add_values(const Tile& own, const Tile& others) {
         const int more = a.values_within ? 0 : 1;
         begin_products();
         UNROLL for (int n = 0; n < OUTPUTS; n++) {
             const int first = index * HALF + n * EACH;
             UNROLL for (int panel = first; panel < first + EACH; panel++)
-                await(step, index, panel, more), await(step, other, panel, more);
-            product_nn<WIDE, BLOCK_N>(sums[n], weights, matrix(Shared::tile_place(index, first)));
+                await(own, panel, more), await(others, panel, more);
+            product_nn<WIDE, BLOCK_N>(sums[n], weights, matrix(Shared::value_place(own.stage, first)));
             commit_products();
-            if (n > 0) added<1>(n - 1), begin_products();
-            product_nn<WIDE, BLOCK_N>(sums[n], matrix(Shared::tile_place(other, WEIGHTS)),
-                                      matrix(Shared::tile_place(other, first)));
+            if (n > 0) added<1>(n - 1, own, others), begin_products();
+            product_nn<WIDE, BLOCK_N>(sums[n], matrix(Shared::rest_place(other)),
+                                      matrix(Shared::value_place(others.stage, first)));
             commit_products();
         }
-        added<0>(OUTPUTS - 1);
+        added<0>(OUTPUTS - 1, own, others);
         hold(weights);
-        if (WEIGHTS < KEY_PANELS) release(shared.free[other][WEIGHTS]);
+        if (WEIGHTS < KEY_PANELS) release(shared.rest_free[other]);
     }
-    template <int PENDING> DEVICE void added(int n) {
+    template <int PENDING> DEVICE void added(int n, const Tile& own, const Tile& others) {
         wait_products<PENDING>();
         hold(sums[n]);
         UNROLL for (int panel = index * HALF + n * EACH; panel < index * HALF + (n + 1) * EACH; panel++)
-            release(shared.free[index][panel]), release(shared.free[other][panel]);
+            release(shared.free[own.stage][panel]), release(shared.free[others.stage][panel]);
     }
 
     // -- results --------------------------------------------------------------------------------------------------
@@ -170,11 +177,13 @@ private:
         meet_other();
         UNROLL for (int m = 0; m < 2; m++) {
             total[m] += load_shared(&shared.beside[other][row_of(m)]);
-            if (SPLIT == PARTS)
+            if (SPLIT == EVEN && rows.portion.from == 0) tell(row_of(m));
+            if (SPLIT == PARTS || rows.portion.parts)
                 store_part(m, total[m]);
             else
                 store(m, total[m]);
         }
+        if (SPLIT == EVEN) meet_other();  // who goes on writes to what is read here
     }
     DEVICE void store(int m, float total) const {
         const int r = row_of(m);
@@ -194,14 +203,20 @@ private:
             store_row<WIDE>(there ? out + first : nullptr, sums[n], m, empty ? 0 : rescale / total, a.dim_v - first);
         }
     }
+    // Where the parts of a row begin, and how many there are.
+    DEVICE void tell(int r) const {
+        if (index || first_column() || !rows.is_there(r)) return;
+        int* const told = reinterpret_cast<int*>(static_cast<float*>(a.sums) + 2 * rows.all_parts()) + 2 * rows.line_of(r);
+        told[0] = int(rows.part_of(r)), told[1] = rows.portion.parts;
+    }
     DEVICE void store_part(int m, float total) const {
         const int r = row_of(m);
         if (!rows.is_there(r)) return;
-        const i64 lines = lines_of(a), part = rows.split * lines + rows.line_of(r);
+        const i64 part = rows.part_of(r);
         float* const maxima = static_cast<float*>(a.sums);
         if (index == 0 && first_column() == 0) {
             maxima[part] = softmax.is_seen(m) ? softmax.exponent(m, ALIBI ? 1 : factor) : -INFINITE;
-            maxima[a.splits * lines + part] = total;
+            maxima[rows.all_parts() + part] = total;
         }
         float* const parts = static_cast<float*>(a.parts) + part * a.dim_v;
         UNROLL for (int n = 0; n < OUTPUTS; n++)

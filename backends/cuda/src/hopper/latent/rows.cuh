@@ -7,35 +7,59 @@
 #include "hopper/scores.cuh"
 #include "schedule.cuh"
 
-enum { WHOLE, PARTS };  // of SPLIT: results, or parts of them for merge.cu
+// Of SPLIT: results; parts of them for merge.cu, of as many splits as the host says; or either, by even.cuh.
+enum { WHOLE, PARTS, EVEN };
+
+// Pairs of tiles of keys that a block has of those that rows see, from one on. EVEN: where its part is, among all, and
+// how many parts these rows have, where it has the first; none where it is whole.
+struct Portion {
+    int from = 0, pairs = 0;
+    int place = 0, parts = 0;
+};
+
+// What a sequence sees of its keys.
+DEVICE Reach seen_of(const Arguments& a, Extent extent) {
+    return reach(keys_of(a, extent, 0), keys_of(a, extent, queries_in(a, extent) - 1));
+}
 
 struct Rows {
     const Arguments& a;
-    const int each = BLOCK_M / a.pack;  // queries of a head
+    const int each_log = highest(BLOCK_M) - highest(a.pack), each = 1 << each_log;  // queries of a head
     int batch, head_kv, head, heads;    // the first, and how many
     int first, count;                   // of its queries
     int split;
+    Portion portion;
     Extent extent;
     Reach reach;
 
     DEVICE Rows(const Arguments& a) : a(a) {
         const Place at = place(a, a.packs, a.tiles, true);
-        const int tiles = ceil_div(a.group, a.pack);  // of the heads that share a key head
-        batch = at.batch, split = at.split, first = at.tile * each;
-        head_kv = at.head / tiles, head = head_kv * a.group + at.head % tiles * a.pack;
+        find(at, extent_at(a, at.batch));
+        if (count <= 0 || SPLIT != PARTS) return;
+        // Those of a split are of what the sequence sees, the same whatever lies beside it.
+        const Reach seen = seen_of(a, extent);
+        const int own = quotient(ceil_div(seen.tiles(), 2) + a.splits - 1, a.by_splits);
+        cut(seen, Portion{split * own, own});
+    }
+    // A portion of the n-th tile of rows of a sequence, which sees so much of its keys.
+    DEVICE Rows(const Arguments& a, int batch, Extent extent, Reach seen, int n, Portion own) : a(a) {
+        const int tile = int(quotient(n, a.by_packs));
+        find(Place{batch, n - tile * a.packs, tile, 0}, extent);
+        portion = own, cut(seen, own);
+    }
+    DEVICE void find(Place at, Extent of_batch) {
+        const int tiles = int(quotient(a.group + a.pack - 1, a.by_pack));  // of the heads that share a key head
+        batch = at.batch, split = at.split, first = at.tile * each, extent = of_batch;
+        head_kv = tiles == 1 ? at.head : at.head / tiles;  // a division takes long
+        head = head_kv * a.group + (at.head - head_kv * tiles) * a.pack;
         heads = smaller(a.pack, (head_kv + 1) * a.group - head);
-        extent = extent_at(a, batch);
         count = smaller(each, queries_in(a, extent) - first);
         if (count > 0) reach = ::reach(sees(0), sees(count - 1));
-        if (count > 0 && SPLIT) cut();
     }
-    // Tiles of keys, in pairs: those of a split are of what the sequence sees, the same whatever lies beside it.
-    DEVICE void cut() {
-        const Span to_first = keys_of(a, extent, 0), to_last = keys_of(a, extent, queries_in(a, extent) - 1);
-        const Reach seen = ::reach(to_first, to_last);
-        const int own = 2 * quotient(ceil_div(seen.tiles(), 2) + a.splits - 1, a.by_splits);
-        const int from = seen.first_tile() + split * own;
-        reach.any.from = larger(reach.any.from, from * BLOCK_N), reach.any.to = smaller(reach.any.to, (from + own) * BLOCK_N);
+    // Counted from the first pair that any row of the sequence sees.
+    DEVICE void cut(const Reach& seen, Portion own) {
+        const int from = seen.first_tile() + 2 * own.from, to = from + 2 * own.pairs;
+        reach.any.from = larger(reach.any.from, from * BLOCK_N), reach.any.to = smaller(reach.any.to, to * BLOCK_N);
     }
     DEVICE int steps() const { return ceil_div(reach.tiles(), 2); }
     // Where tile `t` of a pair begins, and whether it is one of these: the last pair may have one.
@@ -43,9 +67,9 @@ struct Rows {
     DEVICE bool has(int step, int t) const { return 2 * step + t < reach.tiles(); }
 
     // Of row r.
-    DEVICE int query_of(int r) const { return r % each; }
-    DEVICE int head_of(int r) const { return head + r / each; }
-    DEVICE bool is_there(int r) const { return query_of(r) < count && r / each < heads; }
+    DEVICE int query_of(int r) const { return r & (each - 1); }
+    DEVICE int head_of(int r) const { return head + (r >> each_log); }
+    DEVICE bool is_there(int r) const { return query_of(r) < count && r >> each_log < heads; }
     // What query `i` of these sees.
     DEVICE Span sees(int i) const { return keys_of(a, extent, first + i); }
 
@@ -54,6 +78,11 @@ struct Rows {
     DEVICE i64 line_of(int r) const {
         return ::line_of(a, batch, head_of(r), first_query(extent), first + query_of(r));
     }
+    // Where its part is, of all parts of rows, and how many may be.
+    DEVICE i64 part_of(int r) const {
+        return SPLIT == EVEN ? i64(portion.place) * BLOCK_M + r : split * lines_of(a) + line_of(r);
+    }
+    DEVICE i64 all_parts() const { return a.splits * (SPLIT == EVEN ? BLOCK_M : lines_of(a)); }
     DEVICE T* out_of(int r) const {
         return reinterpret_cast<T*>(a.out.at) + BEGIN_OF(a.out, batch, first_query(extent)) + head_of(r) * a.out.head +
                (first + query_of(r)) * a.out.row;
