@@ -461,6 +461,14 @@ class ForgesAnswer(Hostile):
         return out
 
 
+class FloodsAnswers(Hostile):
+    """Answers to what was asked before, for ever."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        while True:
+            _write(b'{"said": null, "results": [], "number": 1}')
+
+
 class SendsPickle(Hostile):
     """An object whose loading runs a program."""
 

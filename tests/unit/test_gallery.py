@@ -73,6 +73,7 @@ TOLD = {
     "AsksTorch": r"conduct: it calls torch's own aten::.*attention.*, which is forbidden",
     "MultipliesByTorch": r"conduct: it calls torch's own aten::b?mm, which is forbidden",
     "ForgesAnswer": r"crash: its answer is none: it is to another question",
+    "FloodsAnswers": r"crash: its answer is none: it answers more often than it was asked",
     "SendsPickle": r"crash: its answer is none: it is not JSON",
     "SendsNumbers": r"crash: its answer is none: it is not JSON",
     "SaysItEnded": r"crash: its answer is none: it says that the process ended, which runs",

@@ -95,6 +95,7 @@ class Server:
 
     def _answer(self) -> Answer:
         """The answer to the last question, or that the candidate ended."""
+        heard = 0
         while self._events.poll(max(0.0, 1e3 * (self._until - time.monotonic()))):
             answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
             if answer.ended is not None and self._candidate & traces.children(self._child.number):
@@ -103,6 +104,9 @@ class Server:
                 return answer
             if not 0 < answer.number < self._asked:  # else to a question that the one before it left
                 raise InvalidProblem("it is to another question")
+            heard += 1
+            if heard >= self._asked:
+                raise InvalidProblem("it answers more often than it was asked")
         raise Gone(self._silent(), "hang")
 
     def _silent(self) -> str:
