@@ -46,7 +46,7 @@ class CudaConfig(Config):
     key_gradients: Tile
     query_gradient: Tile
     mask_gradient: Tile
-    #: Keys are split among this many blocks; 1 is none.
+    #: Keys are split among this many blocks, unless the tile says that the GPU deals them; 1 is none.
     splits: int = 1
     #: Whether the gradients of key and value are made by one launch, or by one each for want of registers.
     key_and_value: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
+from attnswitch.call import varlen
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
 from attnswitch.problem import cost
@@ -20,6 +22,7 @@ config = importlib.import_module("attnswitch.backends.cuda.config")
 emulator = importlib.import_module("attnswitch.backends.cuda.launching.emulator")
 families = importlib.import_module("attnswitch.backends.cuda.families")
 latent = importlib.import_module("attnswitch.backends.cuda.hopper.latent")
+merging = importlib.import_module("attnswitch.backends.cuda.launching.merging")
 tiles = importlib.import_module("attnswitch.backends.cuda.hopper.tiles")
 workload = importlib.import_module("attnswitch.bench.workload")
 
@@ -243,20 +246,38 @@ class TestResults:
                 assert torch.equal(found[0], whole[b])
 
 
+#: Numbers behind the memory of parts.
+_BEYOND = 200_000
+
+
 @pytest.fixture
-def even(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Keys are split evenly, whatever the problem. Filled with the blocks of each launch of the kernel."""
+def even(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Keys are split evenly, whatever the problem. Filled with the blocks of each launch of the kernel.
+
+    Parts stay in their memory, in which at first lies NaN.
+    """
     monkeypatch.setattr(choice, "latent", lambda problem, device: tiles.FEW if problem.splits else tiles.EVEN)
     launched: list[int] = []
-    launch = emulator.launch
+    parts: list[torch.Tensor] = []
+    launch, empty = emulator.launch, merging.memory.empty
 
     def note(variant: Any, blocks: int, a: Any, *more: Any) -> None:
         if variant.kernel == "latent":
             launched.append(blocks)
         launch(variant, blocks, a, *more)
 
+    def guarded(shape: tuple[int, ...], *more: Any) -> Any:
+        if len(shape) > 1:
+            return empty(shape, *more)
+        parts.append(torch.full((shape[0] + _BEYOND,), 7.0))
+        parts[-1][: shape[0]] = torch.nan
+        return parts[-1][: shape[0]]
+
     monkeypatch.setattr(emulator, "launch", note)
-    return launched
+    monkeypatch.setattr(merging.memory, "empty", guarded)
+    yield launched
+    assert parts
+    assert all((memory[-_BEYOND:] == 7.0).all() for memory in parts)
 
 
 class TestEvenSplits:
@@ -280,6 +301,8 @@ class TestEvenSplits:
             (130, 130),
             (40,) * 70,  # more sequences than a warp has lanes
             (0,) * 33 + (300,) + (0,) * 40,
+            (0,) * 390 + (300, 5),  # more than a block has threads
+            (40,) + (0,) * 800 + (300,),
         ],
     )
     @pytest.mark.parametrize("heads", [(3, 1), (130, 2)])
@@ -299,10 +322,62 @@ class TestEvenSplits:
         call = Paged((300, 0, 40), 2, (4, 1), sinks=sinks, alibi_slopes=slopes)
         near(call("cuda"), call("reference"))
 
-    def test_it_repeats_to_the_bit(self, even: list[int]) -> None:
+    @pytest.mark.parametrize("within", [True, False])
+    @pytest.mark.parametrize("dims", [(576, 512), (512, 512)])
+    @pytest.mark.parametrize("page", [16, 64])
+    def test_blocks_go_on_to_other_rows(
+        self, within: bool, dims: tuple[int, int], page: int, even: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(latent, "_EMULATED", 2)
+        call = Paged((700, 3, 260, 1, 129), within=within, dims=dims, page=page)
+        near(call("cuda"), call("reference"))
+        assert even == [2]
+
+    def test_it_repeats_to_the_bit_whatever_the_order_of_warps(
+        self, even: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         call = Paged((700, 3, 260), 2, (4, 1))
-        for one, other in zip(call("cuda"), call("cuda"), strict=True):
-            assert torch.equal(one, other)
+        first = call("cuda")
+        for seed in (1, 2):
+            monkeypatch.setattr(emulator, "residents", emulator.Residents(1, seed))
+            for one, other in zip(call("cuda"), first, strict=True):
+                assert torch.equal(one, other)
+        assert even == [3, 3, 3]
+
+    def test_sequences_without_keys_or_without_queries(self, even: list[int]) -> None:
+        for lengths, queries in (((0, 40), (0, 0)), ((0, 0, 90), (0, 2, 0)), ((70, 0), (0, 3))):
+            call = Paged(lengths, queries)
+            near(call("cuda"), call("reference"))
+        assert even == [3, 3, 3]
+
+    @pytest.mark.parametrize(
+        "edges",
+        [
+            (0, 4, 8, 12, 16),  # four queries each, where one was promised
+            (3, 4, 4, 9, 9),  # rows that are nobody's
+            (0, 9, 2, 11, 4),  # that go back
+        ],
+    )
+    def test_offsets_that_are_wrong_reach_no_memory_but_their_own(
+        self, edges: tuple[int, ...], even: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those of a GPU are not looked at by the host. On the CPU they are, but for this test."""
+        monkeypatch.setattr(varlen, "check_edges", lambda *_: None)
+        key = torch.randn(1600, 1, 576).bfloat16()
+        query = torch.full((16, 16, 576), 0.5).bfloat16()
+        keys = torch.arange(5).int() * 400
+        out = attnswitch.attention_varlen(
+            query,
+            key,
+            key[..., :512],
+            torch.tensor(edges).int(),
+            keys,
+            max_seqlen_q=1,
+            max_seqlen_k=100,
+            backend="cuda",
+        )
+        assert even == [3]
+        assert out.shape == (16, 16, 512)
 
 
 class TestChoice:
@@ -395,7 +470,8 @@ class TestChoice:
     )
     def test_few_rows_have_a_tile_of_their_own(self, text: str, few: bool) -> None:
         problem = Problem.parse(text)
-        assert choice.latent(problem, H200).queries == (16 if few else 64)
+        tile = choice.latent(problem, H200)
+        assert (tile.queries, tile.stages) == ((16, 3) if few else (64, 2))
         assert next(config.configs(problem, H200)).forward == choice.latent(problem, H200)
         assert tiles.latent_shared(problem, choice.latent(problem, H200)) <= 227 * 1024
 

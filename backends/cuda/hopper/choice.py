@@ -81,6 +81,8 @@ _LATENT, _MOST_LATENT, _ROUNDS = HopperTile(64, 64, begin=7.0, step=4.5), 128, 4
 #: Tiles of rows for each SM from which on, and up to which, keys are split evenly: of fewer, rows have many parts, and
 #: of more, SMs end at about the same time anyway.
 _LEAST_EVEN, _MOST_EVEN = 0.25, 4
+#: Pairs of tiles of keys that take as long as what a tile of rows does beside them: ``src/hopper/latent/even.cuh``.
+_BESIDE = 1
 #: Microseconds that a launch of what is continued takes longer, whatever it computes.
 _CONTINUING = 3.0
 #: Turns that SMs wait for one another at the end, where lengths or a mask leave tiles of rows of all sizes.
@@ -177,12 +179,12 @@ def latent(problem: Problem, device: Device) -> LatentTile:
     if latent_heads(p, LATENT) * p.seq_q > FEW.queries:
         return LATENT
     if device.kind == "cpu":  # so that all are checked
-        return LATENT if p.seq_k // 2 % 2 else FEW if p.seq_k // 16 % 2 or p.splits else EVEN
+        return (FEW if p.splits else EVEN, FEW, LATENT)[arithmetic.tiles(p.seq_k, FEW.keys) % 3]
     if p.splits or p.alibi or not (p.key_lengths or p.varlen):  # registers hold no slopes as well
         return FEW
     tiles, pairs = latent_tiles(p, FEW), arithmetic.tiles(p.seq_k, 2 * FEW.keys)
     share = tiles / (device.sms or SMS)
-    counted = tiles * (pairs + 1) < 2**31  # by blocks, in 32 bits
+    counted = tiles * (pairs + _BESIDE) < 2**31  # by blocks, in 32 bits
     return EVEN if _LEAST_EVEN < share <= _MOST_EVEN and counted else FEW
 
 

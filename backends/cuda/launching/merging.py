@@ -89,5 +89,5 @@ def _lines(inputs: Inputs) -> int:
 def _variant(p: Problem, alone: bool, folds: bool, rows: int) -> Variant:
     shared = 0 if alone else _WARPS * max(_COLUMNS, p.dim_v) * _size(p)
     flags = ("FOLD", int(folds)), ("SINKS", int(p.sinks)), ("ALONE", int(alone)), ("TOLD", rows)
-    resident = 3 if rows else 2  # as many as no registers spill for, of Hopper or of all
+    resident = 3 if rows else 2  # no registers spill: on Hopper, which alone has tiles of rows; on any GPU
     return Variant("merge", p.dtype, warps=_WARPS, shared=shared, resident=resident, flags=flags, varlen=p.varlen)

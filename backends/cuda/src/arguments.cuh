@@ -32,8 +32,11 @@ struct Arguments {
     i64 length_stride; // in bytes
     void* lse;         // (batch, heads, queries), natural logarithm; null where one launch is all and nobody asks
     void* grad_lse;    // the same, or null for zero
-    void* parts;       // (splits, batch, heads, queries, dim_v): numerators of split keys; or what blocks leave to others
-    void* sums;        // (2, splits, batch, heads, queries): their maxima, then their sums; or what blocks leave, too
+    // Of split keys: numerators (splits, batch, heads, queries, dim_v); and their maxima, then their sums (2, splits, batch,
+    // heads, queries). hopper/latent/even.cuh has places of BLOCK_M rows instead, and behind the sums where each row's
+    // parts are (batch, heads, queries, 2). Or what blocks leave to others.
+    void* parts;
+    void* sums;
     void* base;        // (batch, heads, padded): lse in the unit of the exponential, +inf where a row weighs nothing
     void* delta;       // (batch, heads, padded): rowsum(dO O) - dlse
     void* grad_query;  // like its operand, dense; `turned` says in which order
@@ -54,7 +57,7 @@ struct Arguments {
     int left, right;   // keys that a query sees before and after its own
     int bottom_right;  // whether the diagonal ends at the last key
     int section;       // heads that run side by side
-    int splits, chunk; // parts of the keys, and keys of each
+    int splits, chunk; // parts of the keys, or places for them, and keys of each
     Divisor by_splits, by_tiles, by_packs, by_pack, by_group;
     int length_bytes;  // 0 without lengths
     int turned;        // bits of the gradients (query, key, value) whose heads lie inside their rows

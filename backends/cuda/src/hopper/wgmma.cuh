@@ -31,10 +31,11 @@ constexpr int ROW_BYTES = PANEL * sizeof(T);
 
 // Operands in shared memory are whole tiles, or some rows of a tile of ROWS.
 
-// sums (+)= left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory. Left may have fewer rows (LEFT): whatever
-// lies behind them is multiplied as well.
+// sums (+)= left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory. Left may have fewer rows (LEFT), as the
+// emulator has to know: whatever lies behind them is multiplied as well.
 template <int COLUMNS, int DEPTH, int ROWS = COLUMNS, bool KEEP = false, int LEFT = 64>
 DEVICE void product_nt(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
+    static_assert(LEFT == 64 || DEPTH <= PANEL, "panels of 64 rows");
     UNROLL for (int k = 0; k < DEPTH; k += 16) {
         const int panel = k / PANEL, within = k % PANEL * int(sizeof(T));
         const u64 a_k = left.advanced(panel * 64 * ROW_BYTES + within);

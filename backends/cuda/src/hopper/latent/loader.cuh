@@ -84,7 +84,7 @@ template <class Each> DEVICE void each_panel(int count, Each each) {
     }
 }
 
-// Rows that a load brings, and loads for a tile, each by a lane: of pages as long as a tile, or longer, one.
+// Rows that a load brings, and loads for a tile: of pages as long as a tile, or longer, one.
 constexpr int LOADED = PAGE_ROWS, LOADS = BLOCK_N / LOADED;
 
 // Where the rows of a tile are, a load of them to a lane.
