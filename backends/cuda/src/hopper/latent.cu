@@ -17,8 +17,8 @@ static_assert((BLOCK_M == 64 || BLOCK_M == 32 || BLOCK_M == 16) && BLOCK_N == 64
 static_assert(STAGES == 2 || STAGES == 3, "tiles of a stage are of either consumer in turn, or all of one");
 static_assert(BLOCK_D % PANEL == 0 && BLOCK_DV % (2 * PANEL) == 0, "whole panels");
 
-// 504 in all, for a warp of the loader's group and one of either consumer; each is a multiple of 8.
-constexpr int LOADER_REGISTERS = SPLIT == EVEN ? 72 : STAGES > 2 ? 56 : 40;
+// Up to 504 for a warp of the loader's group and one of either consumer; each is a multiple of 8.
+constexpr int LOADER_REGISTERS = SPLIT == EVEN ? 64 : STAGES > 2 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = 248 - LOADER_REGISTERS / 16 * 8;
 
 // By roles; each(use) calls use(rows) for all rows that the block has.
