@@ -182,16 +182,21 @@ def latent(problem: Problem, device: Device) -> LatentTile:
         return (FEW if p.splits else EVEN, FEW, LATENT)[arithmetic.tiles(p.seq_k, FEW.keys) % 3]
     if p.splits or p.alibi or not (p.key_lengths or p.varlen):  # registers hold no slopes as well
         return FEW
-    tiles, pairs = latent_tiles(p, FEW), arithmetic.tiles(p.seq_k, 2 * FEW.keys)
+    tiles = latent_tiles(p, FEW)
     share = tiles / (device.sms or SMS)
-    counted = tiles * (pairs + _BESIDE) < 2**31  # by blocks, in 32 bits
+    counted = tiles * (_pairs(p) + _BESIDE) < 2**31  # by blocks, in 32 bits
     return EVEN if _LEAST_EVEN < share <= _MOST_EVEN and counted else FEW
+
+
+def _pairs(p: Problem) -> int:
+    """Of tiles of keys, as the forward of wide heads takes them."""
+    return arithmetic.tiles(p.seq_k, 2 * LATENT.keys)
 
 
 def latent_splits(problem: Problem, device: Device) -> int:
     """Among how many blocks the keys of wide heads are split: as many as let SMs end at about the same time."""
     p = problem
-    pairs = arithmetic.tiles(p.seq_k, 2 * LATENT.keys)
+    pairs = _pairs(p)
     if device.kind == "cpu":  # so that both are checked
         return max(1, min(2, pairs)) if p.seq_k % 2 else 1
     # Sequences in pages have lengths of their own: all are taken for the longest, and for evenly spread up to that.

@@ -25,7 +25,7 @@ struct SequenceWork {
     DEVICE SequenceWork(const Arguments& a, int batch) {
         if (batch >= a.batch) return;
         extent = extent_at(a, batch), seen = seen_of(a, extent);
-        const int each_log = highest(BLOCK_M) - highest(a.pack);
+        const int each_log = each_log_of(a);
         const int queries = larger(smaller(queries_in(a, extent), a.queries), 0);
         row_tiles = a.packs * (queries + (1 << each_log) - 1 >> each_log);
         pairs = larger(smaller(ceil_div(seen.tiles(), 2), ceil_div(a.keys, 2 * BLOCK_N)), 1);

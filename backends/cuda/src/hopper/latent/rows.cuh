@@ -22,9 +22,12 @@ DEVICE Reach seen_of(const Arguments& a, Extent extent) {
     return reach(keys_of(a, extent, 0), keys_of(a, extent, queries_in(a, extent) - 1));
 }
 
+// The logarithm of how many queries of a head a tile has.
+DEVICE int each_log_of(const Arguments& a) { return highest(BLOCK_M) - highest(a.pack); }
+
 struct Rows {
     const Arguments& a;
-    const int each_log = highest(BLOCK_M) - highest(a.pack), each = 1 << each_log;  // queries of a head
+    const int each_log = each_log_of(a), each = 1 << each_log;  // queries of a head
     int batch, head_kv, head, heads;    // the first, and how many
     int first, count;                   // of its queries
     int split;
