@@ -30,7 +30,7 @@ def meant(name: object, known: Iterable[str]) -> str:
 
     asked = str(name)[:_LONGEST].lower()
     likeness = {word: SequenceMatcher(None, asked, word.lower()).ratio() for word in known}
-    most = max(likeness.values(), default=0.0)
+    most = max([0.0, *likeness.values()])  # of a list: torch.compile traces it
     nearest = [word for word, alike in likeness.items() if alike == most]
     return f"; did you mean '{nearest[0]}'?" if most >= _ALIKE and len(nearest) == 1 else ""
 

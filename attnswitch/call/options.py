@@ -119,10 +119,9 @@ def said_by(p: Problem, layout: str) -> tuple[Any, ...]:
 
 def seed_of(value: Any) -> int:
     """``seed`` as an integer from 0 to 2**64 - 1. Raises ``InvalidProblem`` for what is none."""
-    try:
-        seed = _index(value)
-    except TypeError:
-        raise InvalidProblem(f"seed={text_of(value)}: expected an integer") from None
+    seed = _integer(value)
+    if seed is None:
+        raise InvalidProblem(f"seed={text_of(value)}: expected an integer")
     if not 0 <= seed < 2**64:
         raise InvalidProblem(f"seed={seed}: expected an integer from 0 to 2**64 - 1")
     return seed
@@ -163,23 +162,21 @@ def _one_of(*known: str) -> Callable[[str, Any], str]:
 def _window(name: str, value: Any) -> Window | None:
     if value is None:
         return None
-    try:
-        left, right = (None if side is None else _index(side) for side in value)
-    except (TypeError, ValueError):
-        raise InvalidProblem(
-            f"{name}={text_of(value)}: expected (left, right), each a number of keys or None"
-        ) from None
-    return left, right
+    if hasattr(value, "__iter__"):
+        read = [(side, side if side is None else _integer(side)) for side in value]
+        if len(read) == 2 and all(side is None or number is not None for side, number in read):
+            return read[0][1], read[1][1]
+    raise InvalidProblem(f"{name}={text_of(value)}: expected (left, right), each a number of keys or None")
 
 
-def _index(value: Any) -> int:
-    """``value`` as an integer. Raises ``TypeError`` for what is none, bools included."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        raise TypeError("a bool is not a count")
+def _integer(value: Any) -> int | None:
+    """``value`` as an integer; None where it is none, as bools are."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool") or not hasattr(value, "__index__"):
+        return None
     try:
         return operator.index(value)
-    except (RuntimeError, ValueError) as error:  # of an array that is deleted, or never had numbers
-        raise TypeError(str(error)) from error
+    except (RuntimeError, TypeError, ValueError):  # of an array that is deleted, or never had numbers, or not one
+        return None
 
 
 def text_of(value: Any) -> str:

@@ -41,14 +41,44 @@ def fresh() -> None:
         *(("is_causal", 0.5), ("is_causal", None), ("return_lse", None), ("deterministic", None)),
         *(("scale", True), ("softcap", True), ("dropout_p", False), ("seed", True)),
         *(("seed", -1), ("seed", 2**64), ("window", (True, 1))),
+        *(("scale", "x"), ("softcap", None), ("dropout_p", "x"), ("seed", 1.5), ("seed", "x"), ("is_causal", "yes")),
+        *(("window", 3), ("window", (1,)), ("window", ("a", 1)), ("backend", 3), ("causal_alignment", "up")),
+        *(("causal_alignment", 3), ("enable_gqa", "x")),
     ],
 )
 @pytest.mark.parametrize("name", ["attention", "varlen"])
 def test_what_is_refused_without_a_graph_is_refused_in_one(name: str, keyword: str, value: Any) -> None:
     function, given = CALLS[name]
     for one in (function, torch.compile(function, backend="eager")):
-        with pytest.raises(InvalidProblem, match=re.escape(f"{keyword}={value}: expected ")):
+        with pytest.raises(InvalidProblem, match=re.escape(f"{keyword}={value!r}: expected ")):
             one(*given, **{"dropout_p": 0.5, keyword: value})
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("layout", "BHDL"), ("layout", 3), ("key_lengths", "x"), ("key_lengths", [1, "a"])]
+)
+def test_so_is_what_sequences_one_after_another_do_not_have(keyword: str, value: Any) -> None:
+    for one in (attnswitch.attention, torch.compile(attnswitch.attention, backend="eager")):
+        with pytest.raises(InvalidProblem, match=re.escape(f"{keyword}={value!r}: expected ")):
+            one(X, X, X, **{keyword: value})
+
+
+def test_a_graph_that_must_be_whole_says_why_it_is_not() -> None:
+    with pytest.raises(Exception, match="layout='BHDL': expected one of BHLD, BLHD"):
+        torch.compile(attnswitch.attention, fullgraph=True, backend="eager")(X, X, X, layout="BHDL")
+
+
+@pytest.mark.parametrize("keyword", ["scale", "softcap", "dropout_p"])
+def test_numpys_float64_is_a_number_in_a_graph(keyword: str) -> None:
+    """As ``1 / np.sqrt(dim)`` is one."""
+    compiled = torch.compile(attnswitch.attention, fullgraph=True, backend="eager")
+    for value in (0.5, 0.25):
+        query, expected = X.clone().requires_grad_(), X.clone().requires_grad_()
+        found = compiled(query, X, X, seed=3, **{keyword: np.float64(value)})
+        torch.testing.assert_close(found, attnswitch.attention(expected, X, X, seed=3, **{keyword: value}))
+        found.sum().backward()
+        attnswitch.attention(expected, X, X, seed=3, **{keyword: value}).sum().backward()
+        torch.testing.assert_close(query.grad, expected.grad)
 
 
 @pytest.mark.parametrize(("keyword", "value"), [("scale", NUMBER), ("scale", np.float32(0.5)), ("softcap", NUMBER)])

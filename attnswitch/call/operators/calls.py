@@ -166,9 +166,9 @@ def _requires_grad(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad  # torch.compile takes NumPy's arrays, too
 
 
-def _signed(seed: Any) -> int | None:
-    schema.check("seed", seed)
-    return signed(seed_of(seed)) if isinstance(seed, int) else signed(seed)
+def _signed(seed: Any) -> Any:
+    schema.check_known("seed", seed)
+    return seed if seed is None or isinstance(seed, torch.SymInt) else signed(seed_of(seed))
 
 
 def told(
@@ -191,7 +191,7 @@ def told(
         if key_lengths.device.type == "cpu" != query.device.type:  # as without a graph
             key_lengths = key_lengths.to(query.device)
     elif key_lengths is not None:
-        key_lengths = torch.tensor(key_lengths, device=query.device)
+        key_lengths = _integers(key_lengths, "key_lengths", (0,)).to(query.device)
     said = _said((query, key, value, attn_mask), backend, policy, given, asked)
     return (query, key, value, attn_mask, key_lengths, _slopes(alibi_slopes, query, asked)), said
 
@@ -243,10 +243,16 @@ def _integers(given: Any, role: str, none: tuple[int, ...]) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given
     try:
-        tensor = torch.tensor(given)
+        tensor = None if _has_text(given) else torch.tensor(given)  # which no graph before torch 2.12 gets over
     except (RuntimeError, TypeError, ValueError):
-        raise InvalidProblem(f"{role}={text_of(given)}: expected integers") from None
+        tensor = None
+    if tensor is None:
+        raise InvalidProblem(f"{role}={text_of(given)}: expected integers")
     return tensor if tensor.numel() else torch.zeros(none, dtype=torch.int64)
+
+
+def _has_text(given: Any) -> bool:
+    return isinstance(given, str) or (isinstance(given, list | tuple) and any(_has_text(part) for part in given))
 
 
 def _slopes(given: Any, query: Any, asked: Callable[[Any], bool]) -> Any:
@@ -293,9 +299,10 @@ def _said(
     if torch.is_grad_enabled():
         pairs = zip(GRAD_OPERANDS, operands, strict=False)
         grads = "".join([name for name, x in pairs if x is not None and asked(x)])
-    for name, x in zip(USUAL, given, strict=True):
-        schema.check(name, x)
-    said = {name: x for (name, usual), x in zip(USUAL.items(), given, strict=True) if x != usual}
+    if not (backend is None or isinstance(backend, str)):
+        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
+    read = [schema.told(name, x) for name, x in zip(USUAL, given, strict=True)]
+    said = {name: x for (name, usual), x in zip(USUAL.items(), read, strict=True) if x != usual}
     if backend is not None:
         said["backend"] = backend
     if policy is not None:

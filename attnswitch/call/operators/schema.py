@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -11,8 +11,9 @@ import torch
 from attnswitch.call import options as read
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
+from attnswitch.problem import Alignment
 
-__all__ = ["ABSENT", "ATTENTION", "PAGED", "USUAL", "VARLEN", "check", "read_said"]
+__all__ = ["ABSENT", "ATTENTION", "PAGED", "USUAL", "VARLEN", "check_known", "read_said", "told"]
 
 _TYPES = {
     "float": "float",
@@ -27,6 +28,12 @@ _TYPES = {
 USUAL = {field.name: field.default for field in fields(Options)}
 _FLAGS = frozenset(field.name for field in fields(Options) if str(field.type).startswith("bool"))
 _NUMBERS = frozenset(field.name for field in fields(Options) if str(field.type).startswith("float"))
+# Tuples, as a graph of torch.compile cannot trace unions.
+_INTEGER, _NUMBER = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)
+_OF_NUMPY = (np.ndarray, np.generic)
+_ARRAY = (torch.Tensor, *_OF_NUMPY)
+_OPTIONAL = frozenset(field.name for field in fields(Options) if field.default is None)
+_TEXTS = {"causal_alignment": get_args(Alignment), "layout": read.LAYOUTS}
 _SAID = {field.name: f"{_TYPES[str(field.type)]} {field.name}={field.default!r}" for field in fields(Options)}
 _SAID |= {name: f"str? {name}=None" for name in ("backend", "policy")}
 
@@ -83,18 +90,44 @@ PAGED = _of_pages()
 ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
 
 
-def check(name: str, value: Any) -> None:
-    """Raises ``InvalidProblem`` for a value that a schema takes for another one, 1 for True and True for 1.0.
+def told(name: str, value: Any) -> Any:
+    """The option ``name`` as a schema takes it; in a graph of torch.compile NumPy's float64 is read.
 
-    And for a tensor, whose number no graph knows; in one of torch.compile's NumPy's numbers are tensors.
+    Raises ``InvalidProblem`` where it makes no sense, and for what a schema takes for something else, 1 for True.
     """
-    if torch.compiler.is_dynamo_compiling() and isinstance(value, torch.Tensor | np.ndarray | np.generic):
+    if name in _NUMBERS and torch.compiler.is_dynamo_compiling() and isinstance(value, _OF_NUMPY):
+        number = torch.as_tensor(value)
+        if number.dtype is torch.float64 and number.ndim == 0:
+            return float(value)
+    check_known(name, value)
+    return value if _is_plain(name, value) else read.check(name, value)
+
+
+def check_known(name: str, value: Any) -> None:
+    """Raises ``InvalidProblem`` for a tensor, whose number no graph knows; in one NumPy's numbers are tensors."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(value, _ARRAY):
         hint = ", or multiply query by it" if name == "scale" else ""
         raise InvalidProblem(f"{name} is a tensor, whose number is not known in a graph: give a number{hint}")
-    flag = name in _FLAGS and (value is None or isinstance(value, int | float))
-    sides = value if name == "window" and value is not None else ()
-    if flag or (name in _NUMBERS and isinstance(value, bool)) or any(isinstance(side, bool) for side in sides):
-        read.check(name, value)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether ``value`` is of the type that a schema has for an option, so that its operator can say what is wrong.
+
+    Numbers may be symbols in a graph.
+    """
+    if value is None:
+        return name in _OPTIONAL
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if name in _NUMBERS:
+        return isinstance(value, _NUMBER) and not isinstance(value, bool)
+    if name == "window":
+        return isinstance(value, (tuple, list)) and len(value) == 2 and _is_side(value[0]) and _is_side(value[1])
+    return isinstance(value, str) and value in _TEXTS[name]
+
+
+def _is_side(value: Any) -> bool:
+    return value is None or (isinstance(value, _INTEGER) and not isinstance(value, bool))
 
 
 def read_said(said: dict[str, Any]) -> tuple[str | None, str | None, Options]:
