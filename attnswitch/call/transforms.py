@@ -106,7 +106,15 @@ def _composite(
     if alibi_slopes is not None:  # which it refuses, with its reason
         problem = problem.replace(alibi=True, alignment=options.causal_alignment)
     device = Device.of(*facts[0].device)
-    planner.require(planner.make_plan(problem, device, _COMPOSITE))
+    plan = planner.make_plan(problem, device, _COMPOSITE)
+    if plan.backend is None:
+        reasons = "; ".join(reason for one in plan.candidates if one.backend == _COMPOSITE for reason in one.reasons)
+        hint = " (which sinks are put in by)" * problem.lse
+        raise Unsupported(
+            f"forward mode and second derivatives are torch's own, of {_COMPOSITE}, which does not take {problem}:"
+            f" {reasons}{hint}",
+            plan,
+        )
     _, kernel = planner.kernel(_COMPOSITE, problem, device)
     if key_lengths is not None and not isinstance(key_lengths, torch.Tensor):
         key_lengths = torch.tensor(key_lengths, device=query.device)

@@ -86,6 +86,9 @@ def read(function: Callable[..., Any], name: str, manner: Manner) -> Reading:
         if word is not None:
             says[word] = parameter.name
             required |= {word} if needed else set()
+    for side in ("left", "right"):
+        if "window" in says and side in says:
+            raise InvalidProblem(f"{call} has both {says['window']} and {says[side]}: expected one of them")
     for word in _operands(like):
         if word not in says:
             raise InvalidProblem(

@@ -373,6 +373,9 @@ def test_forward_mode_is_that_of_math() -> None:
         found = torch.autograd.forward_ad.unpack_dual(attnswitch.attention(dual, k, v)).tangent
         with pytest.raises(Unsupported, match="forward mode through backend='tiled'"):
             attnswitch.attention(dual, k, v, backend="tiled")
+        for said, reason in (({"softcap": 2.0}, "softcap=2.0"), ({"sinks": [0.0] * q.shape[1]}, "which sinks are")):
+            with pytest.raises(Unsupported, match=f"forward mode .* of sdpa-math, which does not take .*{reason}"):
+                attnswitch.attention(dual, k, v, **said)
     torch.testing.assert_close(found, torch.func.jvp(lambda q: formula(q, k, v), (q,), (k,))[1])
 
 
