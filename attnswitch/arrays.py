@@ -246,7 +246,12 @@ def is_wrapped(tensor: Array) -> bool:
 def is_dual(tensor: Array) -> bool:
     """Whether a torch tensor carries a tangent of forward mode."""
     forward_ad: Any = sys.modules["torch.autograd.forward_ad"]
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    functorch: Any = sys.modules["torch"]._C._functorch
+    while functorch.is_batchedtensor(tensor):  # which cannot be asked
+        tensor = functorch.get_unwrapped(tensor)
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def outline(tensor: Array) -> Facts:

@@ -215,7 +215,8 @@ def _heads_of_groups(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
         raise InvalidProblem(f"{heads} query heads: the {of_key} of key and {of_value} of value must each divide them")
     if of_key == of_value:
         return key, value
-    every = math.lcm(of_key, of_value)
+    fewer, every = min(of_key, of_value), max(of_key, of_value)
+    every = heads if every % fewer else every  # both divide heads
     return _repeated(key, every // of_key), _repeated(value, every // of_value)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
 from attnswitch.call.describe import check_beside
+from attnswitch.call.entry import is_traced
 from attnswitch.call.options import LAYOUTS
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of
@@ -54,7 +55,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     library, caller = _checked(outs, lses, layout)
     if library == "dlpack":
         outs, lses = ([arrays.passage(array, "dlpack", "torch") for array in group] for group in (outs, lses))
-    xp: Any = import_module("torch" if library == "dlpack" else library)
+    xp = _functions(library)
     heads_last = layout == "BLHD" or len(outs[0].shape) == 3
     if heads_last:
         outs = [out.swapaxes(-3, -2) for out in outs]
@@ -64,6 +65,14 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     if library == "dlpack":
         return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
     return out, lse
+
+
+def _functions(library: str) -> Any:
+    if library not in ("torch", "dlpack"):
+        return import_module(library)
+    import torch  # by a statement, which graphs can trace
+
+    return torch
 
 
 def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
@@ -86,11 +95,14 @@ def _as(array: Array, dtype: Any) -> Array:
 
 
 def _facts(array: Array, role: str) -> Facts:
-    try:
-        facts = arrays.take(array, role)[1]
-    except Intercepted:  # all that is done with it is torch's, which needs no address
-        arrays.check_dense(array, role)
+    if is_traced(array):
         facts = arrays.outline(array)
+    else:
+        try:
+            facts = arrays.take(array, role)[1]
+        except Intercepted:  # all that is done with it is torch's, which needs no address
+            arrays.check_dense(array, role)
+            facts = arrays.outline(array)
     if facts.dtype not in DTYPES:
         raise InvalidProblem(f"merge: {role} have dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
     return facts

@@ -171,6 +171,8 @@ def _window(name: str, value: Any) -> Window | None:
 
 def _integer(value: Any) -> int | None:
     """``value`` as an integer; None where it is none, as bools are."""
+    if type(value) is int:  # a symbol too, in a graph of torch.compile
+        return value
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool") or not hasattr(value, "__index__"):
         return None
     try:

@@ -271,6 +271,7 @@ def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: A
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    tensors, in_dims = tensors[:6], in_dims[:6]  # without a seed that was drawn: vmap's randomness says of whom it is
     if said.get("dropout_p"):
         operator = functools.partial(torch.ops.attnswitch.attention_forward, **_seeded(info, said))
         return _one_by_one(operator, info, in_dims, tensors), (0, 0, 0)
@@ -334,6 +335,10 @@ def _apart(results: Sequence[Any], size: int) -> tuple[Any, ...]:
     return tuple(x if x.dim() < 3 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
 
 
+def _map_drawn(info: Any, in_dims: tuple[Any, ...], beside: Any, *, device: Any) -> Any:
+    return torch.ops.attnswitch.drawn_seed(beside, device=device), None
+
+
 def _map_absent(info: Any, in_dims: tuple[Any, ...], sinks: Any) -> Any:
     return torch.ops.attnswitch.absent_sinks(sinks), in_dims[0]
 
@@ -342,3 +347,4 @@ torch.library.register_vmap("attnswitch::attention", _map_attention)
 torch.library.register_vmap("attnswitch::attention_forward", _map_forward)
 torch.library.register_vmap("attnswitch::attention_backward", _map_gradients)
 torch.library.register_vmap("attnswitch::absent_sinks", _map_absent)
+torch.library.register_vmap("attnswitch::drawn_seed", _map_drawn)

@@ -89,11 +89,16 @@ def unsaturated(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]
     It is done in every call, so that the output does not depend on whether gradients are asked for.
     """
     top = _top(mask)
-    on_cpu = mask.device.type == "cpu"  # elsewhere asking would wait
-    if on_cpu and _near(top):
+    asks = mask.device.type == "cpu" and not _looked_at()  # elsewhere asking would wait
+    if asks and _near(top):
         return mask, 0.0
     shift = _shift(top)
-    return (mask, 0.0) if on_cpu and not shift.any() else (mask - shift, shift)
+    return (mask, 0.0) if asks and not (shift != 0).any() else (mask - shift, shift)
+
+
+def _looked_at() -> bool:
+    """Whether a transform or a mode looks at tensors, which then may have no numbers."""
+    return bool(torch._C._functorch.peek_interpreter_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def _top(mask: torch.Tensor) -> torch.Tensor:
@@ -108,8 +113,12 @@ def _near(top: torch.Tensor) -> bool:
 
 
 def _shift(top: torch.Tensor) -> torch.Tensor:
-    """What is taken out of each row: its largest number where that is far from 0, and a number."""
-    return torch.where((top.abs() > SATURATED) & top.isfinite(), top, 0.0)
+    """What is taken out of each row: its largest number where that is far from 0.
+
+    NaN where that is inf, as is all that becomes of the row: torch's CPU kernel in 16 bits makes it 0.
+    """
+    far = torch.where((top.abs() > SATURATED) & top.isfinite(), top, 0.0)
+    return torch.where(top == torch.inf, torch.nan, far)
 
 
 def _lift(dead: torch.Tensor, shift: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:

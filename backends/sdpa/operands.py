@@ -37,11 +37,15 @@ def copied_if_expanded(tensor: Any) -> Any:
 
 
 def dense_rows(tensor: Any) -> Any:
-    """``tensor``, or a copy where a row is not dense or overlaps the next: torch's CPU kernel misreads such rows."""
+    """``tensor``, or a copy where a row is not dense or overlaps another: torch's CPU kernel misreads such rows.
+
+    Where an axis of batch or heads has the smaller step, it leaves most of an output unwritten that it lays out alike.
+    """
     if tensor.is_contiguous():
         return tensor
-    (*_, rows, columns), (*_, step, unit) = tensor.shape, tensor.stride()
-    if (columns == 1 or unit == 1) and (rows == 1 or step >= columns):
+    (*_, rows, columns), (*outer, step, unit) = tensor.shape, tensor.stride()
+    dense = (columns == 1 or unit == 1) and (rows == 1 or step >= columns)
+    if dense and all(not 0 < step < columns for step, size in zip(outer, tensor.shape, strict=False) if size > 1):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -461,3 +461,16 @@ def test_a_mode_sees_biases_and_nested_tensors_answered() -> None:
         found = ours(q, k, v, causal_upper_left(3, 3))
         assert type(found) is torch.Tensor
     torch.testing.assert_close(found, torch_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize(("of_key", "of_value"), [(2, 1), (1, 4), (2, 2), (2, 3)])
+def test_a_graph_of_any_sizes_has_groups_of_unlike_heads(of_key: int, of_value: int) -> None:
+    def call(query: Any, key: Any, value: Any) -> Any:
+        return attnswitch.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    operands = [torch.randn(1, heads, 3, 2) for heads in (12, of_key, of_value)]
+    torch.compiler.reset()
+    found = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")(*operands)
+    wide = [x.repeat_interleave(12 // x.shape[1], 1) for x in operands]
+    torch.testing.assert_close(found, attnswitch.scaled_dot_product_attention(*wide))
+    torch.testing.assert_close(call(*operands), found)

@@ -62,6 +62,22 @@ def test_it_is_differentiable() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_has_it_whole(dynamic: bool | None) -> None:
+    """As ring attention needs it."""
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+
+    def ring(q: Any, k: Any, v: Any) -> Any:
+        parts = [attnswitch.attention(q, k[:, :, i::2], v[:, :, i::2], return_lse=True) for i in range(2)]
+        return attnswitch.merge([out for out, _ in parts], [lse for _, lse in parts])[0]
+
+    compiled = torch.compile(ring, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    found, whole = compiled(q, k, v), attnswitch.attention(q, k, v)
+    torch.testing.assert_close(found, whole)
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found, whole)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_row_that_no_part_sees() -> None:
     outs = [torch.zeros(1, 1, 2, 4, requires_grad=True) for _ in range(2)]
     lses = [torch.tensor([[[-torch.inf, 0.5]]], requires_grad=True) for _ in range(2)]

@@ -63,9 +63,16 @@ def test_so_is_what_sequences_one_after_another_do_not_have(keyword: str, value:
             one(X, X, X, **{keyword: value})
 
 
-def test_a_graph_that_must_be_whole_says_why_it_is_not() -> None:
-    with pytest.raises(Exception, match="layout='BHDL': expected one of BHLD, BLHD"):
-        torch.compile(attnswitch.attention, fullgraph=True, backend="eager")(X, X, X, layout="BHDL")
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"layout": "BHDL"}, "layout='BHDL': expected one of BHLD, BLHD"),
+        ({"window": (np.int64(3), None)}, "window is a tensor, whose number is not known in a graph"),
+    ],
+)
+def test_a_graph_that_must_be_whole_says_why_it_is_not(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        torch.compile(attnswitch.attention, fullgraph=True, backend="eager")(X, X, X, **said)
 
 
 @pytest.mark.parametrize("keyword", ["scale", "softcap", "dropout_p"])

@@ -86,3 +86,20 @@ def test_a_row_that_sees_keys_has_a_finite_lse(backend: str) -> None:
     query, key, value, _, mask = operands("fp64 min")
     _, lse = attnswitch.attention(query, key, value, attn_mask=mask, return_lse=True, backend=backend)
     assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("keys", [4, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_inf_in_a_mask_is_nan_in_its_row_alone(dtype: torch.dtype, keys: int, grads: bool) -> None:
+    """torch's CPU kernel in 16 bits makes such a row 0."""
+    query, key = (torch.arange(8 * n, dtype=torch.float32).sin().reshape(1, 2, n, 4).to(dtype) for n in (2, keys))
+    mask = torch.zeros(2, keys, dtype=dtype)
+    mask[0, 1] = torch.inf
+    query.requires_grad_(grads)
+    for backend in ("sdpa-flash", "sdpa-math", "tiled", "reference"):
+        with_lse = backend in ("tiled", "reference") or (backend == "sdpa-flash" and not grads)
+        results = attnswitch.attention(query, key, key, attn_mask=mask, return_lse=with_lse, backend=backend)
+        for result in results if with_lse else [results]:
+            assert result[:, :, 0].isnan().all()
+            assert result[:, :, 1].isfinite().all()

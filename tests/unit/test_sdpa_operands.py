@@ -7,6 +7,8 @@ import importlib
 import pytest
 import torch
 
+import attnswitch
+
 hooks = importlib.import_module("attnswitch.backends.sdpa.hooks")
 
 
@@ -94,3 +96,17 @@ def test_it_holds_for_what_is_written_over_the_output() -> None:
 @pytest.mark.parametrize("grads", [False, True])
 def test_an_output_shows_no_hooks_but_the_callers(grads: bool) -> None:
     assert output(torch.randn(8, requires_grad=grads))._backward_hooks is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps"),
+    [((3, 1, 3, 8), (1, 30, 10, 1)), ((1, 3, 3, 8), (30, 1, 10, 1)), ((3, 2, 3, 8), (2, 60, 10, 1))],
+)
+def test_an_axis_within_rows_leaves_no_output_unwritten(shape: tuple[int, ...], steps: tuple[int, ...]) -> None:
+    """As windows of a sequence overlap: torch's CPU kernel lays out its output alike, and writes part of it."""
+    memory = torch.arange(400, dtype=torch.float32).sin()
+    overlapping = memory.as_strided(shape, steps)
+    for _ in range(3):
+        found = attnswitch.attention(overlapping, overlapping, overlapping, backend="sdpa-flash")
+        dense = overlapping.contiguous()
+        torch.testing.assert_close(found, attnswitch.attention(dense, dense, dense, backend="reference"))

@@ -4,7 +4,7 @@ torch.compile, torch.export, FakeTensorMode, make_fx, torch.func and tensor subc
 ``torch.ops.attnswitch``: ``attention``, and with lse or gradients ``attention_forward`` and ``attention_backward``; the
 same of ``attention_varlen``; and ``attention_paged``, with lse ``attention_paged_forward``. A graph holds the call, not
 the choice: a backend is chosen when the graph runs, by the facts of its tensors there, as it is without a graph. Beside
-them ``absent_sinks`` looks at sinks.
+them ``absent_sinks`` looks at sinks, and ``drawn_seed`` draws a seed for dropout.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _library = direct.Library(_NAMESPACE, "DEF")
 _ops = torch.ops.attnswitch
 
 
-def _define(form: str, run: Callable[..., Any], fake: Callable[..., Any]) -> str:
-    name = _library.define(form, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+def _define(form: str, run: Callable[..., Any], fake: Callable[..., Any], draws: bool = False) -> str:
+    """Define an operator; one that ``draws`` random numbers is made again as it was, and no two of it are one."""
+    drawing = (torch.Tag.nondeterministic_seeded,) * draws
+    name = _library.define(form, tags=(torch.Tag.pt2_compliant_tag, *drawing))  # type: ignore[no-untyped-call]
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
     return str(name)
@@ -50,7 +52,8 @@ def _define(form: str, run: Callable[..., Any], fake: Callable[..., Any]) -> str
 
 def _define_all(forms: Sequence[str], runs: Sequence[Callable[..., Any]], fakes: Sequence[Callable[..., Any]]) -> None:
     """Define the three operators of a call, the second differentiated by the third."""
-    _, forward, backward = map(_define, forms, runs, fakes)
+    draws = True, True, False
+    _, forward, backward = [_define(*each) for each in zip(forms, runs, fakes, draws, strict=True)]
     derivative = autograd.differentiated_by(getattr(_ops, backward))
     torch.library.register_autograd(f"{_NAMESPACE}::{forward}", derivative, setup_context=autograd.save, lib=_library)
     torch.library.register_autograd(f"{_NAMESPACE}::{backward}", autograd.only_once, lib=_library)
@@ -67,6 +70,7 @@ for _form, _run, _fake in zip(
 ):
     torch.library.register_autograd(f"{_NAMESPACE}::{_define(_form, _run, _fake)}", paged.no_gradient, lib=_library)
 _define(schema.ABSENT, run.absent, fake.absent)
+_define(schema.SEED, run.drawn, fake.drawn, draws=True)
 uncompiled.keep_out()
 for _operator, _again in (
     (_ops.attention_forward.default, again.forward),

@@ -24,7 +24,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any],
     ctx.said = {
         name: given for name, given in keyword_only_inputs.items() if name != "seed" and given != _USUAL.get(name, "")
     }
-    ctx.numbers = inputs[_TENSORS:]
+    ctx.numbers = inputs[_TENSORS:-1]  # the last is a seed that was drawn, which the state is then
     out, lse, state = output
     ctx.save_for_backward(*inputs[:_TENSORS], out, lse, state)
     ctx.mark_non_differentiable(*((state,) if ctx.returns_lse else (lse, state)))
@@ -41,7 +41,7 @@ def differentiated_by(backward: Callable[..., Any]) -> Callable[..., tuple[Any, 
         found = backward(grad_out, grad_lse, *operands, *ctx.numbers, out, lse, state, **ctx.said)
         by_name = dict(zip(ctx.said["grads"], found, strict=True))
         gradients = [by_name.get(name) for name in GRAD_OPERANDS]
-        return *gradients, *(None for _ in operands[len(gradients) :]), *(None for _ in ctx.numbers)
+        return *gradients, *(None for _ in operands[len(gradients) :]), *(None for _ in ctx.numbers), None
 
     return differentiate
 

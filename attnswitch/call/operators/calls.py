@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _ops = torch.ops.attnswitch
+_CPU = torch.device("cpu")
 
 
 def attention(
@@ -76,6 +77,8 @@ def _called(
     """What the call returns, by the operator that keeps no more than it needs."""
     if seed is not None:
         said["seed"] = _signed(seed)
+    elif "grads" in said and said.get("dropout_p"):
+        inputs = (*inputs, _ops.drawn_seed(inputs[0], device=_CPU))
     if not ("grads" in said or "return_lse" in said):
         return plain(*inputs, **said)
     out, lse, _ = forward(*inputs, **said)
@@ -166,6 +169,14 @@ def _requires_grad(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad  # torch.compile takes NumPy's arrays, too
 
 
+def _may_require_grad(tensor: Any) -> bool:
+    """The same, and of an operand that ``vmap`` maps in a graph, which does not tell what it is of."""
+    if _requires_grad(tensor) or not isinstance(tensor, torch.Tensor):
+        return _requires_grad(tensor)
+    mapped = torch.compiler.is_dynamo_compiling() and torch._C._functorch.is_batchedtensor(tensor)
+    return mapped and tensor.is_floating_point()
+
+
 def _signed(seed: Any) -> Any:
     schema.check_known("seed", seed)
     return seed if seed is None or isinstance(seed, torch.SymInt) else signed(seed_of(seed))
@@ -181,19 +192,20 @@ def told(
     backend: str | None,
     policy: str | None,
     given: Sequence[Any],
-    asked: Callable[[Any], bool] = _requires_grad,
+    asked: Callable[[Any], bool] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the operators are told of a call: tensors, and all else that is not usual, but the seed.
 
-    ``asked`` says of a tensor whether its gradient may be asked for.
+    ``asked`` says of a tensor whether its gradient may be asked for, where more than the tensor tells.
     """
     if isinstance(key_lengths, torch.Tensor):
         if key_lengths.device.type == "cpu" != query.device.type:  # as without a graph
             key_lengths = key_lengths.to(query.device)
     elif key_lengths is not None:
         key_lengths = _integers(key_lengths, "key_lengths", (0,)).to(query.device)
-    said = _said((query, key, value, attn_mask), backend, policy, given, asked)
-    return (query, key, value, attn_mask, key_lengths, _slopes(alibi_slopes, query, asked)), said
+    operands = query, key, value, attn_mask
+    said = _said(operands, backend, policy, given, asked or _may_require_grad)
+    return (*operands, key_lengths, _slopes(alibi_slopes, query, asked or _requires_grad)), said
 
 
 def told_varlen(

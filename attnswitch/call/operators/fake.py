@@ -13,7 +13,7 @@ from attnswitch.call.operators.memory import like, lse_of
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.options import Options
 
-__all__ = ["absent", "backward", "forward", "plain"]
+__all__ = ["absent", "backward", "drawn", "forward", "plain"]
 
 
 def plain(
@@ -39,6 +39,7 @@ def forward(
     attn_mask: Any,
     key_lengths: Any,
     alibi_slopes: Any,
+    drawn: Any = None,
     *,
     grads: str = "",
     seed: int | None = None,
@@ -67,6 +68,11 @@ def backward(
     """The gradients."""
     made = [like(x, x.shape[-1], layout) for name, x in zip("qkv", (query, key, value), strict=True) if name in grads]
     return made + ([attn_mask.new_empty(attn_mask.shape)] if "m" in grads else [])
+
+
+def drawn(beside: Any, *, device: Any) -> Any:
+    """A seed, on the CPU."""
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def absent(sinks: Any) -> Any:

@@ -20,7 +20,18 @@ from attnswitch.call.per_head import PerHead
 from attnswitch.call.run import drawn_seed
 from attnswitch.problem import GRAD_OPERANDS
 
-__all__ = ["absent", "as_without_graph", "backward", "forward", "latest", "plain", "signed", "unsigned"]
+__all__ = [
+    "absent",
+    "as_without_graph",
+    "backward",
+    "drawn",
+    "forward",
+    "latest",
+    "plain",
+    "seed_for",
+    "signed",
+    "unsigned",
+]
 
 
 def signed(seed: int | None) -> int | None:
@@ -87,6 +98,7 @@ def forward(
     attn_mask: Any,
     key_lengths: Any,
     alibi_slopes: Any,
+    drawn: Any = None,
     *,
     grads: str = "",
     seed: int | None = None,
@@ -96,7 +108,7 @@ def forward(
     backend, policy, options = read_said(said)
     draws = bool(grads) and options.dropout_p > 0.0
     if seed is None and draws:
-        seed = drawn_seed()
+        seed = seed_for(drawn)
     if not (grads or options.return_lse):  # an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -149,6 +161,16 @@ def backward(
         for name, grad, like in zip(GRAD_OPERANDS, found, operands, strict=False)
         if name in grads
     ]
+
+
+def seed_for(drawn: Any) -> int:
+    """The seed that was drawn, or a new one."""
+    return drawn_seed() if drawn is None else int(drawn[0])
+
+
+def drawn(beside: Any, *, device: Any) -> Any:
+    """A seed (1,), on the CPU."""
+    return torch.tensor([drawn_seed()])
 
 
 def absent(sinks: Any) -> Any:

@@ -13,7 +13,7 @@ from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import Alignment
 
-__all__ = ["ABSENT", "ATTENTION", "PAGED", "USUAL", "VARLEN", "check_known", "read_said", "told"]
+__all__ = ["ABSENT", "ATTENTION", "PAGED", "SEED", "USUAL", "VARLEN", "check_known", "read_said", "told"]
 
 _TYPES = {
     "float": "float",
@@ -42,13 +42,15 @@ def _forms(name: str, operands: str, *, without: str = "") -> tuple[str, str, st
     """The schemas of three operators on ``operands``, told every option but ``without``.
 
     The first returns the output of a call without gradients and lse, of which nothing is kept; the second output, lse,
-    and the seed of a dropout mask that is made again; the third gradients of what ``grads`` names, in that order.
+    and the seed of a dropout mask that is made again, which may have been drawn before; the third gradients of what
+    ``grads`` names, in that order.
     """
     said = ", ".join([each for option, each in _SAID.items() if option != without])
     results = "Tensor out, Tensor lse, Tensor state"
     return (
         f"{name}({operands}, *, {said}, SymInt? seed=None) -> Tensor",
-        f"{name}_forward({operands}, *, {said}, str grads='', SymInt? seed=None) -> (Tensor, Tensor, Tensor)",
+        f"{name}_forward({operands}, Tensor? drawn=None, *, {said}, str grads='', SymInt? seed=None)"
+        " -> (Tensor, Tensor, Tensor)",
         f"{name}_backward(Tensor grad_out, Tensor? grad_lse, {operands}, {results}, *, {said}, str grads='')"
         " -> Tensor[]",
     )
@@ -86,6 +88,9 @@ def _of_pages() -> tuple[str, str]:
 #: Of ``attention_paged``.
 PAGED = _of_pages()
 
+#: A seed for a call on ``beside``. In a graph it is drawn apart, so that a forward made again (checkpointing) has it
+#: again: ``device`` is the CPU, whose generator draws it, and not that of ``beside``.
+SEED = "drawn_seed(Tensor beside, *, Device device) -> Tensor"
 #: Which heads have no sink. A graph that computes with sinks has it, as their numbers are looked at when it runs.
 ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
 
@@ -99,7 +104,8 @@ def told(name: str, value: Any) -> Any:
         number = torch.as_tensor(value)
         if number.dtype is torch.float64 and number.ndim == 0:
             return float(value)
-    check_known(name, value)
+    for each in value if name == "window" and isinstance(value, (tuple, list)) else (value,):
+        check_known(name, each)
     return value if _is_plain(name, value) else read.check(name, value)
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from attnswitch.call import attend, backward, forms, headwise, options, paged, varlen
+from attnswitch.call.operators import run
 
 __all__ = ["keep_out"]
 
 _FUNCTIONS: tuple[Any, ...] = (
     *(options.of_call, options.of_keywords, options.of_problem, options.seed_of),
-    *(attend.attend, backward.gradients),
+    *(attend.attend, backward.gradients, backward.results, headwise.results, varlen.results),
     *(headwise.attend_by, headwise.gradients, forms.run, forms.planned),
+    run.forward,  # and with it all that is wrapped alike
     *(varlen.attend, varlen.gradients, varlen.run_plan, paged.attend, paged.run_plan),
 )
 

@@ -11,10 +11,9 @@ from attnswitch import arrays
 from attnswitch.call import per_head, varlen
 from attnswitch.call.describe import check_beside
 from attnswitch.call.operators.memory import lse_of
-from attnswitch.call.operators.run import as_without_graph, signed, unsigned
+from attnswitch.call.operators.run import as_without_graph, seed_for, signed, unsigned
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.per_head import PerHead
-from attnswitch.call.run import drawn_seed
 
 __all__ = ["backward", "fake_backward", "fake_forward", "fake_plain", "forward", "plain"]
 
@@ -49,6 +48,7 @@ def forward(
     alibi_slopes: Any,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    drawn: Any = None,
     *,
     grads: str = "",
     seed: int | None = None,
@@ -58,7 +58,7 @@ def forward(
     backend, policy, options = read_said(said)
     draws = bool(grads) and options.dropout_p > 0.0
     if seed is None and draws:
-        seed = drawn_seed()
+        seed = seed_for(drawn)
     if not grads:  # lse is an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
