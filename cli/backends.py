@@ -72,7 +72,7 @@ def backends(
         rows.add_row("", "cuda", "[yellow]no GPU was found by torch or CuPy; a driver and an NVIDIA GPU are needed[/]")
     if distrusted:
         rows.add_row("cache", "compiled", f"[yellow]{render.escape(distrusted)} by ATTNSWITCH_CACHE_DIR[/]")
-    render.console.print(rows)
+    render.show(rows)
 
 
 def _joined(machines: Fleet) -> None:

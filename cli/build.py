@@ -70,7 +70,7 @@ def build(
     for pack in packed:
         sizes = (f"{size / 1e6:.1f}" for size in (pack.bytes, pack.path.stat().st_size))
         rows.add_row(render.escape(str(pack.path)), str(pack.kernels), *sizes, pack.compiler)
-    render.console.print(rows)
+    render.show(rows)
 
 
 def _devices(names: list[str] | None) -> list[Device]:

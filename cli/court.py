@@ -10,6 +10,7 @@ from attnswitch.errors import InvalidProblem
 from attnswitch.verify.court import Court, sitting
 from attnswitch.verify.outcome import AUTO
 
+from . import said
 from .named import reach
 
 __all__ = ["ATEN", "COURT", "FORBID", "again", "seat"]
@@ -46,6 +47,9 @@ def seat(
         raise InvalidProblem(f"--forbid {forbid!r}: expected {ATEN}, torch's own attention and matrix products")
     if (asked or forbid) and not isolate:
         raise InvalidProblem("--court and --forbid have kernels run in processes of their own: leave out --no-isolate")
+    if not isolate and (of_processes := said.first(context, ("workers", "timeout"))):
+        option = said.option(context, of_processes)
+        raise InvalidProblem(f"{option} is of processes, and --no-isolate has none: leave out one of them")
     if asked and not named:
         raise InvalidProblem("--court tries the backends that are named: add --backend")
     if forbid and asked is False:

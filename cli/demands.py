@@ -58,4 +58,4 @@ def show(report: Report) -> None:
             render.escape(row.reason),
         )
     render.console.print()
-    render.console.print(table)
+    render.show(table)

@@ -114,7 +114,7 @@ def _show(estimate: Estimate) -> None:
     if estimate.backward is not None:
         _add(rows, "backward", estimate.backward)
     render.console.print()
-    render.console.print(rows)
+    render.show(rows)
     p = estimate.problem
     seen = f"; of the pairs {100 * estimate.visible:.3g} % are visible" if estimate.visible < 1 else ""
     beside = f"standard {of_bytes(estimate.extra_standard)}, tiled {of_bytes(estimate.extra_tiled)}"
@@ -134,7 +134,7 @@ def _show(estimate: Estimate) -> None:
             shape = f"{tile.queries} x {tile.keys}"
             tiles.add_row(tile.backend, tile.role, shape, str(tile.stages), f"{of_bytes(tile.shared)}{fits}")
         render.console.print()
-        render.console.print(tiles)
+        render.show(tiles)
 
 
 def _add(rows: Table, label: str, direction: Direction) -> None:

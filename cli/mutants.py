@@ -52,7 +52,7 @@ def show(matrix: Matrix) -> None:
         cells = (family, row.name, first, str(row.cases), f"{row.seconds:.1f}", alone)
         rows.add_row(*cells[: len(rows.columns)])
         previous = row.family
-    render.console.print(rows)
+    render.show(rows)
     which = "; seen alone by: checks that see it when nothing else looks, with the number of the case" if seen else ""
     render.console.print(
         f"[dim]caught by: what ended a run as a user would start it, after so many cases and seconds{which}[/]\n",
@@ -75,4 +75,4 @@ def _show_checks(matrix: Matrix) -> None:
         alone = ", ".join(matrix.alone(check))
         seen = sum(check in row.caught for row in matrix.rows)
         checks.add_row(check, str(seen), alone or f"[dim]{render.escape(named(check).why)}[/]")
-    render.console.print(checks)
+    render.show(checks)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich import markup
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend
@@ -36,6 +36,7 @@ __all__ = [
     "notices",
     "plan",
     "plan_json",
+    "show",
     "table",
     "verdict",
     "whole",
@@ -45,6 +46,8 @@ __all__ = [
 
 #: Characters of a line that is as long as it wants to be.
 _UNBOUNDED = 10_000
+#: Characters between columns, and of a cell that is folded, at least.
+_GAP, _NARROW = 2, 12
 #: Characters that the matrix of checks may take: a wider one is for the HTML page.
 MATRIX = 100
 
@@ -57,7 +60,8 @@ class _Console(Console):
         raise SystemExit(2)
 
 
-console = _Console(highlight=False, emoji=False)
+#: A terminal that tells a width of 0 tells none, and nothing would be shown.
+console = _Console(highlight=False, emoji=False, width=80 if os.environ.get("COLUMNS") == "0" else None)
 _errors = Console(stderr=True, highlight=False, emoji=False)
 
 
@@ -88,20 +92,37 @@ def write_json(document: Any, target: Path | None) -> None:
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table in the house style."""
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in columns:
         whole = column in right or column in ("device", "backend", "dtype")
         made.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=whole)
     return made
 
 
+def show(rows: Table) -> None:
+    """Print a table, wider than the console where it has to be: a number that is cut is another number."""
+    _print_within(rows, sum(_widest(each) if each.no_wrap else min(_widest(each), _NARROW) for each in rows.columns))
+
+
 def whole(rows: Table) -> None:
     """Print a table of short cells, each row on one line unless a terminal, or COLUMNS, says how wide that may be."""
     if console.is_terminal or "COLUMNS" in os.environ:
+        show(rows)
+    else:
+        _print_within(rows, sum(map(_widest, rows.columns)))
+
+
+def _print_within(rows: Table, cells: int) -> None:
+    needed = cells + _GAP * len(rows.columns)
+    if needed <= console.width:
         console.print(rows)
-        return
-    needed = console.measure(rows, options=console.options.update(width=_UNBOUNDED)).maximum
-    _Console(highlight=False, emoji=False, width=max(needed, console.width)).print(rows)
+    else:
+        _Console(highlight=False, emoji=False, width=needed).print(rows)
+
+
+def _widest(column: Column) -> int:
+    options = console.options.update(width=_UNBOUNDED)
+    return max(console.measure(cell, options=options).maximum for cell in (column.header, *column.cells))
 
 
 def plan(plan: Planned) -> None:
@@ -124,7 +145,7 @@ def plan(plan: Planned) -> None:
         reasons = [escape(reason) for reason in plan.why_not(candidate)] or ["[green]chosen[/]"]
         remarks = [f"[dim]{escape(remark)}[/]" for remark in plan.remarks(candidate)]
         rows.add_row(escape(candidate.backend), takes, "\n".join((*reasons, *remarks)))
-    console.print(rows)
+    show(rows)
 
 
 def plan_json(plan: Planned) -> dict[str, Any]:

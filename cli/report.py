@@ -14,7 +14,7 @@ __all__ = ["show"]
 
 def show(report: Report) -> None:
     """Counts, checks, demands, speeds, failures, what is missing, and the verdict."""
-    render.console.print(render.counts(report))
+    render.show(render.counts(report))
     render.console.print(
         "[dim]grads: verified with gradients; error/bound: the worst element, right up to 1; refused: not run, with a"
         " reason[/]",

@@ -230,10 +230,11 @@ class _Output:
                     text = f"{name} on {tuned.problem}: {why}"
                     render.console.print(f"[yellow]not measured[/] {render.escape(text)}", soft_wrap=True)
         changed = sum(tuned.before != tuned.after for tuned in self.tuned)
+        measured = sum(bool(tuned.trial.times) for tuned in self.tuned)
         known = f", {self.left_out} known before" if self.left_out else ""
         ending = "; interrupted: the same command goes on" if self.stopped else ""
         render.console.print(
-            f"{render.counted(len(self.tuned), 'problem')} measured{known}; the choice changed for {changed};"
+            f"{render.counted(measured, 'problem')} measured{known}; the choice changed for {changed};"
             f" {render.escape(str(store.here().path))}{ending}",
             soft_wrap=True,
         )

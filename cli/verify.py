@@ -26,7 +26,7 @@ from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Ta
 from attnswitch.verify.session.tally import INTERRUPTED, Report
 from attnswitch.verify.terms import Terms
 
-from . import demands, files, ranks, render, shards
+from . import demands, files, ranks, render, said, shards
 from . import mutants as measured
 from . import report as shown
 from . import speed as speeds
@@ -199,6 +199,8 @@ def verify(
     if over is not None:
         to = Outputs(json, junit, html, summary, None)
         raise typer.Exit(ranks.verify(context, over, to, seconds, None if no_corpus else corpus or default_folder()))
+    if no_corpus and (of_corpus := said.first(context, ("corpus", "keep_worst"))):
+        raise InvalidProblem(f"--no-corpus beside {said.option(context, of_corpus)}: expected one of them")
     timed = speeds.read(speed, backend)
     devices = _devices(device)
     asked = seat(context, backend, court, isolate=isolate, timeout=timeout, forbid=forbid)
@@ -248,9 +250,9 @@ def verify(
     report = watched(plan, outputs.quiet, ndjson, run)
     if not (report.broke or report.stopped == INTERRUPTED):
         speeds.measure(report, timed, backends, asked)
-    outputs.write(report)
     if not outputs.quiet:
         shown.show(report)
+    outputs.write(report)
     raise typer.Exit(report.exit_code)
 
 

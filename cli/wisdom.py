@@ -113,6 +113,8 @@ def forget(
     """
     if not (everything or stale or backend or problem):
         raise InvalidProblem("say what to forget: --all, --stale, --backend NAME or --problem TEXT")
+    if everything and (stale or backend or problem):
+        raise InvalidProblem("--all forgets every line: leave it out, or --stale, --backend and --problem")
     classes = {speed_class(Problem.parse(text)) for text in problem or ()}
     devices, source = Device.all(), store.here()
     lower = source.lower().records
@@ -150,6 +152,11 @@ def _written(records: list[Record], file: Path) -> Console:
     if files.is_standard(file):
         typer.echo(exchange.content(records), nl=False)
         return Console(stderr=True, highlight=False, emoji=False)
+    source = store.here()
+    if file.resolve() in {path.resolve() for path in (source.path, *source.beneath)}:
+        raise InvalidProblem(
+            f"{file} is the store itself, which would lose what does not hold here: expected another file"
+        )
     exchange.write(records, file)
     render.console.print(
         f"{render.counted(len(records), 'line')} written to {render.escape(str(file))}", soft_wrap=True

@@ -430,6 +430,20 @@ class MultipliesByTorch(Hostile):
         return out
 
 
+class MultipliesInPlace(Hostile):
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        q, k, _ = (torch.tensor(x.astype(np.float32)).flatten(0, 1) for x in inputs[:3])
+        q.new_zeros(q.shape[0], q.shape[1], k.shape[1]).baddbmm_(q, k.repeat_interleave(len(q) // len(k), 0).mT)
+        return out
+
+
+class ConvolvesByTorch(Hostile):
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        rows = torch.tensor(inputs.query.astype(np.float32)).flatten(0, 2)
+        torch.nn.functional.conv1d(rows[..., None], rows[..., None])
+        return out
+
+
 # -- answers that are none ---------------------------------------------------------------------------------------------
 
 

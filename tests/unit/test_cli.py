@@ -102,6 +102,21 @@ def test_verify_prints_what_it_verified(cli: Cli) -> None:
     assert re.search(r"^reference +\d+ +\d+$", ran.out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("columns", ["0", "40"])
+def test_a_narrow_terminal_cuts_no_column_and_no_number(
+    columns: str, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    name = "a_kernel_with_a_name_that_is_longer_than_the_terminal_is_wide"
+    (tmp_path / f"{name}.py").write_text("from attnswitch.backends.tiled import TiledBackend as Own\n")
+    command = (*HERE, "--examples", "20", "--backend", f"{name}:Own", "--seed", "4")
+    ran = subprocess.run([SCRIPT, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = ran.stdout.splitlines()
+    (heads,) = (line for line in lines if line.startswith("device"))
+    assert heads.split() == ["device", "backend", "dtype", "verified", "grads", "error/bound", "refused", "wrong"]
+    assert any(f"{name}:Own" in line and line.split()[-1] == "0" for line in lines)
+
+
 def test_verify_without_a_backend_takes_all_that_can_run(cli: Cli) -> None:
     ran = cli("verify", "--quick", "--no-isolate", "--examples", "3", "--json", "-")
     able = {name for name, why in api.backends().items() if why is None} - {"torch-flex"}  # which has to be asked for
@@ -323,6 +338,11 @@ def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytes
         (("explain", "b1.h1.s8.d8.bf16", "--device", "toaster"), "device 'toaster' is not known; expected cpu, cuda"),
         (("explain", "b1.h1.s8.d8.bf16", "--backend", "fastest"), "backend 'fastest' is not known"),
         (("unknown",), "No such command 'unknown'"),
+        (("verify", "--no-corpus", "--corpus", "x"), "--no-corpus beside --corpus: expected one of them"),
+        (("verify", "--no-corpus", "--keep-worst"), "--no-corpus beside --keep-worst: expected one of them"),
+        (("verify", "--no-isolate", "--timeout", "5"), "--timeout is of processes, and --no-isolate has none"),
+        (("verify", "--no-isolate", "--workers", "2"), "--workers is of processes, and --no-isolate has none"),
+        (("replay", str(KNOWN), "--no-isolate", "--timeout", "5"), "--timeout is of processes"),
     ],
 )
 def test_a_mistake_is_explained_and_exits_with_two(arguments: tuple[str, ...], message: str, cli: Cli) -> None:

@@ -257,3 +257,21 @@ def test_forget_asks_what(cli: Cli) -> None:
     ran = cli("forget")
     assert ran.code == 2
     assert "say what to forget" in ran.out
+
+
+def test_forget_all_takes_no_other(cli: Cli) -> None:
+    view.remember([time(1.0)])
+    ran = cli("forget", "--all", "--backend", "nobody")
+    assert (ran.code, len(store.here().read().records)) == (2, 1)
+    assert "--all forgets every line" in ran.out
+
+
+@pytest.mark.parametrize(("way", "files"), [("export", []), ("merge", ["out.jsonl"])])
+def test_the_store_is_not_written_over(way: str, files: list[str], cli: Cli) -> None:
+    """An export leaves out what does not hold here, which would be lost."""
+    view.remember([time(1.0), STALE])
+    path = str(store.here().path)
+    assert cli("export", "out.jsonl").code == 0
+    ran = cli(way, path, *files)
+    assert (ran.code, len(store.here().read().records)) == (2, 2)
+    assert "is the store itself" in ran.out

@@ -23,6 +23,8 @@ from attnswitch.verify.court.wire import Arena, Results
 __all__ = ["Gone", "Server", "begin", "give_back", "kept", "taken"]
 
 _MARK = "ATTNSWITCH_COURT"
+#: Exit codes of a process that writes to memory it may only read.
+_OF_MEMORY = frozenset((-signal.SIGSEGV, -signal.SIGBUS))
 #: Seconds that a candidate's first answer may take beside the others, as its code is loaded; and that an end may take.
 _START, _END = 120.0, 10.0
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -88,7 +90,7 @@ class Server:
         if answer.ended is not None:
             self.fresh = True
             self._kill(self.left())
-            raise Gone(ending(answer.ended))
+            raise Gone(ending(answer.ended) + ", as one does that writes to its inputs" * (answer.ended in _OF_MEMORY))
         if self.fresh:
             self.fresh, self._candidate = False, traces.children(self._child.number)
         return answer
@@ -111,10 +113,10 @@ class Server:
 
     def _silent(self) -> str:
         """What to say of a candidate that does not answer."""
-        states = {traces.state(number) for number in traces.descendants(self._child.number)} - {""}
-        if not traces.descendants(self._child.number):
+        there = traces.descendants(self._child.number)
+        if not there:
             return "it ended, and not even its end was told"
-        state = ", ".join(sorted(states)) or "running"
+        state = ", ".join(sorted({traces.state(number) for number in there} - {""})) or "running"
         return f"no answer after {self._timeout:g} s; the process was {state}, and was ended"
 
     def left(self) -> dict[int, str]:
@@ -221,7 +223,7 @@ class _Adoption:
 
 
 _adoption = _Adoption()
-#: One that nobody uses now; None where none is kept.
+#: Those that nobody uses now; None where none are kept.
 _spare: list[Server] | None = None
 
 

@@ -286,25 +286,23 @@ def aten(forbidden: bool) -> Iterator[Callable[[], list[str]]]:
 
 
 def _forbids(name: str) -> bool:
-    library, _, operator = name.partition("::")
-    return library == "aten" and ("attention" in operator or operator.partition(".")[0] in _PRODUCTS)
+    library, _, overload = name.partition("::")
+    operator = overload.partition(".")[0].rstrip("_")  # one that ends in _ writes to its first operand
+    of_matrices = operator in _PRODUCTS or operator.endswith(("mm", "mv")) or "conv" in operator
+    return library == "aten" and ("attention" in operator or of_matrices)
 
 
 _PRODUCTS = frozenset(
     (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "addmv",
+        "_addmm_activation",
+        "_trilinear",
+        "addr",
+        "bilinear",
         "dot",
-        "vdot",
-        "matmul",
         "linear",
-        "_int_mm",
-        "_scaled_mm",
+        "matmul",
+        "mkldnn_linear",
+        "vdot",
     )
 )
 
