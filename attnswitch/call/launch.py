@@ -17,6 +17,7 @@ from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.backend import Backend, Backward, Forward, Gradients, Inputs, Kernel, Shows
 from attnswitch.machine.device import Device
+from attnswitch.machine.inputs import heads_last
 from attnswitch.planning import planner, waiting
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy, share
@@ -311,6 +312,6 @@ def _laid_out(forward: Forward, operands: Sequence[Array], turned: bool) -> Forw
     def run(*given: Any) -> tuple[Any, Any]:
         operands = given[: 3 if len(given) == 3 or given[3] is None else 4]
         out, lse = forward(*straight(operands, turned)[: min(len(given), 4)], *given[4:])
-        return (swap_heads(out) if turned else out), lse
+        return (heads_last(out) if turned else out), lse
 
     return run

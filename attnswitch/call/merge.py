@@ -13,6 +13,7 @@ from attnswitch.call.describe import check_beside
 from attnswitch.call.entry import is_traced
 from attnswitch.call.options import LAYOUTS
 from attnswitch.errors import InvalidProblem
+from attnswitch.machine.inputs import heads_last as with_heads_last
 from attnswitch.names import one_of
 from attnswitch.problem import DTYPES
 
@@ -61,7 +62,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
         outs = [out.swapaxes(-3, -2) for out in outs]
     with xp.errstate(all="ignore") if library == "numpy" else nullcontext():
         out, lse = _merged(xp, outs, lses)
-    out = out.swapaxes(-3, -2) if heads_last else out
+    out = with_heads_last(out) if heads_last else out
     if library == "dlpack":
         return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
     return out, lse

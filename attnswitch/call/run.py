@@ -9,9 +9,10 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array
-from attnswitch.call.describe import lengths_beside, swap_heads
+from attnswitch.call.describe import lengths_beside
 from attnswitch.call.launch import Launch, Request, lie_of, straight
 from attnswitch.machine.backend import Inputs
+from attnswitch.machine.inputs import heads_last
 
 __all__ = ["caller_of", "drawn_seed", "inputs_of", "run", "run_prepared", "to_caller", "to_native"]
 
@@ -92,7 +93,7 @@ def to_caller(array: Array, native: str, library: str, caller: Array | None, tur
     if array is None:
         return None
     array = arrays.passage(array, native, library)
-    array = swap_heads(array) if turned else array
+    array = heads_last(array) if turned else array
     return array if caller is None else arrays.passage(array, "torch", "dlpack", caller)
 
 

@@ -15,13 +15,14 @@ import torch
 
 from attnswitch import arrays
 from attnswitch.call import options as read
-from attnswitch.call.describe import describe, swap_heads
+from attnswitch.call.describe import describe
 from attnswitch.call.launch import straight
 from attnswitch.call.operators import told
 from attnswitch.call.operators.run import signed
 from attnswitch.call.run import drawn_seed
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.device import Device
+from attnswitch.machine.inputs import heads_last
 from attnswitch.planning import planner
 from attnswitch.problem import GRAD_OPERANDS
 
@@ -120,7 +121,7 @@ def _composite(
         key_lengths = torch.tensor(key_lengths, device=query.device)
     turned = options.layout == "BLHD"
     out, _ = kernel.forward(straight(operands, turned)._replace(key_lengths=key_lengths))
-    return swap_heads(out) if turned else out
+    return heads_last(out) if turned else out
 
 
 # -- under torch.compile -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from attnswitch.arrays import Array
 
-__all__ = ["Gradients", "GradientsWithSinks", "Inputs", "Offsets", "Order"]
+__all__ = ["Gradients", "GradientsWithSinks", "Inputs", "Offsets", "Order", "heads_last"]
 
 
 class Offsets(NamedTuple):
@@ -81,6 +81,14 @@ class Inputs(NamedTuple):
 _AS_THEY_ARE = frozenset((4, 5, 6, 7, 8, 10))
 
 
+def heads_last(result: Array) -> Array:
+    """(..., H, L, D) as (..., L, H, D), in memory of that order, so that a view joins the heads."""
+    turned = result.swapaxes(-3, -2)
+    if hasattr(turned, "contiguous"):
+        return turned.contiguous()
+    return turned if turned.flags.c_contiguous else turned.copy()
+
+
 class Order(NamedTuple):
     """How a caller has the results of a kernel, (B, H, L, D) and (B, H, L)."""
 
@@ -94,7 +102,7 @@ class Order(NamedTuple):
         whole = len(result.shape) == 4
         if self.packed:
             result = result[0]
-        return result.swapaxes(-3, -2) if whole and self.turned else result
+        return heads_last(result) if whole and self.turned else result
 
     def sizes(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """The same of a result's sizes, or its strides."""

@@ -1,0 +1,62 @@
+"""Outputs with heads after rows are contiguous, whoever computes them: programs join heads by a view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import attnswitch
+from attnswitch import Unsupported
+
+OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+def dense(query: Any, **said: Any) -> Any:
+    return attnswitch.attention(query, query, query, layout="BLHD", **said)
+
+
+def sinks(query: Any, **said: Any) -> Any:
+    return dense(query, sinks=[0.0] * query.shape[2], **said)
+
+
+def softcap(query: Any, **said: Any) -> Any:
+    return dense(query, softcap=2.0, **said)
+
+
+def merged(query: Any, **said: Any) -> Any:
+    out, lse = dense(query, return_lse=True, **said)
+    return attnswitch.merge([out, out], [lse, lse], layout="BLHD")[0]
+
+
+def varlen(query: Any, **said: Any) -> Any:
+    return attnswitch.attention_varlen(query[0], query[0], query[0], OFFSETS, OFFSETS, **said)
+
+
+def paged(query: Any, **said: Any) -> Any:
+    pages = torch.randn(2, 16, query.shape[2], query.shape[3])
+    table, lengths = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([9, 16], dtype=torch.int32)
+    return attnswitch.attention_paged(query, pages, pages, table, lengths, **said)
+
+
+CALLS: dict[str, Callable[..., Any]] = {each.__name__: each for each in (dense, sinks, softcap, merged, varlen, paged)}
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("backend", [None, "tiled", "reference", "sdpa-math", "sdpa-flash"])
+@pytest.mark.parametrize("name", CALLS)
+def test_heads_are_joined_by_a_view(name: str, backend: str | None, grads: bool) -> None:
+    if grads and name == "paged":
+        pytest.skip("a cache has no gradients")
+    query = torch.randn(2, 8, 3, 4, requires_grad=grads)
+    for _ in range(2):  # the second is prepared
+        try:
+            out = CALLS[name](query, backend=backend)
+        except Unsupported:
+            pytest.skip("the backend does not take it")
+        assert out.is_contiguous()
+    if grads:
+        out.sum().backward()
+        assert query.grad is not None
