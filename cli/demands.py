@@ -16,14 +16,21 @@ from . import render
 __all__ = ["each", "read", "show"]
 
 
-def read(require: list[str] | None, profiles: list[str] | None) -> tuple[Requirement, ...]:
-    """The requirements of ``--require`` and ``--profile``. Raises ``InvalidProblem``."""
+def read(require: list[str] | None, profiles: list[str] | None, longest: int | None = None) -> tuple[Requirement, ...]:
+    """The requirements of ``--require`` and ``--profile``. Raises ``InvalidProblem``.
+
+    None may be of sequences beyond the ``longest``, if that is given.
+    """
     found = [
         definitions.read(Path(text)) if definitions.is_meant(text) else Requirement.parse(text)
         for text in require or ()
     ]
     for name in profiles or ():
         found += named(name).requirements
+    for one in found:
+        least = max(one.range("Lq").first, one.range("Lk").first)
+        if longest is not None and least > longest:
+            raise InvalidProblem(f"--longest {longest}, and {','.join(one.words)} demands {least} at least")
     return tuple(dict.fromkeys(found))
 
 

@@ -226,7 +226,7 @@ def verify(
         # A backend that is wrong by a stricter measure is not wrong for its callers.
         remember=precision is None and forbid is None,
         terms=Terms(None if precision is None else demanded.read(precision), asked),
-        requirements=demands.read(require, profile),
+        requirements=demands.read(require, profile, longest),
         held=tuple(backends) if backend is not None else (AUTO,),
         each=demands.each(each, require, profile),
         replayed_with=(*(() if precision is None else ("--precision", precision)), *again(court, forbid)),

@@ -339,6 +339,7 @@ def test_an_interrupt_outside_a_run_is_no_traceback(cli: Cli, monkeypatch: pytes
         (("explain", "b1.h1.s8.d8.bf16", "--backend", "fastest"), "backend 'fastest' is not known"),
         (("unknown",), "No such command 'unknown'"),
         (("verify", "--no-corpus", "--corpus", "x"), "--no-corpus beside --corpus: expected one of them"),
+        (("verify", "--longest", "5", "--require", "Lq>=1024"), "--longest 5, and Lq>=1024 demands 1024 at least"),
         (("verify", "--no-corpus", "--keep-worst"), "--no-corpus beside --keep-worst: expected one of them"),
         (("verify", "--no-isolate", "--timeout", "5"), "--timeout is of processes, and --no-isolate has none"),
         (("verify", "--no-isolate", "--workers", "2"), "--workers is of processes, and --no-isolate has none"),
