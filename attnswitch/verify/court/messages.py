@@ -52,7 +52,7 @@ class Ask:
 
     @property
     def where(self) -> str:
-        """Of the device; those that are alike compare equal."""
+        """Where the device is, as text: cpu, or cuda:0."""
         return "" if self.device is None else self.device.where
 
 

@@ -104,7 +104,7 @@ class Server:
                 raise InvalidProblem("it says that the process ended, which runs")
             if answer.ended is not None or answer.number == self._asked:
                 return answer
-            if not 0 < answer.number < self._asked:  # else to a question that the one before it left
+            if not 0 < answer.number < self._asked:  # a smaller one is of a question before, left unread
                 raise InvalidProblem("it is to another question")
             heard += 1
             if heard >= self._asked:

@@ -206,7 +206,10 @@ def latent_splits(problem: Problem, device: Device) -> int:
 
 @functools.lru_cache(maxsize=4096)  # lengths change at every token, and pairs of tiles rarely
 def _latent_splits(blocks: int, pairs: int, sms: int, means: tuple[float, ...], part: float) -> int:
-    """The same of so many blocks: where each has all of ``pairs``, and a part of them by the mean of the others."""
+    """The same, of ``blocks`` tiles of rows, whose keys are ``pairs`` of tiles where they are the longest.
+
+    ``means`` are how long the average may be, as a part of the longest; each counts alike.
+    """
 
     def time(parts: int, mean: float) -> float:
         longest = _LATENT.begin + _LATENT.step * arithmetic.tiles(pairs, parts)

@@ -38,7 +38,7 @@ struct Parts {
         if (!TOLD) return;
         const int* const told = reinterpret_cast<const int*>(reinterpret_cast<const Real*>(a.sums) + 2 * all) + 2 * line;
         first = told[0], count = told[1];
-        // Of rows that no sequence has nobody tells, and offsets on a GPU may leave out any.
+        // Rows that no sequence has are not in the table: offsets on a GPU may leave out any.
         if (count < 0 || first < 0 || first + i64(count - 1) * step >= all) count = 0;
     }
 };

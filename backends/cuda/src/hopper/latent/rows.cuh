@@ -28,8 +28,8 @@ DEVICE int each_log_of(const Arguments& a) { return highest(BLOCK_M) - highest(a
 struct Rows {
     const Arguments& a;
     const int each_log = each_log_of(a), each = 1 << each_log;  // queries of a head
-    int batch, head_kv, head, heads;    // the first, and how many
-    int first, count;                   // of its queries
+    int batch, head_kv, head, heads;    // of query heads the first, and how many
+    int first, count;                   // of its queries, the same
     int split;
     Portion portion;
     Extent extent;
