@@ -171,10 +171,10 @@ def _requires_grad(tensor: Any) -> bool:
 
 def _may_require_grad(tensor: Any) -> bool:
     """The same, and of an operand that ``vmap`` maps in a graph, which does not tell what it is of."""
-    if _requires_grad(tensor) or not isinstance(tensor, torch.Tensor):
+    if _requires_grad(tensor) or not torch.compiler.is_dynamo_compiling():
         return _requires_grad(tensor)
-    mapped = torch.compiler.is_dynamo_compiling() and torch._C._functorch.is_batchedtensor(tensor)
-    return mapped and tensor.is_floating_point()
+    is_mapped = isinstance(tensor, torch.Tensor) and torch._C._functorch.is_batchedtensor(tensor)
+    return is_mapped and tensor.is_floating_point()
 
 
 def _signed(seed: Any) -> Any:
