@@ -75,7 +75,8 @@ def attention(
         return_lse: also return the natural log of each row's softmax denominator, (B, Hq, Lq), float32
             (float64 for float64). Differentiable.
         layout: "BHLD", or "BLHD" for arrays (B, L, H, D), the output included, which is contiguous.
-        deterministic: only backends whose results, gradients included, are bitwise repeatable.
+        deterministic: only backends whose results, gradients included, are bitwise repeatable; so too where
+            ``torch.use_deterministic_algorithms`` is on.
         seed: makes the dropout mask a function of (seed, batch, head, i, j), the same on every backend.
         sinks: (Hq,) of any float dtype: one more key for every row, whose score is sinks[h] as it is, and whose value
             is 0. lse counts it; a row that sees nothing else has output 0 and lse sinks[h]. -inf means none.

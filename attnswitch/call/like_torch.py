@@ -198,6 +198,8 @@ def _of_any_rank(
     q = _expanded(query, leading).reshape(batch, heads, *query.shape[-2:])
     k, v = (_expanded(x, shared).reshape(batch, shared[-1] if shared else 1, *x.shape[-2:]) for x in (key, value))
     mask = attn_mask
+    if mask is not None and len(leading) == 1 and len(mask.shape) == 4 and mask.shape[0] == 1:
+        mask = mask[0]  # torch sees a batch of one in three axes
     if mask is not None and len(mask.shape) == 0:
         mask = mask.reshape(1)
     elif mask is not None and len(mask.shape) > 2 and (len(leading) != 2 or len(mask.shape) > 4):

@@ -10,6 +10,7 @@ import functools
 import inspect
 import numbers
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -62,13 +63,24 @@ class Options:
 
 
 def of_call(*given: Any) -> Options:
-    """The options of a call, in the order of ``Options``. Raises ``InvalidProblem`` for what makes no sense."""
+    """The options of a call, in the order of ``Options``. Raises ``InvalidProblem`` for what makes no sense.
+
+    Where ``torch.use_deterministic_algorithms`` is on, calls are deterministic without saying so.
+    """
+    if given[_DETERMINISTIC] is False and _are_all_deterministic():
+        given = (*given[:_DETERMINISTIC], True)
     if given[_WINDOW] is None:
         try:
             return _shared(*given)
         except (TypeError, ValueError):  # what is not hashable, or can change, is read every time
             pass
     return _shared(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
+
+
+def _are_all_deterministic() -> bool:
+    """Whether torch is told to be, if it is there."""
+    enabled = getattr(sys.modules.get("torch"), "are_deterministic_algorithms_enabled", None)
+    return enabled is not None and enabled()
 
 
 def of_keywords(keywords: dict[str, Any], what: str, function: Callable[..., Any]) -> Options:
@@ -231,7 +243,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "deterministic": flag,
 }
 _NAMES = tuple(field.name for field in fields(Options))
-_WINDOW = _NAMES.index("window")
+_WINDOW, _DETERMINISTIC = _NAMES.index("window"), _NAMES.index("deterministic")
+assert _NAMES[_DETERMINISTIC:] == ("deterministic",)
 _DEFAULT = Options()
 _USUAL = {name: getattr(_DEFAULT, name) for name in _NAMES}
 assert tuple(_CHECKS) == _NAMES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd import forward_ad
 from attnswitch.arrays import Intercepted
 from attnswitch.call.launch import DUAL
 
-__all__ = ["guards", "intercepted", "modes"]
+__all__ = ["guards", "intercepted", "modes", "rings"]
 
 _grad_enabled = torch.is_grad_enabled
 _autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -29,6 +30,14 @@ def modes() -> int:
     if forward_ad._current_level >= 0:
         return DUAL
     return _grad_enabled() + 2 * _autocast()
+
+
+def rings() -> bool:
+    """Whether torch's ``context_parallel`` is on, whose ring is of torch's own operators."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(distributed, "DTensor", None), "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", ())
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
 
 def guards(operands: Sequence[Any]) -> Callable[..., bool] | None:

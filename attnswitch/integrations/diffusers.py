@@ -19,12 +19,15 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.utils import logging
+from torch.utils._device import DeviceContext
 
 from attnswitch import api
 from attnswitch.call.like_torch import as_autocast
+from attnswitch.call.torch_modes import rings
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.integrations.diffusers_parallel import TEMPLATE, over_processes
 from attnswitch.integrations.members import member
+from attnswitch.integrations.torch import installed
 from attnswitch.machine import registry
 
 __all__ = ["register"]
@@ -36,6 +39,9 @@ _REASONS = {
 }
 _UNKNOWN = "it may change the result in a way not known here; use the backend 'native' for this model"
 _INSTALL = "attnswitch.install() serves those that call F.scaled_dot_product_attention"
+_RINGS = "use the backend 'native' there, or diffusers' own context parallelism"
+#: How many options a call has that torch's function can have as well.
+_PLAIN = 2
 _log = logging.get_logger(__name__)
 #: The names that mean attnswitch.
 _names: set[str] = set()
@@ -140,6 +146,23 @@ def _check_served(model: torch.nn.Module) -> None:
         )
 
 
+def _modes_look() -> bool:
+    """Whether a mode looks at functions of torch's, as diffusers' own do that skip attention's scores."""
+    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _shown(query: Any, key: Any, value: Any, said: tuple[Any, ...], backend: str | None) -> torch.Tensor:
+    """The call as torch's function, which modes know by where it stands."""
+    attn_mask, dropout_p, is_causal, scale, enable_gqa = said
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    grouped = enable_gqa or key.shape[1] == 1
+    with installed(backend):
+        out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+        )
+    return out.transpose(1, 2)
+
+
 def _dispatches(part: Any) -> bool:
     return hasattr(sys.modules.get(type(part).__module__), "dispatch_attention_fn")
 
@@ -200,6 +223,11 @@ def _attention(
     said = attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
     if _parallel_config is not None:
         return over_processes(query, key, value, *said, config=_parallel_config, options=options)
+    if not torch.compiler.is_compiling():
+        if rings():
+            raise Unsupported(f"within torch's context_parallel, whose ring is of torch's own operators: {_RINGS}")
+        if _modes_look() and not return_lse and len(options) == _PLAIN:
+            return _shown(query, key, value, said[:-1], backend)
     if return_lse:
         options["return_lse"] = True
     found = api.attention(

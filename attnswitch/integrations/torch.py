@@ -15,6 +15,7 @@ from torch.jit import _builtins as builtins_of_jit
 
 from attnswitch import api
 from attnswitch.call import like_torch
+from attnswitch.call.torch_modes import rings
 from attnswitch.errors import AttnswitchError
 from attnswitch.machine import registry
 from attnswitch.planning import policy as policies
@@ -48,7 +49,8 @@ def install(backend: str | None = None, policy: Policy | str | None = None) -> N
     Whoever looks the function up in ``torch.nn.functional`` gets it, ``nn.MultiheadAttention`` and the transformer
     layers included: their fast path, which calls no attention function, is switched off until ``uninstall``. A module
     that imported the function by name before keeps torch's. Calls within ``torch.nn.attention.sdpa_kernel``, which
-    names kernels of torch's, go to torch, and so do those that ``torch.jit.trace`` and ``torch.jit.script`` record.
+    names kernels of torch's, go to torch, and so do those that ``torch.jit.trace`` and ``torch.jit.script`` record, and
+    those of torch's ``context_parallel``, whose ring is of its own operators.
     Installed again, only ``backend`` and ``policy`` change.
 
     Args:
@@ -158,7 +160,7 @@ def _replacement(before: _Before, backend: str | None, policy: Policy | str | No
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if usual & ~_allowed() or _is_traced():
+        if usual & ~_allowed() or _is_traced() or (type(query).__name__ == "DTensor" and rings()):
             return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         numbers, way = (dropout_p, is_causal, scale, enable_gqa), (backend, policy)
         called = scaled_dot_product_attention

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name torch's users know it by
 from diffusers import HunyuanVideoTransformer3DModel
+from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_dispatch as dispatch
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 import attnswitch
@@ -376,3 +378,20 @@ def test_another_diffusers_is_refused(way: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delattr(BACKENDS, "set_active_backend")
     with pytest.raises(attnswitch.Unsupported, match=r"diffusers [\d.]+ cannot take attnswitch .* use diffusers 0.37"):
         register()
+
+
+class Passing(TorchFunctionMode):
+    """A mode that looks on."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_skips_scores_is_seen() -> None:
+    """Perturbed attention guidance asks it of every layer: by torch's function, which 'native' calls."""
+    query, key, value = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    with AttentionScoreSkipFunctionMode(), attention_backend("attnswitch"):
+        assert torch.equal(dispatch_attention_fn(query, key, value), value)
+    with Passing(), attention_backend("attnswitch"):
+        found = dispatch_attention_fn(query, key[:, :, :1], value[:, :, :1], enable_gqa=True)
+    torch.testing.assert_close(found, dispatch_attention_fn(query, key[:, :, :1], value[:, :, :1], enable_gqa=True))

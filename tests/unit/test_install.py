@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -274,3 +276,47 @@ def test_a_jagged_result_is_padded_as_its_query_is(causal: bool) -> None:
         expected = TORCHS(x, x, x, is_causal=causal)[0].transpose(0, 1)
         torch.testing.assert_close(one[: len(row)], expected)
         assert not one[len(row) :].any()
+
+
+def test_torchs_flag_makes_calls_deterministic() -> None:
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    rows = x[0].transpose(0, 1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with attnswitch.installed(), attnswitch.record() as recording:
+            F.scaled_dot_product_attention(x, x, x)
+            attnswitch.attention(x, x, x)
+            attnswitch.attention_varlen(rows, rows, rows, [0, 4], [0, 4])
+        assert len(recording.problems) == 2
+        assert all(problem.deterministic for problem in (*recording.problems, attnswitch.plan(x, x, x).problem))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not attnswitch.plan(x, x, x).problem.deterministic
+
+
+def test_torchs_context_parallel_keeps_its_ring() -> None:
+    """It gives the function parts of rows, which by themselves are another call."""
+    script = """
+import torch, torch.distributed as dist, torch.nn.functional as F, attnswitch
+from attnswitch.call.torch_modes import rings
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+mesh = init_device_mesh("cpu", (2,))
+endings = []
+for install in (False, True):
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    if install:
+        attnswitch.install()
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        assert rings()
+        try:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        except Exception as error:
+            endings.append(type(error).__name__)
+    assert not rings()
+assert endings == ["NotImplementedError"] * 2, endings
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
