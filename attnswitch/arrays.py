@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from attnswitch.errors import InvalidProblem
 from attnswitch.problem import CACHES, CONTIGUOUS, Memory
+from attnswitch.transformed import is_wrapped
 
 __all__ = [
     "ROLES",
@@ -24,9 +25,7 @@ __all__ = [
     "check_dense",
     "dispatches",
     "facts",
-    "is_dual",
     "is_unlike",
-    "is_wrapped",
     "lengths_as_array",
     "library_of",
     "outline",
@@ -236,22 +235,6 @@ def check_dense(tensor: Array, role: str) -> None:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"
         )
-
-
-def is_wrapped(tensor: Array) -> bool:
-    """Whether a torch tensor is inside torch.func, or carries a tangent of forward mode."""
-    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor)) or is_dual(tensor)
-
-
-def is_dual(tensor: Array) -> bool:
-    """Whether a torch tensor carries a tangent of forward mode."""
-    forward_ad: Any = sys.modules["torch.autograd.forward_ad"]
-    if forward_ad._current_level < 0:
-        return False
-    functorch: Any = sys.modules["torch"]._C._functorch
-    while functorch.is_batchedtensor(tensor):  # which cannot be asked
-        tensor = functorch.get_unwrapped(tensor)
-    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def outline(tensor: Array) -> Facts:

@@ -19,6 +19,7 @@ from attnswitch import arrays
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import meant, one_of
 from attnswitch.problem import Alignment, Problem, Window
+from attnswitch.transformed import is_wrapped
 
 __all__ = [
     "LAYOUTS",
@@ -214,7 +215,7 @@ def _real(name: str, value: Any) -> float:
         raise InvalidProblem(
             f"{name}={text_of(value)} requires_grad, and its gradient would be lost: multiply query by it"
         )
-    if arrays.library_of(value) == "torch" and arrays.is_wrapped(value):
+    if arrays.library_of(value) == "torch" and is_wrapped(value):
         raise InvalidProblem(f"{name} is inside torch.func or forward mode, and its derivative would be lost")
     try:
         kind = str(value.dtype).removeprefix("torch.")

@@ -25,6 +25,7 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.inputs import heads_last
 from attnswitch.planning import planner
 from attnswitch.problem import GRAD_OPERANDS
+from attnswitch.transformed import is_dual
 
 __all__ = [
     "active",
@@ -86,7 +87,7 @@ def _asked(tensor: Any) -> bool:
 
 
 def _dual(tensors: Sequence[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and arrays.is_dual(x) for x in tensors)
+    return any(isinstance(x, torch.Tensor) and is_dual(x) for x in tensors)
 
 
 def _composite(
