@@ -175,11 +175,21 @@ def _one_of(*known: str) -> Callable[[str, Any], str]:
 def _window(name: str, value: Any) -> Window | None:
     if value is None:
         return None
-    if hasattr(value, "__iter__"):
-        read = [(side, side if side is None else _integer(side)) for side in value]
-        if len(read) == 2 and all(side is None or number is not None for side, number in read):
-            return read[0][1], read[1][1]
+    sides = _listed(value)
+    read = [side if side is None else _integer(side) for side in sides]
+    if len(read) == 2 and all(side is None or number is not None for side, number in zip(sides, read, strict=True)):
+        return read[0], read[1]
     raise InvalidProblem(f"{name}={text_of(value)}: expected (left, right), each a number of keys or None")
+
+
+def _listed(value: Any) -> list[Any]:
+    """What is in ``value``; nothing where it is one thing."""
+    if not hasattr(value, "__iter__"):
+        return []
+    try:
+        return list(value)
+    except (TypeError, ValueError):  # an array without axes
+        return []
 
 
 def _integer(value: Any) -> int | None:

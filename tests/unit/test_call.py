@@ -296,3 +296,10 @@ def test_an_upstream_gradient_that_makes_no_sense(grad_out: Any, message: str, s
     with pytest.raises(InvalidProblem, match=message):
         attnswitch.attention_backward(grad_out, Q, K, V)
     assert not {"forward", "backward"} & set(spied)
+
+
+@pytest.mark.parametrize("window", [3, "ab", (), (1,), (1, 2, 3), (1.0, 2), (True, 1), np.array(3), torch.tensor(3)])
+def test_a_window_that_is_none_is_explained(window: Any) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    with pytest.raises(InvalidProblem, match=r"expected \(left, right\), each a number of keys or None"):
+        attnswitch.attention(x, x, x, window=window)
