@@ -142,6 +142,8 @@ def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], cal
     if guards is None or not guards(*tensors):
         return
     run = call.kernel.prepared_form(call.inputs, asked.order)
+    if asked.order.turned and not call.inputs.query.swapaxes(1, 2).is_contiguous():  # as which the output lies
+        run = _joined(run)
     ways.insert(0, _Way(guards, call, _changed(run, changes) if changes else run))
     del ways[_LIES:]
 
@@ -156,6 +158,16 @@ def _changes(given: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[tuple[int,
         elif one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
             changes.append((at, other.dtype))
     return changes
+
+
+def _joined(run: Forward) -> Forward:
+    """``run``, whose output is contiguous."""
+
+    def joined(*given: Any) -> tuple[Any, Any]:
+        out, lse = run(*given)
+        return out.contiguous(), lse
+
+    return joined
 
 
 def _changed(run: Forward, changes: Sequence[tuple[int, Any]]) -> Forward:

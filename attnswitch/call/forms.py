@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
     def back(self, array: Array | None, native: str | None = None) -> Array | None:
         """A result as the caller's."""
-        return None if array is None else self.plain(self.asked.order.of(array), native)
+        return None if array is None else self.plain(self.asked.order.joined(array), native)
 
     def plain(self, array: Array, native: str | None = None) -> Array:
         """The same of an array that lies as the caller's do."""

@@ -68,20 +68,16 @@ def of_call(*given: Any) -> Options:
 
     Where ``torch.use_deterministic_algorithms`` is on, calls are deterministic without saying so.
     """
-    if given[_DETERMINISTIC] is False and _are_all_deterministic():
-        given = (*given[:_DETERMINISTIC], True)
+    if given[_DETERMINISTIC] is False and (torch := sys.modules.get("torch")) is not None:
+        enabled = getattr(torch, "are_deterministic_algorithms_enabled", None)  # None while torch is being imported
+        if enabled is not None and enabled():
+            given = (*given[:_DETERMINISTIC], True)
     if given[_WINDOW] is None:
         try:
             return _shared(*given)
         except (TypeError, ValueError):  # what is not hashable, or can change, is read every time
             pass
     return _shared(*(check(name, value) for (name, check), value in zip(_CHECKS.items(), given, strict=True)))
-
-
-def _are_all_deterministic() -> bool:
-    """Whether torch is told to be, if it is there."""
-    enabled = getattr(sys.modules.get("torch"), "are_deterministic_algorithms_enabled", None)
-    return enabled is not None and enabled()
 
 
 def of_keywords(keywords: dict[str, Any], what: str, function: Callable[..., Any]) -> Options:

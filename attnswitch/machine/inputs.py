@@ -98,11 +98,17 @@ class Order(NamedTuple):
     packed: bool = False
 
     def of(self, result: Array) -> Array:
-        """A result as the caller's."""
+        """A result as the caller's: a view."""
         whole = len(result.shape) == 4
         if self.packed:
             result = result[0]
-        return heads_last(result) if whole and self.turned else result
+        return result.swapaxes(-3, -2) if whole and self.turned else result
+
+    def joined(self, result: Array) -> Array:
+        """The same, with heads last in memory of that order."""
+        if len(result.shape) != 4 or not self.turned:
+            return self.of(result)
+        return heads_last(result[0] if self.packed else result)
 
     def sizes(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """The same of a result's sizes, or its strides."""
