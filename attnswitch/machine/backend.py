@@ -148,7 +148,7 @@ class Kernel:
 
         def forward(*given: Any) -> tuple[Array, Array | None]:
             out, lse = self.forward(again(*given))
-            return order.of(out), None if lse is None else order.of(lse)
+            return order.joined(out), None if lse is None else order.of(lse)
 
         return forward
 
