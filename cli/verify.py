@@ -196,11 +196,11 @@ def verify(
     backend = [*(backend or ()), *functions(function, like)] or None
     if join or logs:
         raise typer.Exit(shards.join(context, logs or [], Outputs(json, junit, html, summary, None)))
+    if no_corpus and (of_corpus := said.first(context, ("corpus", "keep_worst"))):
+        raise InvalidProblem(f"--no-corpus beside {said.option(context, of_corpus)}: expected one of them")
     if over is not None:
         to = Outputs(json, junit, html, summary, None)
         raise typer.Exit(ranks.verify(context, over, to, seconds, None if no_corpus else corpus or default_folder()))
-    if no_corpus and (of_corpus := said.first(context, ("corpus", "keep_worst"))):
-        raise InvalidProblem(f"--no-corpus beside {said.option(context, of_corpus)}: expected one of them")
     timed = speeds.read(speed, backend)
     devices = _devices(device)
     asked = seat(context, backend, court, isolate=isolate, timeout=timeout, forbid=forbid)
