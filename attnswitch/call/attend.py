@@ -11,7 +11,7 @@ from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.launch import DUAL, Launch, Request
-from attnswitch.call.options import Options, text_of
+from attnswitch.call.options import Options, no_name
 from attnswitch.call.run import drawn_seed, run, run_prepared
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
@@ -133,7 +133,7 @@ def _requested(said: tuple[Any, ...]) -> Request:
 
 def _unhashable(backend: Any, policy: Any) -> InvalidProblem:
     policies.effective(policy)
-    return InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
+    return no_name(backend)
 
 
 def forget() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call import recording, sinks
-from attnswitch.call.options import text_of
+from attnswitch.call.options import no_name
 from attnswitch.call.run import drawn_seed, to_caller, to_native
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend, Gradients, GradientsWithSinks, Inputs, Kernel, Order
@@ -72,7 +72,7 @@ class Call(NamedTuple):
 def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, restarts: bool = False) -> Call:
     """The call by ``backend``, or the one that ``planner.build`` chooses. Raises what ``attention`` raises."""
     if backend is not None and not isinstance(backend, str):
-        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
+        raise no_name(backend)
     return _by(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation(), restarts))
 
 

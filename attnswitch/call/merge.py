@@ -13,7 +13,7 @@ from attnswitch.call.describe import check_beside
 from attnswitch.call.entry import is_traced
 from attnswitch.call.options import LAYOUTS
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.inputs import heads_last as with_heads_last
+from attnswitch.machine.inputs import heads_last
 from attnswitch.names import one_of
 from attnswitch.problem import DTYPES
 
@@ -57,12 +57,12 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
     if library == "dlpack":
         outs, lses = ([arrays.passage(array, "dlpack", "torch") for array in group] for group in (outs, lses))
     xp = _functions(library)
-    heads_last = layout == "BLHD" or len(outs[0].shape) == 3
-    if heads_last:
+    turned = layout == "BLHD" or len(outs[0].shape) == 3
+    if turned:
         outs = [out.swapaxes(-3, -2) for out in outs]
     with xp.errstate(all="ignore") if library == "numpy" else nullcontext():
         out, lse = _merged(xp, outs, lses)
-    out = with_heads_last(out) if heads_last else out
+    out = heads_last(out) if turned else out
     if library == "dlpack":
         return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
     return out, lse
@@ -95,15 +95,16 @@ def _as(array: Array, dtype: Any) -> Array:
     return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
 
 
+def _taken(array: Array, role: str) -> Facts:
+    try:
+        return arrays.take(array, role)[1]
+    except Intercepted:  # all that is done with it is torch's, which needs no address
+        arrays.check_dense(array, role)
+        return arrays.outline(array)
+
+
 def _facts(array: Array, role: str) -> Facts:
-    if is_traced(array):
-        facts = arrays.outline(array)
-    else:
-        try:
-            facts = arrays.take(array, role)[1]
-        except Intercepted:  # all that is done with it is torch's, which needs no address
-            arrays.check_dense(array, role)
-            facts = arrays.outline(array)
+    facts = arrays.outline(array) if is_traced(array) else _taken(array, role)
     if facts.dtype not in DTYPES:
         raise InvalidProblem(f"merge: {role} have dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
     return facts

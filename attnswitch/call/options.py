@@ -28,6 +28,7 @@ __all__ = [
     "check_remembered",
     "flag",
     "in_order",
+    "no_name",
     "of_call",
     "of_keywords",
     "of_problem",
@@ -198,6 +199,11 @@ def _integer(value: Any) -> int | None:
         return operator.index(value)
     except (RuntimeError, TypeError, ValueError):  # of an array that is deleted, or never had numbers, or not one
         return None
+
+
+def no_name(backend: Any) -> InvalidProblem:
+    """The error about a backend that is neither a name nor None."""
+    return InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
 
 
 def text_of(value: Any) -> str:

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 
 from attnswitch.arrays import Intercepted
 from attnswitch.call.launch import DUAL
+from attnswitch.errors import Unsupported
 
-__all__ = ["guards", "intercepted", "modes", "rings"]
+__all__ = ["guards", "intercepted", "modes", "refuse_ring", "rings"]
 
 _grad_enabled = torch.is_grad_enabled
 _autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -38,6 +39,12 @@ def rings() -> bool:
     dispatcher = getattr(getattr(distributed, "DTensor", None), "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", ())
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def refuse_ring(remedy: str) -> None:
+    """Raise ``Unsupported`` where it is on, of whose rows a call would see its own share alone."""
+    if not torch.compiler.is_compiling() and rings():
+        raise Unsupported(f"within torch's context_parallel, whose ring is of torch's own operators: {remedy}")
 
 
 def guards(operands: Sequence[Any]) -> Callable[..., bool] | None:

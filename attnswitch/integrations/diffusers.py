@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext
 
 from attnswitch import api
 from attnswitch.call.like_torch import as_autocast
-from attnswitch.call.torch_modes import rings
+from attnswitch.call.torch_modes import refuse_ring
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.integrations.diffusers_parallel import TEMPLATE, over_processes
 from attnswitch.integrations.members import member
@@ -39,9 +39,8 @@ _REASONS = {
 }
 _UNKNOWN = "it may change the result in a way not known here; use the backend 'native' for this model"
 _INSTALL = "attnswitch.install() serves those that call F.scaled_dot_product_attention"
-_RINGS = "use the backend 'native' there, or diffusers' own context parallelism"
-#: How many options a call has that torch's function can have as well.
-_PLAIN = 2
+#: Options of a call that torch's function can answer as well.
+_OF_TORCH = {"layout", "backend"}
 _log = logging.get_logger(__name__)
 #: The names that mean attnswitch.
 _names: set[str] = set()
@@ -148,17 +147,27 @@ def _check_served(model: torch.nn.Module) -> None:
 
 def _modes_look() -> bool:
     """Whether a mode looks at functions of torch's, as diffusers' own do that skip attention's scores."""
+    if torch.compiler.is_compiling():
+        return False
     return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
-def _shown(query: Any, key: Any, value: Any, said: tuple[Any, ...], backend: str | None) -> torch.Tensor:
+def _shown(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    backend: str | None,
+) -> torch.Tensor:
     """The call as torch's function, which modes know by where it stands."""
-    attn_mask, dropout_p, is_causal, scale, enable_gqa = said
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    grouped = enable_gqa or key.shape[1] == 1
     with installed(backend):
-        out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     return out.transpose(1, 2)
 
@@ -223,11 +232,10 @@ def _attention(
     said = attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
     if _parallel_config is not None:
         return over_processes(query, key, value, *said, config=_parallel_config, options=options)
-    if not torch.compiler.is_compiling():
-        if rings():
-            raise Unsupported(f"within torch's context_parallel, whose ring is of torch's own operators: {_RINGS}")
-        if _modes_look() and not return_lse and len(options) == _PLAIN:
-            return _shown(query, key, value, said[:-1], backend)
+    refuse_ring("use the backend 'native' there, or diffusers' own context parallelism")
+    enable_gqa = enable_gqa or key.shape[2] == 1
+    if not return_lse and options.keys() == _OF_TORCH and _modes_look():
+        return _shown(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
     if return_lse:
         options["return_lse"] = True
     found = api.attention(
@@ -238,7 +246,7 @@ def _attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=enable_gqa or key.shape[2] == 1,
+        enable_gqa=enable_gqa,
         **options,
     )
     return (found[0], found[1].transpose(1, 2)) if return_lse else found

@@ -93,7 +93,7 @@ def unsaturated(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]
     if asks and _near(top):
         return mask, 0.0
     shift = _shift(top)
-    return (mask, 0.0) if asks and not (shift != 0).any() else (mask - shift, shift)
+    return (mask, 0.0) if asks and not shift.any() else (mask - shift, shift)
 
 
 def _looked_at() -> bool:

@@ -11,7 +11,7 @@ import torch
 from attnswitch.call.operators import schema
 from attnswitch.call.operators.run import signed
 from attnswitch.call.operators.schema import USUAL
-from attnswitch.call.options import seed_of, text_of
+from attnswitch.call.options import no_name, seed_of, text_of
 from attnswitch.call.paged import NO_GRADIENT, Beside, splits_of
 from attnswitch.call.per_head import NO_SLOPES_GRADIENT
 from attnswitch.errors import InvalidProblem
@@ -312,7 +312,7 @@ def _said(
         pairs = zip(GRAD_OPERANDS, operands, strict=False)
         grads = "".join([name for name, x in pairs if x is not None and asked(x)])
     if not (backend is None or isinstance(backend, str)):
-        raise InvalidProblem(f"backend={text_of(backend)}: expected the name of a backend, or None to choose")
+        raise no_name(backend)
     read = [schema.told(name, x) for name, x in zip(USUAL, given, strict=True)]
     said = {name: x for (name, usual), x in zip(USUAL.items(), read, strict=True) if x != usual}
     if backend is not None:

@@ -8,7 +8,7 @@ import torch
 
 from attnswitch import api
 from attnswitch.call.like_torch import as_autocast
-from attnswitch.call.torch_modes import rings
+from attnswitch.call.torch_modes import refuse_ring
 from attnswitch.errors import Unsupported
 from attnswitch.integrations.transformers.fit import check_layer
 from attnswitch.integrations.transformers.keywords import UNKNOWN, check_rest, is_causal_of, options_of, window_of
@@ -17,8 +17,6 @@ from attnswitch.integrations.transformers.positions import lengths_of
 from attnswitch.integrations.transformers.sequences import Lengths, attend
 
 __all__ = ["attention"]
-
-_RINGS = "use attn_implementation='sdpa' there, or attnswitch.integrations.torch_distributed"
 
 
 def attention(
@@ -49,8 +47,7 @@ def attention(
     Raises:
         Unsupported: the layer's model was made for eager attention, or something is passed that is not honoured.
     """
-    if not torch.compiler.is_compiling() and rings():
-        raise Unsupported(f"within torch's context_parallel, whose ring is of torch's own operators: {_RINGS}")
+    refuse_ring("use attn_implementation='sdpa' there, or attnswitch.integrations.torch_distributed")
     check_layer(type(module))
     check_rest(rest)
     # Rotary layers leave operands of several dtypes.
