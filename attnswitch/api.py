@@ -74,7 +74,8 @@ def attention(
         key_lengths: (B,) integers; keys at or past the length do not exist.
         return_lse: also return the natural log of each row's softmax denominator, (B, Hq, Lq), float32
             (float64 for float64). Differentiable.
-        layout: "BHLD", or "BLHD" for arrays (B, L, H, D), the output included, which is contiguous.
+        layout: "BHLD", or "BLHD" for arrays (B, L, H, D), the output included: contiguous, unless
+            query lies in memory as (B, H, L, D), which it then does too.
         deterministic: only backends whose results, gradients included, are bitwise repeatable; so too where
             ``torch.use_deterministic_algorithms`` is on.
         seed: makes the dropout mask a function of (seed, batch, head, i, j), the same on every backend.

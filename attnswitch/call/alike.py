@@ -142,7 +142,7 @@ def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], cal
     if guards is None or not guards(*tensors):
         return
     run = call.kernel.prepared_form(call.inputs, asked.order)
-    if asked.order.turned and not call.inputs.query.swapaxes(1, 2).is_contiguous():  # as which the output lies
+    if asked.order.turned and not _is_dense(call.inputs.query):  # as which the output lies
         run = _joined(run)
     ways.insert(0, _Way(guards, call, _changed(run, changes) if changes else run))
     del ways[_LIES:]
@@ -158,6 +158,11 @@ def _changes(given: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[tuple[int,
         elif one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
             changes.append((at, other.dtype))
     return changes
+
+
+def _is_dense(query: Any) -> bool:
+    """Whether (B, H, L, D) lies in memory with rows before heads or heads before rows, and nothing between."""
+    return query.is_contiguous() or query.swapaxes(1, 2).is_contiguous()  # type: ignore[no-any-return]
 
 
 def _joined(run: Forward) -> Forward:

@@ -15,6 +15,7 @@ from attnswitch.call.launch import Launch, Request
 from attnswitch.call.options import Options
 from attnswitch.call.run import caller_of, inputs_of, to_caller, to_native
 from attnswitch.machine.backend import Gradients, Inputs
+from attnswitch.machine.inputs import heads_last
 from attnswitch.planning.policy import Policy
 
 __all__ = ["are_of", "gradients", "results"]
@@ -33,7 +34,9 @@ class _Call(NamedTuple):
 
     def back(self, array: Array, *, turned: bool = False) -> Array:
         """A result as the caller's; ``turned`` if it lies as the caller's layout has it."""
-        return to_caller(array, self.native, self.library, self.caller, turned and self.turned)
+        if array is not None and turned and self.turned:
+            array = heads_last(array, self.inputs.query)
+        return to_caller(array, self.native, self.library, self.caller)
 
 
 def _request(

@@ -58,11 +58,11 @@ class Call(NamedTuple):
 
     def back(self, array: Array | None, native: str | None = None) -> Array | None:
         """A result as the caller's."""
-        return None if array is None else self.plain(self.asked.order.joined(array), native)
+        return None if array is None else self.plain(self.asked.order.like(array, self.inputs.query), native)
 
     def plain(self, array: Array, native: str | None = None) -> Array:
         """The same of an array that lies as the caller's do."""
-        return to_caller(array, native or self.native, self.asked.library, self.asked.caller, False)
+        return to_caller(array, native or self.native, self.asked.library, self.asked.caller)
 
     def there(self, array: Array) -> Array:
         """An array of the caller's, as kernels have its axes, as one of ``native``."""

@@ -310,8 +310,8 @@ def _laid_out(forward: Forward, operands: Sequence[Array], turned: bool) -> Forw
         return forward
 
     def run(*given: Any) -> tuple[Any, Any]:
-        operands = given[: 3 if len(given) == 3 or given[3] is None else 4]
-        out, lse = forward(*straight(operands, turned)[: min(len(given), 4)], *given[4:])
-        return (heads_last(out) if turned else out), lse
+        inputs = straight(given[: 3 if len(given) == 3 or given[3] is None else 4], turned)
+        out, lse = forward(*inputs[: min(len(given), 4)], *given[4:])
+        return (heads_last(out, inputs.query) if turned else out), lse
 
     return run

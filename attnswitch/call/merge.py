@@ -62,7 +62,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: str = "BHLD")
         outs = [out.swapaxes(-3, -2) for out in outs]
     with xp.errstate(all="ignore") if library == "numpy" else nullcontext():
         out, lse = _merged(xp, outs, lses)
-    out = heads_last(out) if turned else out
+    out = heads_last(out, outs[0]) if turned else out
     if library == "dlpack":
         return arrays.passage(out, "torch", "dlpack", caller), arrays.passage(lse, "torch", "dlpack", caller)
     return out, lse

@@ -38,8 +38,9 @@ def run(
     else:
         out, lse = kernel.forward(to_native(inputs, library, native))
     caller = caller_of(launch, operands)
-    turned = asked.options.layout == "BLHD"
-    return to_caller(out, native, library, caller, turned), to_caller(lse, native, library, caller, False)
+    if asked.options.layout == "BLHD":
+        out = heads_last(out, inputs.query)
+    return to_caller(out, native, library, caller), to_caller(lse, native, library, caller)
 
 
 def run_prepared(
@@ -88,12 +89,11 @@ def to_native(inputs: Inputs, library: str, native: str) -> Inputs:
     return inputs if native == library else inputs.map(lambda array: arrays.passage(array, library, native))
 
 
-def to_caller(array: Array, native: str, library: str, caller: Array | None, turned: bool) -> Array:
+def to_caller(array: Array, native: str, library: str, caller: Array | None) -> Array:
     """A result as an array of the caller's library: that of ``caller``, where it is known by DLPack alone."""
     if array is None:
         return None
     array = arrays.passage(array, native, library)
-    array = heads_last(array) if turned else array
     return array if caller is None else arrays.passage(array, "torch", "dlpack", caller)
 
 

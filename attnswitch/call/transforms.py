@@ -121,8 +121,9 @@ def _composite(
     if key_lengths is not None and not isinstance(key_lengths, torch.Tensor):
         key_lengths = torch.tensor(key_lengths, device=query.device)
     turned = options.layout == "BLHD"
-    out, _ = kernel.forward(straight(operands, turned)._replace(key_lengths=key_lengths))
-    return heads_last(out) if turned else out
+    inputs = straight(operands, turned)._replace(key_lengths=key_lengths)
+    out, _ = kernel.forward(inputs)
+    return heads_last(out, inputs.query) if turned else out
 
 
 # -- under torch.compile -----------------------------------------------------------------------------------------------

@@ -147,8 +147,9 @@ class Kernel:
         again = inputs.again()
 
         def forward(*given: Any) -> tuple[Array, Array | None]:
-            out, lse = self.forward(again(*given))
-            return order.joined(out), None if lse is None else order.of(lse)
+            inputs = again(*given)
+            out, lse = self.forward(inputs)
+            return order.like(out, inputs.query), None if lse is None else order.of(lse)
 
         return forward
 

@@ -81,12 +81,19 @@ class Inputs(NamedTuple):
 _AS_THEY_ARE = frozenset((4, 5, 6, 7, 8, 10))
 
 
-def heads_last(result: Array) -> Array:
-    """(..., H, L, D) as (..., L, H, D), in memory of that order, so that a view joins the heads."""
+def heads_last(result: Array, query: Array) -> Array:
+    """(..., H, L, D) as (..., L, H, D), in memory of that order, so that a view joins the heads.
+
+    Where the memory of ``query`` has heads before rows, that of the result has them too.
+    """
     turned = result.swapaxes(-3, -2)
-    if hasattr(turned, "contiguous"):
-        return turned.contiguous()
-    return turned if turned.flags.c_contiguous else turned.copy()
+    if _is_contiguous(turned) or (_is_contiguous(query) and _is_contiguous(result)):
+        return turned
+    return turned.contiguous() if hasattr(turned, "contiguous") else turned.copy()
+
+
+def _is_contiguous(array: Array) -> bool:
+    return array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous  # type: ignore[no-any-return]
 
 
 class Order(NamedTuple):
@@ -104,11 +111,11 @@ class Order(NamedTuple):
             result = result[0]
         return result.swapaxes(-3, -2) if whole and self.turned else result
 
-    def joined(self, result: Array) -> Array:
-        """The same, with heads last in memory of that order."""
+    def like(self, result: Array, query: Array) -> Array:
+        """The same in memory as ``heads_last`` has it."""
         if len(result.shape) != 4 or not self.turned:
             return self.of(result)
-        return heads_last(result[0] if self.packed else result)
+        return heads_last(result[0] if self.packed else result, query)
 
     def sizes(self, of: tuple[int, ...]) -> tuple[int, ...]:
         """The same of a result's sizes, or its strides."""

@@ -1,4 +1,4 @@
-"""Outputs with heads after rows are contiguous, whoever computes them: programs join heads by a view."""
+"""Outputs with heads after rows lie as the query does, whoever computes them: programs join heads by a view."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ REFUSED: dict[tuple[str, bool], set[str | None]] = {
 }
 
 
-@pytest.mark.parametrize(
+taken = pytest.mark.parametrize(
     ("name", "backend", "grads"),
     [
         (name, backend, grads)
@@ -65,6 +65,9 @@ REFUSED: dict[tuple[str, bool], set[str | None]] = {
         if backend not in REFUSED.get((name, grads), ())
     ],
 )
+
+
+@taken
 def test_heads_are_joined_by_a_view(name: str, backend: str | None, grads: bool) -> None:
     query = torch.randn(2, 8, 3, 4, requires_grad=grads)
     for _ in range(2):  # the second is prepared
@@ -73,3 +76,17 @@ def test_heads_are_joined_by_a_view(name: str, backend: str | None, grads: bool)
     if grads:
         out.sum().backward()
         assert query.grad is not None
+
+
+@taken
+def test_heads_stay_outside_where_the_query_has_them(name: str, backend: str | None, grads: bool) -> None:
+    query = torch.randn(2, 3, 8, 4, requires_grad=grads).transpose(1, 2)
+    for _ in range(2):
+        assert CALLS[name](query, backend=backend).swapaxes(-3, -2).is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["dense", "varlen"])
+def test_rows_that_lie_apart_are_joined(name: str) -> None:
+    query = torch.randn(2, 8, 3, 8)[..., ::2]
+    for _ in range(2):
+        assert CALLS[name](query).is_contiguous()
