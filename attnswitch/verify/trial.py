@@ -177,6 +177,14 @@ class Trial:
         subject = subject or self.subject
         return subject.exact.limits(self.precision(subject.case))
 
+    def apart(self, exact: Exact, other: Case) -> dict[str, Any]:
+        """How far this backend's results of its own case and of ``other`` may lie apart, where both have this truth.
+
+        A backend may compute them in unlike precision: by their lengths, say.
+        """
+        mine, others = (exact.limits(self.precision(case)) for case in (self.case, other))
+        return {name: limit + others[name] for name, limit in mine.items()}
+
     def run(self, subject: Subject, around: Around = lambda run: run()) -> dict[str, Any]:
         """Results of this backend on another subject, as float64 in NumPy.
 

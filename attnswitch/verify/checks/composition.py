@@ -146,12 +146,13 @@ def _decode(trial: Trial) -> Failure | None:
 def _against(
     trial: Trial, part: Subject, check: str, got: dict[str, Any], whole: dict[str, Any], message: str
 ) -> Failure | None:
-    """Results of ``part`` against the same rows of the whole: each may be off by the bound, which is the same."""
-    limits, exact = trial.limits(part), part.exact
+    """Results of ``part`` against the same rows of the whole, which have the same truth."""
+    exact = part.exact
+    limits = trial.apart(exact, part.case)
     for name in ("out", "lse"):
         if name in got and name in whole:
             mine, other = exact.part(got[name]), exact.part(whole[name])
-            found = alike(check, name, other, mine, 2 * limits[name], message)
+            found = alike(check, name, other, mine, limits[name], message)
             if found is not None:
                 return found
     return None
@@ -265,7 +266,7 @@ def _heads_written_out(trial: Trial) -> Failure | None:
     case, exact = trial.case, trial.subject.exact
     expanded = trial.subject.derive("expanded", lambda: _expanded(trial.subject))
     got = trial.run(expanded)
-    limits = {name: 2 * limit for name, limit in trial.limits().items()}
+    limits = trial.apart(exact, expanded.case)
     for name in ("key", "value"):
         if f"grad {name}" in got:
             got[f"grad {name}"] = _summed(case, got[f"grad {name}"])

@@ -109,9 +109,9 @@ def _shift(trial: Trial) -> Failure | None:
     got = trial.run(shifted)
     if "lse" in got:
         got["lse"] = got["lse"] - _shift_by(trial.case)
-    limits = trial.limits(shifted)
+    limits = trial.apart(shifted.exact, shifted.case)
     message = f"a constant of {_shift_by(trial.case):g}, added to every score by a mask of (1, 1, 1, 1), changes it"
-    return within(trial, "shift", got, trial.results, message, limits)
+    return within(trial, "shift", got, trial.results, message, limits, factor=1.0)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
