@@ -12,7 +12,7 @@ from attnswitch.call import options as read
 from attnswitch.call.attend import problem_of
 from attnswitch.call.backward import gradients
 from attnswitch.call.entry import call, compiled_gradients, is_traced, run_plan
-from attnswitch.call.launch import learn, measure
+from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import Options, seed_of
 from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem
@@ -85,8 +85,7 @@ def attention(
             softcap. No gradient.
         backend: use this one or raise; default is the planner's choice (see ``explain``).
         policy: what that choice may rest on: "estimate", "measure", "learn" or "wisdom-only" (see ``Policy``).
-            Default is that of ``using``, then of ATTNSWITCH_POLICY, then "estimate". With sinks or alibi_slopes,
-            "measure" and "learn" do as "estimate" does.
+            Default is that of ``using``, then of ATTNSWITCH_POLICY, then "estimate".
         **unknown: refused, with the name that may have been meant.
 
     Returns:
@@ -357,10 +356,7 @@ def _device(device: Device | str | None) -> Device:
 
 def _made(problem: Problem, device: Device, backend: str | None, policy: Policy) -> Plan:
     """The plan; under MEASURE, after what it lacks was measured, and under LEARN after that was asked for."""
-    if policy is Policy.MEASURE:
-        measure(problem, device, backend)
-    elif policy is Policy.LEARN:
-        learn(problem, device, backend)
+    at_sight(problem, device, backend, policy)
     return planner.make_plan(problem, device, backend, policy, run_plan)
 
 

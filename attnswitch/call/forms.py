@@ -1,7 +1,6 @@
 """The way of a call that is more than operands which lie as before, or has another form.
 
-What is asked -> who is chosen, and the kernel, once for equal problems -> results. Nothing is measured on that way,
-whatever the policy.
+What is asked -> who is chosen, and the kernel, once for equal problems -> results.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call import recording, sinks
+from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import no_name
 from attnswitch.call.run import drawn_seed, to_caller, to_native
 from attnswitch.errors import InvalidProblem
@@ -73,7 +73,12 @@ def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, re
     """The call by ``backend``, or the one that ``planner.build`` chooses. Raises what ``attention`` raises."""
     if backend is not None and not isinstance(backend, str):
         raise no_name(backend)
-    return _by(asked, *_built(asked.problem, asked.device, backend, effective(policy), view.generation(), restarts))
+    key = asked.problem, asked.device, backend, effective(policy)
+    try:
+        built = _built(*key, view.generation(), restarts)
+    except _NotNow:
+        built = planner.build(*key, restarts=restarts)
+    return _by(asked, *built)
 
 
 def planned(asked: Asked, plan: Plan) -> Call:
@@ -96,12 +101,16 @@ def _by(asked: Asked, backend: Backend, kernel: Kernel) -> Call:
     return Call(asked, backend, kernel, inputs, backend.native(asked.library))
 
 
+class _NotNow(Exception):
+    """What the choice lacks is measured at another time."""
+
+
 @functools.lru_cache(maxsize=1024)
 def _built(
     problem: Problem, device: Device, backend: str | None, policy: Policy, generation: int, restarts: bool
 ) -> tuple[Backend, Kernel]:
-    if policy in (Policy.MEASURE, Policy.LEARN):
-        policy = Policy.ESTIMATE
+    if not at_sight(problem, device, backend, policy):
+        raise _NotNow
     return planner.build(problem, device, backend, policy, restarts=restarts)
 
 

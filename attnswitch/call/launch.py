@@ -13,24 +13,21 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Facts
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside, swap_heads
+from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import Options
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.backend import Backend, Backward, Forward, Gradients, Inputs, Kernel, Shows
 from attnswitch.machine.device import Device
 from attnswitch.machine.inputs import heads_last
-from attnswitch.planning import planner, waiting
+from attnswitch.planning import planner
 from attnswitch.planning.plan import Plan
-from attnswitch.planning.policy import Policy, share
+from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["DUAL", "Launch", "Request", "learn", "lie_of", "measure", "straight"]
+__all__ = ["DUAL", "Launch", "Request", "lie_of", "straight"]
 
 #: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
 DUAL = -1
-#: What measures at first sight, and what has that done in the background; reached as backends are: nothing here imports
-#: the tools.
-_SIGHT = "attnswitch.tune.sight"
-_LEARN = "attnswitch.tune.learn"
 #: Launches that a request remembers; beyond, it forgets them all.
 _MOST = 1024
 
@@ -146,10 +143,7 @@ class Request:
         if self.plan is not None:
             backend, kernel = _planned(self.plan, problem)
         else:
-            if self.policy is Policy.MEASURE:
-                lasting = measure(problem, device, self.backend)
-            elif self.policy is Policy.LEARN:
-                learn(problem, device, self.backend)
+            lasting = at_sight(problem, device, self.backend, self.policy)
             restarts = self.grads is not None
             backend, kernel = planner.build(problem, device, self.backend, self.policy, restarts=restarts)
         launch = Launch(problem, facts, backend, kernel)
@@ -227,24 +221,6 @@ def _planned(plan: Plan, problem: Problem) -> tuple[Backend, Kernel]:
             " attention chooses for such a call, or make a plan for it"
         )
     raise InvalidProblem(f"the plan is for {plan.problem}, and the call is {problem}: make a plan for it")
-
-
-def measure(problem: Problem, device: Device, backend: str | None) -> bool:
-    """Measure what a choice for ``problem`` lacks; whether nothing is left that could be measured at another time."""
-    plan = planner.make_plan(problem, device, backend, Policy.MEASURE)
-    return not plan.open or import_module(_SIGHT).measure(plan, device.where)
-
-
-def learn(problem: Problem, device: Device, backend: str | None) -> None:
-    """Have the class of ``problem`` measured in the background, if it is met for the first time and the choice is free.
-
-    Raises ``InvalidProblem`` for an ATTNSWITCH_LEARN_SHARE that is none.
-    """
-    if backend is not None or problem.is_empty or not device.present or recording.is_paused():
-        return
-    share()
-    if waiting.add(problem, device):
-        import_module(_LEARN).begin()
 
 
 def _is_native(launch: Launch) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import threading
@@ -307,6 +308,49 @@ def test_measuring_at_first_sight_is_remembered() -> None:
     assert plan.backend == fastest.backend
     attnswitch.attention(*tensors(70), policy=Policy.MEASURE)  # of the same class
     assert len(store.here().read().records) == len(found)
+
+
+ROWS = torch.randn(13, 4, 32)
+PAGES = torch.randn(3, 8, 4, 32)
+DENSE = torch.randn(3, 2, 4, 64, 32)
+FORMS: dict[str, Callable[..., Any]] = {
+    "b2.h4.s9.d32.fp32.varlen": functools.partial(attnswitch.attention_varlen, ROWS, ROWS, ROWS, [0, 4, 13]),
+    "b2.h4.s1x24.d32.fp32.causal-br.lengths.page=8": functools.partial(
+        attnswitch.attention_paged, ROWS[:2, None], PAGES, PAGES, [[0, 1, 2], [2, 0, 1]], [9, 24]
+    ),
+    "b2.h4.s64.d32.fp32.sinks": functools.partial(attnswitch.attention, *DENSE, sinks=[0.0] * 4),
+    "b2.h4.s64.d32.fp32.alibi": functools.partial(attnswitch.attention, *DENSE, alibi_slopes=[0.5] * 4),
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_calls_of_any_form_are_measured_at_first_sight(text: str) -> None:
+    expected = FORMS[text]()
+    with attnswitch.using("measure"):
+        torch.testing.assert_close(FORMS[text](), expected)
+    found = store.here().read().records
+    assert {str(record.problem) for record in found} == {text}
+    assert any(isinstance(record, Time) for record in found)
+    with pytest.raises(Unsupported, match="wisdom-only"):
+        attnswitch.attention_varlen(ROWS, ROWS, ROWS, [0, 4, 6, 13], window=(1, 1), policy="wisdom-only")
+    torch.testing.assert_close(FORMS[text](policy="wisdom-only"), expected)
+    FORMS[text](policy="measure")  # of the same class
+    assert store.here().read().records == found
+
+
+def test_what_cannot_be_measured_now_is_at_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Plan] = []
+
+    def later(plan: Plan, where: str) -> bool:  # as while a CUDA graph is captured
+        asked.append(plan)
+        return False
+
+    monkeypatch.setattr("attnswitch.tune.sight.measure", later)
+    for call in (*FORMS.values(), functools.partial(attnswitch.attention, *DENSE)):
+        asked.clear()
+        for _ in range(2):
+            torch.testing.assert_close(call(policy="measure"), call())
+        assert len(asked) == 2
 
 
 def test_measuring_leaves_no_trace_in_the_application() -> None:
