@@ -346,7 +346,8 @@ def test_what_cannot_be_measured_now_is_at_a_later_call(monkeypatch: pytest.Monk
         return False
 
     monkeypatch.setattr("attnswitch.tune.sight.measure", later)
-    for call in (*FORMS.values(), functools.partial(attnswitch.attention, *DENSE)):
+    calls: list[Callable[..., Any]] = [*FORMS.values(), functools.partial(attnswitch.attention, *DENSE)]
+    for call in calls:
         asked.clear()
         for _ in range(2):
             torch.testing.assert_close(call(policy="measure"), call())

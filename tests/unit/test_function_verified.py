@@ -10,6 +10,7 @@ import pytest
 
 from attnswitch import Problem
 from attnswitch.verify import Case, Outcome, Plan, Report, check, run, targets
+from attnswitch.verify.court import Court, sitting
 from attnswitch.verify.report.pytest_file import file_name
 
 FILE = str(Path(__file__).parent / "functions_of_users.py")
@@ -189,3 +190,16 @@ def test_nan_at_hidden_positions_is_not_asked_of_who_promises_nothing() -> None:
     said: dict[str, Any] = {"causal": True, "seq_q": 9, "seq_k": 9, "poison": True, "library": "numpy"}
     outcome = check(Case(**said), f"{FILE}:like_torch")
     assert (outcome.verdict, "hidden positions weigh 0" in outcome.reasons[0]) == ("refused", True)
+
+
+@pytest.mark.parametrize("grads", ["", "qkv"])
+def test_parts_of_a_function_that_starts_over(grads: str) -> None:
+    """In the court as out of it: outputs of parts are merged, and their gradients refused, each being its own."""
+    case = Case.of(Problem.parse("b1.h2.s3x16.d8.fp32.lse")).replace(parts=2, grads=grads)
+    name = f"{FILE}:like_attnswitch"
+    with sitting(Court((name,))):
+        outcome = check(case, name)
+    for each in (outcome, check(case, name)):
+        assert each.failure is None
+        assert each.verdict == ("refused" if grads else "verified")
+        assert not grads or "from an output and lse of its own" in each.reasons[0]

@@ -11,6 +11,8 @@ import numpy as np
 
 import attnswitch
 from attnswitch import arrays
+from attnswitch.errors import Unsupported
+from attnswitch.machine import registry
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.drawing.parts import ranges
@@ -28,6 +30,8 @@ def called(case: Case, placed: Any, options: dict[str, Any], backend: str | None
     operands = [(query, _cut(placed.key, axis, keys), _cut(placed.value, axis, keys)) for keys in every]
     calls = [options | _of_part(case, placed, every, n) for n in range(len(every))]
     chosen = backend or _chosen(case, operands[0], calls[0])
+    if case.grads and not getattr(registry.load(chosen), "restarts", True):  # in the court no kernel is asked
+        raise Unsupported(f"gradients of parts: {chosen} starts its backward from an output and lse of its own")
     parts = [
         attnswitch.attention(*of, **call, return_lse=True, backend=chosen)
         for of, call in zip(operands, calls, strict=True)
