@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -408,3 +411,31 @@ def test_flops_are_counted() -> None:
         attnswitch.attention(q, k, v).sum().backward()
     scores = 2 * 4 * 12 * 12
     assert counter.get_total_flops() == 2 * scores * (16 + 16) + 2 * scores * (3 * 16 + 2 * 16)
+
+
+def test_flops_are_counted_by_a_counter_that_is_older_than_the_operators() -> None:
+    script = (
+        "import torch, attnswitch\nfrom torch.utils.flop_counter import FlopCounterMode\n"
+        "x = torch.zeros(2, 4, 64, 32)\n"
+        "with FlopCounterMode(display=False) as counter:\n    attnswitch.attention(x, x, x)\n"
+        "print(counter.get_total_flops())"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) == 4 * 2 * 4 * 64 * 64 * 32
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attnswitch.attention(x, x, x, is_causal=True)
+
+
+def test_a_saved_export_is_loaded_by_another_process(tmp_path: Path) -> None:
+    x = torch.randn(2, 2, 6, 8)
+    torch.export.save(torch.export.export(Layer(), (x,)), tmp_path / "layer.pt2")
+    torch.save(x, tmp_path / "x.pt")
+    script = (
+        "import attnswitch.operators, sys, torch\nlayer = torch.export.load('layer.pt2').module()\n"
+        "torch.save(layer(torch.load('x.pt')), 'out.pt')"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    assert torch.equal(torch.load(tmp_path / "out.pt"), Layer()(x))

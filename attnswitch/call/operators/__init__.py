@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from attnswitch.call.operators import again, autograd, direct, fake, flops, paged, run, schema, uncompiled, varlen
 from attnswitch.call.operators.calls import (
@@ -77,8 +76,4 @@ for _operator, _again in (
     (_ops.attention_backward.default, again.backward),
 ):
     _operator._op = _again(_operator._op)
-register_flop_formula([_ops.attention, _ops.attention_forward])(flops.forward)
-register_flop_formula(_ops.attention_backward)(flops.backward)
-register_flop_formula([_ops.attention_varlen, _ops.attention_varlen_forward], get_raw=True)(flops.forward_varlen)
-register_flop_formula(_ops.attention_varlen_backward, get_raw=True)(flops.backward_varlen)
-register_flop_formula([_ops.attention_paged, _ops.attention_paged_forward], get_raw=True)(flops.forward_paged)
+flops.register(_ops)

@@ -5,10 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-__all__ = ["backward", "backward_varlen", "forward", "forward_paged", "forward_varlen"]
+__all__ = ["backward", "backward_varlen", "forward", "forward_paged", "forward_varlen", "register"]
 
 Shape = tuple[int, ...]
+
+
+def register(operators: Any) -> None:
+    """Have the operators of this namespace counted, by counters that count already among others."""
+    known = set(flop_registry)
+    dense, varlen, paged = operators.attention, operators.attention_varlen, operators.attention_paged
+    register_flop_formula([dense, operators.attention_forward])(forward)
+    register_flop_formula(operators.attention_backward)(backward)
+    register_flop_formula([varlen, operators.attention_varlen_forward], get_raw=True)(forward_varlen)
+    register_flop_formula(operators.attention_varlen_backward, get_raw=True)(backward_varlen)
+    register_flop_formula([paged, operators.attention_paged_forward], get_raw=True)(forward_paged)
+    added = {operator: flop_registry[operator] for operator in flop_registry.keys() - known}
+    for mode in _get_current_dispatch_mode_stack():  # each has copied what was known when it was made
+        getattr(getattr(mode, "counter", None), "flop_registry", {}).update(added)
 
 
 def forward(query: Shape, key: Shape, value: Shape, *_: Any, layout: str = "BHLD", **__: Any) -> int:
