@@ -15,9 +15,9 @@ from typing import Any
 
 from attnswitch.arrays import Intercepted
 from attnswitch.call import finite, forms, recording
-from attnswitch.call.attend import lies_alike, modes_of
+from attnswitch.call.attend import modes_of
 from attnswitch.call.forms import Call
-from attnswitch.call.launch import DUAL
+from attnswitch.call.launch import DUAL, lies_alike
 from attnswitch.machine.backend import Forward
 from attnswitch.planning import policy as policies
 from attnswitch.wisdom import view

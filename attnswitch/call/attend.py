@@ -10,7 +10,7 @@ from attnswitch import arrays
 from attnswitch.arrays import Array, Intercepted
 from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
-from attnswitch.call.launch import DUAL, Launch, Request
+from attnswitch.call.launch import DUAL, Launch, Request, lies_alike
 from attnswitch.call.options import Options, no_name
 from attnswitch.call.run import drawn_seed, run, run_prepared
 from attnswitch.errors import InvalidProblem
@@ -21,7 +21,7 @@ from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 
-__all__ = ["attend", "forget", "lies_alike", "modes_of", "problem_of", "request"]
+__all__ = ["attend", "forget", "modes_of", "problem_of", "request"]
 
 #: Requests that are remembered; beyond, all are forgotten.
 _MOST = 1024
@@ -83,21 +83,6 @@ def attend(
     if launch.recorded or _recording() is not None:
         recording.note(launch.problem)
     return result
-
-
-def lies_alike(alike: Callable[..., bool] | None, *operands: Any) -> bool:
-    """Whether operands lie as those that ``alike`` guards, of a launch; their facts take longer to read."""
-    try:
-        # Asked first: without sizes guards would end the process, and without memory kernels would.
-        bits = 0
-        for operand in operands:
-            address = operand.data_ptr()
-            if not address or operand.is_nested:
-                return False
-            bits |= address
-        return not bits & 15 and alike(*operands)  # type: ignore[misc]
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
-        return False
 
 
 def request(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call import recording
-from attnswitch.call.attend import lies_alike, request
+from attnswitch.call.attend import request
 from attnswitch.call.describe import result_beside
-from attnswitch.call.launch import Launch, Request
+from attnswitch.call.launch import Launch, Request, lies_alike
 from attnswitch.call.options import Options
 from attnswitch.call.run import caller_of, inputs_of, to_caller, to_native
 from attnswitch.machine.backend import Gradients, Inputs
@@ -64,6 +64,8 @@ def _latest(asked: Request, operands: tuple[Array, ...]) -> Launch | None:
     """The launch that is prepared for operands that lie like these, where that is quickly told."""
     launch = asked.latest
     if launch is None or not lies_alike(launch.alike, *operands):
+        launch = asked.known(operands)
+    if launch is None:
         return None
     return launch if launch.look is None or launch.look(*operands[:3]) else None
 

@@ -24,12 +24,12 @@ from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 from attnswitch.problem import Problem
 
-__all__ = ["DUAL", "Launch", "Request", "lie_of", "straight"]
+__all__ = ["DUAL", "Launch", "Request", "lie_of", "lies_alike", "straight"]
 
 #: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
 DUAL = -1
-#: Launches that a request remembers; beyond, it forgets them all.
-_MOST = 1024
+#: Launches that a request remembers; beyond, it forgets them all. And of those, such as are known by guards.
+_MOST, _RECENT = 1024, 4
 
 
 class Launch:
@@ -82,7 +82,19 @@ class Launch:
 class Request:
     """All that a call says beside its arrays, with what its context says: its launches, by the facts of the arrays."""
 
-    __slots__ = ("backend", "grads", "latest", "launches", "lengths", "options", "plan", "policy", "quick", "seeded")
+    __slots__ = (
+        "_recent",
+        "backend",
+        "grads",
+        "latest",
+        "launches",
+        "lengths",
+        "options",
+        "plan",
+        "policy",
+        "quick",
+        "seeded",
+    )
 
     def __init__(
         self,
@@ -98,12 +110,15 @@ class Request:
         self.options, self.seeded, self.lengths = options, seeded, lengths
         self.backend, self.policy, self.plan, self.grads = backend, policy, plan, grads
         self.launches: dict[tuple[Facts | None, ...], Launch] = {}
-        #: Whether torch's guards may be asked, and the launch that they know.
+        #: Whether torch's guards may be asked, the launch that they knew last, and it with some before it.
         self.quick = quick
         self.latest: Launch | None = None
+        self._recent: tuple[Launch, ...] = ()
 
     def find(self, operands: Sequence[Array], key_lengths: Any = None) -> tuple[Launch, Sequence[Array]]:
         """The launch for ``operands``, and these as arrays of NumPy, CuPy or torch. Raises what ``build`` raises."""
+        if (again := self.known(operands)) is not None:
+            return again, operands
         known, facts = arrays.take_all(operands)
         launch = self.launches.get(facts)
         if launch is None:
@@ -114,6 +129,17 @@ class Request:
         elif launch.alike is not None:
             self._guard(launch, known)
         return launch, known
+
+    def known(self, operands: Sequence[Array]) -> Launch | None:
+        """The launch whose operands lay like these, of some before the latest; now it is that.
+
+        Programs of several kinds of layers call them in turn.
+        """
+        for launch in self._recent:
+            if launch is not self.latest and lies_alike(launch.alike, *operands):
+                self.latest = launch
+                return launch
+        return None
 
     def build(
         self,
@@ -204,6 +230,23 @@ class Request:
             launch.alike = import_module("attnswitch.call.torch_modes").guards(operands)
         if launch.alike is not None:
             self.latest = launch
+            if launch not in self._recent:
+                self._recent = (launch, *self._recent)[:_RECENT]
+
+
+def lies_alike(alike: Callable[..., bool] | None, *operands: Any) -> bool:
+    """Whether operands lie as those that ``alike`` guards, of a launch; their facts take longer to read."""
+    try:
+        # Asked first: without sizes guards would end the process, and without memory kernels would.
+        bits = 0
+        for operand in operands:
+            address = operand.data_ptr()
+            if not address or operand.is_nested:
+                return False
+            bits |= address
+        return not bits & 15 and alike(*operands)  # type: ignore[misc]
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensor, or one without memory of its own
+        return False
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

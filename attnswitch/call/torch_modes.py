@@ -52,7 +52,12 @@ def guards(operands: Sequence[Any]) -> Callable[..., bool] | None:
 
     That is: their types, what dispatches on them here and now (autocast among it), dtypes, devices, shapes, strides
     and requires_grad. Whether gradients are enabled is not asked. None for subclasses, and where torch has no guards.
+    Where one tensor stands in several places, it does in others too.
     """
+    firsts = {id(operand): n for n, operand in reversed(list(enumerate(operands)))}
+    places = tuple([firsts[id(operand)] for operand in operands])
+    if len(firsts) < len(operands):
+        return _repeated(guards([operands[n] for n in sorted(firsts.values())]), places)
     if any(type(operand) is not torch.Tensor and type(operand) is not torch.nn.Parameter for operand in operands):
         return None
     try:
@@ -64,6 +69,22 @@ def guards(operands: Sequence[Any]) -> Callable[..., bool] | None:
     except (AttributeError, TypeError):
         return None
     check: Callable[..., bool] = known.check
+    return check
+
+
+def _repeated(alike: Callable[..., bool] | None, places: Sequence[int]) -> Callable[..., bool] | None:
+    """``alike`` of the tensors that stand first; each is that in the place which ``places`` has for it."""
+    if alike is None:
+        return None
+    firsts = sorted(set(places))
+    again = [(n, place) for n, place in enumerate(places) if n != place]
+
+    def check(*operands: Any) -> bool:
+        for n, place in again:
+            if operands[n] is not operands[place]:
+                return False
+        return alike(*[operands[n] for n in firsts])
+
     return check
 
 

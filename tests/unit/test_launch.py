@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import attnswitch
 from attnswitch import InvalidProblem, Unsupported
@@ -355,6 +356,34 @@ def test_a_call_like_one_before_is_short(entered: Any) -> None:
         found = entered(lambda: attnswitch.attention(q, k, v, backend="sdpa-flash"))
     ours = [name for module, name in found if module.startswith("attnswitch")]
     assert ours == ["attention", "call", "_compiling", "of_call", "attend", "modes", "generation", "lies_alike"]
+
+
+def test_calls_of_several_shapes_in_turn_are_short(entered: Any) -> None:
+    """As of a layer for the sequence and one for what it is told: no facts are read again."""
+    calls = [partial(attnswitch.attention, tensors()[0], *tensors(length)[:2]) for length in (8, 12, 20, 8)]
+    with finite.checking("never"):
+        for _ in range(3):
+            for call in calls:
+                call()
+        for call in calls:
+            ours = [name for module, name in entered(call) if module.startswith("attnswitch")]
+            assert "take_all" not in ours
+            assert ours.count("lies_alike") <= 5
+
+
+@pytest.mark.parametrize("places", [(0, 1, 1), (0, 0, 0), (0, 0, 1), (0, 1, 0)])
+def test_one_tensor_in_several_places_is_short(places: tuple[int, ...], entered: Any) -> None:
+    x = tensors()
+    operands = [x[n] for n in places]
+    with finite.checking("never"):
+        for _ in range(3):
+            attnswitch.attention(*operands)
+        found = entered(lambda: attnswitch.attention(*operands))
+        assert "take_all" not in [name for _, name in found]
+        for others in (x, [x[0], x[2], x[1]], operands):  # whichever came before
+            for grad in (False, True):
+                given = [y.detach().requires_grad_(grad) if y is others[1] else y for y in others]
+                torch.testing.assert_close(attnswitch.attention(*given), torch_attention(*given))
 
 
 def test_nan_is_seen_by_the_look_and_runs_once(built: list[object]) -> None:

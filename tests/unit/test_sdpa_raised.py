@@ -19,15 +19,23 @@ BACKEND = "sdpa-flash"
 
 @pytest.fixture(params=[False, True], ids=["raised", "native"])
 def multiplies(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether the processor is taken to have products of 16-bit types."""
+    """Whether the processor is taken to have products of 16-bit types; scalar products and tiles it has not."""
     from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
 
     has: bool = request.param
     monkeypatch.setattr(raised, "_multiplies", lambda dtype: has)
+    for asked in ("_sums", "_tiles"):
+        monkeypatch.setattr(raised, asked, lambda dtype: False)
     planner.forget()
     yield has
     monkeypatch.undo()
     planner.forget()
+
+
+def is_raised(problem: Problem) -> bool:
+    backend = registry.loaded(BACKEND)
+    kernel = backend.compile(problem, Device.cpu(), next(iter(backend.configs(problem, Device.cpu()))))
+    return type(kernel).__name__ == "RaisedKernel"
 
 
 @pytest.mark.parametrize(
@@ -55,13 +63,38 @@ def multiplies(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
 def test_16_bits_are_raised_where_that_is_faster(text: str, where: str, multiplies: bool) -> None:
     problem = Problem.parse(f"b1.h2.{text}")
     backend = registry.loaded(BACKEND)
-    kernel = backend.compile(problem, Device.cpu(), next(iter(backend.configs(problem, Device.cpu()))))
     wanted = where == "both" or (where == "raised" and not multiplies)
-    assert (type(kernel).__name__ == "RaisedKernel") is wanted
+    assert is_raised(problem) is wanted
     extra, wide = (backend.extra_bytes(p, Device.cpu()) for p in (problem, problem.replace(dtype="float32")))
     copies = 8 if problem.grads else 4  # query, key, value and output, and their gradients
     rows = 2 * (problem.seq_q + problem.seq_k)
     assert extra - wide == (rows * copies // 2 * 8 * 4 if wanted else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("s1x9.d8.bf16", False),
+        ("s1x5000.d64.bf16", False),
+        ("s1x9.d8.fp16", False),
+        ("s9.d8.bf16", False),
+        ("s9.d8.fp16", False),
+        ("s9x312.d64.bf16.grad", True),
+        ("s9x313.d64.bf16.grad", False),
+        ("s9x1100.d16.bf16.grad", True),
+        ("s9x5000.d256.fp16.grad", True),
+    ],
+)
+def test_a_processor_with_scalar_products_and_tiles_in_bfloat16(
+    text: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
+
+    for asked, dtypes in (("_multiplies", "both"), ("_sums", "both"), ("_tiles", "bfloat16")):
+        monkeypatch.setattr(raised, asked, lambda dtype, dtypes=dtypes: dtypes in ("both", dtype))
+    planner.forget()
+    assert is_raised(Problem.parse(f"b1.h2.{text}")) is wanted
+    planner.forget()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

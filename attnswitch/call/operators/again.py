@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from attnswitch.call import finite, recording
-from attnswitch.call.attend import lies_alike
-from attnswitch.call.launch import Launch
+from attnswitch.call.launch import Launch, lies_alike
 from attnswitch.call.operators import run
 from attnswitch.call.operators.direct import plainly
 from attnswitch.call.operators.memory import laid, steps

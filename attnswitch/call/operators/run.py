@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from attnswitch.call import headwise, per_head
-from attnswitch.call.attend import attend, lies_alike, request
+from attnswitch.call.attend import attend, request
 from attnswitch.call.backward import are_of, gradients, results
-from attnswitch.call.launch import Launch
+from attnswitch.call.launch import Launch, lies_alike
 from attnswitch.call.operators.memory import laid
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.per_head import PerHead
