@@ -167,6 +167,7 @@ def are_of(asked: Request, launch: Launch, query: Any, results: tuple[Any, ...],
             and lse.is_contiguous()
             and grad_out.layout is torch.strided
             and not (out.data_ptr() | lse.data_ptr()) & 15
+            and all(x is None or x.data_ptr() for x in (out, lse, grad_out, grad_lse))  # none was freed
         )
     except RuntimeError:  # sparse or nested: no sizes, or no memory of its own
         return False

@@ -127,6 +127,8 @@ class FlashBackend(SdpaBackend):
     def gradients(self, problem: Problem, device: Device, given: Given) -> tuple[Any, ...]:
         """The operator's backward."""
         query, key, value, hiding, out, _, grad_out, _ = given
+        if hiding.share is not None:
+            grad_out = _scaled(grad_out, hiding.share)
         operands = grad_out, query, key, value, out, relative(given, renewed=problem.adds_mask)
         scale, aten = problem.softmax_scale, torch.ops.aten
         if device.kind == "cpu":
@@ -174,20 +176,26 @@ def _on_cpu(problem: Problem) -> Launch:
         call = told(torch._scaled_dot_product_flash_attention_for_cpu, problem, hiding.causal)
         if hiding.mask is not None:
             call = functools.partial(call, attn_mask=hiding.mask)
-        return _once(call) if problem.grads else call
+        return _once(call, hiding.share) if problem.grads else call
 
     return launch
 
 
-def _once(call: Forward) -> Forward:
-    """``call``, whose output has first derivatives only."""
+def _once(call: Forward, share: Any = None) -> Forward:
+    """``call``, whose output has first derivatives only, and gradients scaled by ``Hiding.share``."""
 
     def launched(*operands: Any) -> tuple[Any, Any]:
         results = call(*operands)
         once_differentiable(results[0])
+        if share is not None and results[0].requires_grad:
+            results[0].register_hook(functools.partial(_scaled, share=share))
         return results
 
     return launched
+
+
+def _scaled(grad: Any, share: Any) -> Any:
+    return (grad * share).to(grad.dtype)
 
 
 def _on_cuda(problem: Problem) -> Launch:

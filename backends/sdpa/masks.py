@@ -17,6 +17,10 @@ __all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "p
 _KEPT = 2**14
 #: A row of a float mask is saturated where its maximum is a number further from 0 than this: it is taken out.
 SATURATED = 1024.0
+#: From here to the end of float32 it absorbs every score, as it does in float64, whose next number is 4096 away: keys
+#: that have the maximum weigh alike. ``finfo.min`` in a whole row is what programs write for "attend to nothing".
+ABSORBING = 2.0**64
+_END = torch.finfo(torch.float32).max
 
 
 class Hiding(NamedTuple):
@@ -31,12 +35,16 @@ class Hiding(NamedTuple):
     ``lift`` is added to the lse: -inf in rows that see nothing, and elsewhere what was taken out of a row of ``mask``.
     That changes no output; but a row that is -1e9 throughout would leave no digits in lse for log(sum), from which the
     operators' backward computes P: its gradients would come out Lk times too large.
+
+    ``share`` is 1 over the keys that share an absorbing row, and 1 elsewhere, (..., Lq or 1, 1); None where no row is
+    one. Nothing is taken out of such a row, so that the gradients of its output have to be made as much smaller.
     """
 
     mask: torch.Tensor | None = None
     causal: bool = False
     dead: torch.Tensor | None = None
     lift: torch.Tensor | None = None
+    share: torch.Tensor | None = None
 
 
 def compose_plain(problem: Problem) -> Hiding:
@@ -71,16 +79,18 @@ def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, 
         return compose_plain(problem)
     mask = _together(problem, inputs, dtypes[-1] if problem.grads else None)
     shift: Any = 0.0
+    share = None
     if mask.dtype == torch.bool:
         mask = additive(mask, dtypes[0])
     else:
+        share = _share(mask, problem.seq_k) if problem.grads else None
         mask, shift = unsaturated(mask)  # first: a number beyond the range of a narrower type would hide
         if mask.dtype not in dtypes:
             mask = mask.to(dtypes[-1])
     lift = None
     if problem.lse or lifted:
         lift = _lift(_top(mask) == -torch.inf, shift, dtypes[-1])
-    return Hiding(mask, lift=lift)
+    return Hiding(mask, lift=lift, share=share)
 
 
 def unsaturated(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -93,7 +103,25 @@ def unsaturated(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]
     if asks and _near(top):
         return mask, 0.0
     shift = _shift(top)
+    if mask.device.type == "cpu":
+        shift = torch.where(_absorbs(top), 0.0, shift)
     return (mask, 0.0) if asks and not shift.any() else (mask - shift, shift)
+
+
+def _share(mask: torch.Tensor, seq_k: int) -> torch.Tensor | None:
+    """``Hiding.share`` of a float mask on the CPU."""
+    if mask.device.type != "cpu":
+        return None
+    top = _top(mask)
+    if not _looked_at() and _near(top):
+        return None
+    keys = (mask.detach() == top).sum(-1, keepdim=True) * (seq_k // mask.shape[-1])
+    return torch.where(_absorbs(top), 1 / keys, 1.0)
+
+
+def _absorbs(top: torch.Tensor) -> torch.Tensor:
+    far = top.abs()
+    return top.isfinite() & (far >= ABSORBING) & (far <= _END)
 
 
 def _looked_at() -> bool:

@@ -103,3 +103,38 @@ def test_inf_in_a_mask_is_nan_in_its_row_alone(dtype: torch.dtype, keys: int, gr
         for result in results if with_lse else [results]:
             assert result[:, :, 0].isnan().all()
             assert result[:, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("level", [float(np.finfo("float32").min), -1e30, -1e20, 1e30])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_a_number_that_absorbs_scores_in_float64_absorbs_them(
+    backend: str | None, level: float, dtype: str, causal: bool
+) -> None:
+    """Keys of such a row weigh alike, in the output and in all gradients, with autograd and without."""
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    operands = [torch.randn(2, 4, 6, 8, dtype=kind, requires_grad=True) for _ in range(3)]
+    grad_out = torch.randn(2, 4, 6, 8, dtype=kind)
+    mask = torch.randn(1, 2, 6, 6).repeat_interleave(2, 1)
+    mask[:, :, :3] = level
+    mask[:, :, 4, :3] = -level
+
+    q, k, v = (x.detach().double().requires_grad_() for x in operands)
+    scores = (q @ k.mT) * 8**-0.5 + mask.double()
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1) if causal else torch.zeros(6, 6, dtype=torch.bool)
+    right = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    gradients = torch.autograd.grad(right, (q, k, v), grad_out.double())
+
+    call: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "backend": backend}
+    out = attnswitch.attention(*operands, **call)
+    plain = [x.detach() for x in operands]
+    alone = attnswitch.attention(*plain, **call)
+    ways = torch.autograd.grad(out, operands, grad_out), attnswitch.attention_backward(grad_out, *plain, **call)[:3]
+    near: Any = {"float32": {"rtol": 1e-5, "atol": 1e-5}, "bfloat16": {"rtol": 3e-2, "atol": 3e-2}}[dtype]
+    for found in (out, alone):
+        torch.testing.assert_close(found.double(), right, **near)
+    for grads in ways:
+        for grad, expected in zip(grads, gradients, strict=True):
+            torch.testing.assert_close(grad, expected.to(kind), **near)
