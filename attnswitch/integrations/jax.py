@@ -20,21 +20,23 @@ from jax.custom_derivatives import SymbolicZero
 
 from attnswitch import api, arrays
 from attnswitch.arrays import Facts
+from attnswitch.call import headwise, per_head
 from attnswitch.call import options as read
 from attnswitch.call.attend import attend
 from attnswitch.call.backward import gradients, results
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.options import Options, seed_of
+from attnswitch.call.per_head import PerHead
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.planning import policy as policies
 from attnswitch.planning.policy import Policy
-from attnswitch.problem import Problem
+from attnswitch.problem import DTYPES, Problem
 
 __all__ = ["attention"]
 
 
 class _Operands(NamedTuple):
-    """The arrays of a call; a mask has four axes."""
+    """The arrays of a call; a mask has four axes, and slopes have two."""
 
     query: Any
     key: Any
@@ -42,12 +44,18 @@ class _Operands(NamedTuple):
     attn_mask: Any
     key_lengths: Any
     seed: Any
+    sinks: Any = None
+    alibi_slopes: Any = None
 
 
 #: A shape and a dtype, without an array.
 _like: Any = jax.ShapeDtypeStruct
 #: The axes that each has in a call; further ones in front are those of ``jax.vmap``.
-_RANKS = _Operands(4, 4, 4, 4, 1, 0)
+_RANKS = _Operands(4, 4, 4, 4, 1, 0, 1, 2)
+#: Where the gradients stand that letters ask for: those of ``Problem.grads``, and s of the sinks.
+_PLACES = {
+    letter: _Operands._fields.index(name) for letter, name in zip("qkvms", (*arrays.ROLES, "sinks"), strict=True)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +76,16 @@ def attention(
     attn_mask: jax.Array | None = None,
     key_lengths: jax.Array | Sequence[int] | None = None,
     seed: jax.Array | int | None = None,
+    sinks: jax.Array | Sequence[float] | None = None,
+    alibi_slopes: jax.Array | Sequence[float] | None = None,
     backend: str | None = None,
     policy: Policy | str | None = None,
     **options: Any,
 ) -> Any:
     """``attnswitch.attention`` for programs of JAX.
 
-    ``jax.vmap`` adds the mapped axis to the batch; with dropout, whose mask counts batch entries, it calls one by one.
+    ``jax.vmap`` adds the mapped axis to the batch. It calls one by one with sinks or slopes, and with dropout, whose
+    mask counts batch entries.
 
     Args:
         query: (B, Hq, Lq, D), or as ``layout`` says; float16, bfloat16, float32 or float64.
@@ -83,13 +94,15 @@ def attention(
         attn_mask: bool or float, broadcastable to (B, Hq, Lq, Lk).
         key_lengths: (B,) integers. Traced ones are checked when they have values.
         seed: an integer, or an integer array without axes, which may be traced; dropout needs one.
+        sinks: (Hq,) of any float dtype.
+        alibi_slopes: (Hq,) or (B, Hq) of any float dtype. No gradient: one that is asked for is refused.
         backend: as for ``attnswitch.attention``, one that runs on the CPU.
         policy: as for ``attnswitch.attention``; that of ``using`` counts if it holds during the trace.
         **options: the other keywords of ``attnswitch.attention``, none of them traced.
 
     Returns:
-        The output (B, Hq, Lq, Dv), or (output, lse). It has gradients for query, key, value and a float attn_mask. Its
-        second derivatives are refused, and forward mode by JAX itself.
+        The output (B, Hq, Lq, Dv), or (output, lse). It has gradients for query, key, value, a float attn_mask and
+        sinks. Its second derivatives are refused, and forward mode by JAX itself.
 
     Raises:
         InvalidProblem, Unsupported, BackendUnavailable: as ``attnswitch.attention``, and during the trace. What depends
@@ -116,7 +129,8 @@ def attention(
     if isinstance(key_lengths, Sequence) and any(isinstance(x, jax.core.Tracer) for x in key_lengths):
         key_lengths = jnp.stack(key_lengths)
     lengths = None if key_lengths is None else _lengths(key_lengths, facts[0], problem)
-    out, lse = _attend(call, _Operands(query, key, value, attn_mask, lengths, drawn))
+    heads = _per_head(PerHead(sinks, alibi_slopes), facts[0], problem)
+    out, lse = _attend(call, _Operands(query, key, value, attn_mask, lengths, drawn, *heads))
     return (out, lse) if said.return_lse else out
 
 
@@ -125,7 +139,7 @@ def attention(
 
 def _facts(array: Any, role: str) -> Facts:
     """Of an array that XLA will hand over dense."""
-    if not isinstance(array, jax.Array):
+    if not isinstance(array, jax.Array) and type(array).__name__ != "TypedNdArray":  # NumPy's, as jax.grad passes it
         raise InvalidProblem(f"{role} is no array of JAX but {type(array).__name__}: jax.numpy.asarray makes it one")
     if not isinstance(array, jax.core.Tracer):
         arrays.check_alive(array, role)
@@ -159,11 +173,40 @@ def _lengths(lengths: Any, query: Facts, problem: Problem) -> Any:
     return lengths_beside(lengths, query._replace(library="numpy"), problem.seq_k).astype(np.int32)
 
 
+def _per_head(said: PerHead, query: Facts, problem: Problem) -> PerHead:
+    """Sinks and slopes as arrays, these with two axes; checked as far as their values are known."""
+    found: dict[str, Any] = {}
+    for role, given in said._asdict().items():
+        if given is None:
+            continue
+        if isinstance(given, jax.core.Tracer):
+            if (dtype := _facts(given, role).dtype) not in DTYPES:
+                raise InvalidProblem(f"{role} has dtype {dtype}: expected one of {', '.join(DTYPES)}")
+            found[role] = given
+        else:
+            if isinstance(given, jax.Array):
+                arrays.check_alive(given, role)
+                given = np.asarray(given)
+            host = query._replace(library="numpy")
+            per_head.read(PerHead(**{role: given}), host, problem.heads_q, problem.batch, autograd=False)
+            found[role] = jnp.asarray(given)
+    if "sinks" in found:
+        per_head.check_sinks(found["sinks"].shape, problem.heads_q)
+    if "alibi_slopes" in found:
+        slopes = found["alibi_slopes"]
+        per_head.check_slopes(slopes.shape, problem.heads_q, problem.batch)
+        found["alibi_slopes"] = slopes.reshape(-1, problem.heads_q)
+    return PerHead(**found)
+
+
 def _planned(call: _Call, operands: _Operands, wanted: str) -> Problem:
     """The problem of such a call, for which there is a backend. Raises what ``attnswitch.plan`` raises."""
     facts = [None if x is None else _facts(x, role) for x, role in zip(operands[:4], arrays.ROLES, strict=True)]
     lengths, seeded = operands.key_lengths is not None, operands.seed is not None or call.seed is not None
     problem = describe(facts, call.options, lengths=lengths, seeded=seeded, grads=wanted)
+    sinks, alibi = operands.sinks is not None, operands.alibi_slopes is not None
+    if sinks or alibi:
+        problem = problem.replace(sinks=sinks, alibi=alibi, alignment=call.options.causal_alignment)
     api.plan(problem, backend=call.backend, policy=call.policy)
     return problem
 
@@ -181,8 +224,14 @@ def _attend(call: _Call, operands: _Operands) -> tuple[Any, Any]:
 def _attend_forward(call: _Call, operands: Any) -> tuple[Any, Any]:
     masked = operands.attn_mask is not None and operands.attn_mask.perturbed
     wanted = "qkvm" if masked else "qkv"
+    if operands.alibi_slopes is not None and operands.alibi_slopes.perturbed:
+        raise InvalidProblem(
+            "alibi_slopes is differentiated, and its gradient would be lost: pass -slope * distance as a float"
+            " attn_mask, which gets one, or jax.lax.stop_gradient(alibi_slopes)"
+        )
     known = _Operands(*(None if x is None else x.value for x in operands))
     out, lse = _results(call, known, wanted)
+    wanted += "s" * (operands.sinks is not None and operands.sinks.perturbed)
     # What is wanted is no array: it is in the structure.
     return (out, lse if call.options.return_lse else None), (known, out, lse, {wanted: None})
 
@@ -193,9 +242,12 @@ def _attend_backward(call: _Call, saved: Any, upstream: Any) -> tuple[Any]:
     grad_out, grad_lse = (None if x is None or isinstance(x, SymbolicZero) else x for x in upstream)
     if grad_out is None:
         grad_out = jnp.zeros_like(out)
-    like = tuple(_like(x.shape, x.dtype) for x in known[: len(wanted)])
-    found = _called(_Backward(call, wanted), like, (known, out, lse, grad_out, grad_lse))
-    return (_Operands(*found, *(None for _ in known[len(wanted) :])),)
+    places = [_PLACES[letter] for letter in wanted]
+    like = tuple(_like(known[place].shape, known[place].dtype) for place in places)
+    found = dict(
+        zip(places, _called(_Backward(call, wanted), like, (known, out, lse, grad_out, grad_lse)), strict=True)
+    )
+    return (_Operands(*(found.get(place) for place in range(len(known)))),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
@@ -214,8 +266,9 @@ def _results(call: _Call, operands: _Operands, wanted: str) -> tuple[Any, Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _called(function: _Forward | _Backward, like: Any, given: tuple[Any, ...]) -> Any:
-    # A dropout mask counts batch entries: added to the batch, they would have others.
-    method = "sequential" if function.call.options.dropout_p else "expand_dims"
+    # A dropout mask counts batch entries: added to the batch, they would have others. Sinks are one for all of a batch.
+    apart = function.call.options.dropout_p or not given[0].sinks is given[0].alibi_slopes is None
+    method = "sequential" if apart else "expand_dims"
     return jax.pure_callback(function, like, *given, vmap_method=method)
 
 
@@ -240,11 +293,19 @@ class _Forward:
 
     def __call__(self, operands: _Operands) -> list[Any]:
         call, leading = self.call, _leading(zip(operands, _RANKS, strict=True))
-        query, key, value, mask, lengths, seed = _folded(operands, leading)
+        query, key, value, mask, lengths, seed, *heads = _folded(operands, leading)
         how = lengths, call.seed if seed is None else seed_of(seed), call.options, call.backend, call.policy
-        if self.wanted:
-            given = (query, key, value) if mask is None else (query, key, value, mask)
-            found: Sequence[Any] = results(given, *how, self.wanted)
+        given = (query, key, value) if mask is None else (query, key, value, mask)
+        found: Sequence[Any]
+        if not heads[0] is heads[1] is None:
+            beside = _of_heads(*heads)
+            if self.wanted:
+                found = headwise.results(given, *how, self.wanted, beside)
+            else:
+                found = headwise.attend_by(query, key, value, mask, *how, beside)
+                found = found if call.options.return_lse else (found,)
+        elif self.wanted:
+            found = results(given, *how, self.wanted)
         else:
             found = attend(query, key, value, mask, *how)[: 2 if call.options.return_lse else 1]
         return [_unfolded(x, operands, leading) for x in found]
@@ -260,26 +321,27 @@ class _Backward:
     def __call__(self, operands: _Operands, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> list[Any]:
         call, beside = self.call, ((out, 4), (lse, 3), (grad_out, 4), (grad_lse, 3))
         leading = _leading((*zip(operands, _RANKS, strict=True), *beside))
-        *given, lengths, seed = _folded(operands, leading)
+        query, key, value, mask, lengths, seed, *heads = _folded(operands, leading)
         out, lse, grad_out, grad_lse = (_fold(x, rank, leading) for x, rank in beside)
-        found = gradients(
-            grad_out,
-            tuple(x for x in given if x is not None),
-            lengths,
-            call.seed if seed is None else seed_of(seed),
-            call.options,
-            call.backend,
-            call.policy,
-            out=out,
-            lse=lse,
-            grad_lse=grad_lse,
-            wanted=self.wanted,
-        )
-        grads = [_unfolded(x, operands, leading) for x in found[: len(self.wanted)]]
+        given = (query, key, value) if mask is None else (query, key, value, mask)
+        how = lengths, call.seed if seed is None else seed_of(seed), call.options, call.backend, call.policy
+        wanted = self.wanted.removesuffix("s")
+        known: dict[str, Any] = {"out": out, "lse": lse, "grad_lse": grad_lse, "wanted": wanted}
+        if heads[0] is heads[1] is None:
+            found: Any = gradients(grad_out, given, *how, **known)
+        else:
+            of_sinks = wanted != self.wanted
+            found = headwise.gradients(grad_out, given, *how, **known, heads=_of_heads(*heads), sinks_grad=of_sinks)
+        grads = [_unfolded(x, operands, leading) for x in found[: len(wanted)]]
         if "m" in self.wanted and operands.attn_mask.shape[-4] != grads[3].shape[-4]:
             wide = np.promote_types(grads[3].dtype, np.float32)
             grads[3] = grads[3].sum(axis=-4, keepdims=True, dtype=wide).astype(grads[3].dtype)
-        return grads
+        return grads if wanted == self.wanted else [*grads, found.sinks]
+
+
+def _of_heads(sinks: Any, slopes: Any) -> PerHead:
+    """As the call takes them: one row of slopes is for all batch entries."""
+    return PerHead(sinks, slopes[0] if slopes is not None and len(slopes) == 1 else slopes)
 
 
 def _leading(given: Iterable[tuple[Any, int]]) -> tuple[int, ...]:

@@ -296,6 +296,67 @@ def test_large_operands_do_not_wait_for_themselves() -> None:
     assert all(bool(jnp.isfinite(function(x + n)).all()) for n in range(5))
 
 
+# -- sinks and slopes --------------------------------------------------------------------------------------------------
+
+SINKS = normal(4)
+SLOPES = jnp.abs(normal(2, 4))
+
+
+def formula(query: Any, key: Any, value: Any, sinks: Any, slopes: Any) -> Any:
+    key, value = (jnp.repeat(x, 2, 1) for x in (key, value))
+    i, j = jnp.arange(6)[:, None] + 1, jnp.arange(7)[None]
+    scores = query @ key.swapaxes(-1, -2) * 8**-0.5 - slopes.reshape(-1, 4)[:, :, None, None] * jnp.abs(i - j)
+    scores = jnp.where(j <= i, scores, -jnp.inf)
+    last = jnp.broadcast_to(sinks[None, :, None, None], (2, 4, 6, 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, last], -1), -1)
+    return jnp.exp(scores - lse[..., None]) @ value, lse
+
+
+def of_heads(query: Any, key: Any, value: Any, sinks: Any, slopes: Any) -> Any:
+    said = {"is_causal": True, "causal_alignment": "bottom_right", "return_lse": True}
+    return attention(query, key, value, sinks=sinks, alibi_slopes=slopes, **said)
+
+
+@pytest.mark.parametrize("slopes", [SLOPES, SLOPES[0]], ids=["of entries", "of heads"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_sinks_and_slopes(slopes: Any, jitted: bool) -> None:
+    def loss(function: Callable[..., Any]) -> Callable[..., Any]:
+        def summed(*given: Any) -> Any:
+            out, lse = function(*given)
+            return (out * jnp.cos(jnp.arange(5.0))).sum() + (lse**2).sum()
+
+        return summed
+
+    given = Q, K, V, SINKS, slopes
+    function, found = of_heads, jax.grad(loss(of_heads), (0, 1, 2, 3))
+    if jitted:
+        function, found = jax.jit(function), jax.jit(found)
+    close(function(*given), formula(*given))
+    close(found(*given), jax.grad(loss(formula), (0, 1, 2, 3))(*given))
+    with pytest.raises(InvalidProblem, match="alibi_slopes is differentiated"):
+        jax.grad(loss(of_heads), 4)(*given)
+
+
+def test_sinks_that_are_mapped() -> None:
+    sinks = jnp.stack([SINKS, SINKS + 1, 2 * SINKS])
+
+    def of(sinks: Any) -> Any:
+        return attention(Q, K, V, sinks=sinks)
+
+    same(jax.vmap(of)(sinks), jnp.stack([of(each) for each in sinks]))
+    grads = jax.grad(lambda each: jax.vmap(of)(each).sum())(sinks)
+    close(grads, jnp.stack([jax.grad(lambda each: of(each).sum())(each) for each in sinks]))
+
+
+def test_sinks_that_are_a_list() -> None:
+    same(attention(Q, K, V, sinks=[0.5] * 4), attention(Q, K, V, sinks=jnp.full(4, 0.5)))
+
+
+def test_operands_of_numpy_are_arrays_of_jax_to_grad() -> None:
+    host = np.asarray(Q)
+    same(jax.grad(lambda x: attention(x, K, V).sum())(host), jax.grad(lambda x: attention(x, K, V).sum())(Q))
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -313,6 +374,9 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "scale": (InvalidProblem, "scale=nan", {"scale": float("nan")}),
     "backend": (Unsupported, "sdpa-flash", {"backend": "sdpa-flash", "softcap": 2.0}),
     "name": (InvalidProblem, "nothing", {"backend": "nothing"}),
+    "sinks": (InvalidProblem, r"sinks has shape \(3,\)", {"sinks": jnp.zeros(3)}),
+    "sinks of NaN": (InvalidProblem, "sinks holds nan", {"sinks": [float("nan")] * 4}),
+    "integer slopes": (InvalidProblem, "alibi_slopes has dtype int32", {"alibi_slopes": jnp.zeros(4, "int32")}),
 }
 
 
