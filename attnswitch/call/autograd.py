@@ -210,5 +210,6 @@ class _OnceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise Unsupported(
-            "double backward of attention: this backend computes first derivatives only; use backend='sdpa-math'"
+            "double backward of attention: this backend computes first derivatives only; use backend='sdpa-math' of"
+            " attnswitch.attention"
         )

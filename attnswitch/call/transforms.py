@@ -228,7 +228,8 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise Unsupported(
-            "a derivative of a derivative of attention: this backend computes first ones only; use backend='sdpa-math'"
+            "a derivative of a derivative of attention: this backend computes first ones only; use"
+            " backend='sdpa-math' of attnswitch.attention"
         )
 
 

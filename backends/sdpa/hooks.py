@@ -80,7 +80,8 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise Unsupported(
-            "double backward of attention: this kernel of torch's has first derivatives only; use backend='sdpa-math'"
+            "double backward of attention: this kernel of torch's has first derivatives only; use"
+            " backend='sdpa-math' of attnswitch.attention"
         )
 
 
