@@ -72,6 +72,41 @@ def like_torch(
     return _formula(query, key, value, attn_mask, is_causal, scale)[0]
 
 
+def _dropping(q: Tensor, k: Tensor, v: Tensor, p: float, alike: int | None = None, period: int = 0) -> Tensor:
+    """Of masks that torch's generator draws; one along the axis that is ``alike``, or again after ``period`` keys."""
+    weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+    drawn = torch.rand([1 if axis == alike else size for axis, size in enumerate(weights.shape)])
+    if period:
+        drawn = drawn[..., torch.arange(k.shape[2]) % period]
+    kept: Tensor = drawn >= p
+    out: Tensor = weights.masked_fill(~kept, 0.0) @ v / (1 - p)
+    return out
+
+
+def dropping(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p)
+
+
+def dropping_one_for_entries(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, 0)
+
+
+def dropping_one_for_heads(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, 1)
+
+
+def dropping_one_for_rows(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, 2)
+
+
+def dropping_one_for_columns(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, 3)
+
+
+def dropping_one_for_eighths(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, period=8)
+
+
 def asserting(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     assert q.shape[-1] in {16, 32}
     assert q.dtype is torch.float32, f"{q.dtype} is not float32"

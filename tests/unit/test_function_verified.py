@@ -203,3 +203,17 @@ def test_parts_of_a_function_that_starts_over(grads: str) -> None:
         assert each.failure is None
         assert each.verdict == ("refused" if grads else "verified")
         assert not grads or "from an output and lse of its own" in each.reasons[0]
+
+
+@pytest.mark.parametrize("shared", ["", "entries", "heads", "rows", "columns", "eighths"])
+def test_a_dropout_mask_is_one_for_nothing(shared: str) -> None:
+    case = Case.of(Problem.parse("b3.h2.s20x24.d24.fp32.dropout=0.3")).replace(check="fresh-dropout")
+    outcome = check(case, f"{FILE}:dropping{'_one_for_' * bool(shared)}{shared}@bhsd")
+    if not shared:
+        assert (outcome.verdict, outcome.reasons, outcome.failure) == ("verified", (), None)
+        return
+    assert outcome.failure is not None
+    assert outcome.failure.check == "fresh-dropout"
+    apart = {"entries": "batch entries that are 1", "heads": "heads that are 1", "rows": "queries that are 1"}
+    apart |= {"columns": "keys that are 1", "eighths": "keys that are 8"}
+    assert outcome.failure.message == f"{apart[shared]} apart drop the same weights"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Trial
 from attnswitch.verify.truth.exact import Exact
+from attnswitch.verify.truth.oracle import Answer
 
-__all__ = ["CHECKS", "exact_of", "heavy_weights"]
+__all__ = ["CHECKS", "exact_of", "heavy", "heavy_weights"]
 
 
 def exact_of(trial: Trial) -> Exact:
@@ -28,10 +31,17 @@ def _reference(trial: Trial) -> Failure | None:
     return failure
 
 
+def heavy(answer: Answer) -> Any:
+    """Which weights are too large to vanish by rounding, so that a 0 was dropped."""
+    return answer.visible & (answer.p > 1e-4)
+
+
 def heavy_weights(exact: Exact) -> tuple[int, int]:
-    """How many weights are too large to vanish by rounding, so that a 0 was dropped; and how many were kept."""
-    heavy = [(answer, answer.visible & (answer.p > 1e-4)) for answer in exact.answers]
-    return sum(int(of.sum()) for _, of in heavy), sum(int((of & (answer.z > 0)).sum()) for answer, of in heavy)
+    """How many weights are heavy, and how many of them were kept."""
+    heavy_ones = [(answer, heavy(answer)) for answer in exact.answers]
+    return sum(int(of.sum()) for _, of in heavy_ones), sum(
+        int((of & (answer.z > 0)).sum()) for answer, of in heavy_ones
+    )
 
 
 def _plausible(exact: Exact) -> Failure | None:

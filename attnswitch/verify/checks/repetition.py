@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements, identical
-from attnswitch.verify.checks.reference import exact_of, heavy_weights
+from attnswitch.verify.checks.reference import exact_of, heavy, heavy_weights
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, MaskRecipe, Placing
 from attnswitch.verify.launch.call import hosted
 from attnswitch.verify.outcome import Failure, first_of
 from attnswitch.verify.trial import NotApplicable, Subject, Trial
+from attnswitch.verify.truth.exact import Exact
 
 __all__ = ["CHECKS"]
 
@@ -107,14 +110,37 @@ def _drawn(case: Case) -> bool:
 
 def _fresh_masks(trial: Trial) -> Failure | None:
     """Two calls without a seed, from different states of torch's generator: equal masks would be chance."""
-    case = trial.case
-    undecided, _ = heavy_weights(exact_of(trial))
-    if undecided * -math.log2(case.dropout**2 + (1 - case.dropout) ** 2) < 60:
+    case, exact = trial.case, exact_of(trial)
+    undecided, _ = heavy_weights(exact)
+    if undecided < _few(case):
         raise NotApplicable("two masks of so few weights may be equal by chance")
+    if (what := _shared(trial, exact)) is not None:
+        return Failure("fresh-dropout", f"{what} drop the same weights", "out")
     other = trial.subject.derive("redrawn", lambda: (case.replace(data_seed=case.data_seed + 1), trial.data))
     got = trial.run(other)["out"] != 0.0
     if (got == (trial.results["out"] != 0.0)).all():
         return Failure("fresh-dropout", "two calls without a seed drop the same weights", "out")
+    return None
+
+
+def _few(case: Case) -> float:
+    """So many weights are dropped alike by chance once in 2^60."""
+    return -60 / math.log2(case.dropout**2 + (1 - case.dropout) ** 2)
+
+
+def _shared(trial: Trial, exact: Exact) -> str | None:
+    """What shares one mask: whatever is so far apart along an axis drops the same."""
+    if exact.rows is not None:
+        return None
+    (answer,) = exact.answers
+    kept = trial.results["out"][..., : trial.case.seq_k] != 0.0
+    decided = np.broadcast_to(heavy(answer), kept.shape)
+    for axis, what in enumerate(("batch entries", "heads", "queries", "keys")):
+        for power in range((kept.shape[axis] - 1).bit_length()):
+            here, there = ((slice(None),) * axis + (x,) for x in (slice(2**power, None), slice(None, -(2**power))))
+            both = decided[here] & decided[there]
+            if both.sum() >= _few(trial.case) and (kept[here] == kept[there])[both].all():
+                return f"{what} that are {2**power} apart"
     return None
 
 
@@ -145,8 +171,8 @@ CHECKS = (
     ),
     Check(
         "fresh-dropout",
-        "two calls without a seed draw different dropout masks",
-        "It compares two calls: a mask that is the same every time is a right answer to each of them.",
+        "without a seed each call, batch entry, head, query and key has a dropout mask of its own",
+        "It compares masks: one that is the same every time, or everywhere, is of the right share and right by itself.",
         _drawn,
         _fresh_masks,
     ),
