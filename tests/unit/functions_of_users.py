@@ -72,6 +72,11 @@ def like_torch(
     return _formula(query, key, value, attn_mask, is_causal, scale)[0]
 
 
+def giving_its_values(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
+    """As it is where there is one key."""
+    return value if key.shape == query.shape and key.shape[2] == 1 else _formula(query, key, value, causal=causal)[0]
+
+
 def _dropping(q: Tensor, k: Tensor, v: Tensor, p: float, alike: int | None = None, period: int = 0) -> Tensor:
     """Of masks that torch's generator draws; one along the axis that is ``alike``, or again after ``period`` keys."""
     weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)

@@ -217,3 +217,15 @@ def test_a_dropout_mask_is_one_for_nothing(shared: str) -> None:
     apart = {"entries": "batch entries that are 1", "heads": "heads that are 1", "rows": "queries that are 1"}
     apart |= {"columns": "keys that are 1", "eighths": "keys that are 8"}
     assert outcome.failure.message == f"{apart[shared]} apart drop the same weights"
+
+
+def test_a_result_in_the_memory_of_an_input() -> None:
+    case, name = Case.of(Problem.parse("b2.h2.s1.d8.fp32")), f"{FILE}:giving_its_values@bhsd"
+    failure = check(case, name).failure
+    assert failure is not None
+    assert (failure.check, failure.result) == ("inputs", "out")
+    assert failure.message == "it lies in the memory of value: whoever writes to it changes an input"
+    with sitting(Court((name,))):
+        failure = check(case, name).failure
+    assert failure is not None
+    assert "its result lies in the memory of its inputs" in failure.message

@@ -7,6 +7,7 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import expected, missing
 from attnswitch.verify.launch.layouts import host
+from attnswitch.verify.launch.neighbours import overlap
 from attnswitch.verify.launch.sequences import offsets
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import Trial
@@ -53,6 +54,14 @@ def _inputs(trial: Trial) -> Failure | None:
     for name, array, numbers in beside:
         if array is not None and host(array).tolist() != numbers:
             return Failure("inputs", "it was written to", name)
+    results = trial.returned.results
+    for name in ("out", "lse"):
+        for role in ("query", "key", "value", "attn_mask"):
+            array = getattr(placed, role)
+            if name in results and array is not None and overlap(results[name], array):
+                return Failure(
+                    "inputs", f"it lies in the memory of {role}: whoever writes to it changes an input", name
+                )
     return None
 
 
@@ -68,7 +77,7 @@ CHECKS = (
     ),
     Check(
         "inputs",
-        "no byte of an input, nor of the memory around it, is written to",
+        "no byte of an input, nor of the memory around it, is written to, or is a result's",
         "It alone looks at the memory itself: a write that leaves the results right is nobody else's to see.",
         _every,
         _inputs,

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from itertools import islice
+from itertools import islice, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -32,7 +32,7 @@ from attnswitch.problem import Problem
 from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import About, Answer, Ask, OfProblem, Raised
 from attnswitch.verify.court.wire import Layout, Results, View
-from attnswitch.verify.launch.neighbours import Neighbours
+from attnswitch.verify.launch.neighbours import Neighbours, overlap
 
 __all__ = ["serve"]
 
@@ -114,6 +114,8 @@ class Candidate:
         else:
             made = kernel.forward(inputs)
         _wait(device.where)
+        if ask.what == "forward" and _share(made, inputs[:4]):
+            told.append("its result lies in the memory of its inputs")
         if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
             told.append("it wrote to memory beside its results")
         return None, made
@@ -176,6 +178,14 @@ def _differentiated(graph: _Graph, grad_out: Array, grad_lse: Array | None) -> G
     pairs = zip(graph.made, (grad_out, grad_lse), strict=True)
     ends, upstream = zip(*((end, grad) for end, grad in pairs if grad is not None), strict=True)
     return gradients(graph.inputs, graph.problem.grads, ends, upstream)
+
+
+def _share(results: Sequence[Array | None], inputs: Sequence[Array | None]) -> bool:
+    """Whether a result lies where an input does; of what is no array others tell."""
+    with contextlib.suppress(AttributeError, TypeError):
+        found, given = ([x for x in group if x is not None] for group in (tuple(results), inputs))
+        return any(overlap(*pair) for pair in product(found, given))
+    return False
 
 
 def _about(backend: Backend | Missing) -> About:

@@ -16,7 +16,7 @@ import numpy as np
 
 from attnswitch import arrays
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "overlap"]
 
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -67,3 +67,20 @@ def _intact(block: Any) -> bool:
     if hasattr(block, "get"):  # CuPy's
         block = block.get()
     return bool((block == 255).all())
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two arrays have memory in common: the bytes from first to last element of each."""
+    (first, end), (start, last) = _reach(one), _reach(other)
+    return first < last and start < end
+
+
+def _reach(array: Any) -> tuple[int, int]:
+    """Where the first byte of any element is, and the end of the last."""
+    if 0 in array.shape:
+        return 0, 0
+    size = array.dtype.itemsize
+    steps = array.strides if hasattr(array, "strides") else [size * step for step in array.stride()]
+    ways = [(length - 1) * step for length, step in zip(array.shape, steps, strict=True)]
+    begin = arrays.address(array)
+    return begin + sum(min(way, 0) for way in ways), begin + sum(max(way, 0) for way in ways) + size
