@@ -81,7 +81,7 @@ def attention_paged(
         alibi_slopes: see scale.
         deterministic: see scale.
         backend: see scale.
-        policy: see scale; "measure" and "learn" do as "estimate" does.
+        policy: see scale.
         **unknown: see scale.
 
     Returns:

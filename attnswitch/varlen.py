@@ -72,7 +72,7 @@ def attention_varlen(
         sinks: see dropout_p.
         alibi_slopes: see dropout_p; (Hq,), or (B, Hq) for B sequences.
         backend: see dropout_p.
-        policy: see dropout_p; "measure" and "learn" do as "estimate" does.
+        policy: see dropout_p.
         **unknown: see dropout_p.
 
     Returns:

@@ -127,12 +127,18 @@ def _is_unread(query: Any) -> bool:
 def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], call: Call) -> None:
     """Know calls again that are like this one, if all that they come to follows from that."""
     asked, problem, kind = call.asked, call.asked.problem, call.asked.query.device[0]
-    if problem.grads or problem.dropout or asked.sinks_grad or finite.looked_for(finite.when(), kind):
+    if (
+        not call.lasting
+        or problem.grads
+        or problem.dropout
+        or asked.sinks_grad
+        or finite.looked_for(finite.when(), kind)
+    ):
         return
     if not asked.library == asked.query.library == call.native == "torch":
         return
     if not lies_alike(lambda *_: True, *tensors) or len(set(map(id, tensors))) < len(tensors):
-        return  # what no guard would let pass
+        return  # what no guard would let pass, and one tensor in two places
     if any(tensor.device != tensors[0].device for tensor in tensors):
         return
     changes = _changes(given, call.inputs.flat())

@@ -55,6 +55,8 @@ class Call(NamedTuple):
     kernel: Kernel
     inputs: Inputs
     native: str
+    #: Whether nothing is left that could be measured at another time.
+    lasting: bool = True
 
     def back(self, array: Array | None, native: str | None = None) -> Array | None:
         """A result as the caller's."""
@@ -75,10 +77,10 @@ def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, re
         raise no_name(backend)
     key = asked.problem, asked.device, backend, effective(policy)
     try:
-        built = _built(*key, view.generation(), restarts)
+        return _by(asked, *_built(*key, view.generation(), restarts))
     except _NotNow:
-        built = planner.build(*key, restarts=restarts)
-    return _by(asked, *built)
+        pass
+    return _by(asked, *planner.build(*key, restarts=restarts))._replace(lasting=False)
 
 
 def planned(asked: Asked, plan: Plan) -> Call:

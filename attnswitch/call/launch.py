@@ -119,16 +119,16 @@ class Request:
         """The launch for ``operands``, and these as arrays of NumPy, CuPy or torch. Raises what ``build`` raises."""
         if (again := self.known(operands)) is not None:
             return again, operands
-        known, facts = arrays.take_all(operands)
+        taken, facts = arrays.take_all(operands)
         launch = self.launches.get(facts)
         if launch is None:
             launch = self.build(facts, key_lengths)
-            self._arm(launch, known, key_lengths)
+            self._arm(launch, taken, key_lengths)
         elif not launch.settled:
-            self._settle(launch, known)
+            self._settle(launch, taken)
         elif launch.alike is not None:
-            self._guard(launch, known)
-        return launch, known
+            self._guard(launch, taken)
+        return launch, taken
 
     def known(self, operands: Sequence[Array]) -> Launch | None:
         """The launch whose operands lay like these, of some before the latest; now it is that.
@@ -179,6 +179,7 @@ class Request:
         if lasting and not nonfinite:
             if len(self.launches) >= _MOST:
                 self.launches.clear()
+                self.latest, self._recent = None, ()
             self.launches[facts] = launch
         return launch
 

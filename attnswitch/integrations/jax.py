@@ -267,7 +267,7 @@ def _results(call: _Call, operands: _Operands, wanted: str) -> tuple[Any, Any]:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _called(function: _Forward | _Backward, like: Any, given: tuple[Any, ...]) -> Any:
     # A dropout mask counts batch entries: added to the batch, they would have others. Sinks are one for all of a batch.
-    apart = function.call.options.dropout_p or not given[0].sinks is given[0].alibi_slopes is None
+    apart = function.call.options.dropout_p or _beside(given[0].sinks, given[0].alibi_slopes) is not None
     method = "sequential" if apart else "expand_dims"
     return jax.pure_callback(function, like, *given, vmap_method=method)
 
@@ -297,13 +297,12 @@ class _Forward:
         how = lengths, call.seed if seed is None else seed_of(seed), call.options, call.backend, call.policy
         given = (query, key, value) if mask is None else (query, key, value, mask)
         found: Sequence[Any]
-        if not heads[0] is heads[1] is None:
-            beside = _of_heads(*heads)
-            if self.wanted:
-                found = headwise.results(given, *how, self.wanted, beside)
-            else:
-                found = headwise.attend_by(query, key, value, mask, *how, beside)
-                found = found if call.options.return_lse else (found,)
+        beside = _beside(*heads)
+        if beside is not None and self.wanted:
+            found = headwise.results(given, *how, self.wanted, beside)
+        elif beside is not None:
+            found = headwise.attend_by(query, key, value, mask, *how, beside)
+            found = found if call.options.return_lse else (found,)
         elif self.wanted:
             found = results(given, *how, self.wanted)
         else:
@@ -319,19 +318,20 @@ class _Backward:
     wanted: str
 
     def __call__(self, operands: _Operands, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> list[Any]:
-        call, beside = self.call, ((out, 4), (lse, 3), (grad_out, 4), (grad_lse, 3))
-        leading = _leading((*zip(operands, _RANKS, strict=True), *beside))
+        call, rest = self.call, ((out, 4), (lse, 3), (grad_out, 4), (grad_lse, 3))
+        leading = _leading((*zip(operands, _RANKS, strict=True), *rest))
         query, key, value, mask, lengths, seed, *heads = _folded(operands, leading)
-        out, lse, grad_out, grad_lse = (_fold(x, rank, leading) for x, rank in beside)
+        out, lse, grad_out, grad_lse = (_fold(x, rank, leading) for x, rank in rest)
         given = (query, key, value) if mask is None else (query, key, value, mask)
         how = lengths, call.seed if seed is None else seed_of(seed), call.options, call.backend, call.policy
         wanted = self.wanted.removesuffix("s")
         known: dict[str, Any] = {"out": out, "lse": lse, "grad_lse": grad_lse, "wanted": wanted}
-        if heads[0] is heads[1] is None:
-            found: Any = gradients(grad_out, given, *how, **known)
+        found: Any
+        if (beside := _beside(*heads)) is None:
+            found = gradients(grad_out, given, *how, **known)
         else:
             of_sinks = wanted != self.wanted
-            found = headwise.gradients(grad_out, given, *how, **known, heads=_of_heads(*heads), sinks_grad=of_sinks)
+            found = headwise.gradients(grad_out, given, *how, **known, heads=beside, sinks_grad=of_sinks)
         grads = [_unfolded(x, operands, leading) for x in found[: len(wanted)]]
         if "m" in self.wanted and operands.attn_mask.shape[-4] != grads[3].shape[-4]:
             wide = np.promote_types(grads[3].dtype, np.float32)
@@ -339,8 +339,10 @@ class _Backward:
         return grads if wanted == self.wanted else [*grads, found.sinks]
 
 
-def _of_heads(sinks: Any, slopes: Any) -> PerHead:
-    """As the call takes them: one row of slopes is for all batch entries."""
+def _beside(sinks: Any, slopes: Any) -> PerHead | None:
+    """As a call takes them, if it has any: one row of slopes is for all batch entries."""
+    if sinks is None and slopes is None:
+        return None
     return PerHead(sinks, slopes[0] if slopes is not None and len(slopes) == 1 else slopes)
 
 

@@ -86,10 +86,11 @@ def heads_last(result: Array, query: Array) -> Array:
 
     Where the memory of ``query`` has heads before rows, that of the result has them too.
     """
-    turned = result.swapaxes(-3, -2)
-    if _is_contiguous(turned) or (_is_contiguous(query) and _is_contiguous(result)):
-        return turned
-    return turned.contiguous() if hasattr(turned, "contiguous") else turned.copy()
+    outside = _is_contiguous(query) and not _is_contiguous(query.swapaxes(-3, -2))
+    lying = result if outside else result.swapaxes(-3, -2)
+    if not _is_contiguous(lying):
+        lying = lying.contiguous() if hasattr(lying, "contiguous") else lying.copy()
+    return lying.swapaxes(-3, -2) if outside else lying
 
 
 def _is_contiguous(array: Array) -> bool:

@@ -106,7 +106,8 @@ class FlashBackend(SdpaBackend):
             return _once(launched) if p.grads else launched
         if p.grads or getattr(torch, p.mask.dtype) not in _mask_types(problem):
             return None
-        return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=unsaturated(attn_mask)[0])
+        end = _mask_types(problem)[-1]
+        return lambda query, key, value, attn_mask: call(query, key, value, attn_mask=unsaturated(attn_mask, end))
 
     def extra_bytes(self, problem: Problem, device: Device) -> int:
         """The mask that is made of what hides, and operands that are raised."""
@@ -187,15 +188,16 @@ def _once(call: Forward, share: Any = None) -> Forward:
     def launched(*operands: Any) -> tuple[Any, Any]:
         results = call(*operands)
         once_differentiable(results[0])
-        if share is not None and results[0].requires_grad:
-            results[0].register_hook(functools.partial(_scaled, share=share))
+        node = results[0].grad_fn
+        if share is not None and node is not None:  # within the operator: the output's own gradient stays as it is
+            node.register_prehook(lambda grads: (_scaled(grads[0], share), *grads[1:]))
         return results
 
     return launched
 
 
 def _scaled(grad: Any, share: Any) -> Any:
-    return (grad * share).to(grad.dtype)
+    return None if grad is None else (grad * share).to(grad.dtype)
 
 
 def _on_cuda(problem: Problem) -> Launch:

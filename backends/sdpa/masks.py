@@ -17,10 +17,9 @@ __all__ = ["Hiding", "added", "additive", "compose", "compose_plain", "ends", "p
 _KEPT = 2**14
 #: A row of a float mask is saturated where its maximum is a number further from 0 than this: it is taken out.
 SATURATED = 1024.0
-#: From here to the end of float32 it absorbs every score, as it does in float64, whose next number is 4096 away: keys
-#: that have the maximum weigh alike. ``finfo.min`` in a whole row is what programs write for "attend to nothing".
-ABSORBING = 2.0**64
-_END = torch.finfo(torch.float32).max
+#: From here on it absorbs every score, as it does in float64, whose next number is 4096 away: keys that have the
+#: maximum weigh alike. ``finfo.min`` in a whole row is what programs write for "attend to nothing".
+_ABSORBING = 2.0**64
 
 
 class Hiding(NamedTuple):
@@ -36,8 +35,8 @@ class Hiding(NamedTuple):
     That changes no output; but a row that is -1e9 throughout would leave no digits in lse for log(sum), from which the
     operators' backward computes P: its gradients would come out Lk times too large.
 
-    ``share`` is 1 over the keys that share an absorbing row, and 1 elsewhere, (..., Lq or 1, 1); None where no row is
-    one. Nothing is taken out of such a row, so that the gradients of its output have to be made as much smaller.
+    ``share`` is 1 over the number of keys that weigh alike in a row that absorbs scores, and 1 elsewhere; or None.
+    Nothing is taken out of such a row, so that gradients of its output have to be made as much smaller.
     """
 
     mask: torch.Tensor | None = None
@@ -83,8 +82,12 @@ def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, 
     if mask.dtype == torch.bool:
         mask = additive(mask, dtypes[0])
     else:
-        share = _share(mask, problem.seq_k) if problem.grads else None
-        mask, shift = unsaturated(mask)  # first: a number beyond the range of a narrower type would hide
+        top, given = _top(mask), mask
+        mask, shift = _unshifted(
+            mask, top, dtypes[-1]
+        )  # first: beyond the range of a narrower type a number would hide
+        if problem.grads and mask.device.type == "cpu" and mask is not given:
+            share = _share(given, top, dtypes[-1], problem.seq_k)
         if mask.dtype not in dtypes:
             mask = mask.to(dtypes[-1])
     lift = None
@@ -93,35 +96,41 @@ def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, 
     return Hiding(mask, lift=lift, share=share)
 
 
-def unsaturated(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A float mask with the largest number of each saturated row taken out, and what was, (..., 1) or 0.
+def unsaturated(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float mask with the largest number of each saturated row taken out, for an operator that adds ``dtype``.
 
     It is done in every call, so that the output does not depend on whether gradients are asked for.
     """
-    top = _top(mask)
+    return _unshifted(mask, _top(mask), dtype)[0]
+
+
+def _unshifted(mask: torch.Tensor, top: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The same, and what was taken out, (..., 1) or 0. The mask is the same tensor where it has no saturated row."""
     asks = mask.device.type == "cpu" and not _looked_at()  # elsewhere asking would wait
     if asks and _near(top):
         return mask, 0.0
     shift = _shift(top)
-    if mask.device.type == "cpu":
-        shift = torch.where(_absorbs(top), 0.0, shift)
-    return (mask, 0.0) if asks and not shift.any() else (mask - shift, shift)
-
-
-def _share(mask: torch.Tensor, seq_k: int) -> torch.Tensor | None:
-    """``Hiding.share`` of a float mask on the CPU."""
     if mask.device.type != "cpu":
-        return None
-    top = _top(mask)
-    if not _looked_at() and _near(top):
+        return mask - shift, shift
+    absorbs = _absorbs(top, dtype)
+    shift = torch.where(absorbs, 0.0, shift)
+    quiet = asks and not (shift.any() or absorbs.any())
+    return (mask, 0.0) if quiet else (mask - shift, shift)
+
+
+def _share(mask: torch.Tensor, top: torch.Tensor, dtype: torch.dtype, seq_k: int) -> torch.Tensor | None:
+    """``Hiding.share`` of a float mask on the CPU."""
+    absorbs = _absorbs(top, dtype)
+    if not _looked_at() and not absorbs.any():
         return None
     keys = (mask.detach() == top).sum(-1, keepdim=True) * (seq_k // mask.shape[-1])
-    return torch.where(_absorbs(top), 1 / keys, 1.0)
+    return torch.where(absorbs, 1 / keys.to(dtype), 1.0)
 
 
-def _absorbs(top: torch.Tensor) -> torch.Tensor:
-    far = top.abs()
-    return top.isfinite() & (far >= ABSORBING) & (far <= _END)
+def _absorbs(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Which rows do, up to the end of ``dtype``."""
+    far = top.double().abs()
+    return (far >= _ABSORBING) & (far <= torch.finfo(dtype).max)
 
 
 def _looked_at() -> bool:

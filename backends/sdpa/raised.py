@@ -36,7 +36,7 @@ _MAPPED = 20 * 2**20
 
 
 def is_raised(problem: Problem, device: Device) -> bool:
-    """Whether operands of ``problem`` are raised. A forward of several queries in bfloat16 is as fast as it is."""
+    """Whether operands of ``problem`` are raised. A forward of several queries in bfloat16 is fast already."""
     p = problem
     if device.kind != "cpu" or DTYPES[p.dtype] != 2:
         return False

@@ -536,3 +536,16 @@ def test_those_that_are_met_seldom_are_forgotten(monkeypatch: pytest.MonkeyPatch
         for kind in kinds:
             attention_paged(**decoding(kind=kind))
     assert [len(ways) for ways in alike._ways.values()] == [2]
+
+
+def test_a_call_that_could_not_be_measured_is_not_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def later(*given: object) -> bool:  # as while a CUDA graph is captured
+        asked.append(given)
+        return False
+
+    monkeypatch.setattr("attnswitch.tune.sight.measure", later)
+    for _ in range(4):
+        attention_paged(**decoding(backend=None), policy="measure")
+    assert len(asked) == 4

@@ -368,7 +368,6 @@ def test_calls_of_several_shapes_in_turn_are_short(entered: Any) -> None:
         for call in calls:
             ours = [name for module, name in entered(call) if module.startswith("attnswitch")]
             assert "take_all" not in ours
-            assert ours.count("lies_alike") <= 5
 
 
 @pytest.mark.parametrize("places", [(0, 1, 1), (0, 0, 0), (0, 0, 1), (0, 1, 0)])
@@ -382,8 +381,12 @@ def test_one_tensor_in_several_places_is_short(places: tuple[int, ...], entered:
         assert "take_all" not in [name for _, name in found]
         for others in (x, [x[0], x[2], x[1]], operands):  # whichever came before
             for grad in (False, True):
-                given = [y.detach().requires_grad_(grad) if y is others[1] else y for y in others]
-                torch.testing.assert_close(attnswitch.attention(*given), torch_attention(*given))
+                leaf = others[1].detach().requires_grad_(grad)
+                given = [leaf if y is others[1] else y for y in others]
+                found, expected = attnswitch.attention(*given), torch_attention(*given)
+                torch.testing.assert_close(found, expected)
+                if grad:
+                    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), leaf) for y in (found, expected)))
 
 
 def test_nan_is_seen_by_the_look_and_runs_once(built: list[object]) -> None:

@@ -106,7 +106,7 @@ def test_inf_in_a_mask_is_nan_in_its_row_alone(dtype: torch.dtype, keys: int, gr
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("level", [float(np.finfo("float32").min), -1e30, -1e20, 1e30])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_a_number_that_absorbs_scores_in_float64_absorbs_them(
@@ -117,7 +117,9 @@ def test_a_number_that_absorbs_scores_in_float64_absorbs_them(
     kind = getattr(torch, dtype)
     operands = [torch.randn(2, 4, 6, 8, dtype=kind, requires_grad=True) for _ in range(3)]
     grad_out = torch.randn(2, 4, 6, 8, dtype=kind)
-    mask = torch.randn(1, 2, 6, 6).repeat_interleave(2, 1)
+    mask = torch.randn(1, 2, 6, 6, dtype=torch.promote_types(kind, torch.float32)).repeat_interleave(2, 1)
+    if dtype == "float64" and level < -1e30:
+        level = float(np.finfo("float64").min)
     mask[:, :, :3] = level
     mask[:, :, 4, :3] = -level
 
@@ -132,9 +134,22 @@ def test_a_number_that_absorbs_scores_in_float64_absorbs_them(
     plain = [x.detach() for x in operands]
     alone = attnswitch.attention(*plain, **call)
     ways = torch.autograd.grad(out, operands, grad_out), attnswitch.attention_backward(grad_out, *plain, **call)[:3]
-    near: Any = {"float32": {"rtol": 1e-5, "atol": 1e-5}, "bfloat16": {"rtol": 3e-2, "atol": 3e-2}}[dtype]
+    tolerance = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 3e-2}[dtype]
+    near: Any = {"rtol": tolerance, "atol": tolerance}
     for found in (out, alone):
         torch.testing.assert_close(found.double(), right, **near)
     for grads in ways:
         for grad, expected in zip(grads, gradients, strict=True):
             torch.testing.assert_close(grad, expected.to(kind), **near)
+
+
+def test_the_gradient_of_such_an_output_is_its_own() -> None:
+    query, x = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8, requires_grad=True)
+    mask = torch.full((3, 3), torch.finfo(torch.float32).min)
+    out = attnswitch.attention(query, query, x, attn_mask=mask, backend="sdpa-flash")
+    out.retain_grad()
+    out.sum().backward()
+    assert out.grad is not None
+    assert (out.grad == 1).all()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.ones_like(x.grad))  # each value weighs a third in each of three rows

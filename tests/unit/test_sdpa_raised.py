@@ -32,6 +32,19 @@ def multiplies(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     planner.forget()
 
 
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The processor is taken to have products of both types, scalar products too, and tiles of bfloat16."""
+    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
+
+    for asked, dtypes in (("_multiplies", "both"), ("_sums", "both"), ("_tiles", "bfloat16")):
+        monkeypatch.setattr(raised, asked, lambda dtype, dtypes=dtypes: dtypes in ("both", dtype))
+    planner.forget()
+    yield
+    monkeypatch.undo()
+    planner.forget()
+
+
 def is_raised(problem: Problem) -> bool:
     backend = registry.loaded(BACKEND)
     kernel = backend.compile(problem, Device.cpu(), next(iter(backend.configs(problem, Device.cpu()))))
@@ -85,16 +98,9 @@ def test_16_bits_are_raised_where_that_is_faster(text: str, where: str, multipli
         ("s9x5000.d256.fp16.grad", True),
     ],
 )
-def test_a_processor_with_scalar_products_and_tiles_in_bfloat16(
-    text: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
-
-    for asked, dtypes in (("_multiplies", "both"), ("_sums", "both"), ("_tiles", "bfloat16")):
-        monkeypatch.setattr(raised, asked, lambda dtype, dtypes=dtypes: dtypes in ("both", dtype))
-    planner.forget()
+@pytest.mark.usefixtures("tiles")
+def test_a_processor_with_scalar_products_and_tiles_in_bfloat16(text: str, wanted: bool) -> None:
     assert is_raised(Problem.parse(f"b1.h2.{text}")) is wanted
-    planner.forget()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

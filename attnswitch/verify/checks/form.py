@@ -77,7 +77,7 @@ CHECKS = (
     ),
     Check(
         "inputs",
-        "no byte of an input, nor of the memory around it, is written to, or is a result's",
+        "no byte of an input, nor of the memory around it, is written to; none of an operand is an output's",
         "It alone looks at the memory itself: a write that leaves the results right is nobody else's to see.",
         _every,
         _inputs,

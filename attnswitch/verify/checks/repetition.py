@@ -125,7 +125,8 @@ def _fresh_masks(trial: Trial) -> Failure | None:
 
 def _few(case: Case) -> float:
     """So many weights are dropped alike by chance once in 2^60."""
-    return -60 / math.log2(case.dropout**2 + (1 - case.dropout) ** 2)
+    alike = case.dropout**2 + (1 - case.dropout) ** 2
+    return -60 / math.log2(alike) if alike < 1.0 else math.inf
 
 
 def _shared(trial: Trial, exact: Exact) -> str | None:

@@ -114,7 +114,7 @@ class Candidate:
         else:
             made = kernel.forward(inputs)
         _wait(device.where)
-        if ask.what == "forward" and _share(made, inputs[:4]):
+        if ask.what == "forward" and _meet(made, inputs[:4]):
             told.append("its result lies in the memory of its inputs")
         if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
             told.append("it wrote to memory beside its results")
@@ -180,7 +180,7 @@ def _differentiated(graph: _Graph, grad_out: Array, grad_lse: Array | None) -> G
     return gradients(graph.inputs, graph.problem.grads, ends, upstream)
 
 
-def _share(results: Sequence[Array | None], inputs: Sequence[Array | None]) -> bool:
+def _meet(results: Sequence[Array | None], inputs: Sequence[Array | None]) -> bool:
     """Whether a result lies where an input does; of what is no array others tell."""
     with contextlib.suppress(AttributeError, TypeError):
         found, given = ([x for x in group if x is not None] for group in (tuple(results), inputs))
