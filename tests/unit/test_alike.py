@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnswitch
 from attnswitch import InvalidProblem, arrays, attention_paged
-from attnswitch.call import alike, finite, headwise, paged, recording, torch_modes, varlen
+from attnswitch.call import alike, finite, forms, headwise, paged, recording, torch_modes, varlen
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Inputs, Kernel
 from attnswitch.machine.device import Device
@@ -541,11 +541,11 @@ def test_those_that_are_met_seldom_are_forgotten(monkeypatch: pytest.MonkeyPatch
 def test_a_call_that_could_not_be_measured_is_not_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def later(*given: object) -> bool:  # as while a CUDA graph is captured
+    def later(*given: object) -> bool:  # as while a graph is captured
         asked.append(given)
         return False
 
-    monkeypatch.setattr("attnswitch.tune.sight.measure", later)
+    monkeypatch.setattr(forms, "at_sight", later)
     for _ in range(4):
-        attention_paged(**decoding(backend=None), policy="measure")
+        attention_paged(**decoding(), policy="measure")
     assert len(asked) == 4
