@@ -83,9 +83,8 @@ def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, 
         mask = additive(mask, dtypes[0])
     else:
         top, given = _top(mask), mask
-        mask, shift = _unshifted(
-            mask, top, dtypes[-1]
-        )  # first: beyond the range of a narrower type a number would hide
+        # First: a number beyond the range of a narrower type would hide.
+        mask, shift = _unshifted(mask, top, dtypes[-1])
         if problem.grads and mask.device.type == "cpu" and mask is not given:
             share = _share(given, top, dtypes[-1], problem.seq_k)
         if mask.dtype not in dtypes:

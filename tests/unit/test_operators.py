@@ -434,7 +434,7 @@ def test_a_saved_export_is_loaded_by_another_process(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(Layer(), (x,)), tmp_path / "layer.pt2")
     torch.save(x, tmp_path / "x.pt")
     script = (
-        "import attnswitch.operators, sys, torch\nlayer = torch.export.load('layer.pt2').module()\n"
+        "import attnswitch.operators, torch\nlayer = torch.export.load('layer.pt2').module()\n"
         "torch.save(layer(torch.load('x.pt')), 'out.pt')"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,34 +16,35 @@ from attnswitch.planning import planner
 from attnswitch.verify import Case, check
 
 BACKEND = "sdpa-flash"
+BOTH = ("float16", "bfloat16")
+
+
+@contextlib.contextmanager
+def processor(monkeypatch: pytest.MonkeyPatch, **has: tuple[str, ...]) -> Iterator[None]:
+    """One that has these, each of the types that are named."""
+    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
+
+    for what in ("multiplies", "sums", "tiles"):
+        monkeypatch.setattr(raised, f"_{what}", has.get(what, ()).__contains__)
+    planner.forget()
+    yield
+    monkeypatch.undo()
+    planner.forget()
 
 
 @pytest.fixture(params=[False, True], ids=["raised", "native"])
 def multiplies(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether the processor is taken to have products of 16-bit types; scalar products and tiles it has not."""
-    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
-
     has: bool = request.param
-    monkeypatch.setattr(raised, "_multiplies", lambda dtype: has)
-    for asked in ("_sums", "_tiles"):
-        monkeypatch.setattr(raised, asked, lambda dtype: False)
-    planner.forget()
-    yield has
-    monkeypatch.undo()
-    planner.forget()
+    with processor(monkeypatch, multiplies=BOTH * has):
+        yield has
 
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The processor is taken to have products of both types, scalar products too, and tiles of bfloat16."""
-    from attnswitch.backends.sdpa import raised  # type: ignore[import-not-found, unused-ignore]
-
-    for asked, dtypes in (("_multiplies", "both"), ("_sums", "both"), ("_tiles", "bfloat16")):
-        monkeypatch.setattr(raised, asked, lambda dtype, dtypes=dtypes: dtypes in ("both", dtype))
-    planner.forget()
-    yield
-    monkeypatch.undo()
-    planner.forget()
+    with processor(monkeypatch, multiplies=BOTH, sums=BOTH, tiles=("bfloat16",)):
+        yield
 
 
 def is_raised(problem: Problem) -> bool:

@@ -38,10 +38,12 @@ def heavy(answer: Answer) -> Any:
 
 def heavy_weights(exact: Exact) -> tuple[int, int]:
     """How many weights are heavy, and how many of them were kept."""
-    heavy_ones = [(answer, heavy(answer)) for answer in exact.answers]
-    return sum(int(of.sum()) for _, of in heavy_ones), sum(
-        int((of & (answer.z > 0)).sum()) for answer, of in heavy_ones
-    )
+    count = kept = 0
+    for answer in exact.answers:
+        decided = heavy(answer)
+        count += int(decided.sum())
+        kept += int((decided & (answer.z > 0)).sum())
+    return count, kept
 
 
 def _plausible(exact: Exact) -> Failure | None:
