@@ -12,7 +12,8 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside
 from attnswitch.call.launch import DUAL, Launch, Request, lies_alike
 from attnswitch.call.options import Options, no_name
-from attnswitch.call.run import drawn_seed, run, run_prepared
+from attnswitch.call.run import run, run_prepared
+from attnswitch.call.seeds import drawn_seed
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.device import Device
 from attnswitch.planning import policy as policies
@@ -159,7 +160,7 @@ def _poisoned(
     """The same where NaN, inf, or what overflows was seen: another problem, and maybe another backend."""
     launch = asked.poisoned(launch)
     if launch.problem.seeded and seed is None:
-        seed = drawn_seed()
+        seed = drawn_seed(given[0])
     out, lse = run(asked, launch, operands, given, key_lengths, seed)
     recording.note(launch.problem)
     if launch.facts[0].library == "torch":  # type: ignore[union-attr]

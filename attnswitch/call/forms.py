@@ -14,7 +14,8 @@ from attnswitch.arrays import Array, Facts
 from attnswitch.call import recording, sinks
 from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import no_name
-from attnswitch.call.run import drawn_seed, to_caller, to_native
+from attnswitch.call.run import to_caller, to_native
+from attnswitch.call.seeds import drawn_seed
 from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend, Gradients, GradientsWithSinks, Inputs, Kernel, Order
 from attnswitch.machine.device import Device
@@ -96,7 +97,7 @@ def planned(asked: Asked, plan: Plan) -> Call:
 def _by(asked: Asked, backend: Backend, kernel: Kernel) -> Call:
     problem, inputs = asked.problem, asked.inputs
     if problem.dropout and inputs.seed is None and backend.wants_seed:
-        inputs = inputs._replace(seed=drawn_seed())
+        inputs = inputs._replace(seed=drawn_seed(inputs.query))
     if asked.sinks_grad and not backend.autograd:  # which nobody but ``run`` is to know of
         inputs = inputs._replace(sinks=inputs.sinks.detach())  # type: ignore[union-attr]
     recording.note(problem)

@@ -11,10 +11,11 @@ from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.call.describe import lengths_beside
 from attnswitch.call.launch import Launch, Request, lie_of, straight
+from attnswitch.call.seeds import drawn_seed
 from attnswitch.machine.backend import Inputs
 from attnswitch.machine.inputs import heads_last
 
-__all__ = ["caller_of", "drawn_seed", "inputs_of", "run", "run_prepared", "to_caller", "to_native"]
+__all__ = ["caller_of", "inputs_of", "run", "run_prepared", "to_caller", "to_native"]
 
 
 def run(
@@ -29,7 +30,7 @@ def run(
     backend, kernel, problem = launch.backend, launch.kernel, launch.problem
     library = arrays.library_of(given[0])
     if launch.draws:
-        seed = drawn_seed()
+        seed = drawn_seed(given[0])
     inputs = inputs_of(asked, launch, given, key_lengths, seed)
     native = backend.native(library)
     if problem.grads and not backend.autograd:
@@ -62,7 +63,7 @@ def run_prepared(
             if lie_of(lengths) != launch.lengths_lie:
                 return run(asked, launch, operands, given, key_lengths, seed)
     if not launch.problem.seeded:  # one that was given has no use without dropout
-        seed = drawn_seed() if launch.draws else None
+        seed = drawn_seed(given[0]) if launch.draws else None
     assert launch.run is not None
     return launch.run(*given[:3], given[3] if len(given) > 3 else None, lengths, seed)
 
@@ -95,15 +96,3 @@ def to_caller(array: Array, native: str, library: str, caller: Array | None) -> 
         return None
     array = arrays.passage(array, native, library)
     return array if caller is None else arrays.passage(array, "torch", "dlpack", caller)
-
-
-def drawn_seed() -> int:
-    """A dropout seed for one call, for backends whose mask is a function of one.
-
-    torch's CPU generator draws it, so that ``torch.manual_seed`` repeats it; NumPy's global one where torch is not
-    loaded. A captured CUDA graph replays the seed that it was captured with.
-    """
-    if torch := sys.modules.get("torch"):
-        return int(torch.randint(2**63 - 1, ()).item())
-    numpy: Any = sys.modules["numpy"]
-    return int(numpy.random.randint(2**63 - 1))

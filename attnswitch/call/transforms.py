@@ -19,7 +19,7 @@ from attnswitch.call.describe import describe
 from attnswitch.call.launch import straight
 from attnswitch.call.operators import told
 from attnswitch.call.operators.run import signed
-from attnswitch.call.run import drawn_seed
+from attnswitch.call.seeds import drawn_seed
 from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine.device import Device
 from attnswitch.machine.inputs import heads_last
@@ -268,7 +268,7 @@ def _slopes(slopes: Any, axis: int | None, size: int, batch: int) -> Any:
 
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
     if said.get("dropout_p"):
-        said = _seeded(info, said)
+        said = _seeded(info, said, tensors[0])
         return _one_by_one(lambda *x: (torch.ops.attnswitch.attention(*x, **said),), info, in_dims, tensors)[0], 0
     out = torch.ops.attnswitch.attention(*_folded(info.batch_size, in_dims, tensors), **said)
     return _apart((out,), info.batch_size)[0], 0
@@ -277,13 +277,13 @@ def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: A
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
     tensors, in_dims = tensors[:6], in_dims[:6]  # without a seed that was drawn: vmap's randomness says of whom it is
     if said.get("dropout_p"):
-        operator = functools.partial(torch.ops.attnswitch.attention_forward, **_seeded(info, said))
+        operator = functools.partial(torch.ops.attnswitch.attention_forward, **_seeded(info, said, tensors[0]))
         return _one_by_one(operator, info, in_dims, tensors), (0, 0, 0)
     results = torch.ops.attnswitch.attention_forward(*_folded(info.batch_size, in_dims, tensors), **said)
     return _apart(results, info.batch_size), tuple(None if x.dim() < 3 else 0 for x in results)
 
 
-def _seeded(info: Any, said: dict[str, Any]) -> dict[str, Any]:
+def _seeded(info: Any, said: dict[str, Any], beside: Any) -> dict[str, Any]:
     """What examples are told of dropout without a seed: one drawn for all, or none, as ``vmap``'s randomness says."""
     if said.get("seed") is not None or info.randomness == "different":
         return said
@@ -291,7 +291,7 @@ def _seeded(info: Any, said: dict[str, Any]) -> dict[str, Any]:
         raise InvalidProblem(
             "dropout under vmap: say randomness='same' or 'different' to it, or give a seed, which is the same for all"
         )
-    return {**said, "seed": signed(drawn_seed())}
+    return {**said, "seed": signed(drawn_seed(beside))}
 
 
 def _one_by_one(

@@ -17,7 +17,7 @@ from attnswitch.call.launch import Launch, lies_alike
 from attnswitch.call.operators.memory import laid
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.per_head import PerHead
-from attnswitch.call.run import drawn_seed
+from attnswitch.call.seeds import drawn_seed
 from attnswitch.problem import GRAD_OPERANDS
 
 __all__ = [
@@ -108,7 +108,7 @@ def forward(
     backend, policy, options = read_said(said)
     draws = bool(grads) and options.dropout_p > 0.0
     if seed is None and draws:
-        seed = seed_for(drawn)
+        seed = seed_for(drawn, query)
     if not (grads or options.return_lse):  # an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -163,14 +163,14 @@ def backward(
     ]
 
 
-def seed_for(drawn: Any) -> int:
+def seed_for(drawn: Any, beside: Any) -> int:
     """The seed that was drawn, or a new one."""
-    return drawn_seed() if drawn is None else int(drawn[0])
+    return drawn_seed(beside) if drawn is None else int(drawn[0])
 
 
 def drawn(beside: Any, *, device: Any) -> Any:
     """A seed (1,), on the CPU."""
-    return torch.tensor([drawn_seed()])
+    return torch.tensor([drawn_seed(beside)])
 
 
 def absent(sinks: Any) -> Any:

@@ -58,7 +58,7 @@ def forward(
     backend, policy, options = read_said(said)
     draws = bool(grads) and options.dropout_p > 0.0
     if seed is None and draws:
-        seed = seed_for(drawn)
+        seed = seed_for(drawn, query)
     if not grads:  # lse is an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
