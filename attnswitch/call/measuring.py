@@ -7,6 +7,7 @@ from importlib import import_module
 from attnswitch.call import recording
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner, waiting
+from attnswitch.planning.choice import stands_for
 from attnswitch.planning.policy import Policy, share
 from attnswitch.problem import Problem
 
@@ -24,6 +25,8 @@ def at_sight(problem: Problem, device: Device, backend: str | None, policy: Poli
     Returns whether nothing is left that could be measured at another time. Raises ``InvalidProblem`` for an
     ATTNSWITCH_LEARN_SHARE that is none.
     """
+    if backend is None:
+        problem = stands_for(problem)
     if policy is Policy.MEASURE:
         plan = planner.make_plan(problem, device, backend, policy)
         return not plan.open or import_module(_SIGHT).measure(plan, device.where)

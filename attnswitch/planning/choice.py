@@ -10,18 +10,21 @@ from attnswitch.machine.backend import Standing
 from attnswitch.planning.field import Field, Row
 from attnswitch.planning.forecast import forecast
 from attnswitch.planning.policy import Policy
+from attnswitch.problem import Problem
 from attnswitch.wisdom import view
 from attnswitch.wisdom.classes import TIE
 from attnswitch.wisdom.record import Time, Untimed
 from attnswitch.wisdom.view import Near
 
-__all__ = ["Basis", "Choice", "choose"]
+__all__ = ["Basis", "Choice", "choose", "stands_for"]
 
 
 class Basis(enum.Enum):
     """What a choice rests on; of those after ``DECLARED``, nothing could be chosen."""
 
     FORCED = enum.auto()
+    #: Another problem has that choice, and this one goes along (``stands_for``).
+    ALONG = enum.auto()
     MEASURED = enum.auto()
     NEAREST = enum.auto()
     FORECAST = enum.auto()
@@ -57,9 +60,24 @@ def choose(field: Field, named: str | None, policy: Policy) -> Choice:
             return Choice(None, Basis.REFUSED)
         measured = view.current().time(named, field.problem, field.device)
         return Choice(named, Basis.FORCED, measured.config if isinstance(measured, Time) else "")
+    stands = stands_for(field.problem)
+    if stands is not field.problem:
+        chosen = _free(Field(stands, field.device, restarts=field.restarts), policy).backend
+        if chosen is not None and field.takes(field.row(chosen)):
+            return Choice(chosen, Basis.ALONG)
     if policy is Policy.WISDOM_ONLY and field.problem.is_empty:  # which takes no time, so that none is ever measured
         policy = Policy.ESTIMATE
     return _free(field, policy)
+
+
+def stands_for(problem: Problem) -> Problem:
+    """The problem whose choice ``problem`` goes along with: of a forward with dropout and no seed, that of training.
+
+    Activation checkpointing makes a forward without gradients, and makes it again with them from the same state of the
+    generator. It is to have the same mask, which two backends need not draw from one state.
+    """
+    draws = problem.dropout > 0.0 and not (problem.seeded or problem.grads)
+    return problem.replace(grads="qkv") if draws else problem
 
 
 def _free(field: Field, policy: Policy) -> Choice:

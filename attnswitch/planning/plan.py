@@ -55,7 +55,7 @@ class Plan:
     @property
     def open(self) -> bool:
         """Whether measuring could change the choice: it is free, and between backends of which not all were."""
-        if not self.device.present or self.chosen is None or self.basis is Basis.FORCED:
+        if not self.device.present or self.chosen is None or self.basis in (Basis.FORCED, Basis.ALONG):
             return False
         rivals = [candidate for candidate in self.candidates if candidate.trusted or candidate.open]
         return len(rivals) > 1 and any(candidate.open for candidate in rivals)
@@ -143,6 +143,8 @@ class Plan:
         match self.basis:
             case Basis.FORCED:
                 return f"forced by backend={self.named!r}"
+            case Basis.ALONG:
+                return "as with gradients: a forward that a checkpoint makes again draws the same mask"
             case Basis.REFUSED:
                 return f"backend={self.named!r} was asked for and does not take it"
             case Basis.UNTAKEN:
@@ -181,6 +183,8 @@ class Plan:
             why = "but another backend was asked for"
         elif self.basis is Basis.FORCED:
             why = f"but backend={self.backend!r} was asked for"
+        elif self.basis is Basis.ALONG:
+            why = f"but a call with gradients goes to {self.backend}, and is to draw the same mask"
         elif fault := candidate.fault:
             return (
                 f"it was wrong on this machine on {fault.date[:10]}: {fault.why} (case {fault.case}, {fault.problem});"

@@ -169,8 +169,9 @@ def seed_for(drawn: Any, beside: Any) -> int:
 
 
 def drawn(beside: Any, *, device: Any) -> Any:
-    """A seed (1,), on the CPU."""
-    return torch.tensor([drawn_seed(beside)])
+    """A seed (1,), on the CPU: the state of that generator is what a graph goes back to, to draw it again."""
+    seed = torch.empty(1, dtype=torch.int64)
+    return seed.fill_(drawn_seed(seed))
 
 
 def absent(sinks: Any) -> Any:

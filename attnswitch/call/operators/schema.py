@@ -89,7 +89,7 @@ def _of_pages() -> tuple[str, str]:
 PAGED = _of_pages()
 
 #: A seed for a call on ``beside``. In a graph it is drawn apart, so that a forward made again (checkpointing) has it
-#: again. ``device`` is where it lies, the CPU, whatever that of ``beside``, whose generator draws it.
+#: again: ``device`` is the CPU, whose generator draws it, and not that of ``beside``.
 SEED = "drawn_seed(Tensor beside, *, Device device) -> Tensor"
 #: Which heads have no sink. A graph that computes with sinks has it, as their numbers are looked at when it runs.
 ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
