@@ -296,3 +296,50 @@ def test_torch_differentiates_a_function_before_the_court(case: Case, tmp_path: 
         (outcome,) = examine(case, (name,))
     assert (outcome.verdict, outcome.failure, outcome.reasons) == ("verified", None, ())
     assert {"reference", "conduct"} <= set(outcome.checks)
+
+
+def test_an_autocast_region_is_around_the_kernel_before_the_court_too() -> None:
+    case = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="torch", check="autocast")
+    name = "saboteurs:CastInAutocast"
+    with sitting(Court((name,))):
+        (outcome,) = examine(case, (name,))
+    assert outcome.failure is not None
+    assert outcome.failure.check == "autocast"
+
+
+ON_A_GPU = """
+import torch
+
+def right(query, key, value):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+def keeps_its_numbers(query, key, value):
+    found = right(query, key, value)
+    return torch.tensor(found.tolist(), device=query.device).to(query.dtype) if not capturing() else kept(found)
+
+capturing = torch.cuda.is_current_stream_capturing
+made = {}
+
+def kept(found):  # those of the first call that was captured
+    return made.setdefault(found.shape, torch.zeros_like(found)).clone()
+
+def on_the_default_stream(query, key, value):
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return right(query, key, value)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("check", ["graph", "stream"])
+@pytest.mark.parametrize("seated", [True, False])
+def test_graphs_and_streams_before_the_court(check: str, seated: bool, tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(ON_A_GPU)
+    wrong = {"graph": "keeps_its_numbers", "stream": "on_the_default_stream"}[check]
+    case = Case(seq_q=65, seq_k=70, dim_qk=32, dim_v=32, dtype="float16", library="torch", check=check)
+    found = {}
+    for function in ("right", wrong):
+        name = f"{tmp_path}/kernels.py:{function}@bhsd"
+        with sitting(Court((name,))) if seated else contextlib.nullcontext():
+            (outcome,) = examine(case, (name,), "cuda:0")
+        found[function] = outcome.verdict if outcome.failure is None else outcome.failure.check
+    assert found == {"right": "verified", wrong: check}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
+from attnswitch.verify import court
 from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.compare import elements
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.launch.call import hosted, place_operands
+from attnswitch.verify.launch.call import Returned, call, hosted, place_operands
 from attnswitch.verify.launch.graph import captured
+from attnswitch.verify.launch.surroundings import Surroundings, surrounded
 from attnswitch.verify.outcome import Failure
 from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
 
 __all__ = ["CHECKS"]
+
+#: Blocks of a result's size, more than are free.
+_STALE = 8
 
 
 def _torch_case(case: Case) -> bool:
@@ -28,11 +34,9 @@ def _same(trial: Trial, check: str, around: Callable[[Callable[[], Any]], Any], 
 
 def _autocast(trial: Trial) -> Failure | None:
     """Forward and backward in an autocast region: the caller's dtype stays, and so do the numbers."""
-    torch: Any = importlib.import_module("torch")
-    lower = torch.bfloat16
 
     def around(run: Callable[[], Any]) -> Any:
-        with torch.autocast(trial.device.partition(":")[0], dtype=lower):
+        with surrounded(Surroundings(autocast="bfloat16"), trial.device):
             returned = run()
         for name, result in returned.results.items():
             if result.dtype != trial.returned.results[name].dtype:
@@ -53,23 +57,16 @@ class _Cast(Exception):
 
 
 def _stream(trial: Trial) -> Failure | None:
-    """On a side stream, while the default stream and another one are busy."""
+    """On a side stream, while the default stream and another one are busy; its results are read there at once."""
     torch: Any = importlib.import_module("torch")
 
     def around(run: Callable[[], Any]) -> Any:
-        busy = torch.randn(2048, 2048, device=trial.device)
-        side, other = torch.cuda.Stream(trial.device), torch.cuda.Stream(trial.device)
-        side.wait_stream(torch.cuda.current_stream(trial.device))
-        other.wait_stream(torch.cuda.current_stream(trial.device))
-        for stream in (torch.cuda.current_stream(trial.device), other):
-            with torch.cuda.stream(stream):
-                for _ in range(4):
-                    busy @ busy
-        with torch.cuda.stream(side):
+        # Free memory of their sizes has no right results of calls before.
+        stale = [torch.full_like(x, math.nan) for x in trial.returned.results.values() for _ in range(_STALE)]
+        del stale
+        with surrounded(Surroundings(side=True), trial.device):
             returned = run()
-        torch.cuda.current_stream(trial.device).wait_stream(side)
-        torch.cuda.synchronize(trial.device)
-        return returned
+            return Returned({name: result.clone() for name, result in returned.results.items()}, returned.chosen)
 
     return _same(trial, "stream", around, "it differs on a side stream under load")
 
@@ -90,7 +87,13 @@ def _graph(trial: Trial) -> Failure | None:
     other = subject.derive("graph with other numbers", lambda: _other_numbers(subject))
     placed, fresh = (place_operands(s.case, s.data, trial.device) for s in (first, other))
     try:
-        returned = captured(first.case, placed, fresh, trial.chosen)
+        if court.seated(trial.chosen):
+            with court.replayed(trial.chosen) as replay:
+                call(first.case, placed, trial.chosen)
+                replay()
+                returned = call(first.case, fresh, trial.chosen)
+        else:
+            returned = captured(first.case, placed, fresh, trial.chosen)
     except Exception as error:
         raise KernelFailed(str(error)) from error
     found, _ = elements(other.exact, hosted(returned.results), trial.limits(other))
@@ -109,7 +112,7 @@ def _elsewhere(trial: Trial) -> Failure | None:
     other = (mine + 1) % torch.cuda.device_count()
 
     def around(run: Callable[[], Any]) -> Any:
-        with torch.cuda.device(other):
+        with surrounded(Surroundings(current=other), trial.device):
             return run()
 
     return _same(trial, "elsewhere", around, f"it differs while cuda:{other} is the current device")

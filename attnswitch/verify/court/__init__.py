@@ -10,6 +10,6 @@ JSON within limits, never objects: nothing that a kernel does to its own process
 so that this is no sandbox.
 """
 
-from attnswitch.verify.court.sitting import Court, begun, conduct, meanwhile, seated, sitting
+from attnswitch.verify.court.sitting import Court, begun, conduct, meanwhile, replayed, seated, sitting
 
-__all__ = ["Court", "begun", "conduct", "meanwhile", "seated", "sitting"]
+__all__ = ["Court", "begun", "conduct", "meanwhile", "replayed", "seated", "sitting"]

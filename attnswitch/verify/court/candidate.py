@@ -24,7 +24,7 @@ import numpy as np
 from attnswitch.arrays import Array
 from attnswitch.errors import BackendUnavailable, CompileError, Unsupported, out_of_memory
 from attnswitch.machine import registry
-from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel, Offsets
+from attnswitch.machine.backend import Backend, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.machine.differentiated import gradients, leaves
 from attnswitch.machine.registry import Missing
@@ -32,7 +32,9 @@ from attnswitch.problem import Problem
 from attnswitch.verify.court import messages, traces
 from attnswitch.verify.court.messages import About, Answer, Ask, OfProblem, Raised
 from attnswitch.verify.court.wire import Layout, Results, View
+from attnswitch.verify.launch.graph import replayed
 from attnswitch.verify.launch.neighbours import Neighbours, overlap
+from attnswitch.verify.launch.surroundings import surrounded
 
 __all__ = ["serve"]
 
@@ -102,7 +104,26 @@ class Candidate:
         inputs = self._inputs(ask)
         self._drew |= ask.problem.dropout > 0.0
         upstream = [self._view.get(layout, ask.size) for layout in ask.upstream]
+        if ask.what == "replay":
+            return None, replayed(lambda: kernel.forward(inputs), messages.arrays_of(inputs), upstream, device.where)
         beside = self._surround(ask, inputs)
+        with surrounded(ask.around, device.where):
+            made = self._made(ask, kernel, inputs, upstream)
+            if ask.around.side:  # they are there for who reads them on that stream
+                made = [x if x is None else x.clone() for x in made]
+        _wait(device.where)
+        if ask.what == "forward" and _meet(made, inputs[:4]):
+            told.append("its result lies in the memory of its inputs")
+        if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
+            told.append("it wrote to memory beside its results")
+        return None, made
+
+    def _made(
+        self, ask: Ask, kernel: Kernel, inputs: Inputs, upstream: Sequence[Array | None]
+    ) -> Sequence[Array | None]:
+        """What the kernel makes."""
+        assert isinstance(self._backend, Backend)
+        assert ask.problem is not None
         if ask.what == "backward":
             made: Sequence[Array | None] = self._gradients(ask, kernel, inputs, upstream)
         elif ask.what == "results":
@@ -113,12 +134,7 @@ class Candidate:
             self._graph = _Graph(ask.problem, ask.inputs, inputs, made)
         else:
             made = kernel.forward(inputs)
-        _wait(device.where)
-        if ask.what == "forward" and _meet(made, inputs[:4]):
-            told.append("its result lies in the memory of its inputs")
-        if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
-            told.append("it wrote to memory beside its results")
-        return None, made
+        return made
 
     def _compiled(self, problem: Problem, device: Device, number: int) -> Kernel:
         assert isinstance(self._backend, Backend)
@@ -126,11 +142,7 @@ class Candidate:
         return self._backend.compile(problem, device, config)
 
     def _inputs(self, ask: Ask) -> Inputs:
-        query, key, value, mask, lengths, of_query, of_key, *rest = (
-            self._view.get(layout, ask.size) for layout in ask.inputs
-        )
-        offsets = None if of_query is None else Offsets(of_query, of_key)
-        return Inputs(query, key, value, mask, lengths, ask.seed, offsets, *rest)
+        return messages.inputs_of([self._view.get(layout, ask.size) for layout in ask.inputs], ask.seed)
 
     def _surround(self, ask: Ask, inputs: Inputs) -> Neighbours | None:
         """Known bytes where the output is likely to be allocated; the output then starts out as NaN."""

@@ -5,24 +5,41 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from attnswitch import reading
+from attnswitch.arrays import Array
 from attnswitch.errors import InvalidProblem
-from attnswitch.machine.backend import Precision
+from attnswitch.machine.backend import Inputs, Offsets, Precision
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court.wire import Layout
+from attnswitch.verify.launch.surroundings import PLAIN, Surroundings
 
-__all__ = ["LAUNCHES", "MOST", "SENTENCE", "About", "Answer", "Ask", "OfProblem", "Raised", "decoded", "encoded"]
+__all__ = [
+    "LAUNCHES",
+    "MOST",
+    "SENTENCE",
+    "About",
+    "Answer",
+    "Ask",
+    "OfProblem",
+    "Raised",
+    "What",
+    "arrays_of",
+    "decoded",
+    "encoded",
+    "inputs_of",
+]
 
 #: Bytes of an answer, and letters of a sentence in it.
 MOST, SENTENCE = 2**20, 4000
 
 _OfDevice = Literal["regimes", "toolchain"]
 _OfProblem = Literal["problem", "precision", "configs"]
-_OfCall = Literal["forward", "results", "backward"]
+_OfCall = Literal["forward", "results", "backward", "replay"]
 LAUNCHES = get_args(_OfCall)
 #: Of a backend, of a device, of a problem, of a call; and what was seen since it was last asked.
 What = Literal["about", "unavailable"] | _OfDevice | _OfProblem | _OfCall | Literal["conduct"]
@@ -39,12 +56,13 @@ class Ask:
     config: int = 0
     inputs: tuple[Layout | None, ...] = ()
     seed: int | None = None
-    #: Output and lse as they were, and the upstream gradients.
+    #: Output and lse as they were, and the upstream gradients; of a replay, other numbers for the inputs.
     upstream: tuple[Layout | None, ...] = ()
     size: int = 0
     #: Whose kernels are to run; and whether to tell of torch's own attention and products.
     backend: str = ""
     forbidden: bool = False
+    around: Surroundings = PLAIN
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = (getattr(self, name) for name in Ask.__slots__[3:])
@@ -69,6 +87,18 @@ def _unpacked(content: bytes) -> Any:
 
 def _asked(what: What, problem: bytes, device: bytes, *values: Any) -> Ask:
     return Ask(what, _unpacked(problem), _unpacked(device)[0], *values)
+
+
+def arrays_of(inputs: Inputs) -> tuple[Array | None, ...]:
+    """All of a call's, and None where there is none."""
+    return (*inputs[:5], *(inputs.offsets or (None, None)), *inputs[7:])
+
+
+def inputs_of(arrays: Sequence[Any], seed: int | None) -> Inputs:
+    """The inputs that have ``arrays``."""
+    query, key, value, mask, lengths, of_query, of_key, *rest = arrays
+    offsets = None if of_query is None else Offsets(of_query, of_key)
+    return Inputs(query, key, value, mask, lengths, seed, offsets, *rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kerne
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify.court import server
-from attnswitch.verify.court.messages import LAUNCHES, About, Answer, Ask, OfProblem, Raised, What
+from attnswitch.verify.court.messages import LAUNCHES, About, Answer, Ask, OfProblem, Raised, What, arrays_of
 from attnswitch.verify.court.server import Gone, Server
+from attnswitch.verify.launch.surroundings import surroundings
 
-__all__ = ["Proxy", "Raising"]
+__all__ = ["Captured", "Proxy", "Raising"]
 
 _KINDS = {kind.__name__: kind for kind in (BackendUnavailable, CompileError, Unsupported)}
 #: Bytes that results may have beside: small gradients, and an lse of heads of one column.
@@ -65,6 +66,8 @@ class Proxy(Backend):
         self._told: dict[str, None] = {}
         #: What to do while the next kernel runs.
         self.meanwhile: Callable[[], None] | None = None
+        #: Calls that are captured in graphs.
+        self.captured: Captured | None = None
         about = self._about()
         #: Why it could not be loaded, if it could not.
         self.missing = about.missing
@@ -133,11 +136,13 @@ class Proxy(Backend):
     ) -> list[Array | None]:
         """The arrays that a kernel makes of these."""
         memory = self._seated(what)
-        offsets = inputs.offsets or (None, None)
-        given = (*inputs[:5], *offsets, *inputs[7:])
+        given = arrays_of(inputs)
+        captured = None if self.captured is None or what != "forward" else self.captured.of(inputs)
+        if captured is not None:
+            what, given, upstream = "replay", arrays_of(captured), given
         layout = memory.arena.put((*given, *upstream))
-        count = len(given)
-        ask = Ask(what, problem, device, config, layout[:count], inputs.seed, layout[count:], memory.arena.size)
+        count, size, around = len(given), memory.arena.size, surroundings(device.where)
+        ask = Ask(what, problem, device, config, layout[:count], inputs.seed, layout[count:], size, around=around)
         answer = self._ask(ask)
         if memory.arena.changed():
             self._told["it wrote to its inputs"] = None
@@ -187,6 +192,25 @@ class Proxy(Backend):
         if answer.raised is not None:
             raise _raising(answer.raised, ask.what in LAUNCHES)
         return answer
+
+
+class Captured:
+    """Inputs of calls, and then whose graph each later call is the replay of."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Inputs] = []
+        self._in_turn: Iterator[Inputs] | None = None
+
+    def replay(self) -> None:
+        """From now on calls are replays."""
+        self._in_turn = iter(self._inputs)
+
+    def of(self, inputs: Inputs) -> Inputs | None:
+        """The inputs with which the call was captured that one with ``inputs`` replays, if it replays any."""
+        if self._in_turn is None:
+            self._inputs.append(inputs)
+            return None
+        return next(self._in_turn)
 
 
 def _most(problem: Problem, inputs: Inputs) -> int:

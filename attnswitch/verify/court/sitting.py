@@ -16,7 +16,7 @@ from attnswitch.planning import planner
 if TYPE_CHECKING:
     from attnswitch.verify.court.proxy import Proxy
 
-__all__ = ["Court", "begun", "conduct", "meanwhile", "seated", "sitting"]
+__all__ = ["Court", "begun", "conduct", "meanwhile", "replayed", "seated", "sitting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,24 @@ def meanwhile(backend: str, work: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         proxy.meanwhile = None
+
+
+@contextlib.contextmanager
+def replayed(backend: str) -> Iterator[Callable[[], None]]:
+    """Within the context the kernels of ``backend``, which stands before the court, are captured in CUDA graphs.
+
+    Calls come as ever until what is yielded is called. From then on each is the replay of the graph of one before, in
+    turn, with its own numbers in the same memory.
+    """
+    proxy = _proxy(backend)
+    assert proxy is not None
+    from attnswitch.verify.court.proxy import Captured
+
+    proxy.captured = captured = Captured()
+    try:
+        yield captured.replay
+    finally:
+        proxy.captured = None
 
 
 def conduct(backend: str) -> str | None:

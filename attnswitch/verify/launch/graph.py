@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from attnswitch.arrays import Array
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.launch.call import Placed, Returned, call
 
-__all__ = ["captured"]
+__all__ = ["captured", "replayed"]
 
 
 def captured(case: Case, placed: Placed, fresh: Placed, backend: str) -> Returned:
     """Capture the forward on ``placed``, copy the operands of ``fresh`` over it, replay, and return what is there."""
+    runs: list[Returned] = []
+
+    def run() -> Iterable[Array]:
+        runs.append(call(case, placed, backend, synchronize=False))
+        return runs[-1].results.values()
+
+    memory = [storage.flat for storage in placed.storage.values()]
+    numbers = [fresh.storage[role].flat for role in placed.storage]
+    replayed(run, memory, numbers, str(placed.query.device))
+    return runs[-1]
+
+
+def replayed(
+    run: Callable[[], Iterable[Array | None]],
+    memory: Sequence[Array | None],
+    fresh: Sequence[Array | None],
+    device: str,
+) -> list[Array | None]:
+    """What the graph of ``run`` makes when it is replayed, with the numbers of ``fresh`` in the ``memory`` it reads."""
     torch: Any = importlib.import_module("torch")
-    device = placed.query.device
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    before, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(before)
     with torch.cuda.stream(side):  # plans and workspaces are made outside the capture
         for _ in range(2):
-            call(case, placed, backend)
-    torch.cuda.current_stream(device).wait_stream(side)
+            run()
+    before.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        returned = call(case, placed, backend, synchronize=False)
-    for role, storage in placed.storage.items():
-        storage.flat.copy_(fresh.storage[role].flat)
-    for result in returned.results.values():
-        result.fill_(float("nan"))
+        made = list(run())
+    for place, numbers in zip(memory, fresh, strict=True):
+        if place is not None:
+            place.copy_(numbers)
+    for result in made:
+        if result is not None:
+            result.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize(device)
-    return returned
+    return made
