@@ -26,6 +26,7 @@ for folder in ("saboteurs", "unit"):  # modules that tests share
     sys.path.insert(0, str(Path(__file__).parent / folder))
 for size in ("COLUMNS", "LINES"):  # processes of pytest-xdist have a terminal's, which rich would keep for good
     os.environ.pop(size, None)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX leaves a GPU's memory to other processes
 
 
 def forget_plans() -> None:

@@ -1,7 +1,4 @@
-"""attnswitch in JAX: values, gradients and refusals under jit, grad and vmap, on each platform that JAX has here.
-
-XLA_PYTHON_CLIENT_PREALLOCATE=false leaves a GPU's memory to others.
-"""
+"""attnswitch in JAX: values, gradients and refusals under jit, grad and vmap, on each platform that JAX has here."""
 
 from __future__ import annotations
 
