@@ -25,6 +25,7 @@ def show(report: Report) -> None:
     speeds.show(report)
     render.failures(report.failures)
     rate = report.cases / report.seconds if report.seconds else 0.0
+    under_way = "" if report.pace is None else f", {report.pace:.0f} once under way"
     part = "" if report.shard == WHOLE else f", shard {report.shard}"
     stopped = f", stopped: {report.stopped}" if report.stopped else ""
     replayed = f", {report.replayed} saved cases replayed" if report.replayed else ""
@@ -47,7 +48,7 @@ def show(report: Report) -> None:
         render.console.print(f"[bold red]missing[/] {render.escape(sentence)}", soft_wrap=True)
     render.console.print(
         f"\n{report.cases} cases{replayed}; {report.verified} results verified in {report.seconds:.0f} s"
-        f" ({rate:.0f} cases/s), seed {report.seed}{part}{stopped}",
+        f" ({rate:.0f} cases/s{under_way}), seed {report.seed}{part}{stopped}",
         soft_wrap=True,
     )
     render.verdict(report)

@@ -91,6 +91,15 @@ def test_a_longer_run_begins_like_a_shorter_one(examined: Examined) -> None:
     assert long.drawn[:70] == short.drawn
 
 
+def test_the_pace_is_that_of_the_middle(examined: Examined) -> None:
+    _, report = examined()
+    assert len(report.done) == report.fuzzed == 120
+    slow_ends = [0.0, *(40 + n / 20 for n in range(398)), 200.0]  # 20 a second, but for the first and the last
+    assert Report(0, seconds=200.0, done=slow_ends).pace == pytest.approx(20)
+    assert Report(0, done=slow_ends[:99]).pace is None
+    assert Report(0, done=[1.0] * 500).pace is None
+
+
 @pytest.mark.parametrize(("recipes", "problems"), [(1, 120), (8, 15), (7, 18)])
 def test_cases_are_counted_with_their_recipes(recipes: int, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Examiner(right)

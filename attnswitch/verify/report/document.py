@@ -36,6 +36,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "passed_over": report.passed_over,
         "verified": report.verified,
         "seconds": round(report.seconds, 3),
+        "pace": None if report.pace is None else round(report.pace, 2),
         "divergences": [
             {"device": device, "backend": backend, "id": name, "shows": shows}
             for device, backend, name, shows in report.divergences

@@ -192,6 +192,8 @@ class _Run:
     def _take(self, pool: Pool, device: str, source: Source, event: Event) -> None:
         self.began = self.began or time.monotonic()
         self._count(pool, source, event)
+        if source is Source.DRAWN and isinstance(event, Examined):
+            self.report.done.append(time.monotonic() - self.started)
         new = event.outcomes if isinstance(event, Examined) else (event.outcome,) if isinstance(event, Lost) else ()
         self.progress(self.report, source, device, new)
 

@@ -20,6 +20,8 @@ INTERRUPTED = "interrupted"
 LOWEST = 16
 #: Worst elements are placed by their coordinates modulo this, in cells of an eighth of it.
 TILE = 128
+#: Cases from which on a pace is told.
+_SOME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class Report:
     #: What was wrong with files of the corpus that were passed over.
     passed_over: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    #: When each case that was drawn at random was done, in seconds into the run.
+    done: list[float] = field(default_factory=list)
     stopped: str = ""
     #: Whether the verifier itself failed, and the run could not go on.
     broke: bool = False
@@ -165,6 +169,16 @@ class Report:
         """Count one case and the situations that it is."""
         self.cases += 1
         self.triggers.update(triggers(case))
+
+    @property
+    def pace(self) -> float | None:
+        """Drawn cases a second once under way: of those in the middle, between the first tenth and the last.
+
+        None where they are too few to say.
+        """
+        between = sorted(self.done)[len(self.done) // 10 : -(len(self.done) // 10) or None]
+        took = between[-1] - between[0] if len(between) >= _SOME else 0.0
+        return (len(between) - 1) / took if took else None
 
     @property
     def verified(self) -> int:
