@@ -267,6 +267,7 @@ def _slopes(slopes: Any, axis: int | None, size: int, batch: int) -> Any:
 
 
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
+    tensors, in_dims = tensors[:6], in_dims[:6]  # without a seed that was drawn: vmap's randomness says of whom it is
     if said.get("dropout_p"):
         said = _seeded(info, said, tensors[0])
         return _one_by_one(lambda *x: (torch.ops.attnswitch.attention(*x, **said),), info, in_dims, tensors)[0], 0
@@ -275,7 +276,7 @@ def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: A
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
-    tensors, in_dims = tensors[:6], in_dims[:6]  # without a seed that was drawn: vmap's randomness says of whom it is
+    tensors, in_dims = tensors[:6], in_dims[:6]  # the same
     if said.get("dropout_p"):
         operator = functools.partial(torch.ops.attnswitch.attention_forward, **_seeded(info, said, tensors[0]))
         return _one_by_one(operator, info, in_dims, tensors), (0, 0, 0)

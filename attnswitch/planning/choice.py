@@ -23,7 +23,7 @@ class Basis(enum.Enum):
     """What a choice rests on; of those after ``DECLARED``, nothing could be chosen."""
 
     FORCED = enum.auto()
-    #: Another problem has that choice, and this one goes along (``stands_for``).
+    #: Another problem has this choice, and this one goes along (``stands_for``).
     ALONG = enum.auto()
     MEASURED = enum.auto()
     NEAREST = enum.auto()
@@ -71,13 +71,16 @@ def choose(field: Field, named: str | None, policy: Policy) -> Choice:
 
 
 def stands_for(problem: Problem) -> Problem:
-    """The problem whose choice ``problem`` goes along with: of a forward with dropout and no seed, that of training.
+    """The problem whose choice ``problem`` goes along with: of dropout without a seed, that with gradients of all.
 
     Activation checkpointing makes a forward without gradients, and makes it again with them from the same state of the
     generator. It is to have the same mask, which two backends need not draw from one state.
     """
-    draws = problem.dropout > 0.0 and not (problem.seeded or problem.grads)
-    return problem.replace(grads="qkv") if draws else problem
+    if not problem.dropout > 0.0 or problem.seeded:
+        return problem
+    biased = problem.mask is not None and not problem.mask.is_bool
+    grads = "qkvm" if biased else "qkv"
+    return problem if problem.grads == grads else problem.replace(grads=grads)
 
 
 def _free(field: Field, policy: Policy) -> Choice:

@@ -14,7 +14,7 @@ from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
 from attnswitch.names import meant, printable
-from attnswitch.planning import waiting
+from attnswitch.planning import choice, waiting
 from attnswitch.planning.candidate import Candidate
 from attnswitch.planning.choice import Basis
 from attnswitch.planning.forecast import forecast
@@ -144,7 +144,7 @@ class Plan:
             case Basis.FORCED:
                 return f"forced by backend={self.named!r}"
             case Basis.ALONG:
-                return "as with gradients: a forward that a checkpoint makes again draws the same mask"
+                return f"as for {choice.stands_for(self.problem)}: with gradients or without, the mask is the same"
             case Basis.REFUSED:
                 return f"backend={self.named!r} was asked for and does not take it"
             case Basis.UNTAKEN:
@@ -183,8 +183,6 @@ class Plan:
             why = "but another backend was asked for"
         elif self.basis is Basis.FORCED:
             why = f"but backend={self.backend!r} was asked for"
-        elif self.basis is Basis.ALONG:
-            why = f"but a call with gradients goes to {self.backend}, and is to draw the same mask"
         elif fault := candidate.fault:
             return (
                 f"it was wrong on this machine on {fault.date[:10]}: {fault.why} (case {fault.case}, {fault.problem});"
@@ -196,6 +194,8 @@ class Plan:
         elif candidate.heavy and chosen is not None and not chosen.heavy:
             extra = f"{candidate.heavy / 1e9:.3g} GB beside the operands, which grow with Lq x Lk"
             why = f"but holds {extra}; {chosen.backend} does without"
+        elif self.basis is Basis.ALONG:
+            why = f"but {choice.stands_for(self.problem)} goes to {self.backend}, and is to draw the same mask"
         elif self.basis is Basis.FORECAST and chosen is not None:
             why = f"but stands behind {chosen.backend}, for want of a forecast"
             if candidate.expected is not None:

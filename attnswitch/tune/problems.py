@@ -12,6 +12,7 @@ from typing import Any
 from attnswitch import reading
 from attnswitch.errors import InvalidProblem
 from attnswitch.names import one_of
+from attnswitch.planning.choice import stands_for
 from attnswitch.problem import Problem
 from attnswitch.tune.trial import plainly
 from attnswitch.wisdom.classes import TILE, SpeedClass, speed_class
@@ -106,9 +107,12 @@ def recorded(path: Path) -> list[Problem]:
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """The first problem of each class. Empty problems, which take no time, are left out."""
+    """The first problem of each class. Empty problems, which take no time, are left out.
+
+    In place of one whose choice is another's it is that one: what is measured of it alone changes nothing.
+    """
     classes: dict[SpeedClass, Problem] = {}
-    for problem in problems:
+    for problem in map(stands_for, problems):
         if not problem.is_empty:
             classes.setdefault(speed_class(problem), plainly(problem))
     return list(classes.values())

@@ -85,10 +85,11 @@ def added(problem: Problem, dtypes: tuple[torch.dtype, ...], inputs: Inputs, *, 
         top, given = _top(mask), mask
         # First: a number beyond the range of a narrower type would hide.
         mask, shift = _unshifted(mask, top, dtypes[-1])
-        if problem.grads and mask.device.type == "cpu" and mask is not given:
-            share = _share(given, top, dtypes[-1], problem.seq_k)
+        told = mask is not given
         if mask.dtype not in dtypes:
             mask = mask.to(dtypes[-1])
+        if problem.grads and mask.device.type == "cpu" and told:
+            share = _share(mask, top, problem.seq_k)
     lift = None
     if problem.lse or lifted:
         lift = _lift(_top(mask) == -torch.inf, shift, dtypes[-1])
@@ -111,25 +112,35 @@ def _unshifted(mask: torch.Tensor, top: torch.Tensor, dtype: torch.dtype) -> tup
     shift = _shift(top)
     if mask.device.type != "cpu":
         return mask - shift, shift
-    absorbs = _absorbs(top, dtype)
+    absorbs = _absorbs(top)
     shift = torch.where(absorbs, 0.0, shift)
-    quiet = asks and not (shift.any() or absorbs.any())
-    return (mask, 0.0) if quiet else (mask - shift, shift)
+    if asks and not (shift.any() or absorbs.any()):
+        return mask, 0.0
+    return _within(mask - shift, top, dtype), shift
 
 
-def _share(mask: torch.Tensor, top: torch.Tensor, dtype: torch.dtype, seq_k: int) -> torch.Tensor | None:
-    """``Hiding.share`` of a float mask on the CPU."""
-    absorbs = _absorbs(top, dtype)
+def _within(mask: torch.Tensor, top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``mask`` with rows that absorb beyond the range of ``dtype`` at its end: all but their maxima hide there."""
+    end = torch.finfo(dtype).max
+    if torch.finfo(mask.dtype).max <= end:
+        return mask
+    there = mask - mask.detach() + end * top.sign()  # a gradient goes where it went
+    beyond = top.isfinite() & (top.abs() > end)
+    return torch.where(beyond, torch.where(mask == top, there, -torch.inf), mask)
+
+
+def _share(mask: torch.Tensor, top: torch.Tensor, seq_k: int) -> torch.Tensor | None:
+    """``Hiding.share`` of a float mask on the CPU, as it is added: keys that it tells apart no more weigh alike."""
+    absorbs = _absorbs(top)
     if not _looked_at() and not absorbs.any():
         return None
-    keys = (mask.detach() == top).sum(-1, keepdim=True) * (seq_k // mask.shape[-1])
-    return torch.where(absorbs, 1 / keys.to(dtype), 1.0)
+    keys = (mask.detach() == _top(mask)).sum(-1, keepdim=True) * (seq_k // mask.shape[-1])
+    return torch.where(absorbs, 1 / keys.to(mask.dtype), 1.0)
 
 
-def _absorbs(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Which rows do, up to the end of ``dtype``."""
-    far = top.double().abs()
-    return (far >= _ABSORBING) & (far <= torch.finfo(dtype).max)
+def _absorbs(top: torch.Tensor) -> torch.Tensor:
+    """Which rows absorb every score."""
+    return (top.double().abs() >= _ABSORBING) & top.isfinite()
 
 
 def _looked_at() -> bool:

@@ -336,6 +336,7 @@ def test_graphs_and_streams_before_the_court(check: str, seated: bool, tmp_path:
     (tmp_path / "kernels.py").write_text(ON_A_GPU)
     wrong = {"graph": "keeps_its_numbers", "stream": "on_the_default_stream"}[check]
     case = Case(seq_q=65, seq_k=70, dim_qk=32, dim_v=32, dtype="float16", library="torch", check=check)
+    case = case.replace(batch=2, placing=case.placing.replace(key="expanded-batch"))
     found = {}
     for function in ("right", wrong):
         name = f"{tmp_path}/kernels.py:{function}@bhsd"

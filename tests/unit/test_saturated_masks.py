@@ -153,3 +153,36 @@ def test_the_gradient_of_such_an_output_is_its_own() -> None:
     assert (out.grad == 1).all()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.ones_like(x.grad))  # each value weighs a third in each of three rows
+
+
+@pytest.mark.parametrize("level", [float(np.finfo("float64").min), -1e300, -1e39, 1e39])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_a_float64_mask_beyond_float32_absorbs_its_scores(backend: str | None, level: float) -> None:
+    """Of two such numbers in a row the lower one hides."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    mask = torch.randn(4, 4, dtype=torch.float64)
+    other = level if backend == "tiled" else level / 2  # which adds float32's last number in place of either
+    mask[1], mask[2] = level, torch.tensor([level, other, level, -torch.inf], dtype=torch.float64)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = ((wide[0] @ wide[1].mT) * 8**-0.5 + mask).softmax(-1) @ wide[2]
+    out = attnswitch.attention(q, k, v, attn_mask=mask, backend=backend)
+    upstream = torch.randn_like(out)
+    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+    found, expected = (
+        torch.autograd.grad(*each) for each in ((out, (q, k, v), upstream), (right, wide, upstream.double()))
+    )
+    for grad, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-math", "sdpa-flash"])
+def test_keys_that_float64_alone_tells_apart_weigh_alike_in_the_gradients_too(backend: str) -> None:
+    torch.manual_seed(0)
+    mask = torch.full((3, 3), -1e30, dtype=torch.float64)
+    mask[:, 1:] *= 1 + 1e-10
+    q, k, v = (torch.randn(1, 1, 3, 8, requires_grad=True) for _ in range(3))
+    out = attnswitch.attention(q, k, v, attn_mask=mask, backend=backend)
+    upstream = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, v, upstream)
+    torch.testing.assert_close((v * grad).sum(), (out * upstream).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_the_cpu_s_generator_draws_for_the_cpu(beside: Any) -> None:
     torch.manual_seed(3)
     assert (drawn_seed(beside), drawn_seed(beside)) == (first, second)
     assert first != second
+
+
+def test_another_default_device_changes_nothing() -> None:
+    torch.manual_seed(3)
+    first = drawn_seed(torch.zeros(1))
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        assert drawn_seed(torch.zeros(1)) == first
+
+
+def test_threads_have_seeds_of_their_own(generators: list[OfCuda]) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            drawn = list(pool.map(lambda _: drawn_seed(on_gpu()), range(20_000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_numpy_s_draws_where_torch_is_not_loaded() -> None:

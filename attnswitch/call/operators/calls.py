@@ -77,7 +77,7 @@ def _called(
     """What the call returns, by the operator that keeps no more than it needs."""
     if seed is not None:
         said["seed"] = _signed(seed)
-    elif "grads" in said and said.get("dropout_p"):
+    elif said.get("dropout_p"):
         inputs = (*inputs, _ops.drawn_seed(inputs[0], device=_CPU))
     if not ("grads" in said or "return_lse" in said):
         return plain(*inputs, **said)

@@ -23,6 +23,7 @@ def plain(
     attn_mask: Any,
     key_lengths: Any,
     alibi_slopes: Any,
+    drawn: Any = None,
     *,
     seed: int | None = None,
     **said: Any,

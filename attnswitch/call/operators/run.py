@@ -16,6 +16,7 @@ from attnswitch.call.backward import are_of, gradients, results
 from attnswitch.call.launch import Launch, lies_alike
 from attnswitch.call.operators.memory import laid
 from attnswitch.call.operators.schema import read_said
+from attnswitch.call.options import Options
 from attnswitch.call.per_head import PerHead
 from attnswitch.call.seeds import drawn_seed
 from attnswitch.problem import GRAD_OPERANDS
@@ -26,6 +27,7 @@ __all__ = [
     "backward",
     "drawn",
     "forward",
+    "kept",
     "latest",
     "plain",
     "seed_for",
@@ -76,12 +78,14 @@ def plain(
     attn_mask: Any,
     key_lengths: Any,
     alibi_slopes: Any,
+    drawn: Any = None,
     *,
     seed: int | None = None,
     **said: Any,
 ) -> Any:
     """Output."""
     backend, policy, options = read_said(said)
+    seed = seed_for(seed, drawn, options, query)
     call = query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy
     if alibi_slopes is None:
         out, _ = attend(*call)
@@ -106,9 +110,7 @@ def forward(
 ) -> tuple[Any, Any, Any]:
     """Output, lse, and the seed of a dropout mask that is made again."""
     backend, policy, options = read_said(said)
-    draws = bool(grads) and options.dropout_p > 0.0
-    if seed is None and draws:
-        seed = seed_for(drawn, query)
+    seed = seed_for(seed, drawn, options, query)
     if not (grads or options.return_lse):  # an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -124,7 +126,7 @@ def forward(
         out, lse = results(operands, *call[4:], grads)
     else:
         out, lse = attend(*call)
-    state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
+    state = kept(seed, query, keeps=bool(grads) and options.dropout_p > 0.0)
     return laid(out, query, options.layout), lse.contiguous(), state
 
 
@@ -163,14 +165,24 @@ def backward(
     ]
 
 
-def seed_for(drawn: Any, beside: Any) -> int:
-    """The seed that was drawn, or a new one."""
+def seed_for(seed: int | None, drawn: Any, options: Options, beside: Any) -> int | None:
+    """The seed of a call: of dropout that has none the one that was ``drawn``, or a new one.
+
+    It has one with gradients and without: a checkpoint's two forwards have one mask, whatever backends they go to.
+    """
+    if seed is not None or not options.dropout_p > 0.0:
+        return seed
     return drawn_seed(beside) if drawn is None else int(drawn[0])
+
+
+def kept(seed: int | None, beside: Any, *, keeps: bool) -> Any:
+    """What is kept of a seed for the backward: (1,) on the CPU, or nothing."""
+    return torch.tensor([signed(seed)], device="cpu") if keeps else beside.new_empty(0, dtype=torch.float32)
 
 
 def drawn(beside: Any, *, device: Any) -> Any:
     """A seed (1,), on the CPU: the state of that generator is what a graph goes back to, to draw it again."""
-    seed = torch.empty(1, dtype=torch.int64)
+    seed = torch.empty(1, dtype=torch.int64, device=device)
     return seed.fill_(drawn_seed(seed))
 
 

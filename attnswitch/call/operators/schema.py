@@ -42,13 +42,13 @@ def _forms(name: str, operands: str, *, without: str = "") -> tuple[str, str, st
     """The schemas of three operators on ``operands``, told every option but ``without``.
 
     The first returns the output of a call without gradients and lse, of which nothing is kept; the second output, lse,
-    and the seed of a dropout mask that is made again, which may have been drawn before; the third gradients of what
-    ``grads`` names, in that order.
+    and the seed of a dropout mask that is made again; the third gradients of what ``grads`` names, in that order. A
+    seed may have been ``drawn`` before.
     """
     said = ", ".join([each for option, each in _SAID.items() if option != without])
     results = "Tensor out, Tensor lse, Tensor state"
     return (
-        f"{name}({operands}, *, {said}, SymInt? seed=None) -> Tensor",
+        f"{name}({operands}, Tensor? drawn=None, *, {said}, SymInt? seed=None) -> Tensor",
         f"{name}_forward({operands}, Tensor? drawn=None, *, {said}, str grads='', SymInt? seed=None)"
         " -> (Tensor, Tensor, Tensor)",
         f"{name}_backward(Tensor grad_out, Tensor? grad_lse, {operands}, {results}, *, {said}, str grads='')"

@@ -11,7 +11,7 @@ from attnswitch import arrays
 from attnswitch.call import per_head, varlen
 from attnswitch.call.describe import check_beside
 from attnswitch.call.operators.memory import lse_of
-from attnswitch.call.operators.run import as_without_graph, seed_for, signed, unsigned
+from attnswitch.call.operators.run import as_without_graph, kept, seed_for, unsigned
 from attnswitch.call.operators.schema import read_said
 from attnswitch.call.per_head import PerHead
 
@@ -28,12 +28,14 @@ def plain(
     alibi_slopes: Any,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    drawn: Any = None,
     *,
     seed: int | None = None,
     **said: Any,
 ) -> Any:
     """Output."""
     backend, policy, options = read_said(said)
+    seed = seed_for(seed, drawn, options, query)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
     return varlen.attend(*call, backend, policy, PerHead(None, alibi_slopes)).contiguous()
 
@@ -56,9 +58,7 @@ def forward(
 ) -> tuple[Any, Any, Any]:
     """Output, lse, and the seed of a dropout mask that is made again."""
     backend, policy, options = read_said(said)
-    draws = bool(grads) and options.dropout_p > 0.0
-    if seed is None and draws:
-        seed = seed_for(drawn, query)
+    seed = seed_for(seed, drawn, options, query)
     if not grads:  # lse is an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
@@ -67,7 +67,7 @@ def forward(
         out, lse = varlen.results(*call, backend, policy, grads, heads)
     else:
         out, lse = varlen.attend(*call, backend, policy, heads)
-    state = torch.tensor([signed(seed)]) if draws else query.new_empty(0, dtype=torch.float32)
+    state = kept(seed, query, keeps=bool(grads) and options.dropout_p > 0.0)
     return out.contiguous(), lse.contiguous(), state
 
 
