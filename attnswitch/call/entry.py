@@ -116,8 +116,11 @@ def is_traced(query: Any) -> bool:
     return hasattr(query, "is_cuda") and _compiling()
 
 
-def check_plain(roles: tuple[str, ...], operands: Any, refuse: Callable[[], None]) -> None:
-    """Refuse operands of an operator that knows no transform, no DTensor and no nested tensor, where they are such."""
+def check_plain(roles: tuple[str, ...], operands: Any, refuse: Callable[[], None], *beside: Any) -> None:
+    """Refuse operands of an operator that knows no transform, no DTensor and no nested tensor, where they are such.
+
+    And what stands ``beside`` them, where a transform looks at it.
+    """
     from attnswitch.call import transforms
 
     if _compiling():
@@ -126,7 +129,7 @@ def check_plain(roles: tuple[str, ...], operands: Any, refuse: Callable[[], None
         return
     for role, tensor in zip(roles, operands, strict=False):
         arrays.check_dense(tensor, role)
-    if _are_sharded(operands) or transforms.looks(*operands):
+    if _are_sharded(operands) or transforms.looks(*operands, *beside):
         refuse()
 
 
@@ -188,7 +191,7 @@ def _intercepted(*given: Any, alibi_slopes: Any) -> Any:
             arrays.check_dense(tensor, role)
     if _are_sharded((*given[:5], alibi_slopes)):
         return _by_parts(*given, alibi_slopes=alibi_slopes)
-    way = transforms.attention if transforms.looks(*given[:4]) else _operated
+    way = transforms.attention if transforms.looks(*given[:4], alibi_slopes) else _operated
     return way(*given, alibi_slopes=alibi_slopes)
 
 

@@ -41,8 +41,8 @@ def run_plan(plan: Plan, operands: _Operands, beside: Beside) -> Any:
     return _operated(operands, paged.as_planned(beside, p), plan.backend, None, *read.said_by(p, "BHLD"))
 
 
-def _operated(operands: _Operands, *rest: Any) -> Any:
+def _operated(operands: _Operands, beside: Beside, *rest: Any) -> Any:
     from attnswitch.call import operators, transforms  # of torch, which is there by now
 
-    check_plain(paged.ROLES, operands, transforms.refuse_paged)
-    return operators.attention_paged(operands, *rest)
+    check_plain(paged.ROLES, operands, transforms.refuse_paged, *beside.heads)
+    return operators.attention_paged(operands, beside, *rest)

@@ -89,7 +89,7 @@ def gradients(
                 ) from None
     from attnswitch.call import operators
 
-    _check(operands)
+    _check(operands, *upstream, *saved, *heads)
     rest: tuple[Any, ...] = *call, seed, backend, policy, *given
     if heads.sinks is not None:
         from attnswitch.call import composed
@@ -103,7 +103,7 @@ def gradients(
 
 def _operated(operands: _Operands, *rest: Any, heads: PerHead) -> Any:
     """By the operators, which take sequences without sinks: these are composed with what they give."""
-    _check(operands)
+    _check(operands, heads.alibi_slopes)
     if heads.sinks is not None:
         from attnswitch.call import composed
 
@@ -113,8 +113,8 @@ def _operated(operands: _Operands, *rest: Any, heads: PerHead) -> Any:
     return operators.attention_varlen(operands, *rest, alibi_slopes=heads.alibi_slopes)
 
 
-def _check(operands: _Operands) -> None:
+def _check(operands: _Operands, *beside: Any) -> None:
     """Raises ``Unsupported`` where the operators do not know what looks at tensors."""
     from attnswitch.call import transforms
 
-    check_plain(arrays.ROLES, operands, transforms.refuse_varlen)
+    check_plain(arrays.ROLES, operands, transforms.refuse_varlen, *beside)

@@ -28,7 +28,8 @@ __all__ = ["DUAL", "Launch", "Request", "lie_of", "lies_alike", "straight"]
 
 #: Stands for modes in which tensors may carry tangents: nothing is asked quickly there.
 DUAL = -1
-#: Launches that a request remembers; beyond, it forgets them all. And of those, such as are known by guards.
+#: Launches that a request remembers; beyond, it forgets them all. And ways of lying by which it knows some of them
+#: again; beyond, it forgets the oldest.
 _MOST, _RECENT = 1024, 4
 
 
@@ -110,10 +111,10 @@ class Request:
         self.options, self.seeded, self.lengths = options, seeded, lengths
         self.backend, self.policy, self.plan, self.grads = backend, policy, plan, grads
         self.launches: dict[tuple[Facts | None, ...], Launch] = {}
-        #: Whether torch's guards may be asked, the launch that they knew last, and it with some before it.
+        #: Whether torch's guards may be asked, the launch that they knew last, and guards of it and some before.
         self.quick = quick
         self.latest: Launch | None = None
-        self._recent: tuple[Launch, ...] = ()
+        self._recent: tuple[tuple[Callable[..., bool], Launch], ...] = ()
 
     def find(self, operands: Sequence[Array], key_lengths: Any = None) -> tuple[Launch, Sequence[Array]]:
         """The launch for ``operands``, and these as arrays of NumPy, CuPy or torch. Raises what ``build`` raises."""
@@ -133,11 +134,12 @@ class Request:
     def known(self, operands: Sequence[Array]) -> Launch | None:
         """The launch whose operands lay like these, of some before the latest; now it is that.
 
-        Programs of several kinds of layers call them in turn.
+        Programs of several kinds of layers call them in turn, and of one kind with one tensor in several places or not.
         """
-        for launch in self._recent:
-            if launch is not self.latest and lies_alike(launch.alike, *operands):
-                self.latest = launch
+        asked = None if self.latest is None else self.latest.alike
+        for guards, launch in self._recent:
+            if guards is not asked and lies_alike(guards, *operands):
+                launch.alike, self.latest = guards, launch
                 return launch
         return None
 
@@ -231,8 +233,8 @@ class Request:
             launch.alike = import_module("attnswitch.call.torch_modes").guards(operands)
         if launch.alike is not None:
             self.latest = launch
-            if launch not in self._recent:
-                self._recent = (launch, *self._recent)[:_RECENT]
+            if all(guards is not launch.alike for guards, _ in self._recent):
+                self._recent = ((launch.alike, launch), *self._recent)[:_RECENT]
 
 
 def lies_alike(alike: Callable[..., bool] | None, *operands: Any) -> bool:

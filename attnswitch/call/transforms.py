@@ -61,7 +61,7 @@ def attention(
     alibi_slopes: Any = None,
 ) -> Any:
     """What ``operators.attention`` returns. Raises ``Unsupported`` for another backend in forward mode."""
-    forward_mode = _dual((query, key, value, attn_mask)) or any(
+    forward_mode = _dual((query, key, value, attn_mask, alibi_slopes)) or any(
         level.key() == _JVP for level in torch._C._functorch.get_interpreter_stack() or ()
     )
     if forward_mode and backend not in (None, _COMPOSITE):
@@ -268,20 +268,21 @@ def _slopes(slopes: Any, axis: int | None, size: int, batch: int) -> Any:
 
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
     tensors, in_dims = tensors[:6], in_dims[:6]  # without a seed that was drawn: vmap's randomness says of whom it is
-    if said.get("dropout_p"):
+    if said.get("dropout_p") and info.batch_size:
         said = _seeded(info, said, tensors[0])
         return _one_by_one(lambda *x: (torch.ops.attnswitch.attention(*x, **said),), info, in_dims, tensors)[0], 0
     out = torch.ops.attnswitch.attention(*_folded(info.batch_size, in_dims, tensors), **said)
-    return _apart((out,), info.batch_size)[0], 0
+    return _apart((out,), info.batch_size, _batch(tensors[0], in_dims[0]))[0], 0
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
     tensors, in_dims = tensors[:6], in_dims[:6]  # the same
-    if said.get("dropout_p"):
+    if said.get("dropout_p") and info.batch_size:
         operator = functools.partial(torch.ops.attnswitch.attention_forward, **_seeded(info, said, tensors[0]))
         return _one_by_one(operator, info, in_dims, tensors), (0, 0, 0)
     results = torch.ops.attnswitch.attention_forward(*_folded(info.batch_size, in_dims, tensors), **said)
-    return _apart(results, info.batch_size), tuple(None if x.dim() < 3 else 0 for x in results)
+    parts = _apart(results, info.batch_size, _batch(tensors[0], in_dims[0]))
+    return parts, tuple(None if x.dim() < 3 else 0 for x in results)
 
 
 def _seeded(info: Any, said: dict[str, Any], beside: Any) -> dict[str, Any]:
@@ -310,13 +311,13 @@ def _folded(n: int, in_dims: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[A
     """What both operators are given of ``n`` examples at once."""
     query, key, value, mask, lengths, slopes = tensors
     q, k, v = (_batched(x, axis, n) for x, axis in zip((query, key, value), in_dims, strict=False))
-    batch = q.shape[0] // n
+    batch = _batch(query, in_dims[0])
     wide = _mask(mask, in_dims[3], n, batch, own=False)
     return q, k, v, wide, _batched(lengths, in_dims[4], n), _slopes(slopes, in_dims[5], n, batch)
 
 
 def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: Any) -> Any:
-    if said.get("dropout_p"):
+    if said.get("dropout_p") and info.batch_size:
         operator = functools.partial(torch.ops.attnswitch.attention_backward, **said)
         grads = _one_by_one(operator, info, in_dims, tensors)
         return list(grads), [0] * len(grads)
@@ -325,19 +326,24 @@ def _map_gradients(info: Any, in_dims: tuple[Any, ...], *tensors: Any, **said: A
         x if role in (5, 7, 10) else _batched(x, axis, n)
         for role, (x, axis) in enumerate(zip(tensors, in_dims, strict=True))
     )
-    batch, own = q.shape[0] // n, "m" in said["grads"]
+    batch, own = _batch(tensors[2], in_dims[2]), "m" in said["grads"]
     wide = _mask(mask, in_dims[5], n, batch, own=own)
     beside = wide, lengths, _slopes(slopes, in_dims[7], n, batch)
     found = torch.ops.attnswitch.attention_backward(grad_out, grad_lse, q, k, v, *beside, out, lse, state, **said)
-    found = list(_apart(found, n))
+    found = list(_apart(found, n, batch))
     if own:  # of a mask that an example's batch shares, the sum
         shape = mask.shape if in_dims[5] is None else mask.movedim(in_dims[5], 0).shape[1:]
         found[-1] = found[-1].sum_to_size(n, *(1,) * (4 - len(shape)), *shape).reshape(n, *shape)
     return found, [0] * len(found)
 
 
-def _apart(results: Sequence[Any], size: int) -> tuple[Any, ...]:
-    return tuple(x if x.dim() < 3 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+def _batch(tensor: Any, axis: int | None) -> int:
+    """Batch entries of an example."""
+    return int(tensor.shape[0 if axis is None or axis > 0 else 1])
+
+
+def _apart(results: Sequence[Any], size: int, batch: int) -> tuple[Any, ...]:
+    return tuple(x if x.dim() < 3 else x.unflatten(0, (size, batch)) for x in results)
 
 
 def _map_drawn(info: Any, in_dims: tuple[Any, ...], beside: Any, *, device: Any) -> Any:

@@ -86,7 +86,8 @@ def heads_last(result: Array, query: Array) -> Array:
 
     Where the memory of ``query`` has heads before rows, that of the result has them too.
     """
-    outside = _is_contiguous(query) and not _is_contiguous(query.swapaxes(-3, -2))
+    heads, rows = _steps(query)[-3:-1]
+    outside = min(query.shape[-3:-1]) > 1 and heads >= rows
     lying = result if outside else result.swapaxes(-3, -2)
     if not _is_contiguous(lying):
         lying = lying.contiguous() if hasattr(lying, "contiguous") else lying.copy()
@@ -95,6 +96,10 @@ def heads_last(result: Array, query: Array) -> Array:
 
 def _is_contiguous(array: Array) -> bool:
     return array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous  # type: ignore[no-any-return]
+
+
+def _steps(array: Array) -> tuple[int, ...]:
+    return array.stride() if hasattr(array, "stride") else array.strides  # type: ignore[no-any-return]
 
 
 class Order(NamedTuple):

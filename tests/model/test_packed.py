@@ -190,6 +190,18 @@ def test_positions_of_padding_are_no_sequences(left: bool) -> None:
     torch.testing.assert_close(out[:, rows], formula(mask)[:, rows])
 
 
+@pytest.mark.parametrize(
+    "padding", [[1, 0, 0, 1, 1], [1, 0, 1, 1, 1], [0, 1, 0, 1, 1], [1, 1, 0, 0, 1], [1, 0, 1, 0, 1]]
+)
+def test_padding_between_words_is_no_other_sequence(padding: list[int]) -> None:
+    """Positions count the words, as ``generate`` makes them of the mask."""
+    mask = made(padding)
+    seen = torch.tensor([padding], dtype=torch.bool)
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)
+    out, formula, _, _ = call(5, 5, mask=mask, position_ids=positions)
+    torch.testing.assert_close(out[:, seen[0]], formula(mask)[:, seen[0]])
+
+
 def test_a_graph_does_not_look_at_positions() -> None:
     register()
     eager = randomised(DECODERS["llama"][0](DECODERS["llama"][1]))

@@ -62,3 +62,12 @@ def test_a_mapped_mask_by_math() -> None:
         return attnswitch.attention(x, x, x, attn_mask=mask, backend="sdpa-math")
 
     torch.testing.assert_close(torch.vmap(math)(X, MASK), torch.vmap(formula)(X, MASK))
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.1, "seed": 3}])
+def test_no_examples_have_no_results(dropout: dict[str, Any]) -> None:
+    query, (key, value) = torch.zeros(0, 2, 2, 5, 8), torch.randn(2, 2, 2, 5, 8)
+    found = torch.vmap(lambda q: attnswitch.attention(q, key, value, **dropout))(query)
+    assert found.shape == query.shape
+    grads = torch.vmap(torch.func.grad(lambda q: attnswitch.attention(q, key, value, **dropout).sum()))(query)
+    assert grads.shape == query.shape

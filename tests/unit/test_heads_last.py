@@ -90,3 +90,23 @@ def test_rows_that_lie_apart_are_joined(name: str) -> None:
     query = torch.randn(2, 8, 3, 8)[..., ::2]
     for _ in range(2):
         assert CALLS[name](query).is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_graph_lays_an_output_as_a_call_without_one(turned: bool, heads: int, rows: int) -> None:
+    """Of a query that is a part of a larger array as well."""
+    shape = (2, heads, rows, 24) if turned else (2, rows, heads, 24)
+    query, key, value = (torch.randn(shape)[..., :8] for _ in range(3))
+    if turned:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+
+    def attend(*operands: torch.Tensor) -> Any:
+        return attnswitch.attention(*operands, layout="BLHD")
+
+    alone, compiled = attend(query, key, value), torch.compile(attend, backend="aot_eager")(query, key, value)
+    long = heads > 1 and rows > 1
+    assert alone.transpose(1, 2).is_contiguous() if turned and long else alone.is_contiguous()
+    if long:
+        assert compiled.stride() == alone.stride()

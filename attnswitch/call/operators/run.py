@@ -19,6 +19,7 @@ from attnswitch.call.operators.schema import read_said
 from attnswitch.call.options import Options
 from attnswitch.call.per_head import PerHead
 from attnswitch.call.seeds import drawn_seed
+from attnswitch.machine import registry
 from attnswitch.problem import GRAD_OPERANDS
 
 __all__ = [
@@ -85,7 +86,7 @@ def plain(
 ) -> Any:
     """Output."""
     backend, policy, options = read_said(said)
-    seed = seed_for(seed, drawn, options, query)
+    seed = seed_for(seed, drawn, options, query, backend)
     call = query, key, value, attn_mask, key_lengths, unsigned(seed), options, backend, policy
     if alibi_slopes is None:
         out, _ = attend(*call)
@@ -110,7 +111,7 @@ def forward(
 ) -> tuple[Any, Any, Any]:
     """Output, lse, and the seed of a dropout mask that is made again."""
     backend, policy, options = read_said(said)
-    seed = seed_for(seed, drawn, options, query)
+    seed = seed_for(seed, drawn, options, query, None if grads else backend)
     if not (grads or options.return_lse):  # an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -165,13 +166,16 @@ def backward(
     ]
 
 
-def seed_for(seed: int | None, drawn: Any, options: Options, beside: Any) -> int | None:
+def seed_for(seed: int | None, drawn: Any, options: Options, beside: Any, named: str | None = None) -> int | None:
     """The seed of a call: of dropout that has none the one that was ``drawn``, or a new one.
 
-    It has one with gradients and without: a checkpoint's two forwards have one mask, whatever backends they go to.
+    It has one with gradients and without: a checkpoint's two forwards have one mask, whatever backends they go to. A
+    backend that is ``named`` and draws masks itself has none.
     """
     if seed is not None or not options.dropout_p > 0.0:
         return seed
+    if named is not None and not getattr(registry.load(named), "wants_seed", True):
+        return None
     return drawn_seed(beside) if drawn is None else int(drawn[0])
 
 

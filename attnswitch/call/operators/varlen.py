@@ -35,7 +35,7 @@ def plain(
 ) -> Any:
     """Output."""
     backend, policy, options = read_said(said)
-    seed = seed_for(seed, drawn, options, query)
+    seed = seed_for(seed, drawn, options, query, backend)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options
     return varlen.attend(*call, backend, policy, PerHead(None, alibi_slopes)).contiguous()
 
@@ -58,7 +58,7 @@ def forward(
 ) -> tuple[Any, Any, Any]:
     """Output, lse, and the seed of a dropout mask that is made again."""
     backend, policy, options = read_said(said)
-    seed = seed_for(seed, drawn, options, query)
+    seed = seed_for(seed, drawn, options, query, None if grads else backend)
     if not grads:  # lse is an output of the operator, whether or not the call wants it
         options = replace(options, return_lse=True)
     call = (query, key, value), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), unsigned(seed), options

@@ -15,6 +15,7 @@ __all__ = ["UNKNOWN", "check_rest", "is_causal_of", "options_of", "window_of"]
 #: does with logits, and packing as state-space layers want it.
 _NO_EFFECT = {
     "cache_position",
+    "grid_thw",
     "logits_indices",
     "logits_processor_args",
     "logits_to_keep",

@@ -67,6 +67,7 @@ def _mixes(mask: torch.Tensor, lengths: Lengths, positions: torch.Tensor) -> boo
     """Whether a mask lets a query see another sequence's keys.
 
     A sequence of one token is what padding looks like: where there are no others but the first, the mask says it all.
+    So it does where positions go on from one key that it lets see to the next: they were counted without the padding.
     """
     starts = torch.as_tensor(lengths.cu_seq_lens_q, device=mask.device)
     if len(starts) < 3 or int(starts[1:].diff().max()) == 1:
@@ -77,7 +78,17 @@ def _mixes(mask: torch.Tensor, lengths: Lengths, positions: torch.Tensor) -> boo
     if lasting and before is not None and before[0] is positions and before[1] == held:
         return bool(before[2])
     which = torch.bucketize(torch.arange(mask.shape[-1], device=mask.device), starts, right=True)
-    found = bool((mask & (which[:, None] != which)).any())
+    found = bool((mask & (which[:, None] != which)).any()) and not _counted(mask, positions)
     if lasting:
         setattr(mask, _MIXES, (positions, held, found))
     return found
+
+
+def _counted(mask: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether positions count the keys that a mask lets see, whatever stands between these.
+
+    A row that sees all is one of padding, which transformers lets see something.
+    """
+    seen = (mask & ~mask.all(-1, keepdim=True)).flatten(0, -2).any(0)
+    counted = positions[0, seen.to(positions.device)]
+    return len(counted) > 0 and bool((counted.diff() == 1).all())
