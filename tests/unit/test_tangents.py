@@ -13,7 +13,9 @@ import attnswitch
 from attnswitch import Unsupported
 
 ROWS: Any = [torch.randn(10, 2, 4) for _ in range(4)]
-EDGES: Any = [0, 5, 10]
+EDGES = [0, 5, 10]
+varlen: Any = attnswitch.attention_varlen
+varlen_backward: Any = attnswitch.attention_varlen_backward
 
 
 def dual(tensor: torch.Tensor) -> Any:
@@ -32,11 +34,11 @@ BACKWARD: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("which", BACKWARD)
 def test_gradients_of_sequences_have_no_tangents(which: str) -> None:
-    out, lse = attnswitch.attention_varlen(*ROWS[:3], EDGES, return_lse=True)
+    out, lse = varlen(*ROWS[:3], EDGES, return_lse=True)
     with forward_ad.dual_level():
         given = {"grad_out": ROWS[3], **BACKWARD[which](out, lse)}
         with pytest.raises(Unsupported, match="forward mode"):
-            attnswitch.attention_varlen_backward(given.pop("grad_out"), *ROWS[:3], EDGES, **given)
+            varlen_backward(given.pop("grad_out"), *ROWS[:3], EDGES, **given)
 
 
 @pytest.mark.parametrize("form", ["dense", "training", "varlen", "paged", "plan"])
@@ -49,7 +51,7 @@ def test_slopes_have_no_tangents(form: str) -> None:
         calls: dict[str, Callable[[], Any]] = {
             "dense": lambda: attnswitch.attention(query, key, value, alibi_slopes=slopes),
             "training": lambda: attnswitch.attention(query.requires_grad_(), key, value, alibi_slopes=slopes),
-            "varlen": lambda: attnswitch.attention_varlen(*ROWS[:3], EDGES, alibi_slopes=slopes),
+            "varlen": lambda: varlen(*ROWS[:3], EDGES, alibi_slopes=slopes),
             "paged": lambda: attnswitch.attention_paged(
                 query[:, :, :2].transpose(1, 2), cache, cache, table, [3, 4], alibi_slopes=slopes
             ),
