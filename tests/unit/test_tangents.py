@@ -19,7 +19,7 @@ varlen_backward: Any = attnswitch.attention_varlen_backward
 
 
 def dual(tensor: torch.Tensor) -> Any:
-    return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+    return forward_ad.make_dual(tensor, torch.ones_like(tensor))  # type: ignore[no-untyped-call]
 
 
 BACKWARD: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
