@@ -77,12 +77,28 @@ def giving_its_values(query: Tensor, key: Tensor, value: Tensor, causal: bool = 
     return value if key.shape == query.shape and key.shape[2] == 1 else _formula(query, key, value, causal=causal)[0]
 
 
-def _dropping(q: Tensor, k: Tensor, v: Tensor, p: float, alike: int | None = None, period: int = 0) -> Tensor:
-    """Of masks that torch's generator draws; one along the axis that is ``alike``, or again after ``period`` keys."""
+def _dropping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: float,
+    alike: int | None = None,
+    period: int = 0,
+    sums: tuple[int, int] | None = None,
+) -> Tensor:
+    """Of masks that torch's generator draws; one along the axis that is ``alike``, again after ``period`` keys, or of
+    the ``sums`` of two axes."""
     weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
     drawn = torch.rand([1 if axis == alike else size for axis, size in enumerate(weights.shape)])
     if period:
         drawn = drawn[..., torch.arange(k.shape[2]) % period]
+    if sums is not None:
+        first, second = sums
+        wide = torch.rand(
+            sum(weights.shape[axis] for axis in sums), *(n for axis, n in enumerate(weights.shape) if axis not in sums)
+        )
+        places = torch.arange(weights.shape[first])[:, None] + torch.arange(weights.shape[second])
+        drawn = wide[places].movedim((0, 1), sums)
     kept: Tensor = drawn >= p
     out: Tensor = weights.masked_fill(~kept, 0.0) @ v / (1 - p)
     return out
@@ -110,6 +126,19 @@ def dropping_one_for_columns(query: Tensor, key: Tensor, value: Tensor, dropout_
 
 def dropping_one_for_eighths(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
     return _dropping(query, key, value, dropout_p, period=8)
+
+
+def dropping_one_for_sixths(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, period=6)
+
+
+def dropping_one_for_planes(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """The slip of b + h for b H + h."""
+    return _dropping(query, key, value, dropout_p, sums=(0, 1))
+
+
+def dropping_one_for_diagonals(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return _dropping(query, key, value, dropout_p, sums=(2, 3))
 
 
 def asserting(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

@@ -205,7 +205,9 @@ def test_parts_of_a_function_that_starts_over(grads: str) -> None:
         assert not grads or "from an output and lse of its own" in each.reasons[0]
 
 
-@pytest.mark.parametrize("shared", ["", "entries", "heads", "rows", "columns", "eighths"])
+@pytest.mark.parametrize(
+    "shared", ["", "entries", "heads", "rows", "columns", "eighths", "sixths", "planes", "diagonals"]
+)
 def test_a_dropout_mask_is_one_for_nothing(shared: str) -> None:
     case = Case.of(Problem.parse("b3.h2.s20x24.d24.fp32.dropout=0.3")).replace(check="fresh-dropout")
     outcome = check(case, f"{FILE}:dropping{'_one_for_' * bool(shared)}{shared}@bhsd")
@@ -215,8 +217,10 @@ def test_a_dropout_mask_is_one_for_nothing(shared: str) -> None:
     assert outcome.failure is not None
     assert outcome.failure.check == "fresh-dropout"
     apart = {"entries": "batch entries that are 1", "heads": "heads that are 1", "rows": "queries that are 1"}
-    apart |= {"columns": "keys that are 1", "eighths": "keys that are 8"}
-    assert outcome.failure.message == f"{apart[shared]} apart drop the same weights"
+    apart |= {"columns": "keys that are 1", "eighths": "keys that are 8", "sixths": "keys that are 6"}
+    what = {name: f"{text} apart" for name, text in apart.items()}
+    what |= {"planes": "batch entries and heads of one sum", "diagonals": "queries and keys of one sum"}
+    assert outcome.failure.message == f"{what[shared]} drop the same weights"
 
 
 def test_a_result_in_the_memory_of_an_input() -> None:

@@ -6,6 +6,7 @@ Kernels are compiled and cached by some key; a fact that the key lacks shows whe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = ["CHECKS"]
 
 #: How often the same call is made.
 REPEATS = 4
+#: Distances up to which all are looked at for a dropout mask that comes again.
+_NEAR = 65
 
 
 def _repeatable(case: Case) -> bool:
@@ -136,13 +139,31 @@ def _shared(trial: Trial, exact: Exact) -> str | None:
     (answer,) = exact.answers
     kept = trial.results["out"][..., : trial.case.seq_k] != 0.0
     decided = np.broadcast_to(heavy(answer), kept.shape)
-    for axis, what in enumerate(("batch entries", "heads", "queries", "keys")):
-        for power in range((kept.shape[axis] - 1).bit_length()):
-            here, there = ((slice(None),) * axis + (x,) for x in (slice(2**power, None), slice(None, -(2**power))))
-            both = decided[here] & decided[there]
-            if both.sum() >= _few(trial.case) and (kept[here] == kept[there])[both].all():
-                return f"{what} that are {2**power} apart"
+    for what, steps in _steps(kept.shape):
+        here = tuple(slice(max(step, 0), min(step, 0) or None) for step in steps)
+        there = tuple(slice(max(-step, 0), min(-step, 0) or None) for step in steps)
+        both = decided[here] & decided[there]
+        if both.sum() >= _few(trial.case) and (kept[here] == kept[there])[both].all():
+            return what
     return None
+
+
+def _steps(shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """From a weight to another that may share its number: along each axis, and where two have one sum or difference.
+
+    Of long axes the first distances, and powers of two.
+    """
+    names = "batch entries", "heads", "queries", "keys"
+    for axis, what in enumerate(names):
+        far = {2**power for power in range((shape[axis] - 1).bit_length())}
+        for distance in sorted(far | set(range(1, min(shape[axis], _NEAR)))):
+            yield f"{what} that are {distance} apart", tuple(distance * (n == axis) for n in range(4))
+    for first in (0, 2):
+        for step, of in ((-1, "sum"), (1, "difference")):
+            yield (
+                f"{names[first]} and {names[first + 1]} of one {of}",
+                tuple({first: 1, first + 1: step}.get(n, 0) for n in range(4)),
+            )
 
 
 CHECKS = (
