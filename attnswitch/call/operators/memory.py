@@ -39,5 +39,14 @@ def steps(operand: torch.Tensor, columns: int, layout: str) -> tuple[int, ...]:
 def _heads_inside(operand: Any, layout: str) -> bool:
     """Whether heads lie inside L, as a program has them that splits rows into heads."""
     heads, length = (1, 2) if layout == "BHLD" else (2, 1)
-    long = operand.shape[heads] > 1 and operand.shape[length] > 1
-    return bool(long and operand.stride(heads) < operand.stride(length))
+    long = _or(operand.shape[heads] > 1, True) and _or(operand.shape[length] > 1, True)
+    return long and _or(operand.stride(heads) < operand.stride(length), False)
+
+
+def _or(said: Any, otherwise: bool) -> bool:
+    """What is so, or ``otherwise`` where a graph has sizes of which nothing is known before it runs."""
+    if type(said) is bool:
+        return said
+    from torch.fx.experimental import symbolic_shapes
+
+    return bool((symbolic_shapes.guard_or_true if otherwise else symbolic_shapes.guard_or_false)(said))
