@@ -108,15 +108,15 @@ class Candidate:
             return None, replayed(lambda: kernel.forward(inputs), messages.arrays_of(inputs), upstream, device.where)
         beside = self._surround(ask, inputs)
         with surrounded(ask.around, device.where):
-            made = self._made(ask, kernel, inputs, upstream)
+            made = read = self._made(ask, kernel, inputs, upstream)
             if ask.around.side:  # they are there for who reads them on that stream
-                made = [x if x is None else x.clone() for x in made]
+                read = [x if x is None else x.clone() for x in made]
         _wait(device.where)
         if ask.what == "forward" and _meet(made, inputs[:4]):
             told.append("its result lies in the memory of its inputs")
         if beside is not None and beside.look({str(n): x for n, x in enumerate(made) if x is not None}):
             told.append("it wrote to memory beside its results")
-        return None, made
+        return None, read
 
     def _made(
         self, ask: Ask, kernel: Kernel, inputs: Inputs, upstream: Sequence[Array | None]
