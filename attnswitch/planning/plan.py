@@ -14,9 +14,9 @@ from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
 from attnswitch.names import meant, printable
-from attnswitch.planning import choice, waiting
+from attnswitch.planning import waiting
 from attnswitch.planning.candidate import Candidate
-from attnswitch.planning.choice import Basis
+from attnswitch.planning.choice import Basis, stands_for
 from attnswitch.planning.forecast import forecast
 from attnswitch.problem import Problem
 from attnswitch.wisdom.record import Time
@@ -144,7 +144,7 @@ class Plan:
             case Basis.FORCED:
                 return f"forced by backend={self.named!r}"
             case Basis.ALONG:
-                return f"as for {choice.stands_for(self.problem)}: with gradients or without, the mask is the same"
+                return f"as for {stands_for(self.problem)}: with gradients or without, the mask is the same"
             case Basis.REFUSED:
                 return f"backend={self.named!r} was asked for and does not take it"
             case Basis.UNTAKEN:
@@ -168,7 +168,7 @@ class Plan:
     @property
     def news(self) -> str:
         """What policy LEARN has to tell of the class of the problem in this process: that it waits; or ""."""
-        return "" if self.named is not None else waiting.news(self.problem, self.device)
+        return "" if self.named is not None else waiting.news(stands_for(self.problem), self.device)
 
     def why_not(self, candidate: Candidate) -> tuple[str, ...]:
         """The reasons that ``candidate`` was not chosen; empty for the chosen one."""
@@ -195,7 +195,7 @@ class Plan:
             extra = f"{candidate.heavy / 1e9:.3g} GB beside the operands, which grow with Lq x Lk"
             why = f"but holds {extra}; {chosen.backend} does without"
         elif self.basis is Basis.ALONG:
-            why = f"but {choice.stands_for(self.problem)} goes to {self.backend}, and is to draw the same mask"
+            why = f"but {stands_for(self.problem)} goes to {self.backend}, and is to draw the same mask"
         elif self.basis is Basis.FORECAST and chosen is not None:
             why = f"but stands behind {chosen.backend}, for want of a forecast"
             if candidate.expected is not None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnswitch
 from attnswitch import Device, Problem
-from attnswitch.planning import planner
+from attnswitch.planning import planner, waiting
 from attnswitch.planning.choice import Basis
 from attnswitch.planning.policy import Policy
 from attnswitch.tune.problems import distinct
@@ -82,6 +82,16 @@ def test_a_fault_is_told_all_the_same() -> None:
     plan = planner.make_plan(problem, device)
     (reasons,) = (plan.why_not(each) for each in plan.candidates if each.backend == "triton")
     assert "it was wrong on this machine" in reasons[0]
+
+
+def test_explain_tells_that_the_class_it_goes_along_with_waits() -> None:
+    problem, device = Problem.parse("b2.h4.s32.d32.fp32.dropout=0.1"), Device.cpu()
+    waiting.add(problem.replace(grads="qkv"), device)
+    try:
+        plan = planner.make_plan(problem, device, None, Policy.LEARN)
+        assert plan.news == waiting.news(problem.replace(grads="qkv"), device) != ""
+    finally:
+        waiting.forget()
 
 
 def test_tune_measures_what_the_choice_goes_by() -> None:

@@ -125,15 +125,14 @@ class Candidate:
         assert isinstance(self._backend, Backend)
         assert ask.problem is not None
         if ask.what == "backward":
-            made: Sequence[Array | None] = self._gradients(ask, kernel, inputs, upstream)
-        elif ask.what == "results":
-            made = kernel.results(inputs)
-        elif self._backend.autograd:
-            inputs = leaves(inputs, ask.problem.grads)
-            made = kernel.forward(inputs)
-            self._graph = _Graph(ask.problem, ask.inputs, inputs, made)
-        else:
-            made = kernel.forward(inputs)
+            return self._gradients(ask, kernel, inputs, upstream)
+        if ask.what == "results":
+            return kernel.results(inputs)
+        if not self._backend.autograd:
+            return kernel.forward(inputs)
+        inputs = leaves(inputs, ask.problem.grads)
+        made = kernel.forward(inputs)
+        self._graph = _Graph(ask.problem, ask.inputs, inputs, made)
         return made
 
     def _compiled(self, problem: Problem, device: Device, number: int) -> Kernel:
