@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,13 @@ class Paged:
         self.query = torch.randn(shape, generator=draw).to(dtype)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
 
+    def alone(self, n: int, rows: slice) -> Paged:
+        """The n-th sequence, whose queries are those rows."""
+        one = copy.copy(self)
+        one.query, one.table, one.lengths = self.query[rows], self.table[n : n + 1], self.lengths[n : n + 1]
+        one.said = self.said | {"cu_seqlens_q": torch.tensor([0, rows.stop - rows.start]).int()}
+        return one
+
     def __call__(self, backend: str) -> Any:
         operands = self.query, self.key, self.value, self.table, self.lengths
         return attnswitch.attention_paged(*operands, return_lse=True, backend=backend, **self.said)
@@ -127,17 +135,25 @@ class TestResults:
         near(call("cuda"), call("reference"))
 
     @pytest.mark.parametrize("name", FEW)
-    def test_few_rows_have_the_bits_that_they_have_among_many(
+    def test_few_rows_by_either_kind_of_consumer(
         self, name: str, variants: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         call = Paged(**CALLS[name])
-        monkeypatch.setattr(choice, "latent", lambda problem, device: tiles.FEW)
-        few = call("cuda")
-        monkeypatch.setattr(choice, "latent", lambda problem, device: tiles.LATENT)
-        planner.forget()
-        for one, other in zip(few, call("cuda"), strict=True):
-            assert torch.equal(one, other)
+        for tile in (tiles.FEW, tiles.LATENT):
+            monkeypatch.setattr(choice, "latent", lambda problem, device, tile=tile: tile)
+            planner.forget()
+            near(call("cuda"), call("reference"))
         assert [variant.rows for variant in variants if variant.kernel == "latent"] == [16, 64]
+
+    @pytest.mark.parametrize("queries", [(1, 1, 2), (1, 40, 2)], ids=["beside few", "beside many"])
+    def test_a_sequence_has_its_bits_beside_any_number_of_queries(self, queries: tuple[int, ...]) -> None:
+        batch = Paged(lengths=(150, 300, 67), queries=queries, page=16, num_splits=2)
+        found = batch("cuda")
+        for n in range(len(queries)):
+            rows = slice(sum(queries[:n]), sum(queries[: n + 1]))
+            (out, lse), (all_out, all_lse) = batch.alone(n, rows)("cuda"), found
+            assert torch.equal(out, all_out[rows])
+            assert torch.equal(lse, all_lse[:, rows])
 
     @pytest.mark.parametrize("splits", [None, 3])
     def test_sinks_and_slopes(self, splits: int | None) -> None:
@@ -388,7 +404,7 @@ class TestChoice:
             ("b128.h128/1.s1x4096.d576/512.bf16.lengths.page=64", False),  # two tiles of rows have the same keys
             ("b64.h4/1.s4x4096.d576/512.bf16.causal.varlen", True),
             ("b16.h16/1.s1x4096.d576/512.bf16.lengths.page=64", False),  # rows would have nine parts each
-            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.alibi", False),  # registers would spill
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.alibi", True),
             ("b64.h16/1.s1x4096.d576/512.bf16", False),  # all of one length, which the host knows
             ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.splits=4", False),  # bits are promised
             ("b600.h16/1.s1x4096.d576/512.bf16.lengths", False),  # more tiles of rows than SMs by far

@@ -178,9 +178,11 @@ def latent(problem: Problem, device: Device) -> LatentTile:
     p = problem
     if latent_heads(p, LATENT) * p.seq_q > FEW.queries:
         return LATENT
+    if p.splits:  # a sequence has its bits whatever the others' lengths and queries
+        return LATENT if p.varlen else FEW
     if device.kind == "cpu":  # so that all are checked
-        return (FEW if p.splits else EVEN, FEW, LATENT)[arithmetic.tiles(p.seq_k, FEW.keys) % 3]
-    if p.splits or p.alibi or not (p.key_lengths or p.varlen):  # registers hold no slopes as well
+        return (EVEN, FEW, LATENT)[arithmetic.tiles(p.seq_k, FEW.keys) % 3]
+    if not (p.key_lengths or p.varlen):
         return FEW
     tiles = latent_tiles(p, FEW)
     share = tiles / (device.sms or SMS)

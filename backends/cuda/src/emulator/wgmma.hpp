@@ -24,7 +24,7 @@ struct Left {
 struct Product {
     Form form;
     bool keep, in_registers;  // the left operand
-    int columns, rows, group;
+    int columns, group;
     u64 a, b;  // descriptors
     Left left;
     Sums* sums;
@@ -44,7 +44,7 @@ inline Products products[WARPS];
 struct Asked {
     Form form;
     bool keep;
-    int columns, rows;  // rows of the left operand: those behind are of no use to anybody
+    int columns;
     float* sums;
     const u32* left;  // null where it is in shared memory
     u64 a, b;
@@ -83,12 +83,12 @@ inline void ask(int warp, void** all) {
     const Asked& first = *lanes[0];
     Products& mine = products[warp];
     if (!mine.begun) return fail("products were asked for with no wgmma.fence since the last were waited for");
-    Product product = {first.form, first.keep, first.left != nullptr, first.columns, first.rows,
+    Product product = {first.form, first.keep, first.left != nullptr, first.columns,
                        mine.committed + 1, first.a, first.b};
 
     const Visit visit = {{OF_PRODUCTS + warp, unsigned(product.group)}, clocks[warp * WARP], false, true};
     for (int k = 0; k < 16; k++) {
-        for (int row = warp % 4 * 16; row < smaller(warp % 4 * 16 + 16, first.rows) && !first.left; row++)
+        for (int row = warp % 4 * 16; row < warp % 4 * 16 + 16 && !first.left; row++)
             if (!touch(shared.memory + element(first.a, along(first.form, true), row, k), 2, visit)) return;
         for (int row = 0; row < first.columns; row++)
             if (!touch(shared.memory + element(first.b, along(first.form, false), row, k), 2, visit)) return;
@@ -125,8 +125,7 @@ inline void multiply(int warp, const Product& p) {
         for (int row = 0; row < 16; row++) {
             const int lane = row % 8 * 4 + k % 8 / 2, n = warp % 4 * 16 + row;
             a[row][k] = p.in_registers ? half_of<T>(p.left.kept[lane][row / 8 + k / 8 * 2], k % 2)
-                        : n < p.rows   ? number(element(p.a, along(p.form, true), n, k))
-                                       : NAN;
+                                       : number(element(p.a, along(p.form, true), n, k));
         }
         for (int row = 0; row < p.columns; row++) b[row][k] = number(element(p.b, along(p.form, false), row, k));
     }
@@ -194,17 +193,17 @@ template <int PENDING> DEVICE void wait_products() {
 }
 
 template <int COLUMNS> struct Instruction {
-    template <int KEEP> static DEVICE void nt(float (&d)[COLUMNS / 2], u64 a, u64 b, int rows = 64) {
-        ask({emulator::Form::nt, bool(KEEP), COLUMNS, rows, d, nullptr, a, b});
+    template <int KEEP> static DEVICE void nt(float (&d)[COLUMNS / 2], u64 a, u64 b) {
+        ask({emulator::Form::nt, bool(KEEP), COLUMNS, d, nullptr, a, b});
     }
     template <int KEEP> static DEVICE void tn(float (&d)[COLUMNS / 2], u64 a, u64 b) {
-        ask({emulator::Form::tn, bool(KEEP), COLUMNS, 64, d, nullptr, a, b});
+        ask({emulator::Form::tn, bool(KEEP), COLUMNS, d, nullptr, a, b});
     }
     template <int KEEP> static DEVICE void nn(float (&d)[COLUMNS / 2], u64 a, u64 b) {
-        ask({emulator::Form::nn, bool(KEEP), COLUMNS, 64, d, nullptr, a, b});
+        ask({emulator::Form::nn, bool(KEEP), COLUMNS, d, nullptr, a, b});
     }
     static DEVICE void nn(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
-        ask({emulator::Form::nn, true, COLUMNS, 64, d, a, 0, b});
+        ask({emulator::Form::nn, true, COLUMNS, d, a, 0, b});
     }
     static void ask(emulator::Asked asked) {
         emulator::together([](void** all) { emulator::ask(emulator::machine.current / 32, all); }, &asked);

@@ -172,7 +172,8 @@ template <int COLUMNS> struct Instruction;
 #define TEXT(name) TEXT_OF(name)
 #define OCTET(n) "+f"(d[8 * (n)]), "+f"(d[8 * (n) + 1]), "+f"(d[8 * (n) + 2]), "+f"(d[8 * (n) + 3]), \
                  "+f"(d[8 * (n) + 4]), "+f"(d[8 * (n) + 5]), "+f"(d[8 * (n) + 6]), "+f"(d[8 * (n) + 7])
-#define OCTETS_2 OCTET(0), OCTET(1)
+#define OCTETS_1 OCTET(0)
+#define OCTETS_2 OCTETS_1, OCTET(1)
 #define OCTETS_4 OCTETS_2, OCTET(2), OCTET(3)
 #define OCTETS_5 OCTETS_4, OCTET(4)
 #define OCTETS_6 OCTETS_5, OCTET(5)
@@ -180,7 +181,8 @@ template <int COLUMNS> struct Instruction;
 #define OCTETS_8 OCTETS_7, OCTET(7)
 #define OCTETS_12 OCTETS_8, OCTET(8), OCTET(9), OCTET(10), OCTET(11)
 #define OCTETS_16 OCTETS_12, OCTET(12), OCTET(13), OCTET(14), OCTET(15)
-#define NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_2 NAMES_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_4 NAMES_2 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_5 NAMES_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_6 NAMES_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -194,7 +196,7 @@ template <int COLUMNS> struct Instruction;
 // P to U number the operands that follow the sums.
 #define OPCODE(COLUMNS) "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TEXT(STORAGE) "." TEXT(STORAGE)
 #define IN_SHARED(NAME, A_TURNED, B_TURNED, COLUMNS, COUNT, P, Q, R)                                                  \
-    template <int KEEP> static DEVICE void NAME(float (&d)[COLUMNS / 2], u64 a, u64 b, int = 64) {                    \
+    template <int KEEP> static DEVICE void NAME(float (&d)[COLUMNS / 2], u64 a, u64 b) {                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #R ", 0;\n" OPCODE(COLUMNS)                                 \
                      " {" NAMES_##COUNT "}, %" #P ", %" #Q ", p, 1, 1, " #A_TURNED ", " #B_TURNED ";\n}"              \
                      : OCTETS_##COUNT : "l"(a), "l"(b), "n"(KEEP));                                                   \
@@ -210,6 +212,7 @@ template <int COLUMNS> struct Instruction;
                          : OCTETS_##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                      \
         }                                                                                                             \
     };
+INSTRUCTION(16, 1, 8, 9, 10, 11, 12)
 INSTRUCTION(32, 2, 16, 17, 18, 19, 20)
 INSTRUCTION(64, 4, 32, 33, 34, 35, 36)
 INSTRUCTION(80, 5, 40, 41, 42, 43, 44)

@@ -11,9 +11,15 @@
 //
 // Shared memory: `Shared`. Keys may be split among blocks (SPLIT: rows.cuh), and lie in pages (PAGED), of which a load
 // brings PAGE_ROWS. SOFTCAP, ALIBI, SINKS and VARLEN as in forward.cu.
+#if BLOCK_M == 16
+#include "hopper/latent/turned.cuh"
+typedef TurnedConsumer Own;
+#else
 #include "hopper/latent/consumer.cuh"
+typedef Consumer Own;
+#endif
 
-static_assert((BLOCK_M == 64 || BLOCK_M == 32 || BLOCK_M == 16) && BLOCK_N == 64 && WARPS == 12, "rows of a warpgroup");
+static_assert((BLOCK_M == 64 || BLOCK_M == 16) && BLOCK_N == 64 && WARPS == 12, "rows of a warpgroup");
 static_assert(STAGES == 2 || STAGES == 3, "tiles of a stage are of either consumer in turn, or all of one");
 static_assert(BLOCK_D % PANEL == 0 && BLOCK_DV % (2 * PANEL) == 0, "whole panels");
 
@@ -36,7 +42,8 @@ DEVICE void share_work(Shared& shared, const Arguments& a, const TensorMap& quer
     } else {
         take_registers<CONSUMER_REGISTERS>();
         each([&](const Rows& rows) {
-            Consumer{shared, a, rows, past, broadcast(thread_index() / 128) - 1}.run();
+            Own own{{shared, a, rows, past, broadcast(thread_index() / 128) - 1}};
+            consume(own);
             past.add(rows);
         });
     }

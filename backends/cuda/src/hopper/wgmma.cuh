@@ -31,19 +31,17 @@ constexpr int ROW_BYTES = PANEL * sizeof(T);
 
 // Operands in shared memory are whole tiles, or some rows of a tile of ROWS.
 
-// sums (+)= left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory. Left may have fewer rows (LEFT), as the
-// emulator has to know: whatever lies behind them is multiplied as well.
-template <int COLUMNS, int DEPTH, int ROWS = COLUMNS, bool KEEP = false, int LEFT = 64>
+// sums (+)= left (64 x DEPTH) right (COLUMNS x DEPTH)^T, both in shared memory.
+template <int COLUMNS, int DEPTH, int ROWS = COLUMNS, bool KEEP = false>
 DEVICE void product_nt(float (&sums)[COLUMNS / 2], Matrix left, Matrix right) {
-    static_assert(LEFT == 64 || DEPTH <= PANEL, "panels of 64 rows");
     UNROLL for (int k = 0; k < DEPTH; k += 16) {
         const int panel = k / PANEL, within = k % PANEL * int(sizeof(T));
         const u64 a_k = left.advanced(panel * 64 * ROW_BYTES + within);
         const u64 b_k = right.advanced(panel * ROWS * ROW_BYTES + within);
         if (k == 0 && !KEEP)
-            Instruction<COLUMNS>::template nt<0>(sums, a_k, b_k, LEFT);
+            Instruction<COLUMNS>::template nt<0>(sums, a_k, b_k);
         else
-            Instruction<COLUMNS>::template nt<1>(sums, a_k, b_k, LEFT);
+            Instruction<COLUMNS>::template nt<1>(sums, a_k, b_k);
     }
 }
 

@@ -42,7 +42,7 @@ DEVICE void init_barriers(Shared& shared) {
     shared.query_full.init(1), shared.query_free.init(8);
     UNROLL for (int s = 0; s < STAGES; s++)
         UNROLL for (int n = 0; n < VALUE_PANELS; n++) shared.full[s][n].init(1), shared.free[s][n].init(4);
-    UNROLL for (int t = 0; t < 2; t++) shared.rest_full[t].init(1), shared.rest_free[t].init(4);
+    UNROLL for (int t = 0; t < 2; t++) shared.rest_full[t].init(1), shared.rest_free[t].init(BLOCK_M == 16 ? 8 : 4);
     publish_barriers();
 }
 

@@ -7,19 +7,24 @@
 constexpr float ROOM = 8;
 constexpr bool FOLD = true;  // the factor is a part of the exponential
 
-struct Softmax {
-    float base[2] = {-LOWEST, -LOWEST};  // of a row that has seen nothing
-    float total[2] = {0, 0};             // of this consumer's weights
+// Of ROWS that a thread has scores of: two where rows are the product's rows, four where they are its columns.
+template <int ROWS> struct Softmax {
+    float base[ROWS], total[ROWS];  // `total` is of this thread's weights
 
+    DEVICE Softmax() {
+        UNROLL for (int m = 0; m < ROWS; m++) base[m] = -LOWEST, total[m] = 0;  // of a row that has seen nothing
+    }
+    // Which of them score n is of.
+    static constexpr DEVICE int row_in(int n) { return ROWS == 2 ? n / 2 % 2 : n / 4 * 2 + n % 2; }
     DEVICE bool is_seen(int m) const { return base[m] != -LOWEST; }
     // The base in the unit of the exponential.
     DEVICE float exponent(int m, float factor) const { return rounded(base[m], factor); }
 
     // The largest of the thread's scores in a row.
-    static DEVICE float most(const Scores& scores, int m) {
+    template <int COUNT> static DEVICE float most(const float (&scores)[COUNT], int m) {
         float most = -INFINITE;
-        UNROLL for (int n = 0; n < BLOCK_N / 2; n++)
-            if (n / 2 % 2 == m) most = largest(most, scores[n]);
+        UNROLL for (int n = 0; n < COUNT; n++)
+            if (row_in(n) == m) most = largest(most, scores[n]);
         return most;
     }
     // Whether the base of row m rises to score `most`; sums are then to be multiplied by `rescale`.
@@ -32,13 +37,13 @@ struct Softmax {
         total[m] *= rescale;
         return true;
     }
-    DEVICE void weigh(Weights& weights, const Scores& scores, float factor) {
-        UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
+    template <int COUNT> DEVICE void weigh(u32 (&weights)[COUNT][4], const float (&scores)[8 * COUNT], float factor) {
+        UNROLL for (int k = 0; k < COUNT; k++)
             UNROLL for (int r = 0; r < 4; r++) {
-                const int n = 8 * k + 2 * r, m = r % 2;
+                const int n = 8 * k + 2 * r, m = row_in(n), next = row_in(n + 1);
                 const float even = power((scores[n] - base[m]) * factor);
-                const float odd = power((scores[n + 1] - base[m]) * factor);
-                total[m] += even, total[m] += odd;
+                const float odd = power((scores[n + 1] - base[next]) * factor);
+                total[m] += even, total[next] += odd;
                 weights[k][r] = pack_pair<T>(even, odd);
             }
     }
