@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -84,7 +85,8 @@ LIBRARIES = {
     "duck": Library(Duck, lambda x: Duck(tensor(x)), lambda x: numbers(x._tensor), lambda x: address(x._tensor)),
 }
 if jax is not None:
-    LIBRARIES["jax"] = Library(jax.Array, jax.numpy.asarray, doubles, lambda x: int(x.unsafe_buffer_pointer()))
+    on_cpu = functools.partial(jax.numpy.asarray, device=jax.devices("cpu")[0])  # whatever else there is
+    LIBRARIES["jax"] = Library(jax.Array, on_cpu, doubles, lambda x: int(x.unsafe_buffer_pointer()))
 without_jax = pytest.mark.skipif(jax is None, reason="jax is not installed")
 NAMES = ["numpy", "torch", "duck", pytest.param("jax", marks=without_jax)]
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}

@@ -404,7 +404,9 @@ HERE = ("--quick", "--no-isolate", "--no-corpus", "--examples", "2", "--longest"
 
 
 def test_the_command_shows_which_part_was_taken(command: Callable[..., Any]) -> None:
-    ran = command("verify")(*HERE, "--backend", "saboteurs:Evades", "--require", "mask=bool,dtype=fp32")
+    ran = command("verify")(
+        *HERE, "--device", "cpu", "--backend", "saboteurs:Evades", "--require", "mask=bool,dtype=fp32"
+    )
     assert ran.code == 1
     rows = [line.split() for line in ran.out.splitlines() if line.startswith(("mask=bool", "dtype=fp32"))]
     assert [row[0] for row in rows] == ["mask=bool", "dtype=fp32"]
@@ -413,7 +415,9 @@ def test_the_command_shows_which_part_was_taken(command: Callable[..., Any]) -> 
 
 
 def test_the_command_draws_as_many_as_it_is_told(command: Callable[..., Any]) -> None:
-    ran = command("verify")(*HERE, "--backend", "tiled", "--require", "sinks,dtype=fp32", "--each", "12", "--json", "-")
+    ran = command("verify")(
+        *HERE, "--device", "cpu", "--backend", "tiled", "--require", "sinks,dtype=fp32", "--each", "12", "--json", "-"
+    )
     rows = {row["class"]: row for row in json.loads(ran.out)["demanded"]}
     assert ran.code == 0
     assert rows.keys() == {"sinks", "dtype=fp32"}
