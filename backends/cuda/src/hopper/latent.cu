@@ -13,10 +13,10 @@
 // brings PAGE_ROWS. SOFTCAP, ALIBI, SINKS and VARLEN as in forward.cu.
 #if BLOCK_M == 16
 #include "hopper/latent/turned.cuh"
-typedef TurnedConsumer Own;
+typedef TurnedConsumer ThisConsumer;
 #else
 #include "hopper/latent/consumer.cuh"
-typedef Consumer Own;
+typedef Consumer ThisConsumer;
 #endif
 
 static_assert((BLOCK_M == 64 || BLOCK_M == 16) && BLOCK_N == 64 && WARPS == 12, "rows of a warpgroup");
@@ -42,7 +42,7 @@ DEVICE void share_work(Shared& shared, const Arguments& a, const TensorMap& quer
     } else {
         take_registers<CONSUMER_REGISTERS>();
         each([&](const Rows& rows) {
-            Own own{{shared, a, rows, past, broadcast(thread_index() / 128) - 1}};
+            ThisConsumer own{{shared, a, rows, past, broadcast(thread_index() / 128) - 1}};
             consume(own);
             past.add(rows);
         });

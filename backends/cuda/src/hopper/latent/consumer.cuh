@@ -7,7 +7,7 @@
 // for one another. Weights lie in a panel of their tile that holds no values: where keys were, all warps that multiply
 // them are waited for.
 #pragma once
-#include "hopper/latent/warpgroup.cuh"
+#include "hopper/latent/worker.cuh"
 #include "hopper/store.cuh"
 
 // Columns of the output that a product adds to, of the half that a consumer has.
@@ -17,7 +17,7 @@ struct alignas(8) Two {
     float at[2];
 };
 
-struct Consumer : Warpgroup {
+struct Consumer : Worker {
     Scores scores;
     Weights weights;
     float sums[OUTPUTS][WIDE / 2];

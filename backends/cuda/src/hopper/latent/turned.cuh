@@ -6,9 +6,9 @@
 // A thread has two keys' scores of four rows; what concerns a row is told among all warps of both consumers. Weights lie
 // in a panel of their tile that holds no values, each warp's where it has read its keys.
 #pragma once
-#include "hopper/latent/warpgroup.cuh"
+#include "hopper/latent/worker.cuh"
 
-struct TurnedConsumer : Warpgroup {
+struct TurnedConsumer : Worker {
     static constexpr int MINE = BLOCK_M / 4, CONSUMER_WARPS = 8;
     float scores[BLOCK_M / 2], sums[HALF][BLOCK_M / 2];  // of each panel of this half
     u32 weights[BLOCK_M / 16][4];

@@ -6,7 +6,7 @@
 #include "sinks.cuh"
 #include "slopes.cuh"
 
-struct Warpgroup {
+struct Worker {
     Shared& shared;
     const Arguments& a;
     const Rows& rows;
