@@ -65,8 +65,9 @@ def attention_paged(
         softcap: see scale.
         return_lse: see scale; the lse is (B, Hq, Lq), or (Hq, T).
         num_splits: into how many parts the keys of each sequence are divided, whatever the batch. With it a backend
-            gives a sequence the same bits alone and in any batch; name the backend too, as the choice of one may depend
-            on the batch. A backend that cannot refuses.
+            gives a sequence the same bits alone and in any batch, of calls with cu_seqlens_q, or of calls without and
+            of as many queries; name the backend too, as the choice of one may depend on the batch. A backend that
+            cannot refuses.
         tree_mask: of the keys of the queries themselves, the newest, those that each query sees, where these are the
             tokens of a tree (speculative decoding): (B, Lq, W) bytes (uint8), or (T, W) with cu_seqlens_q, as
             ``numpy.packbits(seen, axis=-1, bitorder="little")`` makes them. Bit t % 8 of byte t // 8 is about the key

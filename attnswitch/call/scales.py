@@ -26,8 +26,9 @@ def widened(query: Facts, key: Facts, value: Facts) -> tuple[Facts, Facts]:
     """
     for role, cache in (("key_cache", key), ("value_cache", value)):
         if cache.dtype not in (*CACHES, *DTYPES):
+            own = f"query's {query.dtype}" if query.dtype in DTYPES else f"query's, one of {', '.join(DTYPES)}"
             raise InvalidProblem(
-                f"{role} has dtype {cache.dtype}: expected query's {query.dtype}, or one of {', '.join(CACHES)}, as"
+                f"{role} has dtype {cache.dtype}: expected {own}, or one of {', '.join(CACHES)}, as"
                 " which .view reads what is kept as bytes"
             )
     if key.dtype not in CACHES and value.dtype not in CACHES:

@@ -211,7 +211,8 @@ def _refused(problem: Problem, device: Device) -> Iterator[str]:
     for role in ("query", "key", "value", "attn_mask"):
         if reason := requirements.aligned(problem, role):
             yield reason
-    for reason in (requirements.countable(sequences.launched(problem)), requirements.sealed(problem)):
+    launched = sequences.launched(problem)
+    for reason in (requirements.countable(launched), requirements.divisible(problem), requirements.sealed(problem)):
         if reason:
             yield reason
 

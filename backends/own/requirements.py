@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from attnswitch.problem import Problem
 
-__all__ = ["aligned", "countable", "sealed"]
+__all__ = ["aligned", "countable", "divisible", "sealed"]
 
 #: Blocks of a CUDA grid, each of which takes at least one row.
 _MOST_ROWS = 2**31 - 1
+#: Parts of keys, each of which takes a row's numerators in memory: of a million keys, 256 in each.
+_MOST_SPLITS = 4096
 
 
 def aligned(problem: Problem, role: str) -> str | None:
@@ -25,6 +27,13 @@ def countable(problem: Problem) -> str | None:
     for what, rows in (("queries", p.batch * p.heads_q * p.seq_q), ("keys", keys)):
         if rows > _MOST_ROWS:
             return f"{rows} {what} of all heads together: a grid has at most {_MOST_ROWS} blocks; split the batch"
+    return None
+
+
+def divisible(problem: Problem) -> str | None:
+    """The parts that keys are asked to be divided into have room in memory."""
+    if problem.splits > _MOST_SPLITS:
+        return f"num_splits={problem.splits}: each part of the keys is kept in memory, of {_MOST_SPLITS} at most"
     return None
 
 

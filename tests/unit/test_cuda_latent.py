@@ -416,6 +416,23 @@ class TestChoice:
         assert ("even" in str(first)) is even
 
     @pytest.mark.parametrize(
+        ("text", "rows"),
+        [
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.splits=4", 16),
+            (
+                "b64.h16/1.s1x4096.d576/512.bf16.lengths.varlen.page=64.splits=4",
+                64,
+            ),  # some may have more than one query
+            ("b64.h16/1.s2x4096.d576/512.bf16.lengths.page=64.splits=4", 64),
+        ],
+    )
+    @pytest.mark.parametrize("device", ["h200", "cpu"])
+    def test_one_tile_where_bits_are_promised(self, text: str, rows: int, device: str) -> None:
+        for more in ("", ".window=100,0"):
+            (only,) = config.configs(Problem.parse(text + more), Device.named(device))
+            assert (only.forward.queries, only.splits) == (rows, 4)
+
+    @pytest.mark.parametrize(
         ("text", "why"),
         [
             ("b1.h8/1.s1x4096.d576/512.bf16.lengths.page=64", ""),

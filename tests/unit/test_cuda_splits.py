@@ -12,6 +12,7 @@ import torch
 
 import attnswitch
 from attnswitch import Problem
+from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 
 config = importlib.import_module("attnswitch.backends.cuda.config")
@@ -62,6 +63,14 @@ def test_as_many_splits_as_blocks_that_take_turns_would_want(batch: int) -> None
 def test_what_is_asked_for_is_what_is_done() -> None:
     for batch, parts in itertools.product((1, 16, 128), (1, 3, 40)):
         assert [each.splits for each in config.configs(paged(batch, f".splits={parts}"), H200)] == [parts]
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_more_parts_than_memory_is_to_hold_are_refused(name: str) -> None:
+    backend = registry.loaded(name)
+    assert not list(backend.reasons(paged(16, ".splits=4096"), H200))
+    (reason,) = backend.reasons(paged(16, ".splits=1000000"), H200)
+    assert reason == "num_splits=1000000: each part of the keys is kept in memory, of 4096 at most"
 
 
 def test_others_are_there_to_be_tuned() -> None:

@@ -4,7 +4,7 @@
 // out (batch, heads, queries, dim_v) and lse (batch, heads, queries) of softmax(scores) value, for heads of up to
 // BLOCK_D columns. A block takes BLOCK_M rows, of the heads that share a key head (latent/rows.cuh), and visits the keys that
 // any of them sees, two tiles of 64 at a time: a loader, a warp of the first warpgroup, and two consumers, each with
-// the scores of one tile and half of the output's columns. Registers hold no more of 512 columns than that.
+// the scores of one tile and half of the output's columns. Of 64 rows registers hold no more of 512 columns than that.
 //
 //   loader      panels of 64 columns of both tiles, as they are free
 //   consumer    scores of its own tile | weights | its columns of the values of both
@@ -19,8 +19,8 @@ typedef TurnedConsumer ThisConsumer;
 typedef Consumer ThisConsumer;
 #endif
 
-static_assert((BLOCK_M == 64 || BLOCK_M == 16) && BLOCK_N == 64 && WARPS == 12, "rows of a warpgroup");
-static_assert(STAGES == 2 || STAGES == 3, "tiles of a stage are of either consumer in turn, or all of one");
+static_assert(BLOCK_N == 64 && WARPS == 12, "keys of a warpgroup, and a loader with two consumers");
+static_assert(BLOCK_M == 64 ? STAGES == 2 : BLOCK_M == 16 && STAGES == 3, "a third tile has room beside few rows");
 static_assert(BLOCK_D % PANEL == 0 && BLOCK_DV % (2 * PANEL) == 0, "whole panels");
 
 // Up to 504 for a warp of the loader's group and one of either consumer; each is a multiple of 8.

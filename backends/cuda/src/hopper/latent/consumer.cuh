@@ -60,7 +60,7 @@ struct Consumer : Worker {
         if (!rows.has(step, index))
             UNROLL for (float& score : scores) score = -INFINITE;
         else if (rows.reach.hides(start))
-            hide(scores, start, [&](int m) { return sees(row_of(m)); });
+            hide(scores, start, [&](int m) { return row_sees(row_of(m)); });
     }
     // Scores become exponents. A distance is a whole number: the nearest keys lose no digits to those far away.
     DEVICE void slant(int start) {

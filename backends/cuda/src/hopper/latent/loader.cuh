@@ -21,6 +21,9 @@ DEVICE constexpr int in_turn(int n) { return n < VALUE_PANELS ? n % 2 * HALF + n
 
 typedef T Panel[64 * PANEL];
 
+// Warps that multiply the weights of a tile from shared memory: those of the other consumer, or of both.
+constexpr int READERS_OF_WEIGHTS = BLOCK_M == 16 ? 8 : 4;
+
 struct Shared {
     alignas(1024) T query[KEY_PANELS][BLOCK_M * PANEL];
     alignas(1024) Panel values[STAGES][VALUE_PANELS], rest[2];
@@ -42,7 +45,7 @@ DEVICE void init_barriers(Shared& shared) {
     shared.query_full.init(1), shared.query_free.init(8);
     UNROLL for (int s = 0; s < STAGES; s++)
         UNROLL for (int n = 0; n < VALUE_PANELS; n++) shared.full[s][n].init(1), shared.free[s][n].init(4);
-    UNROLL for (int t = 0; t < 2; t++) shared.rest_full[t].init(1), shared.rest_free[t].init(BLOCK_M == 16 ? 8 : 4);
+    UNROLL for (int t = 0; t < 2; t++) shared.rest_full[t].init(1), shared.rest_free[t].init(READERS_OF_WEIGHTS);
     publish_barriers();
 }
 

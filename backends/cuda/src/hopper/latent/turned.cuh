@@ -3,8 +3,8 @@
 //
 //   each pair of tiles    S = K Q^T | largest scores | P = 2^(S - base), to shared memory | O += V^T P, of both tiles
 //
-// A thread has two keys' scores of four rows; what concerns a row is told among all warps of both consumers. Weights lie
-// in a panel of their tile that holds no values, each warp's where it has read its keys.
+// A thread has two keys' scores of four rows; what concerns a row is shared by all warps of both consumers. Weights lie
+// in a panel of their tile that holds no values: where keys were, which all have read once they agree on a base.
 #pragma once
 #include "hopper/latent/worker.cuh"
 
@@ -22,24 +22,29 @@ struct TurnedConsumer : Worker {
     }
     // All warps have keys of the same rows.
     DEVICE void meet_rows() const { meet_all(); }
-    DEVICE void make_room() {}  // a warp has read its keys there
-    // The thread's i-th row; and which score is of it and of the thread's m-th key, which is row_of(m) of the tile.
-    static DEVICE int row(int i) { return 8 * (i / 2) + first_column() + i % 2; }
-    static DEVICE constexpr int at(int i, int m) { return 4 * (i / 2) + 2 * m + i % 2; }
-    // What a warp tells the others of a row.
-    DEVICE float* told(int warp, int r) const { return &shared.beside[0][0] + warp * BLOCK_M + r; }
+    DEVICE void make_room() {}  // they met in `agree`
 
-    // `own` of each row, merged over all keys of both tiles. Threads come together.
-    template <class Merge> DEVICE void over_rows(float (&own)[MINE], Merge merge) const {
+    // The thread's i-th row, a column of the product; its m-th key or, of values, column; and which number is of both.
+    static DEVICE int row(int i) { return 8 * (i / 2) + first_column() + i % 2; }
+    static DEVICE int key(int m) { return row_of(m); }
+    static DEVICE constexpr int at(int i, int m) { return 4 * (i / 2) + 2 * m + i % 2; }
+    // Where a warp leaves what it has of a row to the others.
+    DEVICE float* beside(int warp, int r) const {
+        static_assert(sizeof shared.beside == CONSUMER_WARPS * BLOCK_M * sizeof(float), "a number of each");
+        return &shared.beside[0][0] + warp * BLOCK_M + r;
+    }
+
+    // `mine` of each row, merged over all keys of both tiles. Threads come together.
+    template <class Merge> DEVICE void over_keys(float (&mine)[MINE], Merge merge) const {
         const int lane = thread_index() % 32, warp = thread_index() / 32 % 4 + 4 * index;
         UNROLL for (int i = 0; i < MINE; i++) {
-            UNROLL for (int lanes = 4; lanes < 32; lanes *= 2) own[i] = merge(own[i], shuffle_xor(own[i], lanes));
-            if (lane < 4) store_shared(told(warp, row(i)), own[i]);
+            UNROLL for (int lanes = 4; lanes < 32; lanes *= 2) mine[i] = merge(mine[i], shuffle_xor(mine[i], lanes));
+            if (lane < 4) store_shared(beside(warp, row(i)), mine[i]);
         }
         meet_rows();
         UNROLL for (int i = 0; i < MINE; i++) {
-            own[i] = load_shared(told(0, row(i)));
-            UNROLL for (int w = 1; w < CONSUMER_WARPS; w++) own[i] = merge(own[i], load_shared(told(w, row(i))));
+            mine[i] = load_shared(beside(0, row(i)));
+            UNROLL for (int w = 1; w < CONSUMER_WARPS; w++) mine[i] = merge(mine[i], load_shared(beside(w, row(i))));
         }
     }
     DEVICE void take_scores(const Tile& tile, int step) {
@@ -65,10 +70,10 @@ struct TurnedConsumer : Worker {
             UNROLL for (float& score : scores) score = -INFINITE;
         else if (rows.reach.hides(start))
             UNROLL for (int i = 0; i < MINE; i++) {
-                const Span span = sees(row(i));
+                const Span span = row_sees(row(i));
                 UNROLL for (int m = 0; m < 2; m++) {
-                    const int key = start + row_of(m);
-                    if (key < span.from || key >= span.to) scores[at(i, m)] = -INFINITE;
+                    const int at_key = start + key(m);
+                    if (at_key < span.from || at_key >= span.to) scores[at(i, m)] = -INFINITE;
                 }
             }
     }
@@ -78,7 +83,7 @@ struct TurnedConsumer : Worker {
             const int stands = rows.first + rows.query_of(row(i)) + rows.extent.offset - start;
             UNROLL for (int m = 0; m < 2; m++) {
                 float& score = scores[at(i, m)];
-                score = multiply_add(score, factor, -slopes[i] * fabsf(float(stands - row_of(m))));
+                score = multiply_add(score, factor, -slopes[i] * fabsf(float(stands - key(m))));
             }
         }
     }
@@ -86,7 +91,7 @@ struct TurnedConsumer : Worker {
     DEVICE void agree() {
         float most[MINE], rescale[MINE];
         UNROLL for (int i = 0; i < MINE; i++) most[i] = softmax.most(scores, i);
-        over_rows(most, [](float x, float y) { return largest(x, y); });
+        over_keys(most, [](float x, float y) { return largest(x, y); });
         bool risen = false;
         UNROLL for (int i = 0; i < MINE; i++) risen |= softmax.rise(i, most[i], ALIBI ? 1 : factor, rescale[i]);
         if (all_of_warp(!risen)) return;
@@ -120,7 +125,7 @@ struct TurnedConsumer : Worker {
         let_next_begin();  // merge.cu
         float total[MINE];
         UNROLL for (int i = 0; i < MINE; i++) total[i] = softmax.total[i];
-        over_rows(total, [](float x, float y) { return x + y; });
+        over_keys(total, [](float x, float y) { return x + y; });
         const bool writes = index == 0 && thread_index() % 128 < 4;
         UNROLL for (int i = 0; i < MINE; i++) {
             const int r = row(i);
@@ -132,7 +137,7 @@ struct TurnedConsumer : Worker {
             T* const out = rows.out_of(r);
             UNROLL for (int n = 0; n < HALF; n++)
                 UNROLL for (int m = 0; m < 2; m++) {
-                    const int column = (index * HALF + n) * PANEL + row_of(m);
+                    const int column = (index * HALF + n) * PANEL + key(m);
                     if (column >= a.dim_v) continue;
                     if (leaves_part())
                         static_cast<float*>(a.parts)[part * a.dim_v + column] = sums[n][at(i, m)];

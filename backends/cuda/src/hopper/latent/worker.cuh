@@ -22,6 +22,7 @@ struct Worker {
         if (thread_index() % 32 == 0) free.arrive();
     }
     DEVICE Matrix matrix(u32 place) const { return Matrix(origin + place); }
+    // A panel of keys or, where values come in their place, `more` loads later.
     DEVICE void await(const Tile& tile, int panel, int more = 0) const {
         shared.full[tile.stage][panel].wait((tile.uses_before(a) + more) & 1);
     }
@@ -33,7 +34,7 @@ struct Worker {
             shared.rest_full[index].wait(tile.step & 1);
     }
     DEVICE float slope(int r) const { return slope_of(a, rows.batch, smaller(rows.head_of(r), a.heads - 1)) * UNIT; }
-    DEVICE Span sees(int r) const { return rows.sees(smaller(rows.query_of(r), rows.count - 1)); }
+    DEVICE Span row_sees(int r) const { return rows.sees(smaller(rows.query_of(r), rows.count - 1)); }
     // Whether a step goes beyond a sequence's end, where NaN may lie, or another one, which a weight of 0 does not take
     // away.
     DEVICE bool ends(int step) const { return rows.start(step, 0) + 2 * BLOCK_N > rows.extent.end; }
@@ -67,7 +68,7 @@ struct Worker {
         int* const told = reinterpret_cast<int*>(static_cast<float*>(a.sums) + 2 * rows.all_parts()) + 2 * rows.line_of(r);
         told[0] = int(rows.part_of(r)), told[1] = rows.portion.parts;
     }
-    // Maximum and sum of row r, whose part lies at `part`.
+    // Maximum and sum of a row, the m-th of `softmax`, whose part lies at `part`.
     template <class Softmax> DEVICE void leave(i64 part, const Softmax& softmax, int m, float total) const {
         float* const maxima = static_cast<float*>(a.sums);
         maxima[part] = softmax.is_seen(m) ? softmax.exponent(m, ALIBI ? 1 : factor) : -INFINITE;
@@ -76,25 +77,25 @@ struct Worker {
 };
 
 // What either does of a portion of rows.
-template <class Own> DEVICE void consume(Own& own) {
-    own.begin();
-    const int steps = own.rows.steps();
-    if (steps) own.shared.query_full.wait(own.past.queries & 1);
+template <class Kind> DEVICE void consume(Kind& it) {
+    it.begin();
+    const int steps = it.rows.steps();
+    if (steps) it.shared.query_full.wait(it.past.queries & 1);
     ROLLED for (int step = 0; step < steps; step++) {
-        own.origin = broadcast(own.origin);  // so that places are worked out of it anew, in registers of the warp
-        const Tile tile(own.past.steps + step, own.index);
-        own.take_scores(tile, step);
-        if (SPLIT == EVEN && step == steps - 1) own.release(own.shared.query_free);
-        own.agree();
-        own.softmax.weigh(own.weights, own.scores, ALIBI ? 1 : own.factor);
-        if (!own.a.values_within)  // not only those of its half: no phase of its own tile passes unseen
-            UNROLL for (int n = 0; n < VALUE_PANELS; n++) own.await(tile, n, 1);
-        if (own.ends(step)) own.clear_beyond(tile, step);
-        own.make_room();
-        store_packed(own.shared.rest[own.index], own.weights);
+        it.origin = broadcast(it.origin);  // so that places are worked out of it anew, in registers of the warp
+        const Tile tile(it.past.steps + step, it.index);
+        it.take_scores(tile, step);
+        if (SPLIT == EVEN && step == steps - 1) it.release(it.shared.query_free);
+        it.agree();
+        it.softmax.weigh(it.weights, it.scores, ALIBI ? 1 : it.factor);
+        if (!it.a.values_within)  // not only those of its half: no phase of its own tile passes unseen
+            UNROLL for (int n = 0; n < VALUE_PANELS; n++) it.await(tile, n, 1);
+        if (it.ends(step)) it.clear_beyond(tile, step);
+        it.make_room();
+        store_packed(it.shared.rest[it.index], it.weights);
         show_writes();
-        own.meet_rows();
-        own.add_values(tile, Tile(own.past.steps + step, own.other));
+        it.meet_rows();
+        it.add_values(tile, Tile(it.past.steps + step, it.other));
     }
-    own.finish();
+    it.finish();
 }
