@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from attnswitch.verify.court.proxy import Proxy
 from attnswitch.verify.court.server import Server
 from attnswitch.verify.court.wire import Arena, Layout, Results, View
 from attnswitch.verify.judge import examine
+from attnswitch.verify.launch.call import call, place_operands
 from attnswitch.verify.truth import rows
 from attnswitch.verify.truth.exact import Exact
 
@@ -278,6 +280,31 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 """
+
+
+PATCHES = """
+    torch.absolute = torch.abs
+    torch.set_num_threads(1 + torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3], ids=["at once", "once the judge has compared"])
+def test_what_a_kernel_did_is_told_once_whenever_it_is_asked(seconds: float, tmp_path: Path) -> None:
+    """The candidate looks by itself where it is not asked anything for a while."""
+    (tmp_path / "kernels.py").write_text(SDPA.replace("    return", f"{PATCHES}    return"))
+    name = f"{tmp_path}/kernels.py:attention"
+    case = Case(seq_q=3, seq_k=5, dim_qk=8, dim_v=8, library="torch")
+    with sitting(Court((name,))):
+        proxy: Any = registry.load(name)
+        told = []
+        for _ in range(2):
+            call(case, place_operands(case, trial.Subject(case).data, "cpu"), name)
+            time.sleep(seconds)
+            told.append(proxy.conduct())
+        assert "it replaced torch.absolute" in told[0]
+        assert "torch.absolute" not in told[1]
+        assert all("it changed torch's threads" in each for each in told)
+        assert proxy.conduct() == ""
 
 
 @pytest.mark.parametrize(

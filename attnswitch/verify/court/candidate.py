@@ -38,6 +38,8 @@ from attnswitch.verify.launch.surroundings import surrounded
 
 __all__ = ["serve"]
 
+#: Seconds without a question after which what is going to be asked is looked at: the judge compares numbers meanwhile.
+_IDLE = 1e-3
 #: Kernels kept, and configs and reasons named at most.
 _KEPT, _CONFIGS, _REASONS = 64, 256, 32
 _OWN = (BackendUnavailable, CompileError, Unsupported)
@@ -54,14 +56,18 @@ class Candidate:
         self._view, self._results = View(folder), Results(folder)
         self._forbidden = forbidden
         self._graph: _Graph | None = None
-        #: Whether a call since the last look drew random numbers, as it was to.
-        self._drew = False
+        #: Whether a call since the last look drew random numbers, as it was to; and what that look saw, if none came.
+        self._drew, self._seen = False, list[str]()
+        #: Whether anything of the backend's ran since the last look, and whether a kernel did.
+        self._ran, self.launched = True, False
         self._kernel = functools.lru_cache(maxsize=_KEPT)(self._compiled)
 
     def answer(self, number: int, ask: Ask) -> Answer:
         """The answer, whatever the kernel raises; ``number`` is told back."""
         if ask.what in messages.LAUNCHES:
             self._results.clear()
+            self.launched = True
+        self._ran |= ask.what != "conduct"
         told: list[str] = []
         try:
             with traces.aten(self._forbidden) as seen:
@@ -76,11 +82,19 @@ class Candidate:
         heard = tuple(text[: messages.SENTENCE] for text in told)
         return Answer(answer.said, answer.results, answer.raised, heard, number)
 
+    def look(self) -> None:
+        """At what the backend did to this process, unless nothing of it ran since the last look."""
+        self.launched = False
+        if self._ran:
+            self._seen += self._traces.look(self._drew)
+            self._drew = self._ran = False
+
     def _do(self, ask: Ask, told: list[str]) -> tuple[Any, Sequence[Array | None]]:
         """What is to be said, and arrays."""
         if ask.what == "conduct":
-            told += self._traces.look(self._drew)
-            self._drew = False
+            self.look()
+            told += self._seen
+            self._seen = []
             return None, ()
         if ask.what == "about":
             return asdict(_about(self._backend)), ()
@@ -249,6 +263,9 @@ def serve(asks: Connection, answers: Connection, folder: Path, kernels: bool) ->
         torch.autograd.grad(x.sum(), x)  # what it sets up as it is first used is not the kernel's doing
     candidate = None
     while True:
+        if candidate is not None and candidate.launched and not asks.poll(_IDLE):
+            with contextlib.suppress(BaseException):  # it is told where it is asked for
+                candidate.look()
         try:
             number: int
             ask: Ask
