@@ -401,12 +401,13 @@ def test_a_file_that_cannot_be_written_is_not_a_mismatch(
 
 def test_replay_tells_the_endings_apart(cli: Cli, register: Register, tmp_path: Path) -> None:
     register("saboteur", "saboteurs:Raises")
+    register("nowhere", "no_such_module:Backend")
     folder = tmp_path / "cases"
     files = {
         "FIXED": saved(folder, "reference", seq_k=63),
         "FAILED": saved(folder, "saboteur", seq_k=63),
         "REFUSED": saved(folder, "sdpa-math", softcap=3.0),
-        "ABSENT": saved(folder, "sdpa-cudnn"),
+        "ABSENT": saved(folder, "nowhere"),
         "ERROR": folder / "damaged.json",
     }
     files["ERROR"].write_text("[]")
