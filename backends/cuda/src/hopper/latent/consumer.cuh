@@ -18,17 +18,14 @@ struct alignas(8) Two {
 };
 
 struct Consumer : Worker {
+    static constexpr int MINE = 2;  // rows of a thread
     Scores scores;
     Weights weights;
     float sums[OUTPUTS][WIDE / 2];
-    Softmax<2> softmax;
-    float slopes[2];  // ALIBI: of each row, in units of the exponential
+    Softmax<MINE> softmax;
+    float slopes[MINE];  // ALIBI: in units of the exponential
 
-    DEVICE void begin() {
-        UNROLL for (auto& part : sums)
-            UNROLL for (float& sum : part) sum = 0;
-        if (ALIBI) UNROLL for (int m = 0; m < 2; m++) slopes[m] = slope(row_of(m));
-    }
+    static DEVICE int row(int m) { return row_of(m); }
     // The two warps that have the same rows meet.
     DEVICE void meet_rows() const { meet_at(1 + thread_index() % 128 / 32, 64); }
     // All its warps have read the keys there.
@@ -38,29 +35,11 @@ struct Consumer : Worker {
 
     // -- scores ---------------------------------------------------------------------------------------------------
 
-    DEVICE void take_scores(const Tile& tile, int step) {
-        UNROLL for (float& score : scores) score = 0;  // none of the step before lives on in registers
-        begin_products();
-        UNROLL for (int n = 0; n < KEY_PANELS; n++) {
-            const int panel = in_turn(n);
-            await_key(tile, panel);
-            const Matrix query = matrix(Shared::query_place(panel)), key = matrix(tile.place(panel));
-            if (n == 0)
-                product_nt<BLOCK_N, PANEL, BLOCK_N, false>(scores, query, key);
-            else
-                product_nt<BLOCK_N, PANEL, BLOCK_N, true>(scores, query, key);
-        }
-        commit_products();
-        wait_products<0>();
-        hold(scores);
-        if (!a.values_within) UNROLL for (int n = 0; n < VALUE_PANELS; n++) release(shared.free[tile.stage][n]);
-        if (SOFTCAP) cap(scores, float(a.factor));
-        const int start = rows.start(step, index);
-        if (ALIBI) slant(start);
-        if (!rows.has(step, index))
-            UNROLL for (float& score : scores) score = -INFINITE;
-        else if (rows.reach.hides(start))
-            hide(scores, start, [&](int m) { return row_sees(row_of(m)); });
+    template <bool KEEP> DEVICE void multiply(Matrix query, Matrix key) {
+        product_nt<BLOCK_N, PANEL, BLOCK_N, KEEP>(scores, query, key);
+    }
+    DEVICE void hide_keys(int start) {
+        hide(scores, start, [&](int m) { return row_sees(row(m)); });
     }
     // Scores become exponents. A distance is a whole number: the nearest keys lose no digits to those far away.
     DEVICE void slant(int start) {
@@ -73,21 +52,17 @@ struct Consumer : Worker {
                 }
         }
     }
-    // Both consumers raise the base of a row together.
-    DEVICE void agree() {
-        float most[2], rescale[2];
-        UNROLL for (int m = 0; m < 2; m++) {
-            most[m] = over_row(softmax.most(scores, m), [](float x, float y) { return largest(x, y); });
-            if (first_column() == 0) store_shared(&shared.beside[index][row_of(m)], most[m]);
+    // `mine` of each row, merged over all keys of both tiles.
+    template <class Merge> DEVICE void over_keys(float (&mine)[MINE], Merge merge) const {
+        UNROLL for (int m = 0; m < MINE; m++) {
+            mine[m] = over_row(mine[m], merge);
+            if (first_column() == 0) store_shared(&shared.beside[index][row(m)], mine[m]);
         }
         meet_rows();
-        bool risen = false;
-        UNROLL for (int m = 0; m < 2; m++) {
-            most[m] = largest(most[m], load_shared(&shared.beside[other][row_of(m)]));
-            risen |= softmax.rise(m, most[m], ALIBI ? 1 : factor, rescale[m]);
-        }
-        if (all_of_warp(!risen)) return;
-        UNROLL for (auto& part : sums) scale_rows(part, rescale);
+        UNROLL for (int m = 0; m < MINE; m++) mine[m] = merge(mine[m], load_shared(&shared.beside[other][row(m)]));
+    }
+    DEVICE void scale(const float (&by)[MINE]) {
+        UNROLL for (auto& part : sums) scale_rows(part, by);
     }
 
     // -- values ---------------------------------------------------------------------------------------------------
@@ -122,15 +97,10 @@ struct Consumer : Worker {
 
     DEVICE void finish() {
         let_next_begin();  // merge.cu
-        float total[2];
-        UNROLL for (int m = 0; m < 2; m++) {
-            total[m] = over_row(softmax.total[m], [](float x, float y) { return x + y; });
-            if (first_column() == 0) store_shared(&shared.beside[index][row_of(m)], total[m]);
-        }
-        meet_rows();
-        UNROLL for (int m = 0; m < 2; m++) {
-            total[m] += load_shared(&shared.beside[other][row_of(m)]);
-            if (writes()) tell(row_of(m));
+        float total[MINE];
+        all_totals(*this, total);
+        UNROLL for (int m = 0; m < MINE; m++) {
+            if (writes()) tell(row(m));
             if (leaves_part())
                 store_part(m, total[m]);
             else

@@ -9,17 +9,12 @@
 #include "hopper/latent/worker.cuh"
 
 struct TurnedConsumer : Worker {
-    static constexpr int MINE = BLOCK_M / 4, CONSUMER_WARPS = 8;
+    static constexpr int MINE = BLOCK_M / 4, CONSUMER_WARPS = 8;  // rows of a thread
     float scores[BLOCK_M / 2], sums[HALF][BLOCK_M / 2];  // of each panel of this half
     u32 weights[BLOCK_M / 16][4];
     Softmax<MINE> softmax;
     float slopes[MINE];  // ALIBI: in units of the exponential
 
-    DEVICE void begin() {
-        UNROLL for (auto& part : sums)
-            UNROLL for (float& sum : part) sum = 0;
-        if (ALIBI) UNROLL for (int i = 0; i < MINE; i++) slopes[i] = slope(row(i));
-    }
     // All warps have keys of the same rows.
     DEVICE void meet_rows() const { meet_all(); }
     DEVICE void make_room() {}  // they met in `agree`
@@ -34,7 +29,7 @@ struct TurnedConsumer : Worker {
         return &shared.beside[0][0] + warp * BLOCK_M + r;
     }
 
-    // `mine` of each row, merged over all keys of both tiles. Threads come together.
+    // `mine` of each row, merged over all keys of both tiles.
     template <class Merge> DEVICE void over_keys(float (&mine)[MINE], Merge merge) const {
         const int lane = thread_index() % 32, warp = thread_index() / 32 % 4 + 4 * index;
         UNROLL for (int i = 0; i < MINE; i++) {
@@ -47,35 +42,15 @@ struct TurnedConsumer : Worker {
             UNROLL for (int w = 1; w < CONSUMER_WARPS; w++) mine[i] = merge(mine[i], load_shared(beside(w, row(i))));
         }
     }
-    DEVICE void take_scores(const Tile& tile, int step) {
-        UNROLL for (float& score : scores) score = 0;  // none of the step before lives on in registers
-        begin_products();
-        UNROLL for (int n = 0; n < KEY_PANELS; n++) {
-            const int panel = in_turn(n);
-            await_key(tile, panel);
-            const Matrix query = matrix(Shared::query_place(panel)), key = matrix(tile.place(panel));
-            if (n == 0)
-                product_nt<BLOCK_M, PANEL, BLOCK_M, false>(scores, key, query);
-            else
-                product_nt<BLOCK_M, PANEL, BLOCK_M, true>(scores, key, query);
+    template <bool KEEP> DEVICE void multiply(Matrix query, Matrix key) {
+        product_nt<BLOCK_M, PANEL, BLOCK_M, KEEP>(scores, key, query);
+    }
+    DEVICE void hide_keys(int start) {
+        UNROLL for (int i = 0; i < MINE; i++) {
+            const Span span = row_sees(row(i));
+            UNROLL for (int m = 0; m < 2; m++)
+                if (start + key(m) < span.from || start + key(m) >= span.to) scores[at(i, m)] = -INFINITE;
         }
-        commit_products();
-        wait_products<0>();
-        hold(scores);
-        if (!a.values_within) UNROLL for (int n = 0; n < VALUE_PANELS; n++) release(shared.free[tile.stage][n]);
-        if (SOFTCAP) cap(scores, float(a.factor));
-        const int start = rows.start(step, index);
-        if (ALIBI) slant(start);
-        if (!rows.has(step, index))
-            UNROLL for (float& score : scores) score = -INFINITE;
-        else if (rows.reach.hides(start))
-            UNROLL for (int i = 0; i < MINE; i++) {
-                const Span span = row_sees(row(i));
-                UNROLL for (int m = 0; m < 2; m++) {
-                    const int at_key = start + key(m);
-                    if (at_key < span.from || at_key >= span.to) scores[at(i, m)] = -INFINITE;
-                }
-            }
     }
     // Scores become exponents. A distance is a whole number: the nearest keys lose no digits to those far away.
     DEVICE void slant(int start) {
@@ -87,17 +62,10 @@ struct TurnedConsumer : Worker {
             }
         }
     }
-    // The base of a row rises for all of its keys together.
-    DEVICE void agree() {
-        float most[MINE], rescale[MINE];
-        UNROLL for (int i = 0; i < MINE; i++) most[i] = softmax.most(scores, i);
-        over_keys(most, [](float x, float y) { return largest(x, y); });
-        bool risen = false;
-        UNROLL for (int i = 0; i < MINE; i++) risen |= softmax.rise(i, most[i], ALIBI ? 1 : factor, rescale[i]);
-        if (all_of_warp(!risen)) return;
+    DEVICE void scale(const float (&by)[MINE]) {
         UNROLL for (auto& part : sums)
             UNROLL for (int i = 0; i < MINE; i++)
-                UNROLL for (int m = 0; m < 2; m++) part[at(i, m)] *= rescale[i];
+                UNROLL for (int m = 0; m < 2; m++) part[at(i, m)] *= by[i];
     }
     // Panels are free one after another, while others are multiplied.
     DEVICE void add_values(const Tile& own, const Tile& others) {
@@ -124,8 +92,7 @@ struct TurnedConsumer : Worker {
     DEVICE void finish() {
         let_next_begin();  // merge.cu
         float total[MINE];
-        UNROLL for (int i = 0; i < MINE; i++) total[i] = softmax.total[i];
-        over_keys(total, [](float x, float y) { return x + y; });
+        all_totals(*this, total);
         const bool writes = index == 0 && thread_index() % 128 < 4;
         UNROLL for (int i = 0; i < MINE; i++) {
             const int r = row(i);

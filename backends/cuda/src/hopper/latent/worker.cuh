@@ -26,7 +26,7 @@ struct Worker {
     DEVICE void await(const Tile& tile, int panel, int more = 0) const {
         shared.full[tile.stage][panel].wait((tile.uses_before(a) + more) & 1);
     }
-    // The n-th panel of keys that comes.
+    // The same of keys alone, which have one more.
     DEVICE void await_key(const Tile& tile, int panel) const {
         if (panel < VALUE_PANELS)
             await(tile, panel);
@@ -76,17 +76,68 @@ struct Worker {
     }
 };
 
-// What either does of a portion of rows.
+// -- what either does, with the rows, scores and sums that its threads have --------------------------------------------
+
+template <class Kind> DEVICE void begin(Kind& it) {
+    UNROLL for (auto& part : it.sums)
+        UNROLL for (float& sum : part) sum = 0;
+    if (ALIBI) UNROLL for (int m = 0; m < Kind::MINE; m++) it.slopes[m] = it.slope(it.row(m));
+}
+
+template <class Kind> DEVICE void take_scores(Kind& it, const Tile& tile, int step) {
+    UNROLL for (float& score : it.scores) score = 0;  // none of the step before lives on in registers
+    begin_products();
+    UNROLL for (int n = 0; n < KEY_PANELS; n++) {
+        const int panel = in_turn(n);
+        it.await_key(tile, panel);
+        const Matrix query = it.matrix(Shared::query_place(panel)), key = it.matrix(tile.place(panel));
+        if (n == 0)
+            it.template multiply<false>(query, key);
+        else
+            it.template multiply<true>(query, key);
+    }
+    commit_products();
+    wait_products<0>();
+    hold(it.scores);
+    if (!it.a.values_within)
+        UNROLL for (int n = 0; n < VALUE_PANELS; n++) it.release(it.shared.free[tile.stage][n]);
+    if (SOFTCAP) cap(it.scores, float(it.a.factor));
+    const int start = it.rows.start(step, it.index);
+    if (ALIBI) it.slant(start);
+    if (!it.rows.has(step, it.index))
+        UNROLL for (float& score : it.scores) score = -INFINITE;
+    else if (it.rows.reach.hides(start))
+        it.hide_keys(start);
+}
+
+// Both consumers raise the base of a row together.
+template <class Kind> DEVICE void agree(Kind& it) {
+    float most[Kind::MINE], rescale[Kind::MINE];
+    UNROLL for (int m = 0; m < Kind::MINE; m++) most[m] = it.softmax.most(it.scores, m);
+    it.over_keys(most, [](float x, float y) { return largest(x, y); });
+    bool risen = false;
+    UNROLL for (int m = 0; m < Kind::MINE; m++)
+        risen |= it.softmax.rise(m, most[m], ALIBI ? 1 : it.factor, rescale[m]);
+    if (!all_of_warp(!risen)) it.scale(rescale);
+}
+
+// The sum of the weights of each row, of all keys.
+template <class Kind> DEVICE void all_totals(const Kind& it, float (&total)[Kind::MINE]) {
+    UNROLL for (int m = 0; m < Kind::MINE; m++) total[m] = it.softmax.total[m];
+    it.over_keys(total, [](float x, float y) { return x + y; });
+}
+
+// All of a portion of rows.
 template <class Kind> DEVICE void consume(Kind& it) {
-    it.begin();
+    begin(it);
     const int steps = it.rows.steps();
     if (steps) it.shared.query_full.wait(it.past.queries & 1);
     ROLLED for (int step = 0; step < steps; step++) {
         it.origin = broadcast(it.origin);  // so that places are worked out of it anew, in registers of the warp
         const Tile tile(it.past.steps + step, it.index);
-        it.take_scores(tile, step);
+        take_scores(it, tile, step);
         if (SPLIT == EVEN && step == steps - 1) it.release(it.shared.query_free);
-        it.agree();
+        agree(it);
         it.softmax.weigh(it.weights, it.scores, ALIBI ? 1 : it.factor);
         if (!it.a.values_within)  // not only those of its half: no phase of its own tile passes unseen
             UNROLL for (int n = 0; n < VALUE_PANELS; n++) it.await(tile, n, 1);
