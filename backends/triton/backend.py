@@ -122,8 +122,8 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
             f"page={problem.page}: rows of {' and '.join(sorted(roles))} do not lie in steps of 16 bytes, and a copy of"
             " the whole cache would be needed"
         )
-    for asked in (requirements.countable, requirements.divisible, requirements.sealed):
-        if reason := asked(problem):
+    for reason in (requirements.countable(problem), requirements.divisible(problem), requirements.sealed(problem)):
+        if reason:
             yield reason
 
 

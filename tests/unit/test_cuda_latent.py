@@ -419,10 +419,8 @@ class TestChoice:
         ("text", "rows"),
         [
             ("b64.h16/1.s1x4096.d576/512.bf16.lengths.page=64.splits=4", 16),
-            (
-                "b64.h16/1.s1x4096.d576/512.bf16.lengths.varlen.page=64.splits=4",
-                64,
-            ),  # some may have more than one query
+            # Of sequences one after another some may have more than one query.
+            ("b64.h16/1.s1x4096.d576/512.bf16.lengths.varlen.page=64.splits=4", 64),
             ("b64.h16/1.s2x4096.d576/512.bf16.lengths.page=64.splits=4", 64),
         ],
     )

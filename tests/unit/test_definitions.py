@@ -155,17 +155,8 @@ def test_a_damaged_file_is_refused_with_a_sentence(path: Path, tmp_path: Path) -
 
 
 def test_the_command_takes_a_definition(command: Callable[..., Any]) -> None:
-    here = (
-        "--quick",
-        "--no-isolate",
-        "--no-corpus",
-        "--examples",
-        "1",
-        "--device",
-        "cpu",
-        "--backend",
-        "saboteurs:Evades",
-    )
+    quick = ("--quick", "--no-isolate", "--no-corpus", "--examples", "1")
+    here = (*quick, "--device", "cpu", "--backend", "saboteurs:Evades")
     ran = command("verify")(*here, "--require", str(LATENT))
     assert "no backward" not in ran.out
     assert (ran.code, "page=1" in ran.out) == (0, True)

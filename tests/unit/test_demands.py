@@ -400,13 +400,11 @@ def test_a_backend_that_evades_is_found_in_a_real_run() -> None:
 
 # -- from the command line ---------------------------------------------------------------------------------------------
 
-HERE = ("--quick", "--no-isolate", "--no-corpus", "--examples", "2", "--longest", "40")
+HERE = ("--quick", "--no-isolate", "--no-corpus", "--device", "cpu", "--examples", "2", "--longest", "40")
 
 
 def test_the_command_shows_which_part_was_taken(command: Callable[..., Any]) -> None:
-    ran = command("verify")(
-        *HERE, "--device", "cpu", "--backend", "saboteurs:Evades", "--require", "mask=bool,dtype=fp32"
-    )
+    ran = command("verify")(*HERE, "--backend", "saboteurs:Evades", "--require", "mask=bool,dtype=fp32")
     assert ran.code == 1
     rows = [line.split() for line in ran.out.splitlines() if line.startswith(("mask=bool", "dtype=fp32"))]
     assert [row[0] for row in rows] == ["mask=bool", "dtype=fp32"]
@@ -415,9 +413,7 @@ def test_the_command_shows_which_part_was_taken(command: Callable[..., Any]) -> 
 
 
 def test_the_command_draws_as_many_as_it_is_told(command: Callable[..., Any]) -> None:
-    ran = command("verify")(
-        *HERE, "--device", "cpu", "--backend", "tiled", "--require", "sinks,dtype=fp32", "--each", "12", "--json", "-"
-    )
+    ran = command("verify")(*HERE, "--backend", "tiled", "--require", "sinks,dtype=fp32", "--each", "12", "--json", "-")
     rows = {row["class"]: row for row in json.loads(ran.out)["demanded"]}
     assert ran.code == 0
     assert rows.keys() == {"sinks", "dtype=fp32"}
@@ -425,7 +421,7 @@ def test_the_command_draws_as_many_as_it_is_told(command: Callable[..., Any]) ->
 
 
 def test_the_dispatcher_is_held_to_it_where_no_backend_is_named(command: Callable[..., Any]) -> None:
-    ran = command("verify")(*HERE, "--json", "-", "--device", "cpu", "--require", "softcap,D=8,dtype=fp32")
+    ran = command("verify")(*HERE, "--json", "-", "--require", "softcap,D=8,dtype=fp32")
     document = json.loads(ran.out)
     assert {row["backend"] for row in document["demanded"]} == {AUTO}
     assert (ran.code, document["verdict"]["correct"]) == (0, True)

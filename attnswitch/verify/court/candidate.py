@@ -56,10 +56,11 @@ class Candidate:
         self._view, self._results = View(folder), Results(folder)
         self._forbidden = forbidden
         self._graph: _Graph | None = None
-        #: Whether a call since the last look drew random numbers, as it was to; and what that look saw, if none came.
-        self._drew, self._seen = False, list[str]()
-        #: Whether anything of the backend's ran since the last look, and whether a kernel did.
-        self._ran, self.launched = True, False
+        #: Since the last look: whether anything of the backend's ran; whether a kernel did; whether one drew random
+        #: numbers, as it was to.
+        self._ran, self.launched, self._drew = True, False, False
+        #: What looks saw that was not told yet.
+        self._seen: list[str] = []
         self._kernel = functools.lru_cache(maxsize=_KEPT)(self._compiled)
 
     def answer(self, number: int, ask: Ask) -> Answer:
