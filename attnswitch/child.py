@@ -1,13 +1,14 @@
 """``Child``: a Python process that works for this one, as both ends see it: two pipes, and an end with its parent.
 
-``command``, ``environment`` and ``follow`` are for every process of Python that this package starts, and
-``safe_path`` is for those that ``concurrent.futures`` starts for it.
+It is a new one, or a fork of this one. ``command``, ``environment`` and ``follow`` are for every process of Python that
+this package starts, and ``safe_path`` is for those that ``concurrent.futures`` starts for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import queue
 import shutil
@@ -16,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 __all__ = [
     *("Child", "Parent", "begin", "command", "end_with_parent", "ending"),
@@ -36,8 +38,7 @@ _PATHS = "ATTNSWITCH_WORKER_PATHS"
 _SAFE_PATH = "PYTHONSAFEPATH"
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
 
-_Process = subprocess.Popen[bytes]
-_Start = Callable[[], _Process]
+_Start = Callable[[], subprocess.Popen[bytes]]
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -85,17 +86,13 @@ class Child:
         apart: bool = False,
         within: Path | None = None,
     ) -> None:
-        #: Of its own, until it ends.
-        self.folder = Path(tempfile.mkdtemp(prefix="attnswitch-", dir=within))
-        read_requests, self.requests = Pipe(duplex=False)
-        self.events, write_events = Pipe(duplex=False)
-        ends = (read_requests.fileno(), write_events.fileno())
+        parent = self._opened(within, *arguments)
+        ends = (parent.requests.fileno(), parent.events.fileno())
         started_by = command(module, *map(str, ends), str(self.folder), *arguments)
         variables = environment(variables)
-        self._output = (self.folder / "output.txt").open("a+b")
         self._apart = apart
 
-        def start() -> _Process:
+        def start() -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 started_by,
                 pass_fds=ends,
@@ -106,9 +103,52 @@ class Child:
                 process_group=0 if apart else None,
             )
 
-        self._process = start() if threading.current_thread() is threading.main_thread() else _starter.run(start)
-        read_requests.close()
-        write_events.close()
+        in_main = threading.current_thread() is threading.main_thread()
+        self._process: subprocess.Popen[bytes] | _Fork = start() if in_main else _starter.run(start)
+        parent.requests.close()
+        parent.events.close()
+
+    @classmethod
+    def forked(
+        cls,
+        work: Callable[[Parent], object],
+        *arguments: str,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        within: Path | None = None,
+    ) -> Child:
+        """A fork of this process, which has one thread: ``work`` finds all that is loaded here, and no file open.
+
+        It is apart. This process was started with other ``variables`` of as many letters: who looks at the fork from
+        without reads those given here.
+        """
+        child = cls.__new__(cls)
+        parent = child._opened(within, *arguments)
+        child._apart = True
+        number = os.fork()
+        if number == 0:
+            try:
+                os.setpgid(0, 0)
+                _keep_open(child._output, parent)
+                _set_in_place(variables)
+                end_with_parent()
+                work(parent)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        child._process = _Fork(number)
+        parent.requests.close()
+        parent.events.close()
+        return child
+
+    def _opened(self, within: Path | None, *arguments: str) -> Parent:
+        """The folder and both ends of both pipes, of which those returned are the child's."""
+        #: Of its own, until it ends.
+        self.folder = Path(tempfile.mkdtemp(prefix="attnswitch-", dir=within))
+        self._output = (self.folder / "output.txt").open("a+b")
+        requests, self.requests = Pipe(duplex=False)
+        self.events, events = Pipe(duplex=False)
+        return Parent(requests, events, self.folder, list(arguments))
 
     def wait(self) -> int:
         """The exit code, once it has ended."""
@@ -148,6 +188,49 @@ class Child:
         self._process.returncode = 0  # so that it is not looked for among the children of the fork
 
 
+class _Fork:
+    """A fork, with what ``subprocess.Popen`` says of a process."""
+
+    def __init__(self, number: int) -> None:
+        self.pid = number
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """The exit code, once it has ended; 0 if another has waited for it."""
+        if self.returncode is None:
+            self.returncode = 0
+            with contextlib.suppress(ChildProcessError):
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, if it is not known to have ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _keep_open(output: IO[bytes], parent: Parent) -> None:
+    """In a fork: close all files but these, and print to ``output``."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for standard in (1, 2):
+        os.dup2(output.fileno(), standard)
+    kept = sorted((parent.requests.fileno(), parent.events.fileno(), output.fileno()))
+    for low, high in itertools.pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(low + 1, high)
+
+
+def _set_in_place(variables: Mapping[str, str]) -> None:
+    """Set variables of the environment where this process was given them, which is what others of this user read."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    for name, value in variables.items():
+        assert len(os.environ[name]) == len(value), "no room for it"
+        ctypes.memmove(getenv(name.encode()), value.encode(), len(value))
+        os.environ[name] = value
+
+
 class _Starter:
     """A thread that lasts as long as the process, and starts the children of threads that may not.
 
@@ -157,15 +240,15 @@ class _Starter:
     def __init__(self) -> None:
         self._begun = False
         self._lock = threading.Lock()
-        self._asked: queue.SimpleQueue[tuple[_Start, Future[_Process]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[_Start, Future[subprocess.Popen[bytes]]]] = queue.SimpleQueue()
 
-    def run(self, start: _Start) -> _Process:
+    def run(self, start: _Start) -> subprocess.Popen[bytes]:
         """What ``start`` returns or raises."""
         with self._lock:
             if not self._begun:
                 threading.Thread(target=self._serve, name="attnswitch-starter", daemon=True).start()
                 self._begun = True
-        started: Future[_Process] = Future()
+        started: Future[subprocess.Popen[bytes]] = Future()
         self._asked.put((start, started))
         return started.result()
 

@@ -7,6 +7,7 @@ names them all.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import json
@@ -472,6 +473,16 @@ class ForgesAnswer(Hostile):
 
     def harm(self, inputs: Inputs, out: Any) -> Any:
         _write(b'{"said": null, "results": [null, null]}')
+        return out
+
+
+class WritesToAllFiles(Hostile):
+    """Some may be somebody else's, as those that a process is forked with are."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        for number in range(3, 256):
+            with contextlib.suppress(OSError):
+                os.write(number, b"{}")
         return out
 
 

@@ -146,6 +146,46 @@ def test_one_module_says_how_python_is_started() -> None:
     assert [path.name for path in sources if "sys.executable" in path.read_text()] == ["child.py"]
 
 
+#: A parent with a file, a pipe and a secret starts a fork, and prints what that answers and what is seen of it.
+FORKED = """
+import os, sys
+from pathlib import Path
+from attnswitch.child import Child
+def look(parent):
+    files = len(os.listdir("/proc/self/fd")) - 1  # without this listing
+    parent.events.send((parent.arguments, loaded, files, os.environ["PLACE"], os.getpgrp() == os.getpid()))
+    print("to its own file", flush=True)
+    parent.requests.recv()
+loaded = [1, 2]
+here, there = os.pipe(), open(__file__)
+before = [w.strip() for w in open("/proc/self/environ").read().split(chr(0)) if "PLACE" in w]
+child = Child.forked(look, "word", variables={"PLACE": "1234"})
+print(*child.events.recv())
+environ = Path(f"/proc/{child.number}/environ").read_text().split(chr(0))
+print(before, [word for word in environ if "PLACE" in word], os.environ["PLACE"])
+child.requests.close()
+print(child.wait(), child.said().splitlines()[0], child.said().splitlines()[-1])
+child.end()
+print(child.folder.exists())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_forked_child_has_what_is_loaded_and_none_of_the_files(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FORKED)
+    environ = {**os.environ, "PLACE": "0000"}
+    ran = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False, env=environ
+    )
+    assert ran.stdout.splitlines() == [
+        "['word'] [1, 2] 6 1234 True",
+        "['PLACE=0000'] ['PLACE=1234'] 0000",
+        "1 to its own file EOFError",
+        "False",
+    ], ran.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the pipe tells, between two jobs")
 def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import hostile
+import judging
 import pytest
 
-from attnswitch.verify import Case
 from attnswitch.verify.court import Court, server, sitting
 from attnswitch.verify.judge import examine
 
-#: Two of one shape and other data, and one with gradients.
-CASES = (
-    Case(seq_q=5, seq_k=7, heads_kv=2, library="numpy", data_seed=1),
-    Case(seq_q=5, seq_k=7, heads_kv=2, library="numpy", data_seed=2, check="linearity"),
-    Case(seq_q=5, seq_k=7, heads_kv=2, library="numpy", data_seed=3, grads="qkv", lse=True),
-)
 #: What each is told for: the check, and words of the sentence.
 TOLD = {
     "PatchesAbs": r"reference: .* off by more",
@@ -76,6 +72,7 @@ TOLD = {
     "ConvolvesByTorch": r"conduct: it calls torch's own aten::.*conv.*, which is forbidden",
     "ForgesAnswer": r"crash: its answer is none: it is to another question",
     "FloodsAnswers": r"crash: its answer is none: it answers more often than it was asked",
+    "WritesToAllFiles": r"crash: its answer is none: ",
     "SendsPickle": r"crash: its answer is none: it is not JSON",
     "SendsNumbers": r"crash: its answer is none: it is not JSON",
     "SaysItEnded": r"crash: its answer is none: it says that the process ended, which runs",
@@ -96,14 +93,10 @@ def _kept() -> Iterator[None]:
         yield
 
 
-def told(name: str) -> Iterator[str]:
-    """What is found wrong with a kernel of the gallery."""
-    target = f"hostile:{name}"
-    with sitting(Court((target,), timeout=4.0, forbidden="forbidden" in TOLD[name])):
-        for case in CASES:
-            (outcome,) = examine(case, (target,))
-            failure = outcome.failure
-            yield f"{failure.check}: {failure.message}" if failure else f"{outcome.verdict}: {outcome.reasons}"
+def is_told(name: str, told: Callable[[str, str, bool], list[str]] = judging.told) -> None:
+    """Raise an ``AssertionError`` if it is not."""
+    found = told(name, TOLD[name], "forbidden" in TOLD[name])
+    assert re.match(TOLD[name], found[-1]), f"told for {found}"
 
 
 def test_every_kernel_of_the_gallery_is_told_for_something() -> None:
@@ -113,24 +106,40 @@ def test_every_kernel_of_the_gallery_is_told_for_something() -> None:
 
 @pytest.mark.parametrize("name", TOLD)
 def test_a_hostile_kernel_is_told_by_name(name: str) -> None:
-    found = []
-    for sentence in told(name):
-        found.append(sentence)
-        if re.match(TOLD[name], sentence):
-            return
-    raise AssertionError(f"told for {found}")
+    is_told(name)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[ProcessPoolExecutor]:
+    """A process in which courts may begin."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in server.PLACE.items():
+            patch.setenv(*variable)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            yield pool
+
+
+#: Those that meet what a fork has of its parent.
+FORKED = ("ClosesDescriptors", "ForksTwice", "KillsItsParent", "StopsItself", "WritesToAllFiles")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FORKED else pytest.mark.slow) for name in TOLD]
+)
+def test_a_hostile_kernel_is_told_where_the_court_is_forked(name: str, judge: ProcessPoolExecutor) -> None:
+    is_told(name, lambda *asked: judge.submit(judging.told_by_a_fork, *asked).result())
 
 
 def test_a_kernel_that_behaves_is_right() -> None:
     with sitting(Court(("tiled", "reference"), timeout=20.0)):
-        outcomes = [outcome for case in CASES for outcome in examine(case, ("tiled", "reference"))]
+        outcomes = [outcome for case in judging.CASES for outcome in examine(case, ("tiled", "reference"))]
     assert {outcome.verdict for outcome in outcomes} == {"verified"}
     assert all("conduct" in outcome.checks for outcome in outcomes)
 
 
 def test_nothing_that_was_left_running_outlives_the_court() -> None:
     with server.kept():
-        assert any("it left a process running" in sentence for sentence in told("ForksTwice"))
+        assert any("it left a process running" in sentence for sentence in judging.told("ForksTwice", "conduct"))
         last = server.taken(None)
         last.end()
     ends = time.monotonic() + 5.0
@@ -150,7 +159,7 @@ def test_what_was_seen_is_not_held_against_the_next_case() -> None:
     """Its first answer is wrong, and it changes the umask with it; then it behaves."""
     target = "hostile:ErrsOnce"
     with sitting(Court((target,), timeout=4.0)):
-        outcomes = [examine(case, (target,))[0] for case in CASES]
+        outcomes = [examine(case, (target,))[0] for case in judging.CASES]
     assert [outcome.failure and outcome.failure.check for outcome in outcomes] == ["reference", None, None]
 
 
@@ -158,7 +167,7 @@ def test_a_candidate_that_ended_between_two_questions_is_told_so() -> None:
     target = "hostile:ExitsAfterwards"
     with sitting(Court((target,), timeout=4.0)):
         found = []
-        for case in CASES:
+        for case in judging.CASES:
             (outcome,) = examine(case, (target,))
             found.append(outcome.failure.message if outcome.failure else outcome.verdict)
             time.sleep(0.5)
@@ -172,5 +181,5 @@ def test_a_candidate_that_ended_between_two_questions_is_told_so() -> None:
 def test_files_that_are_cut_short_end_nobody_but_the_candidate() -> None:
     target = "hostile:CutsInputs"
     with sitting(Court((target,), timeout=4.0)):
-        outcomes = [examine(case, (target,))[0] for case in CASES]
+        outcomes = [examine(case, (target,))[0] for case in judging.CASES]
     assert {outcome.verdict for outcome in outcomes} <= {"verified", "mismatch"}

@@ -3,24 +3,31 @@
     python -m attnswitch.verify.court.forks READ WRITE FOLDER [KERNELS]
 
 The first three are a ``Child``'s; without the last, candidates are asked in words alone. So a candidate that dies is
-followed by a new one in no time, and none finds anything of the one before.
+followed by a new one in no time, and none finds anything of the one before. It may be a fork itself, of a judge that
+was told nothing yet.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from typing import NoReturn
 
 from attnswitch import child
 from attnswitch.verify.court import candidate, messages
 from attnswitch.verify.court.messages import Answer
 
-__all__ = ["main"]
+__all__ = ["main", "serve"]
 
 
 def main() -> None:
+    """What a new process does."""
+    serve(child.begin())
+
+
+def serve(parent: child.Parent) -> NoReturn:
     """Candidates until the other end closes the connection."""
-    asks, answers, folder, kernels = child.begin()
+    asks, answers, folder, kernels = parent
     if kernels:
         importlib.import_module("torch")  # of which nothing runs here: a fork has no threads
     while True:

@@ -13,16 +13,19 @@ import sys
 import time
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 from attnswitch.child import Child, ending
 from attnswitch.errors import InvalidProblem
-from attnswitch.verify.court import messages, traces
+from attnswitch.verify.court import forks, messages, traces
 from attnswitch.verify.court.messages import Answer, Ask
 from attnswitch.verify.court.wire import Arena, Results
 
-__all__ = ["Gone", "Server", "begin", "give_back", "kept", "taken"]
+__all__ = ["PLACE", "Gone", "Server", "begin", "give_back", "kept", "taken"]
 
-_MARK = "ATTNSWITCH_COURT"
+_MARK, _BYTES = "ATTNSWITCH_COURT", 16
+#: Variables of a process in which servers ``begin``: there is room for their marks.
+PLACE = MappingProxyType({_MARK: "0" * 2 * _BYTES})
 #: Exit codes of a process that writes to memory it may only read.
 _OF_MEMORY = frozenset((-signal.SIGSEGV, -signal.SIGBUS))
 #: Seconds that a candidate's first answer may take beside the others, as its code is loaded; and that an end may take.
@@ -41,16 +44,21 @@ class Gone(Exception):
 class Server:
     """Starts the process; its first answer waits for it. Its files are ``within`` a folder, if one is given.
 
-    One that is for words has not loaded torch, which takes seconds, and no kernel is to run in it.
+    One that is for words has not loaded torch, which takes seconds, and no kernel is to run in it. One that is
+    ``forked`` has what this process has loaded, which is to know nothing that a candidate may not, and was started with
+    the variables of ``PLACE``.
     """
 
-    def __init__(self, within: Path | None = None, words: bool = False) -> None:
+    def __init__(self, within: Path | None = None, words: bool = False, forked: bool = False) -> None:
         self.words = words
+        token = {_MARK: secrets.token_hex(_BYTES)}
         #: In the environment of candidates and of all that they start.
-        self.mark = f"{_MARK}={secrets.token_hex(16)}"
-        name, _, value = self.mark.partition("=")
-        begun = "attnswitch.verify.court.forks", *(() if words else ("kernels",))
-        self._child = Child(*begun, variables={name: value}, apart=True, within=within)
+        self.mark = "=".join(*token.items())
+        arguments = () if words else ("kernels",)
+        if forked:
+            self._child = Child.forked(forks.serve, *arguments, variables=token, within=within)
+        else:
+            self._child = Child(forks.__name__, *arguments, variables=token, apart=True, within=within)
         self.arena, self.results = Arena(self._child.folder), Results(self._child.folder)
         self._events = select.poll()  # that of a connection makes one for each wait
         self._events.register(self._child.events, select.POLLIN)
@@ -241,9 +249,9 @@ def kept() -> Iterator[None]:
 
 
 def begin(within: Path | None) -> None:
-    """Start a server that is kept, for who takes one next."""
+    """Fork a server that is kept, for who takes one next."""
     assert _spare is not None
-    _spare.append(Server(within))
+    _spare.append(Server(within, forked=True))
 
 
 def taken(within: Path | None, words: bool = False) -> Server:

@@ -39,19 +39,21 @@ class Court:
 
 @contextlib.contextmanager
 def begun(court: Court, within: Path | None = None) -> Iterator[None]:
-    """Within the context the processes of ``court`` load what takes seconds to load, beside this one.
+    """Within the context the processes of ``court`` are there, as forks of this one: with torch, if it has it.
 
-    They cannot read the memory of this one, which is soon to hold what they are asked for.
+    It has no threads yet, is told later what to try, and was started with the variables of ``server.PLACE``. They
+    cannot read its memory from now on.
     """
     if not court.backends:
         yield
         return
     from attnswitch.verify.court import server
 
-    with hidden(), server.kept():
+    with server.kept():
         for _ in court.backends:
             server.begin(within)
-        yield
+        with hidden():
+            yield
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from attnswitch.child import Child, ending
 from attnswitch.errors import VerificationError
+from attnswitch.verify.court import server
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Ready
@@ -52,7 +53,7 @@ class Process:
         if threads is not None:
             usual = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # its threads spin while they wait
             variables = {**{name: usual[name] for name in usual.keys() - os.environ.keys()}, **variables}
-        self._child = Child(_WORKER, device, variables={**provider.storage(), **variables})
+        self._child = Child(_WORKER, device, variables={**provider.storage(), **server.PLACE, **variables})
         with contextlib.suppress(BrokenPipeError):  # that it could not start is told by what it sends
             self._child.requests.send(terms)
         self.events = self._child.events

@@ -93,10 +93,10 @@ def main() -> None:
     except EOFError:
         os._exit(0)
     court = demanded.court.on(device)
-    seats.enter_context(begun(court, folder))
-    import torch  # now and not in the first case; with a GPU it takes a while to start
+    import torch  # now and not in the first case
 
-    torch.zeros(1, device=device)
+    seats.enter_context(begun(court, folder))
+    torch.zeros(1, device=device)  # a GPU takes a while to start
     seats.enter_context(sitting(court, folder))
     events.send(provenance())
     while not lost:
