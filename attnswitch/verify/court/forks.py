@@ -9,6 +9,7 @@ was told nothing yet.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from typing import NoReturn
@@ -30,6 +31,7 @@ def serve(parent: child.Parent) -> NoReturn:
     asks, answers, folder, kernels = parent
     if kernels:
         importlib.import_module("torch")  # of which nothing runs here: a fork has no threads
+    gc.freeze()  # candidates look through none of it for garbage
     while True:
         number = os.fork()
         if number == 0:
