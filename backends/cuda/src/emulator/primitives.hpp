@@ -67,6 +67,18 @@ DEVICE bool all_of_warp(bool it) {
     return mine.result;
 }
 
+DEVICE u32 lanes_where(bool it) {
+    Shuffle<u32> mine = {u32(it), 0, 0};
+    emulator::together(
+        [](void** all) {
+            u32 lanes = 0;
+            for (int n = 0; n < 32; n++) lanes |= static_cast<Shuffle<u32>*>(all[n])->value << n;
+            for (int n = 0; n < 32; n++) static_cast<Shuffle<u32>*>(all[n])->result = lanes;
+        },
+        &mine);
+    return mine.result;
+}
+
 DEVICE void let_next_begin() {}
 DEVICE void await_launch_before() {}
 DEVICE void fetch(const void*) {}

@@ -19,7 +19,7 @@ struct PackedRows {
     DEVICE PackedRows(const Arguments& a) : a(a) {
         all = a.queries * a.pack;
         const Place at = TEAMS > 1 ? place_of_few(a) : place(a, a.packs, ceil_div(all, BLOCK_M), true);
-        batch = PAGED && TEAMS > 1 ? by_length(a, at.batch) : at.batch;
+        batch = TEAMS > 1 && (PAGED || LENGTHS || VARLEN) ? by_length(a, at.batch) : at.batch;
         first_head = at.head * a.pack, first = at.tile * BLOCK_M, split = at.split;
         head_kv = quotient(first_head, a.by_group);
         extent = VARLEN || LENGTHS ? extent_at(a, batch) : whole(a);
