@@ -39,6 +39,17 @@ template <class V> DEVICE V of_lane(V value, int lane) { return __shfl_sync(0xff
 // That of lane 0.
 template <class V> DEVICE V broadcast(V value) { return of_lane(value, 0); }
 DEVICE bool all_of_warp(bool it) { return __all_sync(0xffffffffu, it); }
+DEVICE int largest_of_warp(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffffu, x);
+#else
+    UNROLL for (int lanes = 16; lanes; lanes /= 2) {
+        const int other = shuffle_xor(x, lanes);
+        x = x > other ? x : other;
+    }
+    return x;
+#endif
+}
 DEVICE u32 lanes_where(bool it) { return __ballot_sync(0xffffffffu, it); }
 // From 9.0 on, of launches that follow one another: the next may begin where this one leaves room, once all blocks have
 // come here. Before it reads what this one has written, it waits for its end, or for what tells of that part.

@@ -67,6 +67,13 @@ DEVICE bool all_of_warp(bool it) {
     return mine.result;
 }
 
+DEVICE int largest_of_warp(int x) {
+    UNROLL for (int lanes = 16; lanes; lanes /= 2) {
+        const int other = shuffle_xor(x, lanes);
+        x = x > other ? x : other;
+    }
+    return x;
+}
 DEVICE u32 lanes_where(bool it) {
     Shuffle<u32> mine = {u32(it), 0, 0};
     emulator::together(

@@ -4,7 +4,7 @@
 // loaded once. Consecutive rows are the same query of one head after another: what they see grows with r.
 #pragma once
 #include "portable/mask.cuh"
-#include "portable/order.cuh"
+#include "order.cuh"
 #include "schedule.cuh"
 
 struct PackedRows {

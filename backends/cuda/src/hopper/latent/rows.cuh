@@ -5,6 +5,7 @@
 #pragma once
 #include "extents.cuh"
 #include "hopper/scores.cuh"
+#include "order.cuh"
 #include "schedule.cuh"
 
 // Of SPLIT: results; parts of them for merge.cu, of as many splits as the host says; or either, by even.cuh.
@@ -36,7 +37,8 @@ struct Rows {
     Reach reach;
 
     DEVICE Rows(const Arguments& a) : a(a) {
-        const Place at = place(a, a.packs, a.tiles, true);
+        Place at = place(a, a.packs, a.tiles, true);
+        if (SPLIT != EVEN) at.batch = by_length(a, at.batch);
         find(at, extent_at(a, at.batch));
         if (count <= 0 || SPLIT != PARTS) return;
         // Those of a split are of what the sequence sees, the same whatever lies beside it.
