@@ -23,7 +23,7 @@ from attnswitch.machine import registry
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.verify import Case, MaskRecipe, trial
-from attnswitch.verify.court import Court, messages, sitting, wire
+from attnswitch.verify.court import Court, messages, server, sitting, wire
 from attnswitch.verify.court.proxy import Proxy
 from attnswitch.verify.court.server import Server
 from attnswitch.verify.court.wire import Arena, Layout, Results, View
@@ -208,6 +208,18 @@ def test_processes_are_adopted_as_long_as_it_sits() -> None:
             adopted.append(adopts_orphans())
         assert not adopts_orphans()
     assert adopted == [True, False, True]
+
+
+def test_where_cuda_has_begun_the_court_is_no_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fork of such a process cannot use it, and each of its calls would be told to be wrong."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(child.Child, "forked", lambda *_, **__: pytest.fail("it is a fork"))
+    with server.kept():
+        server.begin(tmp_path)
+        begun = server.taken(tmp_path)
+        begun.ask(messages.Ask("about", backend="tiled"), 20.0)
+        assert begun.answer().raised is None
+        begun.end()
 
 
 def adopts_orphans() -> bool:

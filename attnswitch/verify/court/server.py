@@ -14,6 +14,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from attnswitch.child import Child, ending
 from attnswitch.errors import InvalidProblem
@@ -249,9 +250,10 @@ def kept() -> Iterator[None]:
 
 
 def begin(within: Path | None) -> None:
-    """Fork a server that is kept, for who takes one next."""
+    """Begin a server that is kept, for who takes one next: a fork, where CUDA has not begun, which no fork can use."""
     assert _spare is not None
-    _spare.append(Server(within, forked=True))
+    torch: Any = sys.modules.get("torch")
+    _spare.append(Server(within, forked=torch is None or not torch.cuda.is_initialized()))
 
 
 def taken(within: Path | None, words: bool = False) -> Server:
