@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import queue
 import shutil
@@ -27,7 +26,7 @@ from types import MappingProxyType
 from typing import IO, NamedTuple
 
 __all__ = [
-    *("Child", "Parent", "begin", "command", "end_with_parent", "ending"),
+    *("Child", "Parent", "adopt", "begin", "command", "end_with_parent", "ending"),
     *("environment", "follow", "hidden", "is_hidden", "safe_path"),
 ]
 
@@ -36,7 +35,7 @@ __all__ = [
 _PATHS = "ATTNSWITCH_WORKER_PATHS"
 #: Python's own, which says what its option -P says.
 _SAFE_PATH = "PYTHONSAFEPATH"
-_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 3, 4, 36
 
 _Start = Callable[[], subprocess.Popen[bytes]]
 
@@ -116,7 +115,7 @@ class Child:
         variables: Mapping[str, str] = MappingProxyType({}),
         within: Path | None = None,
     ) -> Child:
-        """A fork of this process, which has one thread: ``work`` finds all that is loaded here, and no file open.
+        """A fork of this process, where nothing else runs: ``work`` finds all that is loaded, and no file but its own.
 
         It is apart. This process was started with other ``variables`` of as many letters: who looks at the fork from
         without reads those given here.
@@ -216,9 +215,10 @@ def _keep_open(output: IO[bytes], parent: Parent) -> None:
         os.dup2(nothing.fileno(), 0)
     for standard in (1, 2):
         os.dup2(output.fileno(), standard)
-    kept = sorted((parent.requests.fileno(), parent.events.fileno(), output.fileno()))
-    for low, high in itertools.pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(low + 1, high)
+    kept = {0, 1, 2, parent.requests.fileno(), parent.events.fileno(), output.fileno()}
+    for number in {int(name) for name in os.listdir("/dev/fd")} - kept:  # its limit may be any number
+        with contextlib.suppress(OSError):  # that of the listing itself
+            os.close(number)
 
 
 def _set_in_place(variables: Mapping[str, str]) -> None:
@@ -287,6 +287,11 @@ def end_with_parent() -> None:
     """Have this process end when its parent does."""
     # A kernel that hangs must not outlive it; elsewhere than on Linux the pipe tells, between two jobs.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt() -> None:
+    """Have processes below this one be its own once their parents end, so that who ends this one finds them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextlib.contextmanager

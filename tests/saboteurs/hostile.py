@@ -6,6 +6,7 @@ names them all.
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import contextlib
 import ctypes
@@ -255,6 +256,22 @@ class LeavesThread(Hostile):
 
 def _sleep() -> None:
     time.sleep(30)
+
+
+class LeavesTimer(Hostile):
+    """No code but the standard library's runs in it."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        timer = threading.Timer(300, print)
+        timer.daemon = True
+        timer.start()
+        return out
+
+
+class LeavesUnnamed(Hostile):
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        _thread.start_new_thread(_sleep, ())
+        return out
 
 
 class FinishesLate(Hostile):
@@ -564,7 +581,7 @@ class ExitsAfterwards(Hostile):
     """Right, and gone before the next question."""
 
     def harm(self, inputs: Inputs, out: Any) -> Any:
-        threading.Timer(0.2, os._exit, (3,)).start()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         return out
 
 

@@ -149,6 +149,26 @@ def test_a_run_that_is_stopped_starts_no_process(monkeypatch: pytest.MonkeyPatch
     assert len(started) == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("fault", ["Forks", "ForksTwice"])
+def test_what_a_kernel_left_running_ends_with_its_worker(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"FORKED={os.getpid()}-{fault}"
+    monkeypatch.setenv(*mark.split("="))
+    target = Target("cpu", (f"hostile:{fault}",), SMALL)
+    assert run(Plan((target,), 3, 0, isolate=True, workers=1, timeout=20.0)).cases == 3
+    ends = time.monotonic() + 5.0
+    while alive := [entry for entry in Path("/proc").glob("[0-9]*/environ") if mark.encode() in content(entry)]:
+        assert time.monotonic() < ends, alive
+        time.sleep(0.05)
+
+
+def content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended, or is another user's
+        return b""
+
+
 @pytest.mark.slow
 def test_time_ends_it_and_no_process_is_left() -> None:
     before = time.monotonic()

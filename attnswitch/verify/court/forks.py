@@ -4,7 +4,7 @@
 
 The first three are a ``Child``'s; without the last, candidates are asked in words alone. So a candidate that dies is
 followed by a new one in no time, and none finds anything of the one before. It may be a fork itself, of a judge that
-was told nothing yet.
+was not told yet what to try.
 """
 
 from __future__ import annotations

@@ -135,8 +135,12 @@ class Server:
             return {}
         every = self._all()
         forked = traces.children(self._child.number)  # looked at last: a new candidate is forked at any time
-        found = {n: line for n, line in every.items() if n not in forked}
+        found = {n: self._named(line) for n, line in every.items() if n not in forked}
         return {n: line for n, line in found.items() if not any(name in line for name in traces.COMPILERS)}
+
+    def _named(self, line: str) -> str:
+        """A command line, unless it is that of the process that candidates are forked from."""
+        return "a fork of its own" if line == traces.command(self._child.number) else line
 
     def _adopted(self, below: Container[int]) -> dict[int, str]:
         """Processes whose parents, which were candidates' or theirs, ended: they are this process's."""

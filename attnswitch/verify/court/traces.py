@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COMPILERS", "Traces", "aten", "below", "children", "descendants", "state"]
+__all__ = ["COMPILERS", "Traces", "aten", "below", "children", "command", "descendants", "kill", "state"]
 
 #: Modules whose functions a kernel has no business to replace.
 _WATCHED = (
@@ -243,17 +243,16 @@ def _short(value: Any) -> str:
 
 
 def _threads() -> Iterator[str]:
-    """Threads of Python that run code which belongs to no installed library."""
-    own = threading.get_ident()
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        files = set()
-        while thread.ident != own and frame is not None:
+    """Threads of Python that run code which belongs to no installed library, or are going to: timers."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, top in sys._current_frames().items():
+        files, frame = set[str](), top
+        while ident != threading.get_ident() and frame is not None:
             files.add(frame.f_code.co_filename)
-            frame = frame.f_back
-        if any(not _installed(file) for file in files):
-            yield thread.name
+            frame = frame.f_back  # type: ignore[assignment]
+        thread = threads.get(ident)
+        if isinstance(thread, threading.Timer) or not all(map(_installed, files)):
+            yield "one without a name" if thread is None else thread.name
 
 
 _LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -312,7 +311,15 @@ _PRODUCTS = frozenset(
 
 def descendants(root: int) -> dict[int, str]:
     """Processes below ``root`` that still run, by number, with their command lines."""
-    return {number: _command(number) for number in below(root) if _state_of(number) != "Z"}
+    return {number: command(number) for number in below(root) if _state_of(number) != "Z"}
+
+
+def kill(processes: Mapping[int, str]) -> None:
+    """Kill those of ``descendants`` that still run, unless their numbers are others' by now."""
+    for number, line in processes.items():
+        if line and command(number) == line:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
 
 
 def below(root: int) -> set[int]:
@@ -324,7 +331,8 @@ def below(root: int) -> set[int]:
     return found
 
 
-def _command(number: int) -> str:
+def command(number: int) -> str:
+    """The command line of a process; "" if it ended."""
     try:
         return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnswitch.child import Child, ending
 from attnswitch.errors import VerificationError
-from attnswitch.verify.court import server
+from attnswitch.verify.court import server, traces
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Ready
@@ -112,8 +112,10 @@ class Process:
         return Died(ending(code), entry, hung=False)
 
     def end(self) -> None:
-        """Kill it if it still runs, and tidy up."""
+        """Kill it if it still runs, with all that kernels started in it, and tidy up."""
+        started = traces.descendants(self._child.number)  # of nobody's, once it ended
         self._child.end()
+        traces.kill(started)
 
     def __enter__(self) -> Process:
         return self

@@ -79,6 +79,7 @@ def _share(device: str) -> None:
 def main() -> None:
     """Jobs until the other end closes the connection."""
     jobs, events, folder, (device,) = child.begin()
+    child.adopt()
     faulthandler.disable()
     lost = False
 
