@@ -4,8 +4,8 @@
 
 constexpr int MOST_ORDERED = 256, SHORT = 512;
 
-// The length of sequence n, to 32 bits: any number does that all blocks read. There is no branch, so that those of
-// several sequences are on their way together.
+// The length of sequence n, to 32 bits. Any number does, as long as all blocks read the same one. No branch depends on
+// what type lengths have, so that those of several sequences are on their way together.
 DEVICE int length_of(const Arguments& a, int n) {
     if (VARLEN && !PAGED) {
         const u32* const offsets = reinterpret_cast<const u32*>(a.key_offsets);
