@@ -158,6 +158,11 @@ class Child:
         """That of the process."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended: its number may be another's by now."""
+        return self._process.returncode is not None
+
     def said(self) -> str:
         """The end of what it has printed."""
         self._output.seek(0)
@@ -165,7 +170,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill it, unless it is known to have ended; if it is apart, with its own children, which may outlive it."""
-        if self._process.returncode is not None:  # its number may be another's by now
+        if self.has_ended:
             return
         if self._apart:
             with contextlib.suppress(ProcessLookupError, PermissionError):

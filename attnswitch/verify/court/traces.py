@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COMPILERS", "Traces", "aten", "below", "children", "command", "descendants", "kill", "state"]
+__all__ = ["COMPILERS", "Traces", "aten", "below", "children", "command", "descendants", "end_below", "state"]
 
 #: Modules whose functions a kernel has no business to replace.
 _WATCHED = (
@@ -52,6 +52,10 @@ _WATCHED = (
 )
 #: What stands in the command lines of processes that compilers keep for later.
 COMPILERS = ("torch/_inductor", "torch._inductor", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+#: How often processes are looked for that others start while they are ended.
+_GENERATIONS = 100
 
 
 class Traces:
@@ -314,12 +318,17 @@ def descendants(root: int) -> dict[int, str]:
     return {number: command(number) for number in below(root) if _state_of(number) != "Z"}
 
 
-def kill(processes: Mapping[int, str]) -> None:
-    """Kill those of ``descendants`` that still run, unless their numbers are others' by now."""
-    for number, line in processes.items():
-        if line and command(number) == line:
+def end_below(root: int) -> None:
+    """Stop ``root``, and kill all processes below it, those too that are started meanwhile."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(root, signal.SIGSTOP)
+    for _ in range(_GENERATIONS):
+        there = descendants(root)
+        for number in there:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
+        if not there:
+            return
 
 
 def below(root: int) -> set[int]:

@@ -113,9 +113,9 @@ class Process:
 
     def end(self) -> None:
         """Kill it if it still runs, with all that kernels started in it, and tidy up."""
-        started = traces.descendants(self._child.number)  # of nobody's, once it ended
+        if not self._child.has_ended:
+            traces.end_below(self._child.number)
         self._child.end()
-        traces.kill(started)
 
     def __enter__(self) -> Process:
         return self
