@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
+from pathlib import Path
 
 from attnswitch.verify import Case
 from attnswitch.verify.court import Court, begun, sitting
 from attnswitch.verify.judge import examine
 
-__all__ = ["CASES", "told", "told_by_a_fork"]
+__all__ = ["CASES", "outlived", "told", "told_by_a_fork"]
 
 #: Two of one shape and other data, and one with gradients.
 CASES = (
@@ -37,3 +39,20 @@ def told_by_a_fork(name: str, until: str, forbidden: bool) -> list[str]:
 
     with begun(Court((f"hostile:{name}",))):
         return told(name, until, forbidden)
+
+
+def outlived(mark: str) -> list[Path]:
+    """Environments with ``mark`` of processes that still run in five seconds: [] as soon as there is none."""
+    ends = time.monotonic() + 5.0
+    while alive := [entry for entry in Path("/proc").glob("[0-9]*/environ") if mark.encode() in _content(entry)]:
+        if time.monotonic() > ends:
+            break
+        time.sleep(0.05)
+    return alive
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended, or is another user's
+        return b""
