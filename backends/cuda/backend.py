@@ -75,7 +75,8 @@ class CudaBackend(Backend):
         p, extra = problem, super().extra_bytes(problem, device)
         if p.grads and not against_hopper_backward(p, device):
             parts = hopper_choice.splits(p, device, hopper_choice.gradients(p))
-            extra = max(extra, sum(hopper_tiles.saved(p, parts)) * STATISTIC)
+            lying = hopper_tiles.lengths(sequences.launched(p), (p.batch * p.seq_q, p.batch * p.seq_k))
+            extra = max(extra, sum(hopper_tiles.saved(p, lying, parts)) * STATISTIC)
         if not hopper_tiles.copies_mask(p) or against_hopper(p, device):
             return extra
         b, h, q, k = p.mask_shape or (0, 0, 0, 0)

@@ -54,9 +54,8 @@ _PARTS = 16, 32
 #: to 40 us, and as long again in the thread of torch's engine.
 _COPIED, _COPIED_TRAINING = (3 * 2**30, 288), (5 * 2**30, 0)
 #: How many times as long as Hopper's kernels the portable ones take with what those refuse, forward and training: an
-#: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json). Of varlen it is the backward alone
-#: that they refuse: 1.4 times with the lengths of bench-packed.json, 2.1 by its speed where all are as long.
-_SLOWER = {"varlen": (1.0, 1.8), "page": (1.4, 1.6)}
+#: H200, ``attnswitch bench run serving`` (fixtures/results/h200/bench-serving.json).
+_SLOWER = {"page": (1.4, 1.6)}
 
 
 def against_hopper(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -154,8 +153,6 @@ def _absent(device: Device) -> str | None:
 
 
 def _backward(p: Problem) -> Iterator[str]:
-    if p.varlen:
-        yield "varlen: its tiles are of batch entries, not of sequences that lie one after another"
     if ordered(p) and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ORDERED:
         yield f"deterministic=True with head dimension {widest}: its blocks add to dQ in turn up to {_WIDEST_ORDERED}"
     if "m" in p.grads:

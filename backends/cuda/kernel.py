@@ -116,7 +116,8 @@ class CudaKernel(Kernel):
         self._build()
         launches = self._backward
         if self.problem.varlen:  # laid out for as many rows
-            launches = _backward(self._launched, self._config, self._device, inputs.query.shape[2])
+            rows = int(inputs.query.shape[2]), int(inputs.key.shape[2])
+            launches = _backward(self._launched, self._config, self._device, rows)
         with memory.on(inputs.query):
             return launches(self._read(inputs), out, lse, grad_out, grad_lse)
 
@@ -146,12 +147,12 @@ def _forward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int
     return portable_forward.Forward(p, tile, config.splits)
 
 
-def _backward(p: Problem, config: CudaConfig, device: Device, all_rows: int = 0) -> BackwardLaunches:
-    """``all_rows`` are those of a call with varlen."""
+def _backward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int, int] = (1, 1)) -> BackwardLaunches:
+    """``all_rows`` are those of a call with varlen, of queries and of keys."""
     if isinstance(config.backward, FusedTile):
         return fused_backward.Backward(p, config.backward)
     if config.backward is not None:
         rows = portable_backward.rows_added(p, config.query_gradient) if p.adds_mask else None
-        return hopper_backward.Backward(p, config.backward, device, rows)
+        return hopper_backward.Backward(p, config.backward, device, rows, all_rows)
     tiles = config.key_gradients, config.query_gradient, config.mask_gradient
-    return portable_backward.Backward(p, device, *tiles, together=config.key_and_value, all_rows=all_rows)
+    return portable_backward.Backward(p, device, *tiles, together=config.key_and_value, all_rows=all_rows[0])

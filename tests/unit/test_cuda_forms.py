@@ -221,13 +221,13 @@ def test_it_takes_them_and_hoppers_kernels_say_why_not(form: str, device: str) -
     hoppers = device == "h200" and "page" not in form
     first, *others = cuda.configs(p, where)
     assert isinstance(first.forward, tiles.Tile) != hoppers
-    assert (first.backward is None) == (not hoppers or p.varlen)
+    assert (first.backward is None) != hoppers
     assert hoppers or all(isinstance(each.forward, tiles.Tile) and each.backward is None for each in others)
     for against in (families.against_hopper, families.against_hopper_backward):
         for name in ("sinks", "alibi", "page"):
             said = [reason for reason in against(p, Device.named("h200")) if reason.startswith(name)]
             assert bool(said) == (name in form and name == "page")
-    assert (families.beside_hopper(p, Device.named("h200")) > 1) == (p.varlen or p.page > 0)
+    assert (families.beside_hopper(p, Device.named("h200")) > 1) == (p.page > 0)
 
 
 @pytest.mark.parametrize(("page", "measured"), [(16, "triton"), (64, "cuda")])

@@ -103,14 +103,6 @@ def check(
 # -- what is taken -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["b4.h16/4.s1024x2048.d128.bf16.causal-br.varlen.grad", "b4.h8.s700.d96.fp16.varlen"])
-def test_the_forward_takes_them_and_the_backward_says_why_not(text: str) -> None:
-    problem = Problem.parse(text)
-    assert families.against_hopper(problem, H200) == ()
-    assert families.beside_hopper(problem.replace(grads=""), H200) == 1.0
-    assert any(reason.startswith("varlen") for reason in families.against_hopper_backward(problem, H200))
-
-
 def test_pages_beside_are_refused() -> None:
     problem = Problem.parse("b4.h16.s1024.d128.bf16.lengths.page=64")
     assert families.against_hopper(problem.replace(varlen=True), H200)

@@ -108,19 +108,21 @@ PROBLEM = Problem.parse("b4.h16/4.s1024x2048.d128.bf16.causal-br.varlen.grad")
 @pytest.mark.parametrize(
     "more", [{}, {"dtype": "float64", "dim_v": 1}, {"dropout": 0.1, "seeded": True, "softcap": 3.0}], ids=str
 )
-def test_it_takes_such_problems_the_forward_on_a_hopper_by_its_own(device: str, more: dict[str, Any]) -> None:
+def test_it_takes_such_problems_on_a_hopper_by_its_own_kernels(device: str, more: dict[str, Any]) -> None:
     cuda, where, problem = backend.CudaBackend(), Device.named(device), PROBLEM.replace(**more)
     assert cuda.varlen
     assert cuda.supports(problem, where) == ()
     hopper = device == "h200" and problem.dtype == "bfloat16"
     assert isinstance(next(cuda.configs(problem, where)).forward, tiles.Tile) != hopper
+    own = hopper and not problem.dropout
+    assert (next(cuda.configs(problem, where)).backward is not None) == own
     for chosen in cuda.configs(problem, where):
         assert hopper or isinstance(chosen.forward, tiles.Tile)
-        assert chosen.backward is None
+        assert own or chosen.backward is None
     kernel = cuda.compile(problem, where, next(cuda.configs(problem, where)))
     names = [variant.kernel for variant in kernel.variants()]
-    assert names[:3] == ["forward", "prepare", "query_gradient"]
-    assert set(names[3:]) == {"key_gradients"}
+    assert names[:2] == ["forward", "prepare"]
+    assert set(names[2:]) == ({"backward", "finish"} if own else {"query_gradient", "key_gradients"})
     assert all(variant.varlen for variant in kernel.variants())
 
 

@@ -127,7 +127,7 @@ def test_other_devices_and_calls_without_work_have_none() -> None:
 
 def test_what_servers_call_goes_to_the_faster_of_the_own_kernels() -> None:
     times: dict[str, dict[str, float]] = {}  # forward, and with gradients
-    for file in (f"h200/bench-{name}.json" for name in ("serving", "packed", "paged")):  # the later the newer
+    for file in (f"h200/bench-{name}.json" for name in ("serving", "packed", "paged", "pages")):  # the later the newer
         for record in json.loads((RESULTS / file).read_text(encoding="utf-8"))["records"]:
             name, text = record["candidate"], record["problem"] + ".grad" * (record["direction"] == "backward")
             if name not in ("cuda", "triton") or record["status"] != "measured":

@@ -12,11 +12,22 @@ from ..classes import per_class
 from ..compiling.variant import Variant
 from ..launching import arguments, memory
 from ..launching.backward import BackwardLaunches, Step
-from ..launching.key_grid import key_grid
+from ..launching.key_grid import KeyGrid, key_grid
 from ..launching.tensor_maps import TensorMap, tensor_map
 from .choice import splits
 from .survey import Survey
-from .tiles import ROWS, SMS, HopperGradients, bias, gradient_dims, gradient_kernel, gradients_shared, ordered, saved
+from .tiles import (
+    ROWS,
+    SMS,
+    HopperGradients,
+    bias,
+    gradient_dims,
+    gradient_kernel,
+    gradients_shared,
+    lengths,
+    ordered,
+    saved,
+)
 
 __all__ = ["Backward"]
 
@@ -37,32 +48,45 @@ class Backward(BackwardLaunches):
     The first makes base and delta of each row, as the portable backward's does, and fills with 0 what dQ is added up
     in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums, and of those of dK and dV where
     the queries of the same keys are split among blocks. For a float mask, ``added`` makes what is known of each row
-    before, and rest, which lies behind base.
+    before, and rest, which lies behind base. With varlen it is laid out for ``all_rows`` of queries and of keys, those
+    of all sequences together, each sequence padded, and needs none to tell of its variants.
     """
 
-    def __init__(self, p: Problem, tile: HopperGradients, device: Device, added: Step | None = None) -> None:
+    def __init__(
+        self,
+        p: Problem,
+        tile: HopperGradients,
+        device: Device,
+        added: Step | None = None,
+        all_rows: tuple[int, int] = (1, 1),
+    ) -> None:
         padded, (dim, _) = arithmetic.padded(p), gradient_dims(p)
-        rows, parts = p.batch * p.heads_q * padded, splits(p, device, tile)
-        kept = saved(p, parts)
+        parts = splits(_alike(p, all_rows[1]), device, tile)
+        lying = lengths(p, all_rows)
+        kept = saved(p, lying, parts)
         super().__init__(p, arguments.constants(p), kept, least=16)
         side_by_side = max(1, _SECTION // (p.group * padded * (p.dim_qk + p.dim_v) * 4))
         if ordered(p):
             side_by_side = max(side_by_side, _TOGETHER)
-        heads = max(1, p.batch * p.heads_kv)
-        grid = key_grid(p, tile.keys, min(side_by_side, heads), parts)
+        heads = max(1, lying.batch * p.heads_kv)
+        grid = _grid(p, tile, min(side_by_side, heads), parts, all_rows[1])
+        self.constants.saved_rows = lying.queries
         self.clears, self.constants.key_tiles = grid.clears, grid.blocks
         sms = _EMULATED if device.kind == "cpu" else device.sms or SMS
         blocks = min(grid.blocks, sms) if tile.continued else grid.blocks
         rows_left = (kept[2] + kept[3] // parts) // dim  # of queries, and of keys where they are parts
         self.steps = [
             *(() if added is None else (added,)),
-            Step(_prepare(p), rows // ROWS, 0),
+            Step(_prepare(p), lying.batch * p.heads_q * lying.queries // ROWS, 0),
             Step(_backward(p, tile), blocks, grid.section, mapped=True, beside=True, splits=parts),
             Step(_finish(p), rows_left // ROWS, 0, beside=True, splits=parts, awaited=grid.blocks // heads),
         ]
         if p.mask is not None and p.mask.is_bool:
             self.look = Survey(p, tile.keys)
-        queries, by_keys = (p.batch, p.heads_q, p.seq_q), (p.batch, p.heads_kv, p.seq_k)
+        batch, rows_q, rows_k = (1, *all_rows) if p.varlen else (p.batch, p.seq_q, p.seq_k)
+        if p.varlen and not (rows_q and rows_k):
+            self.steps = []
+        queries, by_keys = (batch, p.heads_q, rows_q), (batch, p.heads_kv, rows_k)
         #: Shapes of query, key, value, the output's gradient and maybe a mask, and rows of each that a load brings.
         self._mapped = [
             ((*queries, p.dim_qk), tile.queries),
@@ -86,6 +110,18 @@ class Backward(BackwardLaunches):
         return tuple(tensor_map(self._dtype, shape, box, place) for (shape, box), place in pairs)
 
 
+def _alike(p: Problem, rows: int) -> Problem:
+    """A problem of as much work, which says how long its sequences are: with varlen as long as the longest."""
+    return p.dense(batch=max(1, rows // p.seq_k)) if p.varlen else p
+
+
+def _grid(p: Problem, tile: HopperGradients, section: int, parts: int, rows: int) -> KeyGrid:
+    """``key_grid``; with varlen of numbers of tiles, some of which are of none (``src/sequences.cuh``)."""
+    if not p.varlen:
+        return key_grid(p, tile.keys, section, parts)
+    return KeyGrid(p.heads_kv * (rows // tile.keys + p.batch) * parts, section)
+
+
 @per_class
 def _backward(p: Problem, tile: HopperGradients) -> Variant:
     dim, dim_v = gradient_dims(p)
@@ -107,6 +143,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
             *((("CONTINUED", 1),) if tile.continued else ()),
         ),
         family="hopper",
+        varlen=p.varlen,
     )
 
 
@@ -122,4 +159,4 @@ def _finish(p: Problem) -> Variant:
 
 def _of_rows(p: Problem, kernel: str, *flags: tuple[str, int]) -> Variant:
     dim, dim_v = gradient_dims(p)
-    return Variant(kernel, p.dtype, ROWS, ROWS, dim, dim_v, warps=_WARPS, flags=flags, family="hopper")
+    return Variant(kernel, p.dtype, ROWS, ROWS, dim, dim_v, warps=_WARPS, flags=flags, family="hopper", varlen=p.varlen)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from attnswitch.problem import Problem
 
 from ...own import arithmetic
 
 __all__ = [
-    *("EVEN", "FEW", "LATENT", "LATENT_DIMS", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile"),
+    *("EVEN", "FEW", "LATENT", "LATENT_DIMS", "ROWS", "SMS", "HopperGradients", "HopperTile", "LatentTile", "Lengths"),
     *("bias", "dims", "gradient_dims", "gradient_kernel", "gradients_shared"),
-    *("latent_dims", "latent_heads", "latent_shared", "latent_tiles", "ordered", "saved", "shared"),
+    *("latent_dims", "latent_heads", "latent_shared", "latent_tiles", "lengths", "ordered", "saved", "shared"),
 ]
 
 #: SMs where a device of compute capability 9.0 does not say: what every H100 and H200 has that is not the PCIe card.
@@ -172,14 +173,34 @@ def gradients_shared(tile: HopperGradients, problem: Problem) -> int:
     return 2 * (rows + 2 * scores + biases) + 4 * numbers + 1024
 
 
-def saved(p: Problem, parts: int) -> tuple[int, int, int, int]:
+class Lengths(NamedTuple):
+    """Batch entries, and rows of queries and of keys of a head in each, in whole tiles."""
+
+    batch: int
+    queries: int
+    keys: int
+
+
+def lengths(p: Problem, all_rows: tuple[int, int]) -> Lengths:
+    """What the backward keeps of rows lies so. Of ``all_rows`` of varlen, sequences have tiles of their own.
+
+    There is one batch entry then, whose numbers of tiles are those of ``src/sequences.cuh``.
+    """
+    size = 2 * ROWS
+    if not p.varlen:
+        return Lengths(p.batch, arithmetic.padded(p), arithmetic.tiles(p.seq_k, size) * size)
+    queries, keys = ((rows // size + p.batch) * size for rows in all_rows)
+    return Lengths(1, queries, keys)
+
+
+def saved(p: Problem, lying: Lengths, parts: int) -> tuple[int, int, int, int]:
     """Numbers that launches of a backward leave to one another: base, counts; delta, turns; sums of dQ; of dK and dV.
 
     ``parts``: among how many blocks the queries of the same keys are divided, each with sums of its own.
     """
-    rows, (dim, _) = p.batch * p.heads_q * arithmetic.padded(p), gradient_dims(p)
-    keys = p.batch * p.heads_kv * arithmetic.tiles(p.seq_k, 2 * ROWS) * 2 * ROWS
-    counts = arithmetic.tiles(p.batch * p.heads_kv, _ALIGN) * _ALIGN
+    rows, (dim, _) = lying.batch * p.heads_q * lying.queries, gradient_dims(p)
+    keys = lying.batch * p.heads_kv * lying.keys
+    counts = arithmetic.tiles(lying.batch * p.heads_kv, _ALIGN) * _ALIGN
     turns = arithmetic.tiles(rows // ROWS, _ALIGN) * _ALIGN if ordered(p) else 0
     of_queries = rows if "q" in p.grads else 0
     of_keys = 2 * keys * parts if parts > 1 else 0

@@ -52,7 +52,7 @@ class BackwardLaunches:
         self.space = sum(lying)
         self.begins = tuple(size * sum(lying[:n]) for n in range(len(lying)))
         self._dtype, self._bytes = p.dtype, least
-        #: What is launched, in that order; before it, a look at a mask.
+        #: What is launched, in that order; before it, a look at a mask. If nothing is, all gradients are 0.
         self.steps: list[Step] = []
         self.look: Look | None = None
         #: Whether ``maps`` are of query, key, value, the output's gradient and the mask, or of all but the mask.
@@ -95,6 +95,9 @@ class BackwardLaunches:
         a.grad_query, a.grad_key, a.grad_value, a.grad_mask = (
             None if grad is None else memory.address(grad) for grad in grads
         )
+        if not self.steps:
+            memory.clear(*grads)
+            return grads
         if self.clears:
             memory.clear(*grads[1:3])
         looked = None if self.look is None else self.look(inputs.attn_mask, a)

@@ -34,17 +34,24 @@ DEVICE i64 line_of(const Arguments& a, i64 b, i64 h, i64 first, i64 i) {
 
 // The first tile of sequence b in its head, which begins at row `first`.
 template <int SIZE> DEVICE i64 first_tile_of(i64 b, i64 first) { return first / SIZE + b; }
-// The sequence that a tile of a head belongs to, of the first `high` batch entries.
-template <int SIZE> DEVICE int sequence_of(const Arguments& a, i64 tile, int high) {
+// The sequence that a tile of a head belongs to, of the first `high` batch entries, which begin at rows `offset(b)`.
+template <int SIZE, class Offset> DEVICE int sequence_at(i64 tile, int high, Offset offset) {
     int low = 0;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (first_tile_of<SIZE>(middle, query_offset(a, middle)) <= tile)
+        if (first_tile_of<SIZE>(middle, offset(middle)) <= tile)
             low = middle;
         else
             high = middle;
     }
     return low;
+}
+template <int SIZE> DEVICE int sequence_of(const Arguments& a, i64 tile, int high) {
+    return sequence_at<SIZE>(tile, high, [&](int b) { return query_offset(a, b); });
+}
+// The same of a tile of keys, among all batch entries.
+template <int SIZE> DEVICE int sequence_of_keys(const Arguments& a, i64 tile) {
+    return sequence_at<SIZE>(tile, a.batch, [&](int b) { return key_offset(a, b); });
 }
 // Where base and delta of query 0 of head h are.
 DEVICE i64 saved_of(const Arguments& a, i64 b, i64 h, i64 first) {

@@ -17,16 +17,17 @@ struct Rows {
     float* sums;
     i64 apart;  // numbers between the parts of splits
     int splits;
-    int b, h;
+    int b, h;  // with VARLEN b is 0, and rows are those of all sequences
     int heads, first, length, dim;
     float weight;
     void* to;
 
     DEVICE Rows(const Arguments& a) {
-        const i64 of_queries = a.grad_query ? i64(a.batch) * a.heads * (a.padded / 64) : 0;
+        const i64 batch = VARLEN ? 1 : a.batch;
+        const i64 of_queries = a.grad_query ? batch * a.heads * (VARLEN ? a.saved_rows / 64 : a.padded / 64) : 0;
         const int heads_kv = a.heads / a.group, tiles_kv = tiles_of_keys(a);
-        const i64 of_keys = i64(a.batch) * heads_kv * tiles_kv;
-        i64 tile = block_index(), tiles = a.padded / 64;
+        const i64 of_keys = batch * heads_kv * tiles_kv;
+        i64 tile = block_index(), tiles = VARLEN ? a.saved_rows / 64 : a.padded / 64;
         which = OF_QUERY, splits = 1, heads = a.heads, length = a.queries, dim = a.dim;
         to = a.grad_query, weight = a.scale, apart = 0;
         sums = sums_of(a.sums, tile);
@@ -40,6 +41,20 @@ struct Rows {
             if (which == OF_VALUE) tile -= of_keys;
         }
         b = int(tile / tiles / heads), h = int(tile / tiles % heads), first = tile % tiles * 64;
+        if (VARLEN) find(a, tile % tiles);
+    }
+    // Of a head.
+    DEVICE i64 all(const Arguments& a) const {
+        return !VARLEN ? length : which == OF_QUERY ? a.query_rows : a.key_rows;
+    }
+
+private:
+    // Of all sequences: those of one are from `first` to `length`.
+    DEVICE void find(const Arguments& a, i64 tile) {
+        const auto offset = [&](int n) { return which == OF_QUERY ? query_offset(a, n) : key_offset(a, n); };
+        const int sequence = sequence_at<SAVED>(tile * 64 / SAVED, a.batch, offset);
+        const i64 begin = offset(sequence), end = is_past(a, sequence) ? all(a) : offset(sequence + 1);
+        first = int(begin + tile * 64 - first_tile_of<SAVED>(sequence, begin) * SAVED), length = int(end);
     }
 };
 
@@ -62,7 +77,7 @@ KERNEL finish(const Arguments a) {
         }
     UNROLL for (int m = 0; m < 2; m++) {
         const int row = rows.first + row_of(m);
-        const i64 line = gradient_row(a, rows.which, rows.b, rows.h, row, rows.heads, rows.length);
+        const i64 line = gradient_row(a, rows.which, rows.b, rows.h, row, rows.heads, rows.all(a));
         T* const to = row < rows.length ? static_cast<T*>(rows.to) + line * rows.dim : nullptr;
         store_row<BLOCK_D>(to, sums, m, rows.weight, rows.dim);
     }

@@ -30,8 +30,8 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
         int before = NONE;  // the tile of dQ that the step before adds to
         leave_nothing();
         do {
-            ask_scores(scores);
-            ask_score_gradients(score_gradients);
+            ask_scores(scores, step.left(a, block));
+            ask_score_gradients(score_gradients, step.left(a, block));
             weigher.look(step);
             if (BIAS && BiasedWeigher::EARLY) weigher.fetch(step, bias());
             wait_products<1>();
@@ -46,7 +46,7 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
             ask_key_sums();
             wait_products<1>();
             got_query_sums(before);
-            before = step.tile(a, block.batch) + (BY_QUERIES ? index : 0);
+            before = step.tile(a, block) + (BY_QUERIES ? index : 0);
             step.next();
             wait_products<0>();
             got_key_sums();

@@ -68,14 +68,15 @@ template <class Shared, class Step> struct Loader {
         await_launch_before();  // base and delta
         for (; step.more(); step.next()) {
             const int s = at.stage, u = ALIKE ? s : upstream_at.stage;
-            const i64 line = (i64(block.batch) * a.heads + step.head) * a.padded + step.start;
+            const i64 line = VARLEN ? i64(step.tile(a, block)) * 64
+                                    : (i64(block.batch) * a.heads + step.head) * a.padded + step.start;
             shared.query_free[s].wait(at.parity ^ 1);
             tile<BLOCK_D, BIAS_BYTES>(shared.query[s], maps.queries, shared.base[s],
-                                      static_cast<float*>(a.base) + line, shared.query_full[s], step, block.batch);
+                                      static_cast<float*>(a.base) + line, shared.query_full[s], step, block);
             if constexpr (BIAS != NO_BIAS) bias(s, step, block, line);
             shared.grad_out_free[u].wait((ALIKE ? at.parity : upstream_at.parity) ^ 1);
             tile<BLOCK_DV>(shared.grad_out[u], maps.upstream, shared.delta[u], static_cast<float*>(a.delta) + line,
-                           shared.grad_out_full[u], step, block.batch);
+                           shared.grad_out_full[u], step, block);
             at.next(), upstream_at.next();
         }
     }
@@ -84,14 +85,15 @@ template <class Shared, class Step> struct Loader {
     DEVICE void rows(T (&to)[CONSUMERS][64 * WIDTH], const TensorMap& map, Barrier& full, const Keys& block) {
         full.expect(BLOCK_M * WIDTH * sizeof(T));
         UNROLL for (int c = 0; c < CONSUMERS; c++)
-            copy_tile<64, WIDTH>(to[c], map, full, block.first + 64 * c, block.head_kv, block.batch);
+            copy_tile<64, WIDTH>(to[c], map, full, block.key_row() + 64 * c, block.head_kv, block.plane());
     }
     // Rows of queries, or of their upstream gradients, with a number for each; MORE bytes are to follow.
     template <int WIDTH, int MORE = 0>
     DEVICE void tile(T* to, const TensorMap& map, float* numbers, const float* from, Barrier& full, const Queries& step,
-                     int batch) {
+                     const Keys& block) {
         full.expect(BLOCK_N * (WIDTH * sizeof(T) + sizeof(float)) + MORE);
-        copy_tile<BLOCK_N, WIDTH>(to, map, full, step.start, step.head, batch);
+        const int row = int(first_query(block.extent)) + step.start;
+        copy_tile<BLOCK_N, WIDTH>(to, map, full, row, step.head, block.plane());
         copy_bytes(numbers, from, BLOCK_N * sizeof(float), &full.state);
     }
     // A float mask's tile of these queries and the block's keys, and rest, which lies behind base.

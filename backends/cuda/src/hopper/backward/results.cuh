@@ -18,11 +18,14 @@ template <int COUNT> DEVICE void clear_beyond(const Keys& block, int first, floa
 // Keys from `first` on, with zeros past the end of the sequence: to `gradient`, or as a part of the split's sums.
 template <int COUNT>
 DEVICE void store_gradient(const Arguments& a, const Keys& block, int first, float (&sums)[COUNT], Gradient which) {
-    const int heads = a.heads / a.group;
+    const i64 before = block.rows_before(a);
+    const int heads = a.heads / a.group, rows = block.rows(a, before);
+    if (VARLEN && first >= rows) return;
     clear_beyond(block, first, sums);
     if (a.splits > 1) {
-        const i64 tiles = tiles_of_keys(a), all = i64(a.batch) * heads * tiles;
-        const i64 line = (i64(block.batch) * heads + block.head_kv) * tiles + first / 64;
+        const i64 tiles = tiles_of_keys(a), all = i64(VARLEN ? 1 : a.batch) * heads * tiles;
+        const i64 line = (i64(block.plane()) * heads + block.head_kv) * tiles +
+                         first_of_keys(block.batch, before) + first / 64;
         float* const part = sums_of(a.parts, (2 * block.split + (which == OF_VALUE)) * all + line);
         UNROLL for (int c = 0; c < COUNT / 4; c++)
             *reinterpret_cast<Chunk<float>*>(quad_of(part, c)) =
@@ -34,8 +37,9 @@ DEVICE void store_gradient(const Arguments& a, const Keys& block, int first, flo
     const float scale = which == OF_KEY ? float(a.scale) : 1;
     UNROLL for (int m = 0; m < 2; m++) {
         const int row = first + row_of(m);
-        const i64 line = gradient_row(a, which, block.batch, block.head_kv, row, heads, a.keys);
-        T* const to = gradient && row < a.keys ? static_cast<T*>(gradient) + line * dim : nullptr;
+        const i64 line = gradient_row(a, which, block.plane(), block.head_kv, before + row, heads,
+                                      VARLEN ? a.key_rows : a.keys);
+        T* const to = gradient && row < (VARLEN ? rows : a.keys) ? static_cast<T*>(gradient) + line * dim : nullptr;
         store_row<2 * COUNT>(to, sums, m, scale, dim);
     }
 }

@@ -2,6 +2,7 @@
 // part in one piece. Four numbers of a thread lie side by side, a quad: of 8 columns its two, in both its rows.
 #pragma once
 #include "hopper/wgmma.cuh"
+#include "sequences.cuh"
 
 constexpr int QUADS = 4 * 32;  // of a warp, of the same 8 columns
 
@@ -10,11 +11,12 @@ DEVICE float* sums_of(void* sums, i64 line) { return static_cast<float*>(sums) +
 
 // How many tiles of keys are done of each key head: numbers that end where delta begins.
 DEVICE u32* done_of(const Arguments& a, i64 head) {
-    return static_cast<u32*>(a.delta) - i64(a.batch) * (a.heads / a.group) + head;
+    return static_cast<u32*>(a.delta) - i64(VARLEN ? 1 : a.batch) * (a.heads / a.group) + head;
 }
 // Where blocks add in turn: how many blocks are done with each tile of dQ, behind delta.
 DEVICE u32* turns_of(const Arguments& a, i64 line) {
-    return reinterpret_cast<u32*>(static_cast<float*>(a.delta) + i64(a.batch) * a.heads * a.padded) + line;
+    const i64 rows = VARLEN ? a.heads * a.saved_rows : i64(a.batch) * a.heads * a.padded;
+    return reinterpret_cast<u32*>(static_cast<float*>(a.delta) + rows) + line;
 }
 
 // Where the warp's quads of columns 8 c to 8 c + 7 begin, and the thread's; those of the next 8 columns follow.
@@ -40,5 +42,9 @@ template <int COUNT> DEVICE void add_quads(float* to, const float (&sums)[COUNT]
     UNROLL for (int c = 0; c < COUNT / 4; c++) add_quad(to + c * QUADS + 4 * (thread_index() % 32), sums + 4 * c);
 }
 
-// Tiles of the keys of a head, where dK and dV are summed: blocks may have two at once.
-DEVICE int tiles_of_keys(const Arguments& a) { return ceil_div(a.keys, 128) * 2; }
+// Tiles of the keys of a head, where dK and dV are summed: blocks may have two at once. With VARLEN, of all sequences, as
+// those of queries lie; and where a sequence's begin.
+DEVICE int tiles_of_keys(const Arguments& a) {
+    return (VARLEN ? int(a.key_rows / SAVED) + a.batch : ceil_div(a.keys, 128)) * 2;
+}
+DEVICE i64 first_of_keys(i64 b, i64 first) { return VARLEN ? 2 * first_tile_of<SAVED>(b, first) : 0; }

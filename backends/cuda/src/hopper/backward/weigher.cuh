@@ -35,7 +35,7 @@ struct Weigher {
         if (block.reach.hides(step.start))
             ::hide(tile, step.start + from, [&](int m) {
                 const int key = block.first + 64 * index + row_of(m);
-                return key < a.keys ? queries_of(a, block.extent, key) : Span{0, 0};
+                return VARLEN || key < a.keys ? queries_of(a, block.extent, key) : Span{0, 0};
             }, instead);
         if (!MASKED || !step.mixed) return;
         UNROLL for (int n = 0; n < COUNT; n++) {

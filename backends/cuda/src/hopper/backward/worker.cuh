@@ -35,7 +35,7 @@ template <class Shared> struct Worker {
     // Keys and values, where those past the end of a sequence may be NaN, which a weight of 0 does not take away.
     DEVICE void begin(const Keys& block) {
         await_keys();
-        if (!a.length_bytes || block.extent.end >= block.first + BLOCK_M) return;
+        if (!(VARLEN || a.length_bytes) || block.extent.end >= block.first + BLOCK_M) return;
         if (index < CONSUMERS) {
             const int there = smaller(larger(block.extent.end - block.first - 64 * index, 0), 64);
             clear_rows<64, BLOCK_D>(shared.key[keys_at.stage][index], there);
@@ -43,21 +43,28 @@ template <class Shared> struct Worker {
         }
         meet_at(1, 32 * COMPUTING);  // before the first turn, which takes the same barrier
     }
+    // Queries, or their upstream gradients, of which `left` are the sequence's: the same of what follows (VARLEN).
+    template <int WIDTH> DEVICE void await_rows(Barrier& full, u32 parity, T* tile, int left) {
+        full.wait(parity);
+        if (!VARLEN || left >= BLOCK_N) return;
+        clear_rows<BLOCK_N, WIDTH>(tile, left);
+        meet(index);
+    }
     DEVICE Matrix matrix(u32 place) const { return Matrix(origin + place); }
     // Has addresses worked out again that would be kept from turn to turn in more registers than there are.
     DEVICE void forget_addresses() { origin = broadcast(origin); }
 
-    // S^T of a tile of queries, or of some from `from` on; and dP^T.
-    template <int COUNT> DEVICE void ask_scores(float (&scores)[COUNT], int from = 0) {
+    // S^T of a tile of queries, of which `left` are there, or of some from `from` on; and dP^T.
+    template <int COUNT> DEVICE void ask_scores(float (&scores)[COUNT], int left, int from = 0) {
         const Matrix queries = matrix(Shared::query_place(at.stage) + Shared::place(from * PANEL));
-        if (!from) shared.query_full[at.stage].wait(at.parity);
+        if (!from) await_rows<BLOCK_D>(shared.query_full[at.stage], at.parity, shared.query[at.stage], left);
         begin_products();
         product_nt<2 * COUNT, BLOCK_D, BLOCK_N>(scores, matrix(Shared::key_place(keys_at.stage, index)), queries);
         commit_products();
     }
-    template <int COUNT> DEVICE void ask_score_gradients(float (&gradients)[COUNT], int from = 0) {
+    template <int COUNT> DEVICE void ask_score_gradients(float (&gradients)[COUNT], int left, int from = 0) {
         const Matrix upstream = matrix(Shared::grad_out_place(at.stage) + Shared::place(from * PANEL));
-        if (!from) shared.grad_out_full[at.stage].wait(at.parity);
+        if (!from) await_rows<BLOCK_DV>(shared.grad_out_full[at.stage], at.parity, shared.grad_out[at.stage], left);
         begin_products();
         product_nt<2 * COUNT, BLOCK_DV, BLOCK_N>(gradients, matrix(Shared::value_place(keys_at.stage, index)), upstream);
         commit_products();

@@ -24,26 +24,26 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
         Weigher weigher(a, block, index);
         leave_nothing();
         if (index == CONSUMERS - 1) pass_turn(index);
-        ask_scores(scores);
+        ask_scores(scores, step.left(a, block));
         weigher.look(step);
         wait_products<0>();
         for (;;) {
             forget_addresses();
-            differentiate<0>(weigher, step);
+            differentiate<0>(weigher, block, step);
             await_turn(index);
             ask_key_sums<0>();
             leave<0>();
             got_key_sums();
             ask_panel();
-            ask_scores(scores, HALF);
+            ask_scores(scores, 0, HALF);
             pass_turn(index);
             wait_products<1>();
             add_panel(before);
             wait_products<0>();
 
             forget_addresses();
-            differentiate<HALF>(weigher, step);
-            const int tile = step.tile(a, block.batch);
+            differentiate<HALF>(weigher, block, step);
+            const int tile = step.tile(a, block);
             step.next();
             await_turn(index);
             ask_key_sums<HALF>();
@@ -58,7 +58,7 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
                 return;
             }
             ask_half_panel();
-            ask_scores(scores);
+            ask_scores(scores, step.left(a, block));
             pass_turn(index);
             weigher.look(step);
             wait_products<1>();
@@ -83,8 +83,8 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
     // -- parts of a step, of half a tile from query FROM on -------------------------------------------------------
 
     // P^T and dS^T in 16 bits.
-    template <int FROM> DEVICE void differentiate(Weigher& weigher, const Queries& step) {
-        ask_score_gradients(score_gradients, FROM);
+    template <int FROM> DEVICE void differentiate(Weigher& weigher, const Keys& block, const Queries& step) {
+        ask_score_gradients(score_gradients, step.left(a, block), FROM);
         weigher.weigh(scores, weights, step, [&](int c) { return number(shared.base[at.stage] + FROM, c); }, FROM);
         wait_products<0>();
         weigher.differentiate(score_gradients, scores, step,

@@ -50,7 +50,7 @@ private:
     DEVICE void find(const Keys& block, OrderedStep& step) {
         for (; step.more() && shown % ADDERS != own; step.next()) shown += step.seen;
         if (!step.more()) return;
-        tile = step.tile(a, block.batch);
+        tile = step.tile(a, block);
         turn = step.turn();
         reached = number_at(turns_of(a, tile));
     }

@@ -24,20 +24,20 @@ struct Consumer : OwnKeys<Shared, OrderedStep, Consumer> {
     DEVICE void visit(const Keys& block, OrderedStep& step) {
         begin(block);
         Weigher weigher(a, block, index);
-        ask_scores(scores);
+        ask_scores(scores, step.left(a, block));
         prepare(weigher, step);
         wait_products<0>();
         weigh(weigher, step);
         if (!SOFTCAP) pack(weights, scores);
         for (;;) {
-            differentiate(weigher, step);
+            differentiate(weigher, step, step.left(a, block));
             at.next();
             step.next();
             if (!step.more()) {
                 leave();
                 break;
             }
-            ask_scores(scores);
+            ask_scores(scores, step.left(a, block));
             leave();
             prepare(weigher, step);
             wait_products<1>();
@@ -63,9 +63,9 @@ struct Consumer : OwnKeys<Shared, OrderedStep, Consumer> {
         weigher.weigh(scores, weights, step, [&](int c) { return of_columns[c]; });
     }
     // dV, and dS^T in 16 bits.
-    DEVICE void differentiate(const Weigher& weigher, const Queries& step) {
+    DEVICE void differentiate(const Weigher& weigher, const Queries& step, int left) {
         const Matrix values = matrix(Shared::value_place(0, index)), upstream = matrix(Shared::grad_out_place(at.stage));
-        shared.grad_out_full[at.stage].wait(at.parity);
+        await_rows<BLOCK_DV>(shared.grad_out_full[at.stage], at.parity, shared.grad_out[at.stage], left);
         if (BLOCK_D == PANEL) numbers(of_columns, shared.delta[at.stage]);
         begin_products();
         product_nt<BLOCK_N, BLOCK_DV>(score_gradients, values, upstream);

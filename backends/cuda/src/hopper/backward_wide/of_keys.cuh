@@ -17,13 +17,13 @@ struct OfKeys : Role<1, OfKeys> {
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
         Weigher weigher(a, block, 0);
-        ask_gradients();
+        ask_gradients(step.left(a, block));
         weigher.look(step);
         wait_products<0>();
         for (;;) {
             differentiate(weigher, step);
             forget_addresses();
-            const int tile = step.tile(a, block.batch);
+            const int tile = step.tile(a, block);
             step.next();
             if (!step.more()) {
                 ask_sums();
@@ -39,7 +39,7 @@ struct OfKeys : Role<1, OfKeys> {
             hold(sums);
             release(shared.query_free[at.stage]);
             at.next();
-            ask_gradients();
+            ask_gradients(step.left(a, block));
             weigher.look(step);
             wait_products<1>();
             hold(query_sums);
@@ -54,8 +54,9 @@ struct OfKeys : Role<1, OfKeys> {
 
     // -- parts of a step ------------------------------------------------------------------------------------------
 
-    DEVICE void ask_gradients() {
-        shared.grad_out_full[upstream_at.stage].wait(upstream_at.parity);
+    DEVICE void ask_gradients(int left) {
+        const int stage = upstream_at.stage;
+        await_rows<BLOCK_DV>(shared.grad_out_full[stage], upstream_at.parity, shared.grad_out[stage], left);
         const Matrix upstream = matrix(Shared::grad_out_place(upstream_at.stage));
         begin_products();
         product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place(0, 0)), upstream);

@@ -15,25 +15,25 @@ struct OfValues : Role<0, OfValues> {
     DEVICE void visit(const Keys& block, Step& step) {
         begin(block);
         Weigher weigher(a, block, 0);
-        ask_scores(scores);
+        ask_scores(scores, step.left(a, block));
         weigher.look(step);
         wait_products<0>();
         make_weights(weigher, step);
         leave_weights();
         for (int before = NONE;;) {  // the tile of dQ of which one more panel is to be added
             forget_addresses();
-            const int tile = step.tile(a, block.batch);
+            const int tile = step.tile(a, block), left = step.left(a, block);
             step.next();
             if (!step.more()) {
                 if (before != NONE) add_query_sums(before, 1);
-                ask_sums();
+                ask_sums(left);
                 wait_products<0>();
                 got_sums();
                 add_all_query_sums(tile);
                 return;
             }
-            ask_sums();
-            ask_scores(scores);
+            ask_sums(left);
+            ask_scores(scores, step.left(a, block));
             weigher.look(step);
             if (before != NONE) add_query_sums(before, 1);
             wait_products<1>();
@@ -53,8 +53,9 @@ struct OfValues : Role<0, OfValues> {
 
     // -- parts of a step ------------------------------------------------------------------------------------------
 
-    DEVICE void ask_sums() {
-        shared.grad_out_full[upstream_at.stage].wait(upstream_at.parity);
+    DEVICE void ask_sums(int left) {
+        const int stage = upstream_at.stage;
+        await_rows<BLOCK_DV>(shared.grad_out_full[stage], upstream_at.parity, shared.grad_out[stage], left);
         begin_products();
         product_nn<BLOCK_DV, BLOCK_N>(sums, weights, matrix(Shared::grad_out_place(upstream_at.stage)));
         commit_products();

@@ -11,9 +11,8 @@
 #pragma once
 #include "hopper/barriers.cuh"
 #include "hopper/mask.cuh"
-#include "positions.cuh"
+#include "hopper/extent.cuh"
 #include "schedule.cuh"
-#include "sequences.cuh"
 
 // Whether the dealer tells the others the first tile as well, which takes a while to find.
 constexpr bool TOLD = MASKED || VARLEN;
@@ -43,16 +42,6 @@ struct Work {
 // Of a head.
 DEVICE int tiles_of(const Arguments& a) { return int(a.query_rows / BLOCK_M) + a.batch; }
 DEVICE u32 tiles_of_all(const Arguments& a) { return u32(a.heads) * tiles_of(a); }
-
-// The rows past the last sequence are one that has no keys.
-DEVICE Extent extent_in(const Arguments& a, int b) {
-    const bool past = is_past(a, b);
-    const int next = past ? b : b + 1;
-    const i64 first_query = query_offset(a, b), first_key = key_offset(a, b);
-    const int queries = int((past ? a.query_rows : query_offset(a, next)) - first_query);
-    const int keys = int(key_offset(a, next) - first_key);
-    return Extent{keys, a.bottom_right ? keys - queries : 0, queries, first_query, first_key};
-}
 
 // Without rows where the number is for nothing.
 DEVICE Work begin_at(const Arguments& a, u32 tile) {
