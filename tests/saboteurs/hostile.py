@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -313,6 +314,24 @@ class ForksTwice(Hostile):
 class StartsProgram(Hostile):
     def harm(self, inputs: Inputs, out: Any) -> Any:
         self.left = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
+        return out
+
+
+class CallsItACompiler(Hostile):
+    """A program that is named as what torch compiles in."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        name = "torch/_inductor/compile_worker/__main__.py"
+        self.left = subprocess.Popen([name, "60"], executable=shutil.which("sleep"), stdin=subprocess.DEVNULL)
+        return out
+
+
+class CallsItATracker(Hostile):
+    """Python that is told to do more than what it is known by."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        code = "from multiprocessing.resource_tracker import main;__import__('time').sleep(60)"
+        self.left = subprocess.Popen([sys.executable, "-c", code, "torch._inductor"], stdin=subprocess.DEVNULL)
         return out
 
 

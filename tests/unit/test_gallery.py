@@ -52,6 +52,8 @@ TOLD = {
     "Forks": r"conduct: it left (a process|\d+ processes) running: a fork of its own",
     "ForksTwice": r"conduct: it left (a process|\d+ processes) running",
     "StartsProgram": r"conduct: it left a process running: sleep 60",
+    "CallsItACompiler": r"conduct: it left a process running: torch/_inductor/compile_worker/__main__.py 60",
+    "CallsItATracker": r"conduct: it left a process running: .*python.* -c from multiprocessing.resource_tracker",
     "StopsItself": r"hang: no answer after 4 s; the process was stopped",
     "Hangs": r"hang: no answer after 4 s; the process was running",
     "Segfaults": r"crash: the process died of SIGSEGV",

@@ -18,7 +18,7 @@ from typing import Any
 
 from attnswitch.child import Child, ending
 from attnswitch.errors import InvalidProblem
-from attnswitch.verify.court import forks, messages, traces
+from attnswitch.verify.court import forks, messages, processes
 from attnswitch.verify.court.messages import Answer, Ask
 from attnswitch.verify.court.wire import Arena, Results
 
@@ -101,7 +101,7 @@ class Server:
             self._kill(self.left())
             raise Gone(ending(answer.ended) + ", as one does that writes to its inputs" * (answer.ended in _OF_MEMORY))
         if self.fresh:
-            self.fresh, self._candidate = False, traces.children(self._child.number)
+            self.fresh, self._candidate = False, processes.children(self._child.number)
         return answer
 
     def _answer(self) -> Answer:
@@ -109,7 +109,7 @@ class Server:
         heard = 0
         while self._events.poll(max(0.0, 1e3 * (self._until - time.monotonic()))):
             answer = messages.decoded(self._child.events.recv_bytes(messages.MOST))
-            if answer.ended is not None and self._candidate & traces.children(self._child.number):
+            if answer.ended is not None and self._candidate & processes.children(self._child.number):
                 raise InvalidProblem("it says that the process ended, which runs")
             if answer.ended is not None or answer.number == self._asked:
                 return answer
@@ -122,30 +122,30 @@ class Server:
 
     def _silent(self) -> str:
         """What to say of a candidate that does not answer."""
-        there = traces.descendants(self._child.number)
+        there = processes.descendants(self._child.number)
         if not there:
             return "it ended, and not even its end was told"
-        state = ", ".join(sorted({traces.state(number) for number in there} - {""})) or "running"
+        state = ", ".join(sorted({processes.state(number) for number in there} - {""})) or "running"
         return f"no answer after {self._timeout:g} s; the process was {state}, and was ended"
 
     def left(self) -> dict[int, str]:
         """Processes of candidates that are not the candidate nor a compiler's, by number, with their command lines."""
-        there = traces.below(os.getpid())
-        if there <= {self._child.number, *traces.children(self._child.number)}:
+        there = processes.below(os.getpid())
+        if there <= {self._child.number, *processes.children(self._child.number)}:
             return {}
         every = self._all()
-        forked = traces.children(self._child.number)  # looked at last: a new candidate is forked at any time
+        forked = processes.children(self._child.number)  # looked at last: a new candidate is forked at any time
         found = {n: self._named(line) for n, line in every.items() if n not in forked}
-        return {n: line for n, line in found.items() if not any(name in line for name in traces.COMPILERS)}
+        return {n: line for n, line in found.items() if not processes.is_compilers(n)}
 
     def _named(self, line: str) -> str:
         """A command line, unless it is that of the process that candidates are forked from."""
-        return "a fork of its own" if line == traces.command(self._child.number) else line
+        return "a fork of its own" if line == processes.command(self._child.number) else line
 
     def _adopted(self, below: Container[int]) -> dict[int, str]:
         """Processes whose parents, which were candidates' or theirs, ended: they are this process's."""
         found = {}
-        for number, line in traces.descendants(os.getpid()).items():
+        for number, line in processes.descendants(os.getpid()).items():
             if number != self._child.number and number not in below:
                 with contextlib.suppress(OSError):
                     if self.mark.encode() in Path(f"/proc/{number}/environ").read_bytes():
@@ -191,7 +191,7 @@ class Server:
             _adoption.end()
 
     def _all(self) -> dict[int, str]:
-        below = traces.descendants(self._child.number)
+        below = processes.descendants(self._child.number)
         return {**below, **self._adopted(below)}
 
     @staticmethod

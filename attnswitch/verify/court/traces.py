@@ -1,7 +1,7 @@
-"""What kernels leave behind in the process that they run in: patched functions, changed state, threads, children.
+"""What kernels leave behind in the process that they run in: patched functions, changed state, threads, timers.
 
-A kernel that means harm can hide from what looks from within its own process; ``descendants`` and ``state`` look from
-outside. What is told here explains a verdict and adds to it: the numbers are judged elsewhere.
+A kernel that means harm can hide from what looks from within its own process; ``processes`` looks from outside. What is
+told here explains a verdict and adds to it: the numbers are judged elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COMPILERS", "Traces", "aten", "below", "children", "command", "descendants", "end_below", "state"]
+__all__ = ["Traces", "aten"]
 
 #: Modules whose functions a kernel has no business to replace.
 _WATCHED = (
@@ -50,12 +50,6 @@ _WATCHED = (
     "attnswitch.verify.court.messages",
     "attnswitch.verify.court.wire",
 )
-#: What stands in the command lines of processes that compilers keep for later.
-COMPILERS = ("torch/_inductor", "torch._inductor", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-
-
-#: How often processes are looked for that others start while they are ended.
-_GENERATIONS = 100
 
 
 class Traces:
@@ -308,65 +302,3 @@ _PRODUCTS = frozenset(
         "vdot",
     )
 )
-
-
-# -- from outside ------------------------------------------------------------------------------------------------------
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Processes below ``root`` that still run, by number, with their command lines."""
-    return {number: command(number) for number in below(root) if _state_of(number) != "Z"}
-
-
-def end_below(root: int) -> None:
-    """Stop ``root``, and kill all processes below it, those too that are started meanwhile."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(root, signal.SIGSTOP)
-    for _ in range(_GENERATIONS):
-        there = descendants(root)
-        for number in there:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(number, signal.SIGKILL)
-        if not there:
-            return
-
-
-def below(root: int) -> set[int]:
-    """Numbers of the processes below ``root``, those that ended and were not asked for too."""
-    found, level = set[int](), {root}
-    while level:
-        level = {number for each in level for number in children(each)} - found
-        found |= level
-    return found
-
-
-def command(number: int) -> str:
-    """The command line of a process; "" if it ended."""
-    try:
-        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def children(root: int) -> set[int]:
-    """Processes that ``root`` started itself."""
-    found = set()
-    with contextlib.suppress(OSError, ValueError):
-        for task in os.listdir(f"/proc/{root}/task"):
-            with open(f"/proc/{root}/task/{task}/children", "rb", buffering=0) as file:
-                found |= set(map(int, file.read().split()))
-    return found
-
-
-def state(number: int) -> str:
-    """The state of a process as a word: "stopped", or "" for what needs no telling."""
-    return {"T": "stopped", "t": "traced"}.get(_state_of(number), "")
-
-
-def _state_of(number: int) -> str:
-    """The letter that the system has for it; "" for a process that is not there."""
-    try:
-        text = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return ""
-    return text[text.rindex(")") + 2]

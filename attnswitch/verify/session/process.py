@@ -11,7 +11,7 @@ from typing import Any
 
 from attnswitch.child import Child, ending
 from attnswitch.errors import VerificationError
-from attnswitch.verify.court import server, traces
+from attnswitch.verify.court import processes, server
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Ready
@@ -114,7 +114,7 @@ class Process:
     def end(self) -> None:
         """Kill it if it still runs, with all that kernels started in it, and tidy up."""
         if not self._child.has_ended:
-            traces.end_below(self._child.number)
+            processes.end_below(self._child.number)
         self._child.end()
 
     def __enter__(self) -> Process:

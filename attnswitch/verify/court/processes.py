@@ -1,0 +1,106 @@
+"""Processes below another, as they are seen from outside, and how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import sys
+from importlib import util
+from pathlib import Path
+
+__all__ = ["below", "children", "command", "descendants", "end_below", "is_compilers", "state"]
+
+#: How often processes are looked for that others start while they are ended.
+_GENERATIONS = 100
+#: What Python runs for ``multiprocessing``, with numbers and names alone.
+_OF_PYTHON = re.compile(
+    r"from multiprocessing\.(resource_tracker|forkserver) import main; ?main\([\w\s,.:*/'\[\]{}-]*\)"
+)
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Processes below ``root`` that still run, by number, with their command lines."""
+    return {number: command(number) for number in below(root) if _state_of(number) != "Z"}
+
+
+def end_below(root: int) -> None:
+    """Stop ``root``, and kill all processes below it, those too that are started meanwhile."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(root, signal.SIGSTOP)
+    for _ in range(_GENERATIONS):
+        there = descendants(root)
+        for number in there:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+        if not there:
+            return
+
+
+def below(root: int) -> set[int]:
+    """Numbers of the processes below ``root``, those that ended and were not asked for too."""
+    found, level = set[int](), {root}
+    while level:
+        level = {number for each in level for number in children(each)} - found
+        found |= level
+    return found
+
+
+def command(number: int) -> str:
+    """The command line of a process; "" if it ended."""
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def children(root: int) -> set[int]:
+    """Processes that ``root`` started itself."""
+    found = set()
+    with contextlib.suppress(OSError, ValueError):
+        for task in os.listdir(f"/proc/{root}/task"):
+            with open(f"/proc/{root}/task/{task}/children", "rb", buffering=0) as file:
+                found |= set(map(int, file.read().split()))
+    return found
+
+
+def state(number: int) -> str:
+    """The state of a process as a word: "stopped", or "" for what needs no telling."""
+    return {"T": "stopped", "t": "traced"}.get(_state_of(number), "")
+
+
+def _state_of(number: int) -> str:
+    """The letter that the system has for it; "" for a process that is not there."""
+    try:
+        text = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return ""
+    return text[text.rindex(")") + 2]
+
+
+def is_compilers(number: int) -> bool:
+    """Whether a process is one that compilers keep for later, by what it runs: a name alone is easily given."""
+    try:
+        words = Path(f"/proc/{number}/cmdline").read_bytes().decode(errors="replace").split("\0")[1:-1]
+        if not os.path.samefile(f"/proc/{number}/exe", sys.executable):
+            return False
+        while (
+            words and words[0].startswith("-") and words[0] != "-c"
+        ):  # options of Python's, some with a word of theirs
+            words = words[1 + (words[0] in ("-X", "-W")) :]
+        if words[:1] == ["-c"]:
+            return len(words) == 2 and _OF_PYTHON.fullmatch(words[1]) is not None
+        return bool(words) and os.path.samefile(words[0], _of_torch())
+    except OSError:
+        return False
+
+
+@functools.cache
+def _of_torch() -> str:
+    """The program of the processes in which torch compiles; "" without torch."""
+    found = util.find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    return os.path.join(os.path.dirname(found.origin), "_inductor", "compile_worker", "__main__.py")
