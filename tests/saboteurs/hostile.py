@@ -311,6 +311,20 @@ class ForksTwice(Hostile):
         return out
 
 
+class ForksUnmarked(Hostile):
+    """The same with nothing in its environment."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execve("/bin/sleep", ["sleep", "61.5"], {})
+            os._exit(0)
+        os.waitpid(child, 0)
+        return out
+
+
 class StartsProgram(Hostile):
     def harm(self, inputs: Inputs, out: Any) -> Any:
         self.left = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)

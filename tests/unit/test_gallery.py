@@ -6,7 +6,9 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 
 import hostile
 import judging
@@ -87,7 +89,7 @@ TOLD = {
 
 
 #: Those with a test of their own.
-OTHERS = {"CutsInputs", "ErrsOnce", "ExitsAfterwards"}
+OTHERS = {"CutsInputs", "ErrsOnce", "ExitsAfterwards", "ForksUnmarked"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,6 +133,15 @@ FORKED = ("ClosesDescriptors", "ForksTwice", "KillsItsParent", "StopsItself", "W
 )
 def test_a_hostile_kernel_is_told_where_the_court_is_forked(name: str, judge: ProcessPoolExecutor) -> None:
     is_told(name, lambda *asked: judge.submit(judging.told_by_a_fork, *asked).result())
+
+
+def test_a_process_without_a_mark_is_told_where_the_judge_starts_no_others(judge: ProcessPoolExecutor) -> None:
+    asked = "ForksUnmarked", "conduct", False
+    found = judge.submit(judging.told_by_a_fork, *asked).result()
+    assert re.match(r"conduct: it left a process running: sleep 61\.5", found[-1]), found
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert b"61.5" not in entry.read_bytes()
 
 
 def test_a_kernel_that_behaves_is_right() -> None:

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import signal
-import sys
 from importlib import util
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def is_compilers(number: int) -> bool:
     """Whether a process is one that compilers keep for later, by what it runs: a name alone is easily given."""
     try:
         words = Path(f"/proc/{number}/cmdline").read_bytes().decode(errors="replace").split("\0")[1:-1]
-        if not os.path.samefile(f"/proc/{number}/exe", sys.executable):
+        if not os.path.samefile(f"/proc/{number}/exe", "/proc/self/exe"):
             return False
         while (
             words and words[0].startswith("-") and words[0] != "-c"

@@ -68,6 +68,7 @@ class Server:
         self.fresh = True
         self.ended = False
         _adoption.begin()
+        _servers.add(self._child.number)
 
     def ask(self, ask: Ask, timeout: float) -> None:
         """Ask the candidate that lives; ``answer`` has what it says, and this process may do something meanwhile.
@@ -143,14 +144,25 @@ class Server:
         return "a fork of its own" if line == processes.command(self._child.number) else line
 
     def _adopted(self, below: Container[int]) -> dict[int, str]:
-        """Processes whose parents, which were candidates' or theirs, ended: they are this process's."""
+        """Processes whose parents, which were candidates' or theirs, ended: they are this process's.
+
+        They are known by their mark. Where this process starts nothing but servers, and what compiles, all others are.
+        """
         found = {}
+        others = {number for root in _servers for number in (root, *processes.below(root))} if _alone else set()
         for number, line in processes.descendants(os.getpid()).items():
-            if number != self._child.number and number not in below:
-                with contextlib.suppress(OSError):
-                    if self.mark.encode() in Path(f"/proc/{number}/environ").read_bytes():
-                        found[number] = line
+            if number == self._child.number or number in below:
+                continue
+            stray = _alone and number not in others and not processes.is_compilers(number)
+            if stray or self._is_marked(number):
+                found[number] = line
         return found
+
+    def _is_marked(self, number: int) -> bool:
+        try:
+            return self.mark.encode() in Path(f"/proc/{number}/environ").read_bytes()
+        except OSError:
+            return False
 
     def end_left(self) -> dict[int, str]:
         """``left``, having ended them."""
@@ -189,6 +201,7 @@ class Server:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(number, 0)
             _adoption.end()
+            _servers.discard(self._child.number)
 
     def _all(self) -> dict[int, str]:
         below = processes.descendants(self._child.number)
@@ -236,21 +249,28 @@ class _Adoption:
 
 
 _adoption = _Adoption()
+#: Numbers of their processes.
+_servers = set[int]()
 #: Those that nobody uses now; None where none are kept.
 _spare: list[Server] | None = None
+#: Whether this process starts nothing beside them that stays.
+_alone = False
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Within the context, a server that is given back is there for who takes one next, as its start takes seconds."""
-    global _spare
-    outer, _spare = _spare, []
+def kept(alone: bool = False) -> Iterator[None]:
+    """Within the context, a server that is given back is there for who takes one next, as its start takes seconds.
+
+    ``alone``: this process starts nothing beside servers that stays, but for what compiles.
+    """
+    global _alone, _spare
+    outer, _alone, _spare = (_alone, _spare), alone, []
     try:
         yield
     finally:
         for server in _spare:
             server.end()
-        _spare = outer
+        _alone, _spare = outer
 
 
 def begin(within: Path | None) -> None:

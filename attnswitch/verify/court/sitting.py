@@ -41,15 +41,15 @@ class Court:
 def begun(court: Court, within: Path | None = None) -> Iterator[None]:
     """Within the context the processes of ``court`` are there, as forks of this one: with torch, if it has it.
 
-    It has no threads yet, is told later what to try, and was started with the variables of ``server.PLACE``. They
-    cannot read its memory from now on.
+    It has no threads yet, is told later what to try, was started with the variables of ``server.PLACE``, and starts no
+    other processes that stay. They cannot read its memory from now on.
     """
     if not court.backends:
         yield
         return
     from attnswitch.verify.court import server
 
-    with server.kept():
+    with server.kept(alone=True):
         for _ in court.backends:
             server.begin(within)
         with hidden():
