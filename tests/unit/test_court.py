@@ -210,6 +210,20 @@ def test_processes_are_adopted_as_long_as_it_sits() -> None:
     assert adopted == [True, False, True]
 
 
+def test_nothing_is_left_where_it_is_given_up_while_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = []
+
+    def interrupted(self: Server) -> None:
+        made.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt), sitting(Court(("tiled",)), tmp_path):
+        pytest.fail("it sat")
+    assert [one.ended for one in made] == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_where_cuda_has_begun_the_court_is_no_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fork of such a process cannot use it, and each of its calls would be told to be wrong."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -68,7 +68,11 @@ class Proxy(Backend):
         self.meanwhile: Callable[[], None] | None = None
         #: Calls that are captured in graphs.
         self.captured: Captured | None = None
-        about = self._about()
+        try:
+            about = self._about()
+        except BaseException:  # of the user, who did not wait for it to load
+            self.end()
+            raise
         #: Why it could not be loaded, if it could not.
         self.missing = about.missing
         for attribute in About.__slots__:
