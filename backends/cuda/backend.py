@@ -74,9 +74,7 @@ class CudaBackend(Backend):
         """Of Hopper's kernels, sums of gradients, and a copy of a float mask that they do not read as it is."""
         p, extra = problem, super().extra_bytes(problem, device)
         if p.grads and not against_hopper_backward(p, device):
-            parts = hopper_choice.splits(p, device, hopper_choice.gradients(p))
-            lying = hopper_tiles.lengths(sequences.launched(p), (p.batch * p.seq_q, p.batch * p.seq_k))
-            extra = max(extra, sum(hopper_tiles.saved(p, lying, parts)) * STATISTIC)
+            extra = max(extra, hopper_choice.most_saved(sequences.launched(p), device) * STATISTIC)
         if not hopper_tiles.copies_mask(p) or against_hopper(p, device):
             return extra
         b, h, q, k = p.mask_shape or (0, 0, 0, 0)

@@ -14,7 +14,7 @@ from ..launching import arguments, memory
 from ..launching.backward import BackwardLaunches, Step
 from ..launching.key_grid import KeyGrid, key_grid
 from ..launching.tensor_maps import TensorMap, tensor_map
-from .choice import splits
+from .choice import alike, splits
 from .survey import Survey
 from .tiles import (
     ROWS,
@@ -49,7 +49,7 @@ class Backward(BackwardLaunches):
     in: float32 (B, Hq, Lq padded, D padded). The last makes gradients of these sums, and of those of dK and dV where
     the queries of the same keys are split among blocks. For a float mask, ``added`` makes what is known of each row
     before, and rest, which lies behind base. With varlen it is laid out for ``all_rows`` of queries and of keys, those
-    of all sequences together, each sequence padded, and needs none to tell of its variants.
+    of all sequences together, each sequence padded. Its variants are the same for any.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Backward(BackwardLaunches):
         all_rows: tuple[int, int] = (1, 1),
     ) -> None:
         padded, (dim, _) = arithmetic.padded(p), gradient_dims(p)
-        parts = splits(_alike(p, all_rows[1]), device, tile)
+        parts = splits(alike(p, all_rows[1]), device, tile)
         lying = lengths(p, all_rows)
         kept = saved(p, lying, parts)
         super().__init__(p, arguments.constants(p), kept, least=16)
@@ -108,11 +108,6 @@ class Backward(BackwardLaunches):
         """The tensor maps of query, key, value, the output's gradient and maybe a mask, which are at these places."""
         pairs = zip(self._mapped, places, strict=True)
         return tuple(tensor_map(self._dtype, shape, box, place) for (shape, box), place in pairs)
-
-
-def _alike(p: Problem, rows: int) -> Problem:
-    """A problem of as much work, which says how long its sequences are: with varlen as long as the longest."""
-    return p.dense(batch=max(1, rows // p.seq_k)) if p.varlen else p
 
 
 def _grid(p: Problem, tile: HopperGradients, section: int, parts: int, rows: int) -> KeyGrid:

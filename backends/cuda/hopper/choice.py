@@ -25,10 +25,12 @@ from .tiles import (
     gradient_dims,
     latent_heads,
     latent_tiles,
+    lengths,
     ordered,
+    saved,
 )
 
-__all__ = ["gradients", "latent", "latent_splits", "ranked", "ranked_gradients", "splits"]
+__all__ = ["alike", "gradients", "latent", "latent_splits", "most_saved", "ranked", "ranked_gradients", "splits"]
 
 #: Tiles by head dimensions, with times on an H200; MEASURED.md and TRIED.md have what was measured beside them.
 _TILES = {
@@ -73,8 +75,9 @@ _ORDERED = {
 _GOING_ON = 2.0
 #: How much later the last of these blocks ends than the mean, in longest tiles, where positions make tiles unlike.
 _STAIRS = 1.25
-#: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV.
-_MOST_SPLITS, _PART = 16, 1.2
+#: Parts of the queries of the same keys at most, and microseconds that each takes for a million sums of dK and dV; and
+#: blocks for each SM from which on there are none.
+_MOST_SPLITS, _PART, _SHARED_UP_TO = 16, 1.2, 4
 #: Microseconds that a block of the forward of wide heads takes to begin and to end with, and for each pair of tiles;
 #: parts of the keys at most, and rounds of blocks from which on SMs end at about the same time.
 _LATENT, _MOST_LATENT, _ROUNDS = HopperTile(64, 64, begin=7.0, step=4.5), 128, 4
@@ -151,6 +154,32 @@ def splits(problem: Problem, device: Device, tile: HopperGradients) -> int:
 
     most = min(_MOST_SPLITS, max(1, met[1] * p.group))
     return min(range(1, most + 1), key=time)
+
+
+def alike(p: Problem, rows: int) -> Problem:
+    """A problem of as much work, which says how long its sequences are: with varlen as long as the longest.
+
+    ``rows`` are the keys of all sequences together.
+    """
+    return p.dense(batch=max(1, rows // p.seq_k)) if p.varlen else p
+
+
+def most_saved(p: Problem, device: Device) -> int:
+    """Numbers that launches of the backward leave to one another at most, however long sequences are.
+
+    ``p`` is as it is launched. Of few rows, several blocks share each tile of keys.
+    """
+    tile = gradients(p)
+    if not p.varlen:
+        return sum(saved(p, lengths(p, (1, 1)), splits(p, device, tile)))
+    sequences, each = p.batch - 1, _blocks(p.dense(batch=1), tile)
+    few = min(sequences, math.ceil(_SHARED_UP_TO * (device.sms or SMS) / max(1, each)))  # more are not shared
+    numbers = []
+    for n in {*range(1, few + 1), max(1, sequences)}:
+        rows = min((n + 1) * p.seq_k, sequences * p.seq_k)
+        parts = splits(alike(p, n * p.seq_k), device, tile)
+        numbers.append(sum(saved(p, lengths(p, (sequences * p.seq_q, rows)), parts)))
+    return max(numbers)
 
 
 def _blocks(p: Problem, tile: HopperGradients) -> int:

@@ -35,7 +35,7 @@ inline void begin_asynchronous() {
     mbarriers_made = 0;
     boxes.clear();
     for (Additions& each : additions) each = Additions();
-    for (Named& b : named) b.here = 0, b.arrived.forget();
+    for (Named& b : named) b.here = 0, b.arrived.forget(), b.passed.forget();
     for (Products& each : products) {
         for (Sums* sums : each.sums) delete sums;
         each = Products();

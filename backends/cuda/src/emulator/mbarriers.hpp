@@ -46,7 +46,7 @@ inline void arrive(Mbarrier& b, int bytes) {
 struct Named {
     int threads, here;
     unsigned rounds;
-    Clock arrived;
+    Clock arrived, passed;
 };
 
 inline Named named[16];
@@ -57,7 +57,7 @@ inline Named& arrive(int number, int threads) {
     b.threads = threads;
     b.arrived.learn(clocks[machine.current]);
     step(machine.current);
-    if (++b.here == threads) b.here = 0, b.rounds++;
+    if (++b.here == threads) b.here = 0, b.rounds++, b.passed.learn(b.arrived);
     return b;
 }
 
@@ -104,6 +104,6 @@ DEVICE void meet_at(int number, int threads) {
             return wait->b.rounds != wait->rounds;
         },
         &wait);
-    clocks[machine.current].learn(wait.b.arrived);
+    clocks[machine.current].learn(wait.b.passed);
 }
 DEVICE void arrive_at(int number, int threads) { emulator::arrive(number, threads); }

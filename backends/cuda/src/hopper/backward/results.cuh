@@ -15,7 +15,8 @@ template <int COUNT> DEVICE void clear_beyond(const Keys& block, int first, floa
                 if (n / 2 % 2 == m) sums[n] = 0;
 }
 
-// Keys from `first` on, with zeros past the end of the sequence: to `gradient`, or as a part of the split's sums.
+// Keys from `first` on, with zeros past the end of the sequence, to `gradient`, or as a part of the split's sums. With
+// VARLEN nothing is stored past the end: other sequences are there.
 template <int COUNT>
 DEVICE void store_gradient(const Arguments& a, const Keys& block, int first, float (&sums)[COUNT], Gradient which) {
     const i64 before = block.rows_before(a);

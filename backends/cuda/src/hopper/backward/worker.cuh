@@ -43,7 +43,8 @@ template <class Shared> struct Worker {
         }
         meet_at(1, 32 * COMPUTING);  // before the first turn, which takes the same barrier
     }
-    // Queries, or their upstream gradients, of which `left` are the sequence's: the same of what follows (VARLEN).
+    // Waits for queries, or their upstream gradients, of which `left` are the sequence's. With VARLEN those that follow are
+    // the next sequence's, and may be NaN as well.
     template <int WIDTH> DEVICE void await_rows(Barrier& full, u32 parity, T* tile, int left) {
         full.wait(parity);
         if (!VARLEN || left >= BLOCK_N) return;
@@ -54,7 +55,8 @@ template <class Shared> struct Worker {
     // Has addresses worked out again that would be kept from turn to turn in more registers than there are.
     DEVICE void forget_addresses() { origin = broadcast(origin); }
 
-    // S^T of a tile of queries, of which `left` are there, or of some from `from` on; and dP^T.
+    // S^T of a tile of queries, of which `left` are the sequence's, or of those from `from` on, where the tile is there
+    // already; and dP^T.
     template <int COUNT> DEVICE void ask_scores(float (&scores)[COUNT], int left, int from = 0) {
         const Matrix queries = matrix(Shared::query_place(at.stage) + Shared::place(from * PANEL));
         if (!from) await_rows<BLOCK_D>(shared.query_full[at.stage], at.parity, shared.query[at.stage], left);

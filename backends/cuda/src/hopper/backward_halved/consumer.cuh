@@ -35,7 +35,7 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
             leave<0>();
             got_key_sums();
             ask_panel();
-            ask_scores(scores, 0, HALF);
+            ask_scores(scores, BLOCK_N, HALF);
             pass_turn(index);
             wait_products<1>();
             add_panel(before);

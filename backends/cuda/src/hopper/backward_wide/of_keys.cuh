@@ -62,6 +62,7 @@ struct OfKeys : Role<1, OfKeys> {
         product_nt<BLOCK_N, BLOCK_DV>(gradients, matrix(Shared::value_place(0, 0)), upstream);
         commit_products();
     }
+    // Queries are there, and those of the next sequence cleared, since the other warpgroup has made weights of them.
     DEVICE void ask_sums() {
         begin_products();
         product_nn<BLOCK_D, BLOCK_N>(sums, inner, matrix(Shared::query_place(at.stage)));
