@@ -7,6 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from attnswitch import child
 from attnswitch.call import recording
@@ -178,14 +179,17 @@ def _attempt(subject: Subject, backend: str, device: str, answers: bool = False)
             with court.meanwhile(backend, answering) if answers else contextlib.nullcontext():
                 returned = call(case, placed, forced)
         except Unsupported as refusal:
-            return Outcome(case, backend, device, "refused", reasons=_reasons(refusal, forced))
+            return _behaved(Outcome(case, backend, device, "refused", reasons=_reasons(refusal, forced)))
         except BackendUnavailable as absence:
-            if any(c.broken for c in absence.plan.candidates if c.backend == backend):  # it raised, and is here
+            plan = absence.plan  # none where the kernel raised it
+            if plan is None or any(c.broken for c in plan.candidates if c.backend == backend):  # it is here
+                court.conduct(backend)
                 return Outcome(case, backend, device, "mismatch", failure=Failure("crash", str(absence)))
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
             if out_of_memory(error):
-                return Outcome(case, backend, device, "refused", reasons=(f"out of memory: {error}",), starved=True)
+                reasons = (f"out of memory: {error}",)
+                return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
             court.conduct(backend)  # which is not to be held against the next case
             return Outcome(case, backend, device, "mismatch", forced, failure=crash(error))
     trial = Trial(subject, backend, device, placed, returned)
@@ -193,6 +197,14 @@ def _attempt(subject: Subject, backend: str, device: str, answers: bool = False)
     if neighbours is not None and (beside := neighbours.look(returned.results)):
         trial.overrun = Failure("inputs", "memory beside it was written to", beside)
     return trial
+
+
+def _behaved(refused: Outcome) -> Outcome:
+    """The same, unless the kernel was begun and did what none may."""
+    told = court.conduct(refused.backend)
+    if not told:
+        return refused
+    return replace(refused, verdict="mismatch", reasons=(), starved=False, failure=Failure("conduct", told))
 
 
 def _not_run(plan: Plan, case: Case, backend: str, device: str) -> Outcome:

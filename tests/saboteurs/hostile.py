@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from saboteurs import Faulty, Saboteur
 
+from attnswitch.errors import BackendUnavailable, Unsupported
 from attnswitch.machine.backend import Inputs, Kernel, Precision
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
@@ -329,6 +330,26 @@ class StartsProgram(Hostile):
     def harm(self, inputs: Inputs, out: Any) -> Any:
         self.left = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
         return out
+
+
+class LeavesAndRefuses(Hostile):
+    """It forks, and says then that it does not take the problem."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        StartsProgram.harm(self, inputs, out)  # type: ignore[arg-type]
+        raise Unsupported("not today")
+
+
+class IsNotThere(Hostile):
+    """It says so where it was to compute."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        raise BackendUnavailable("gone")
+
+
+class SaysHalfALetter(Hostile):
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        raise RuntimeError("half \ud800 of it")
 
 
 class CallsItACompiler(Hostile):

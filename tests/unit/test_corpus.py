@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,15 @@ def test_what_no_memory_holds_is_no_mismatch(sizes: dict[str, int]) -> None:
 
 
 VERIFY = ("verify", "--backend", "reference", "--device", "cpu", "--examples", "1", "--quick", "--no-isolate")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    told: list[str] = []
+    assert list(corpus.read_all(tmp_path, told)) == []
+    names = "folder.json", "pipe.json"
+    assert told == [f"{tmp_path / name} is not a saved case: it is no file" for name in names]
 
 
 def test_a_damaged_file_is_passed_over_where_nobody_named_its_folder(

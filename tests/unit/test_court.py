@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -349,6 +350,37 @@ def test_torch_differentiates_a_function_before_the_court(case: Case, tmp_path: 
         (outcome,) = examine(case, (name,))
     assert (outcome.verdict, outcome.failure, outcome.reasons) == ("verified", None, ())
     assert {"reference", "conduct"} <= set(outcome.checks)
+
+
+#: Its output is of a type of its own, which computes where it is copied.
+LATE = """
+import torch
+
+def right(query, key, value):
+    scores = (query.double() @ key.double().transpose(-1, -2)) / query.shape[-1] ** 0.5
+    return (scores.softmax(-1) @ value.double()).to(query.dtype)
+
+class Late(torch.Tensor):
+    def detach(self):
+        return right(*self.of)
+
+def attention(query, key, value):
+    out = torch.empty_like(query).as_subclass(Late)
+    out.of = query, key, value
+    return out
+"""
+
+
+def test_products_are_forbidden_where_results_are_copied_too(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(LATE)
+    name = f"{tmp_path}/kernels.py:attention@bhsd"
+    case = Case(seq_q=9, seq_k=9, dim_qk=16, dim_v=16, heads_kv=2, library="torch")
+    for forbidden in (False, True):
+        with sitting(Court((name,), forbidden=forbidden)):
+            (outcome,) = examine(case, (name,))
+        assert outcome.verdict == ("mismatch" if forbidden else "verified"), outcome
+    assert outcome.failure is not None
+    assert re.fullmatch(r"it calls torch's own aten::b?mm, which is forbidden", outcome.failure.message)
 
 
 def test_an_autocast_region_is_around_the_kernel_before_the_court_too() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ def test_those_that_torch_compiles_in_are() -> None:
         ("-c", "from multiprocessing.resource_tracker import main; input()"),
         ("-c", "from multiprocessing.resource_tracker import main;main(input())"),
         ("-c", "from multiprocessing.forkserver import main; main(0, 0, [], **{}); input()"),
+        ("-c", "from multiprocessing.resource_tracker import main;main(  7  )"),
         ("-W", "ignore", "-c", "input()", "torch/_inductor/compile_worker/__main__.py"),
     ],
 )
@@ -86,6 +88,18 @@ def test_other_programs_by_their_names_are_not() -> None:
         with running(name, "60", executable="/bin/sleep") as number:
             assert not processes.is_compilers(number)
     with running(sys.executable, processes._of_torch(), executable="/bin/cat") as number:
+        assert not processes.is_compilers(number)
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONPATH": "FOLDER"}], ids=str)
+def test_where_other_modules_have_the_names_is_not(variables: dict[str, str], tmp_path: Path) -> None:
+    module = tmp_path / "multiprocessing" / "resource_tracker.py"
+    module.parent.mkdir()
+    module.with_name("__init__.py").touch()
+    module.write_text("def main(number):\n    input()\n")
+    code = "from multiprocessing.resource_tracker import main;main(0)"
+    environment = {name: value.replace("FOLDER", str(tmp_path)) for name, value in variables.items()}
+    with running(sys.executable, "-c", code, env=environment) as number:
         assert not processes.is_compilers(number)
 
 

@@ -182,7 +182,9 @@ def test_results_are_those_of_the_reference(
     compare(operands(past=(3, 2)), offsets(), dtype, max_seqlen_k=longest, **options)
     assert variants
     assert all(variant.varlen for variant in variants)
-    assert {variant.generic for variant in variants if variant.rows and variant.family == "portable"} == {generic}
+    hoppers = dtype == "bfloat16" and not generic and not options.get("dropout_p")  # all of them
+    portable = {variant.generic for variant in variants if variant.rows and variant.family == "portable"}
+    assert portable == (set() if hoppers else {generic})
     assert ("hopper" in {variant.family for variant in variants}) == (dtype == "bfloat16")  # 37 queries are odd
 
 

@@ -168,7 +168,7 @@ class Answer:
 def encoded(answer: Answer) -> bytes:
     """The bytes of an answer, without what it does not say."""
     said = {name: value for name in Answer.__slots__ if (value := getattr(answer, name)) is not None and value != ()}
-    return json.dumps(said, default=_plain).encode(errors="replace")
+    return json.dumps(said, default=_plain, ensure_ascii=False).encode(errors="replace")  # half a letter is none
 
 
 def _plain(value: Any) -> Any:

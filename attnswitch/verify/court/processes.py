@@ -14,10 +14,13 @@ __all__ = ["below", "children", "command", "descendants", "end_below", "is_compi
 
 #: How often processes are looked for that others start while they are ended.
 _GENERATIONS = 100
-#: What Python runs for ``multiprocessing``, with numbers and names alone.
+#: What Python runs for ``multiprocessing``, with numbers and names alone; and variables by which it would find other
+#: modules of these names.
 _OF_PYTHON = re.compile(
-    r"from multiprocessing\.(resource_tracker|forkserver) import main; ?main\([\w\s,.:*/'\[\]{}-]*\)"
+    r"from multiprocessing\.(resource_tracker import main;main\(\d+\)"
+    r"|forkserver import main; main\(\d+, \d+, [\w ,.:*/'\[\]{}-]*\))"
 )
+_WHERE = (b"PYTHONPATH", b"PYTHONHOME")
 
 
 def descendants(root: int) -> dict[int, str]:
@@ -80,20 +83,34 @@ def _state_of(number: int) -> str:
 
 
 def is_compilers(number: int) -> bool:
-    """Whether a process is one that compilers keep for later, by what it runs: a name alone is easily given."""
+    """Whether a process is one that compilers keep for later, by what Python was told to run in it.
+
+    A name alone is easily given; a process that writes over its own command line is not seen through.
+    """
     try:
         words = Path(f"/proc/{number}/cmdline").read_bytes().decode(errors="replace").split("\0")[1:-1]
+        environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
         if not os.path.samefile(f"/proc/{number}/exe", "/proc/self/exe"):
             return False
-        while (
-            words and words[0].startswith("-") and words[0] != "-c"
-        ):  # options of Python's, some with a word of theirs
-            words = words[1 + (words[0] in ("-X", "-W")) :]
+        words = _without_options(words)
         if words[:1] == ["-c"]:
-            return len(words) == 2 and _OF_PYTHON.fullmatch(words[1]) is not None
+            own = all(os.environb.get(name) == of for name, of in map(_variable, environment) if name in _WHERE)
+            return own and any(environment) and len(words) == 2 and _OF_PYTHON.fullmatch(words[1]) is not None
         return bool(words) and os.path.samefile(words[0], _of_torch())
     except OSError:
         return False
+
+
+def _without_options(words: list[str]) -> list[str]:
+    """What Python is told, from the program on; some options have a word of their own."""
+    while words and words[0].startswith("-") and words[0] != "-c":
+        words = words[1 + (words[0] in ("-X", "-W")) :]
+    return words
+
+
+def _variable(text: bytes) -> tuple[bytes, bytes]:
+    name, _, value = text.partition(b"=")
+    return name, value
 
 
 @functools.cache

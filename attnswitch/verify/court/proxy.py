@@ -164,7 +164,7 @@ class Proxy(Backend):
             except (Gone, Raising) as error:
                 self._told[f"it could not be looked at: {error}"] = None
             if left := self._server.end_left():
-                line = next(iter(left.values()))[:200]
+                line = max(left.values(), key=bool)[:200]  # one of those that could be read
                 many = f"{len(left)} processes" if len(left) > 1 else "a process"
                 self._told[f"it left {many} running: {line}"] = None
         told, self._told = self._told, {}

@@ -146,15 +146,15 @@ class Server:
     def _adopted(self, below: Container[int]) -> dict[int, str]:
         """Processes whose parents, which were candidates' or theirs, ended: they are this process's.
 
-        They are known by their mark. Where this process starts nothing but servers, and what compiles, all others are.
+        They are known by their mark. Where this process starts nothing but one server, and what compiles, all others
+        are.
         """
         found = {}
-        others = {number for root in _servers for number in (root, *processes.below(root))} if _alone else set()
+        only = _alone and len(_servers) == 1
         for number, line in processes.descendants(os.getpid()).items():
             if number == self._child.number or number in below:
                 continue
-            stray = _alone and number not in others and not processes.is_compilers(number)
-            if stray or self._is_marked(number):
+            if self._is_marked(number) or (only and not processes.is_compilers(number)):
                 found[number] = line
         return found
 
@@ -253,7 +253,7 @@ _adoption = _Adoption()
 _servers = set[int]()
 #: Those that nobody uses now; None where none are kept.
 _spare: list[Server] | None = None
-#: Whether this process starts nothing beside them that stays.
+#: Whether nothing else stays that this process starts.
 _alone = False
 
 
@@ -261,7 +261,7 @@ _alone = False
 def kept(alone: bool = False) -> Iterator[None]:
     """Within the context, a server that is given back is there for who takes one next, as its start takes seconds.
 
-    ``alone``: this process starts nothing beside servers that stays, but for what compiles.
+    ``alone``: of what this process starts, servers stay, and what compiles, and nothing else.
     """
     global _alone, _spare
     outer, _alone, _spare = (_alone, _spare), alone, []

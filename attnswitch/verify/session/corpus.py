@@ -217,6 +217,8 @@ def read_all(folder: Path, passed_over: list[str] | None = None) -> Iterator[Sav
     """
     for path in sorted(folder.glob("*.json")):
         try:
+            if not path.is_file():  # what is a pipe may never end
+                raise InvalidProblem(f"{path} is not a saved case: it is no file")
             yield load(path)
         except (InvalidProblem, OSError) as problem:
             if passed_over is None:
