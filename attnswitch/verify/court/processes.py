@@ -51,9 +51,10 @@ def below(root: int) -> set[int]:
 
 
 def command(number: int) -> str:
-    """The command line of a process; "" if it ended."""
+    """The command line of a process, or its name in brackets where it has none; "" if it ended."""
     try:
-        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        line = Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return line or f"[{Path(f'/proc/{number}/comm').read_bytes().decode(errors='replace').strip()}]"
     except OSError:
         return ""
 

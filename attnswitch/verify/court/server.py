@@ -210,9 +210,8 @@ class Server:
     @staticmethod
     def _kill(numbers: Iterable[int]) -> None:
         for number in numbers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
                 os.kill(number, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
                 os.waitpid(number, 0)
 
 
