@@ -88,8 +88,7 @@ class CudaKernel(Kernel):
     def _launches(self, inputs: Inputs) -> ForwardLaunches:
         if not self._by_rows:
             return self._forward
-        rows = int(inputs.query.shape[2]), int(inputs.key.shape[2])  # laid out for as many
-        return _forward(self._launched, self._config, self._device, rows)
+        return _forward(self._launched, self._config, self._device, _all_rows(inputs))
 
     def prepared(self, inputs: Inputs) -> Forward:
         """``forward`` for tensors that lie like these, on a GPU."""
@@ -115,9 +114,8 @@ class CudaKernel(Kernel):
         """Gradients of what the problem asks for."""
         self._build()
         launches = self._backward
-        if self.problem.varlen:  # laid out for as many rows
-            rows = int(inputs.query.shape[2]), int(inputs.key.shape[2])
-            launches = _backward(self._launched, self._config, self._device, rows)
+        if self.problem.varlen:
+            launches = _backward(self._launched, self._config, self._device, _all_rows(inputs))
         with memory.on(inputs.query):
             return launches(self._read(inputs), out, lse, grad_out, grad_lse)
 
@@ -135,6 +133,11 @@ class CudaKernel(Kernel):
         if not self._copies_mask:
             return ready
         return lambda inputs, *results: ready(self._read(inputs), *results)
+
+
+def _all_rows(inputs: Inputs) -> tuple[int, int]:
+    """Rows of queries and of keys, of all sequences of a call with varlen: launches are laid out for as many."""
+    return int(inputs.query.shape[2]), int(inputs.key.shape[2])
 
 
 def _forward(p: Problem, config: CudaConfig, device: Device, all_rows: tuple[int, int] = (1, 1)) -> ForwardLaunches:

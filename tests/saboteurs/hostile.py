@@ -306,24 +306,20 @@ class ForksTwice(Hostile):
         if child == 0:
             os.setsid()
             if os.fork() == 0:
-                time.sleep(60)
+                self.stay()
             os._exit(0)
         os.waitpid(child, 0)
         return out
 
+    def stay(self) -> None:
+        time.sleep(60)
 
-class ForksUnmarked(Hostile):
+
+class ForksUnmarked(ForksTwice):
     """The same with nothing in its environment."""
 
-    def harm(self, inputs: Inputs, out: Any) -> Any:
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            if os.fork() == 0:
-                os.execve("/bin/sleep", ["sleep", "61.5"], {})
-            os._exit(0)
-        os.waitpid(child, 0)
-        return out
+    def stay(self) -> None:
+        os.execve("/bin/sleep", ["sleep", "61.5"], {})
 
 
 class StartsProgram(Hostile):
@@ -332,11 +328,11 @@ class StartsProgram(Hostile):
         return out
 
 
-class LeavesAndRefuses(Hostile):
-    """It forks, and says then that it does not take the problem."""
+class LeavesAndRefuses(StartsProgram):
+    """It says then that it does not take the problem."""
 
     def harm(self, inputs: Inputs, out: Any) -> Any:
-        StartsProgram.harm(self, inputs, out)  # type: ignore[arg-type]
+        super().harm(inputs, out)
         raise Unsupported("not today")
 
 

@@ -139,11 +139,10 @@ def test_a_hostile_kernel_is_told_where_the_court_is_forked(name: str, judge: Pr
 
 
 def test_a_process_without_a_mark_is_told_where_the_judge_starts_no_others(judge: ProcessPoolExecutor) -> None:
+    """By its command line, or what it has of one as it comes to be."""
     asked = "ForksUnmarked", "conduct", False
     found = judge.submit(judging.told_by_a_fork, *asked).result()
-    assert re.match(r"conduct: it left a process running: (sleep 61\.5|\[|a fork)", found[-1]), (
-        found
-    )  # as it comes to be
+    assert re.match(r"conduct: it left a process running: (sleep 61\.5|\[|a fork)", found[-1]), found
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             assert b"61.5" not in entry.read_bytes()
