@@ -54,7 +54,8 @@ def overhead(
 
     repeated: the same call again. lengths: one more key in each call. masks: bool and float, kept and new. training:
     forward and gradients, by the clock of a loop. forms: pages, sequences one after another, sinks and slopes, with new
-    tensors in each call; "first" is a call of a kind that was not met before. All but training until the call returns.
+    tensors in each call, and training steps of these; "first" is a call of a kind that was not met before. All but
+    steps until the call returns.
 
     Exit code 0: good. 2: the tool could not do its work.
     """

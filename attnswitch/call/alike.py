@@ -18,7 +18,7 @@ from attnswitch.call import finite, forms, recording
 from attnswitch.call.attend import modes_of
 from attnswitch.call.forms import Call
 from attnswitch.call.launch import DUAL, lies_alike
-from attnswitch.machine.backend import Forward
+from attnswitch.machine.backend import Forward, Order
 from attnswitch.planning import policy as policies
 from attnswitch.wisdom import view
 
@@ -27,7 +27,7 @@ __all__ = ["forget", "kept", "knows_again", "run"]
 #: Kinds of calls that are remembered; beyond, all are forgotten. And of each kind ways to lie.
 _MOST, _LIES = 1024, 4
 #: Of what a call gives, in the order of ``Inputs.flat``.
-_OFFSETS_K, _TABLE = 7, 10
+_OFFSETS_K, _SINKS, _TABLE = 7, 8, 10
 _policy_of_context, _look_of_context, _recording = policies.of_context, finite.of_context, recording.of_context
 
 
@@ -129,9 +129,8 @@ def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], cal
     asked, problem, kind = call.asked, call.asked.problem, call.asked.query.device[0]
     if (
         not call.lasting
-        or problem.grads
         or problem.dropout
-        or asked.sinks_grad
+        or (call.backend.autograd and (problem.grads or asked.sinks_grad))
         or finite.looked_for(finite.when(), kind)
     ):
         return
@@ -147,11 +146,25 @@ def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], cal
     guards = import_module("attnswitch.call.torch_modes").guards(tensors)
     if guards is None or not guards(*tensors):
         return
-    run = call.kernel.prepared_form(call.inputs, asked.order)
-    if asked.order.turned and not _is_dense(call.inputs.query):  # as which the output lies
-        run = _joined(run)
-    ways.insert(0, _Way(guards, call, _changed(run, changes) if changes else run))
+    ways.insert(0, _Way(guards, call, _prepared(call, changes)))
     del ways[_LIES:]
+
+
+def _prepared(call: Call, changes: Sequence[tuple[int, Any]]) -> Forward:
+    """The way from tensors that lie as those of ``call`` to its results in the caller's order."""
+    asked, order = call.asked, call.asked.order
+    if asked.problem.grads:
+        autograd = import_module("attnswitch.call.autograd")
+        run: Forward = autograd.prepared_form(asked.problem, call.kernel, call.inputs, order)
+    else:
+        run = call.kernel.prepared_form(call.inputs, order)
+    if changes:
+        run = _changed(run, changes)
+    if asked.sinks_grad:
+        run = _sunk(run, order)
+    if order.turned and not _is_dense(call.inputs.query):  # as which the output lies
+        run = _joined(run)
+    return run
 
 
 def _changes(given: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[tuple[int, Any]] | None:
@@ -179,6 +192,20 @@ def _joined(run: Forward) -> Forward:
         return out.contiguous(), lse
 
     return joined
+
+
+def _sunk(run: Forward, order: Order) -> Forward:
+    """``run``, which knows of no gradient of the sinks, with theirs."""
+    with_sinks = import_module("attnswitch.call.autograd").with_sinks
+
+    def sunk(*given: Any) -> tuple[Any, Any]:
+        whole = list(given)
+        whole[_SINKS] = given[_SINKS].detach()
+        out, lse = map(order.back, run(*whole))
+        out, lse = with_sinks(out, lse, given[_SINKS])
+        return order.of(out), order.of(lse)
+
+    return sunk
 
 
 def _changed(run: Forward, changes: Sequence[tuple[int, Any]]) -> Forward:

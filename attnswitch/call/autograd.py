@@ -11,10 +11,10 @@ import torch
 from attnswitch import arrays
 from attnswitch.call import sinks as of_sinks
 from attnswitch.errors import Unsupported
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel, Offsets
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel, Offsets, Order
 from attnswitch.problem import Problem
 
-__all__ = ["differentiable", "prepared", "with_sinks"]
+__all__ = ["differentiable", "prepared", "prepared_form", "with_sinks"]
 
 #: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -32,7 +32,7 @@ def differentiable(
     beside = () if offsets is sinks is slopes is None else (*beside, sinks, slopes)
 
     def forward(*given: Any) -> tuple[Any, Any]:
-        out, lse = kernel.forward(_with(Inputs(*given), beside).map(_passage("torch", library)))
+        out, lse = kernel.forward(_with(Inputs(*given[:6]), given[6:]).map(_passage("torch", library)))
         back = _passage(library, "torch")
         return back(out), None if lse is None else back(lse)
 
@@ -53,11 +53,15 @@ def _passage(source: str, target: str) -> Callable[[Any], Any]:
 
 
 def _with(inputs: Inputs, beside: tuple[Any, ...]) -> Inputs:
-    """``inputs`` with what else a kernel was given: offsets of queries and keys, sinks and alibi_slopes."""
+    """``inputs`` with what else a kernel was given: offsets of queries and keys, sinks and alibi_slopes.
+
+    The offsets of keys are None where they are those of queries.
+    """
     if not beside:
         return inputs
     *offsets, sinks, slopes = beside
-    where = None if offsets[0] is None else Offsets(*offsets)
+    begin, begin_k = offsets
+    where = None if begin is None else Offsets(begin, begin if begin_k is None else begin_k)
     return inputs._replace(offsets=where, sinks=sinks, alibi_slopes=slopes)
 
 
@@ -96,6 +100,29 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     return with_lse if problem.lse else without
 
 
+def prepared_form(problem: Problem, kernel: Kernel, inputs: Inputs, order: Order) -> Forward:
+    """The same of calls of any form that lie like ``inputs``, as ``Kernel.prepared_form`` takes them."""
+    form, again = kernel.prepared_form(inputs, order), inputs.again()
+    ready: Backward | None = None
+
+    def forward(*given: Any) -> tuple[Any, Any]:
+        return form(*given, None, None, None, None)  # no pages, and no tree
+
+    def backward(inputs: Inputs, *results: Any) -> Gradients:
+        nonlocal ready
+        if ready is None:
+            ready = kernel.prepared_form_backward(again(*inputs.flat()), order)
+        return ready(inputs, *results)
+
+    apply = super(torch.autograd.Function, _Attention).apply
+
+    def attend(query: Any, key: Any, value: Any, mask: Any, lengths: Any, seed: None, *beside: Any) -> tuple[Any, Any]:
+        result = apply(query, key, value, mask, _Work(problem, forward, backward, lengths, seed, beside[:4]))
+        return result if problem.lse else (result, None)
+
+    return attend
+
+
 @dataclass(slots=True, eq=False)
 class _Work:
     """All of a call but query, key, value and mask, which the graph keeps as saved tensors alone."""
@@ -121,7 +148,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, work: _Work) -> Any:
         ctx.work = work
-        if work.key_lengths is work.seed is None:
+        if work.beside:
+            out, lse = work.forward(query, key, value, attn_mask, work.key_lengths, work.seed, *work.beside)
+        elif work.key_lengths is work.seed is None:
             out, lse = work.forward(query, key, value, *(() if attn_mask is None else (attn_mask,)))
         else:
             out, lse = work.forward(query, key, value, attn_mask, work.key_lengths, work.seed)

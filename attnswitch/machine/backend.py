@@ -139,7 +139,7 @@ class Kernel:
         return forward
 
     def prepared_form(self, inputs: Inputs, order: Order) -> Forward:
-        """The same of a problem of any form, without gradients, of what ``inputs.flat()`` has: results in ``order``.
+        """The same of a problem of any form, of what ``inputs.flat()`` has: results in ``order``.
 
         The axes of tensors may be in any order: they lie like those of ``inputs``, and begin where these would. The
         offsets of keys may be left out where they are those of queries.
@@ -160,6 +160,23 @@ class Kernel:
     def prepared_backward(self, inputs: Inputs) -> Backward:
         """``backward`` of torch tensors that lie like ``inputs``, the first; upstream gradients lie in any way."""
         return self.backward
+
+    def prepared_form_backward(self, inputs: Inputs, order: Order) -> Backward:
+        """The same of a problem of any form: operands and gradients have their axes as ``prepared_form`` is given them.
+
+        Results and upstream gradients are in ``order``.
+        """
+        again = inputs.again()
+
+        def backward(given: Inputs, *results: Array) -> Gradients:
+            grads = self.backward(again(*given.flat()), *(None if x is None else order.back(x) for x in results))
+            query, key, value = (None if grad is None else order.of(grad) for grad in grads[:3])
+            mask = grads.attn_mask
+            if mask is not None and given.attn_mask is not None:
+                mask = mask.reshape(given.attn_mask.shape)
+            return Gradients(query, key, value, mask)
+
+        return backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,14 @@ class Order(NamedTuple):
             return self.of(result)
         return heads_last(result[0] if self.packed else result, query)
 
+    def back(self, result: Array) -> Array:
+        """What ``of`` returned as the kernel's: a view."""
+        if self.turned and len(result.shape) + self.packed == 4:
+            result = result.swapaxes(-3, -2)
+        return result[None] if self.packed else result
+
     def sizes(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        """The same of a result's sizes, or its strides."""
+        """The same as ``of`` of a result's sizes, or its strides."""
         *rest, heads, rows, dim = of
         if len(of) == 4 and self.turned:
             of = *rest, rows, heads, dim

@@ -113,11 +113,13 @@ class CudaKernel(Kernel):
     def backward(self, inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         """Gradients of what the problem asks for."""
         self._build()
-        launches = self._backward
-        if self.problem.varlen:
-            launches = _backward(self._launched, self._config, self._device, _all_rows(inputs))
         with memory.on(inputs.query):
-            return launches(self._read(inputs), out, lse, grad_out, grad_lse)
+            return self._backwards(inputs)(self._read(inputs), out, lse, grad_out, grad_lse)
+
+    def _backwards(self, inputs: Inputs) -> BackwardLaunches:
+        if not self.problem.varlen:
+            return self._backward
+        return _backward(self._launched, self._config, self._device, _all_rows(inputs))
 
     def _read(self, inputs: Inputs) -> Inputs:
         """Inputs as the kernels read them."""
@@ -133,6 +135,14 @@ class CudaKernel(Kernel):
         if not self._copies_mask:
             return ready
         return lambda inputs, *results: ready(self._read(inputs), *results)
+
+    def prepared_form_backward(self, inputs: Inputs, order: Order) -> Backward:
+        """The same of a problem of any form."""
+        general, launches = super().prepared_form_backward(inputs, order), self._backwards(inputs)
+        if memory.on_cpu(inputs.query) or not launches.steps or self._copies_mask or "m" in self.problem.grads:
+            return general
+        with memory.on(inputs.query):
+            return prepared.backward(self.problem, launches, inputs, general, order)
 
 
 def _all_rows(inputs: Inputs) -> tuple[int, int]:

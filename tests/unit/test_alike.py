@@ -19,7 +19,7 @@ import attnswitch
 from attnswitch import InvalidProblem, arrays, attention_paged
 from attnswitch.call import alike, finite, forms, headwise, paged, recording, torch_modes, varlen
 from attnswitch.machine import registry
-from attnswitch.machine.backend import Inputs, Kernel
+from attnswitch.machine.backend import Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 from attnswitch.wisdom import view
@@ -34,9 +34,18 @@ class _Kernel(Kernel):
         self._inner = inner
 
     def forward(self, inputs: Inputs) -> tuple[Any, Any]:
-        results = self._inner.forward(inputs.map(lambda array: arrays.passage(array, "torch", "numpy")))
+        results = self._inner.forward(inputs.map(_to_numpy))
         out, lse = (arrays.passage(result, "numpy", "torch") for result in results)
         return out, lse
+
+    def backward(self, inputs: Inputs, *results: Any) -> Gradients:
+        there = (None if result is None else _to_numpy(result) for result in results)
+        grads = self._inner.backward(inputs.map(_to_numpy), *there)
+        return Gradients(*(None if grad is None else arrays.passage(grad, "numpy", "torch") for grad in grads))
+
+
+def _to_numpy(array: Any) -> Any:
+    return arrays.passage(array.detach(), "torch", "numpy")
 
 
 class Own(type(registry.loaded("tiled"))):  # type: ignore[misc]
@@ -227,6 +236,125 @@ def test_calls_with_sinks_are_asked_of_no_more(make: Callable[[], Any], asked: l
     check_quick(make, asked, attnswitch.attention)
 
 
+# -- with gradients ----------------------------------------------------------------------------------------------------
+
+
+def trained(given: dict[str, Any], *roles: str) -> dict[str, Any]:
+    """The same, of which torch wants gradients."""
+    for role in roles or ("query", "key", "value"):
+        given[role].requires_grad_()
+    return given
+
+
+def sliced(**said: Any) -> Any:
+    """Query, key and value are columns of one matrix, as one projection gives them."""
+    query, key, value = torch.randn(11, 3, 4, 8).unbind(1)
+    return alike_rows(query=query, key=key[:, :2], value=value[:, 2:]) | said
+
+
+TRAINED: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "sequences": (attnswitch.attention_varlen, lambda: trained(rows(is_causal=True))),
+    "sequences, lse": (attnswitch.attention_varlen, lambda: trained(alike_rows(return_lse=True))),
+    "the value alone": (attnswitch.attention_varlen, lambda: trained(rows(), "value")),
+    "of one projection": (attnswitch.attention_varlen, lambda: trained(sliced())),
+    "sequences, slopes": (attnswitch.attention_varlen, lambda: trained(rows(alibi_slopes=torch.rand(3, 4)))),
+    "sequences, sinks": (
+        attnswitch.attention_varlen,
+        lambda: trained(rows(sinks=torch.randn(4)), "query", "key", "value", "sinks"),
+    ),
+    "sinks alone": (attnswitch.attention_varlen, lambda: trained(rows(sinks=torch.randn(4)), "sinks")),
+    "sinks that are given": (attnswitch.attention, lambda: trained(headed())),
+    "sinks to convert": (
+        attnswitch.attention,
+        lambda: trained(headed(sinks=torch.randn(4, dtype=torch.float64)), "query", "sinks"),
+    ),
+    "turned": (
+        attnswitch.attention,
+        lambda: trained(headed("BLHD", return_lse=True), "query", "key", "value", "sinks"),
+    ),
+    "slopes": (attnswitch.attention, lambda: trained(headed(sinks=None, alibi_slopes=torch.rand(4)))),
+    "lengths": (attnswitch.attention, lambda: trained(headed(key_lengths=torch.randint(1, 9, (2,))))),
+    "a mask": (
+        attnswitch.attention,
+        lambda: trained(headed(attn_mask=torch.randn(5, 9)), "query", "key", "value", "attn_mask"),
+    ),
+}
+
+
+def step(call: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Results, and gradients of all that want one."""
+    draw = torch.Generator().manual_seed(7)
+    results = call(**given)
+    wanted = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    several = results if isinstance(results, tuple) else (results,)
+    into = [torch.randn(result.shape, generator=draw) for result in several]
+    grads = torch.autograd.grad(several, wanted, into, retain_graph=True)
+    return several, grads, torch.autograd.grad(several, wanted, into)
+
+
+def steps_agree(one: Any, other: Any) -> None:
+    """Bits, and shapes; results as they lie."""
+    agree(one[0], other[0])
+    for mine, right in zip((*one[1], *one[2]), (*other[1], *other[2]), strict=True):
+        assert mine.shape == right.shape
+        assert mine.dtype == right.dtype
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_steps_of_a_training_are_asked_of_no_more(name: str, asked: list[object]) -> None:
+    """Forward and backward, and the backward once more."""
+    call, make = TRAINED[name]
+    for turn in range(5):
+        given = make()
+        asked.clear()
+        found = step(call, given)
+        assert len(asked) == (turn < 2), turn
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(alike, "_is_unread", lambda _: False)
+            steps_agree(found, step(call, given))
+
+
+def test_who_asks_for_no_gradient_is_known_apart(asked: list[object]) -> None:
+    """As an evaluation between two steps."""
+    makes = [lambda: trained(rows()), rows, lambda: trained(rows(), "key")]
+    for _ in range(2):
+        for make in makes:
+            attnswitch.attention_varlen(**make())
+        with torch.no_grad():
+            attnswitch.attention_varlen(**trained(rows()))
+    attnswitch.attention_varlen(**makes[0]())  # whose sizes were new when it was met first
+    asked.clear()
+    for make in makes:
+        found = attnswitch.attention_varlen(**make())
+        assert found.requires_grad is any(x.requires_grad for x in list(make().values())[:3])
+    with torch.no_grad():
+        assert not attnswitch.attention_varlen(**trained(rows())).requires_grad
+    assert not asked
+
+
+def test_a_step_that_is_known_again_says_what_any_does(asked: list[object]) -> None:
+    """Of what was written to before its backward, of second derivatives, and of tensors that hooks keep elsewhere."""
+    for _ in range(3):
+        attnswitch.attention_varlen(**trained(rows()))
+    asked.clear()
+    given = trained(rows())
+    out = attnswitch.attention_varlen(**given)
+    with torch.no_grad():
+        given["cu_seqlens_q"].copy_(given["cu_seqlens_q"].clone())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    given = trained(rows())
+    (first,) = torch.autograd.grad(attnswitch.attention_varlen(**given).sum(), given["query"], create_graph=True)
+    with pytest.raises(attnswitch.Unsupported, match="double backward"):
+        first.sum().backward()
+    kept = rows()
+    expected = step(attnswitch.attention_varlen, trained(dict(kept)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone().numpy(), torch.from_numpy):
+        steps_agree(step(attnswitch.attention_varlen, trained(dict(kept))), expected)
+    assert not asked
+
+
 # -- where it gives way ------------------------------------------------------------------------------------------------
 
 
@@ -353,8 +481,7 @@ ROWS_UNLIKE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "keys that begin as queries": lambda given: given | {"cu_seqlens_k": given["cu_seqlens_q"]},
     "a seed": lambda given: given | {"seed": 3},
     "dropout": lambda given: given | {"dropout_p": 0.5, "seed": 3},
-    "gradients": lambda given: given | {"value": given["value"].requires_grad_()},
-    "a gradient of sinks": lambda given: given | {"sinks": torch.randn(4, requires_grad=True)},
+    "dropout with gradients": lambda given: given | {"dropout_p": 0.5, "value": given["value"].requires_grad_()},
     "a gradient of slopes": lambda given: given | {"alibi_slopes": torch.rand(4, requires_grad=True)},
 }
 

@@ -20,6 +20,7 @@ from attnswitch.bench.overhead.forms import FIRST, FormFeed, form_ways, torch_ca
 from attnswitch.bench.overhead.rows import Row, ad_hoc, rows
 from attnswitch.bench.peers import PEERS
 from attnswitch.call import alike, finite, paged
+from attnswitch.call import forms as way_of_any
 from attnswitch.problem import Problem
 
 SHORT = Effort(calls=2, uncounted=1, warm=1, rounds=2)
@@ -34,11 +35,14 @@ TEXTS = (
 )
 
 
+STEPS = "b2.h4.s6.d8.fp32.causal.varlen.grad", "b2.h4/2.s6.d8.fp32.causal.sinks.grad=qv"
+
+
 def formed(text: str) -> Row:
-    return ad_hoc(text, new="tensors")
+    return ad_hoc(text, new="tensors", step=".grad" in text)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, *STEPS])
 def test_all_that_is_called_computes_the_same(text: str) -> None:
     feed = FormFeed(formed(text), "cpu")
     made = form_ways(feed)
@@ -46,6 +50,25 @@ def test_all_that_is_called_computes_the_same(text: str) -> None:
     outs = {name: way.of(feed.take(1)[0])() for name, way in made.items()}
     for out in outs.values():
         torch.testing.assert_close(out, outs["reference"])
+
+
+def test_steps_are_known_again(
+    register: Callable[[str, str], None], nothing_before: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New tensors that want gradients lie as those before."""
+    monkeypatch.setattr(alike, "_is_unread", lambda query: query.is_cpu)
+    register("own", "test_alike:Own")
+    for text in STEPS:
+        feed = FormFeed(formed(text), "cpu")
+        made = form_ways(feed, ["own"])
+        grads = [made["own"].of(work)() for work in feed.take(3)]
+        assert all(len(each) == len(feed.first.leaves) for each in grads)
+        with finite.checking("never"), monkeypatch.context() as patch:
+            for each in feed.take(2):
+                made["own"].of(each)()
+            patch.setattr(way_of_any, "called", None)
+            for grad, again in zip(grads[0], made["own"].of(feed.take(1)[0])(), strict=True):
+                torch.testing.assert_close(grad, again)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -142,7 +165,11 @@ def test_the_rows_are_of_every_form() -> None:
             (False, True, False, False, 128),
             (False, False, True, False, 64),
             (False, False, False, True, 64),
+            (False, True, False, False, 128),
+            (False, False, True, False, 64),
+            (False, False, False, True, 64),
         ]
+        assert [bool(p.grads) for p in made] == [False] * 6 + [True] * 3
 
 
 @pytest.mark.parametrize("row", rows("cpu", ["forms"], quick=True), ids=lambda row: str(row.problem))
@@ -158,7 +185,7 @@ def test_forms_have_new_tensors(text: str, options: dict[str, Any]) -> None:
         ad_hoc(text, **options)
 
 
-@pytest.mark.parametrize(("part", "options"), [(".grad", {}), ("", {"keys": "slice"}), (".grad", {"step": True})])
+@pytest.mark.parametrize(("part", "options"), [(".grad", {}), ("", {"keys": "slice"}), ("", {"step": True})])
 def test_what_is_not_timed_is_refused(part: str, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidProblem, match="without gradients"):
         Row("forms", Problem.parse(TEXTS[3] + part), new="tensors", **options)

@@ -1,4 +1,4 @@
-"""Calls of other forms as a program makes them again: pages, sequences one after another, sinks, slopes.
+"""Calls and steps of other forms as a program makes them again: pages, sequences one after another, sinks, slopes.
 
 The caches of a program stay where they are, as do its parameters; all else is new in each call, and lies as before.
 """
@@ -15,6 +15,7 @@ from attnswitch.bench.candidates import Attend, Refused, fitting
 from attnswitch.bench.overhead.rows import Row
 from attnswitch.bench.overhead.ways import AUTO, TORCH, Way
 from attnswitch.bench.peers import PEERS
+from attnswitch.bench.steps import step
 from attnswitch.bench.workload import Workload
 from attnswitch.call import alike
 
@@ -36,7 +37,7 @@ class FormFeed:
 
 
 def _again(work: Workload) -> Workload:
-    made: dict[str, Any] = {"query": work.query.clone(), "key_lengths": _clone(work.key_lengths)}
+    made: dict[str, Any] = {"query": _clone(work.query), "key_lengths": _clone(work.key_lengths)}
     made["block_table"], made["tree_mask"] = _clone(work.block_table), _clone(work.tree_mask)
     made["attn_mask"] = _clone(work.attn_mask)
     if work.offsets is not None:
@@ -44,13 +45,13 @@ def _again(work: Workload) -> Workload:
         made["offsets"] = (begin, begin if work.offsets[0] is work.offsets[1] else begin_k)
     if work.block_table is None:
         within = work.value.data_ptr() == work.key.data_ptr()  # latent heads
-        made["key"] = work.key.clone()
-        made["value"] = made["key"][..., : work.problem.dim_v] if within else work.value.clone()
+        made["key"] = _clone(work.key)
+        made["value"] = made["key"][..., : work.problem.dim_v] if within else _clone(work.value)
     return replace(work, **made)
 
 
 def _clone(tensor: Any) -> Any:
-    return None if tensor is None else tensor.clone()
+    return None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def torch_call(work: Workload) -> tuple[Attend | None, str]:
@@ -71,7 +72,7 @@ def form_ways(feed: FormFeed, backends: Sequence[str] = ()) -> dict[str, Way]:
     """
     made = {}
     if torch_call(feed.first)[0] is not None:
-        made[TORCH] = Way(lambda work: PEERS[TORCH](work))
+        made[TORCH] = Way(lambda work: _stepping(PEERS[TORCH](work), work))
     beside = TORCH if TORCH in made else None
     for name in (*(backends or fitting(feed.first)), AUTO):
         of = functools.partial(_call, None if name == AUTO else name)
@@ -83,7 +84,12 @@ def form_ways(feed: FormFeed, backends: Sequence[str] = ()) -> dict[str, Way]:
 
 def _call(backend: str | None, work: Workload) -> Callable[[], Any]:
     operands = work.query, work.key, work.value
-    return functools.partial(work.function, *operands, backend=backend, **work.keywords())
+    return _stepping(functools.partial(work.function, *operands, backend=backend, **work.keywords()), work)
+
+
+def _stepping(attend: Attend, work: Workload) -> Callable[[], Any]:
+    """The call, with its backward where there are gradients."""
+    return step(attend, work) if work.problem.grads else attend
 
 
 def _first(of: Callable[[Workload], Callable[[], Any]], work: Workload) -> Callable[[], Any]:

@@ -43,8 +43,10 @@ class Row:
     def __post_init__(self) -> None:
         p = self.problem
         if self.section == "forms":
-            if p.grads or self.step or self.keys != "whole":
-                raise InvalidProblem(f"{p}: calls of new tensors are timed without gradients, and with whole keys")
+            if bool(p.grads) != self.step or self.keys != "whole":
+                raise InvalidProblem(
+                    f"{p}: of new tensors calls are timed without gradients, steps with them, and both with whole keys"
+                )
             return
         if p.varlen or p.page or p.sinks or p.alibi:
             raise InvalidProblem(
@@ -77,7 +79,8 @@ def rows(device: str, sections: Collection[str] = SECTIONS, *, quick: bool = Fal
 
 def ad_hoc(text: str, keys: Keys = "whole", new: New = "nothing", *, step: bool = False) -> Row:
     """The row of a problem that is named by its text."""
-    return Row("training" if step else _OF_NEW[new], Problem.parse(text), keys, new, step)
+    section: Section = "training" if step and new != "tensors" else _OF_NEW[new]
+    return Row(section, Problem.parse(text), keys, new, step)
 
 
 def _repeated(dtype: str, _: int) -> Iterator[Row]:
@@ -103,6 +106,8 @@ def _forms(dtype: str, most: int) -> Iterator[Row]:
         f"b2.h8.s64.d64.{dtype}.causal.alibi",
     ):
         yield Row("forms", Problem.parse(text), new="tensors")
+    for size, form in (("b4.h8.s64.d128", "varlen"), ("b2.h8.s64.d64", "sinks"), ("b2.h8.s64.d64", "alibi")):
+        yield Row("forms", Problem.parse(f"{size}.{dtype}.causal.{form}.grad"), new="tensors", step=True)
 
 
 def _masks(dtype: str, most: int) -> Iterator[Row]:

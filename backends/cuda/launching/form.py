@@ -35,7 +35,7 @@ def form(problem: Problem, launch: ForwardLaunches, inputs: Inputs, order: Order
     at_query, at_key, at_value, at_out = _AT
     _STEPS.pack_into(constants, at_out + _ADDRESS.size, *steps)
     b, h, length, _ = shape
-    wanted = problem.lse or launch.needs_lse
+    wanted = problem.lse or bool(problem.grads) or launch.needs_lse
     of_out = order.sizes(shape), order.sizes(steps)
     of_lse = order.sizes((b, h, length)), order.sizes((h * length, length, 1))
     dtype, real = types(inputs.query)

@@ -7,7 +7,7 @@ import struct
 import sys
 from typing import Any
 
-from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs
+from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Order
 from attnswitch.problem import Problem
 
 from . import arguments, memory, run, tensor_maps
@@ -23,6 +23,8 @@ _FOUR, _FIVE = struct.Struct("=20q"), struct.Struct("=25q")
 _REST = struct.Struct("=10q")
 _AT_MASK, _AT_REST = Arguments.mask.offset, Arguments.lse.offset
 _ADDRESS = struct.Struct("=q")
+#: As kernels have results.
+_STRAIGHT = Order()
 
 
 def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: Forward) -> Forward:
@@ -68,20 +70,23 @@ def forward(problem: Problem, launch: ForwardLaunches, inputs: Inputs, general: 
     return attend
 
 
-def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general: Backward) -> Backward:
+def backward(
+    problem: Problem, launch: BackwardLaunches, inputs: Inputs, general: Backward, order: Order = _STRAIGHT
+) -> Backward:
     """Gradients of torch tensors on a GPU that lie like ``inputs``; those that are given may lie in any way.
 
+    With ``order`` they are as ``Kernel.prepared_form_backward`` has them, of a problem without a gradient of the mask.
     ``general`` takes the calls that are made while another GPU is the current one, or whose lengths lie otherwise.
     """
     torch: Any = sys.modules["torch"]
     index = inputs.query.get_device()
     by_query, by_key, by_value = (operand.stride() for operand in inputs[:3])
     current, stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-    constants = Arguments.from_buffer_copy(arguments.lying(launch.constants, inputs.attn_mask, inputs.key_lengths))
+    constants = arguments.of_call(launch.constants, inputs)
     lengths_lie = _lie(inputs.key_lengths)
     constants.turned = turned(inputs)
     lying = zip(inputs[:3], launch.dims, strict=True)
-    of_query, of_key, of_value = (None if dim is None else sizes_like(operand, dim) for operand, dim in lying)
+    of_query, of_key, of_value = (None if dim is None else sizes_like(operand, dim, order) for operand, dim in lying)
     clears = launch.clears
     of_mask, masked, has_lengths = launch.mask_shape, inputs.attn_mask is not None, inputs.key_lengths is not None
     size, (_, to_delta, to_sums, to_parts) = launch.space, launch.begins
@@ -103,28 +108,30 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
         if step.blocks
     ]
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
-    #: Strides of outputs and their gradients that are read where they lie, if their address is a multiple of 16.
-    known: set[tuple[int, ...]] = set()
+    #: Of outputs and their gradients that are read where they lie, if their address is a multiple of 16, the strides as
+    #: the kernels have them by those that they are given with.
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
     address, gradients = ctypes.addressof, Gradients
 
     def readable(rows: Any) -> tuple[Any, int, tuple[int, ...]]:
         """The rows, or a copy, with their address and strides."""
-        rows = launch.readable(rows)
-        at, steps = rows.data_ptr(), rows.stride()
-        if not at & 15:
-            known.add(steps)
-        return rows, at, steps
+        read = launch.readable(order.back(rows))
+        at, steps = read.data_ptr(), read.stride()
+        if not at & 15 and at == rows.data_ptr():
+            known[rows.stride()] = steps
+        return read, at, steps
 
     # It calls as little as it can, since it runs in the thread of torch's engine: see ``driver.launcher``.
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         given: Any = inputs
-        query, key, value, mask, lengths, seed = given[:6]
+        query, key, value, mask, lengths, seed, offsets, sinks, slopes = given[:9]
         if current() != index or (has_lengths and _lie(lengths) != lengths_lie):
             return general(inputs, out, lse, grad_out, grad_lse)
-        at_out, by_out, at_grad, by_grad = out.data_ptr(), out.stride(), grad_out.data_ptr(), grad_out.stride()
-        if at_out & 15 or by_out not in known:
+        at_out, by_out = out.data_ptr(), known.get(out.stride())
+        if at_out & 15 or by_out is None:
             out, at_out, by_out = readable(out)
-        if at_grad & 15 or by_grad not in known:
+        at_grad, by_grad = grad_out.data_ptr(), known.get(grad_out.stride())
+        if at_grad & 15 or by_grad is None:
             grad_out, at_grad, by_grad = readable(grad_out)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -144,6 +151,12 @@ def backward(problem: Problem, launch: BackwardLaunches, inputs: Inputs, general
             a.lengths = lengths.data_ptr()
         if seed is not None:
             arguments.seed(a, seed)
+        if offsets is not None:
+            a.query_offsets, a.key_offsets = offsets[0].data_ptr(), offsets[1].data_ptr()
+        if sinks is not None:
+            a.sinks = sinks.data_ptr()
+        if slopes is not None:
+            a.slopes = slopes.data_ptr()
         base = space.data_ptr()
         _REST.pack_into(
             a,
@@ -182,8 +195,8 @@ def _lie(lengths: Any) -> tuple[Any, ...] | None:
     return None if lengths is None else (lengths.dtype, lengths.stride(), lengths.get_device())
 
 
-def sizes_like(operand: Any, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of (batch, heads, L, dim) as ``memory.like`` has it lie."""
+def sizes_like(operand: Any, dim: int, order: Order = _STRAIGHT) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides, in ``order``, of (batch, heads, L, dim) as ``memory.like`` has it lie."""
     b, h, length, _ = operand.shape
     inner = (dim, h * dim) if memory.turned(operand) else (length * dim, dim)
-    return (b, h, length, dim), (h * length * dim, *inner, 1)
+    return order.sizes((b, h, length, dim)), order.sizes((h * length * dim, *inner, 1))
