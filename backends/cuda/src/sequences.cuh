@@ -35,14 +35,19 @@ DEVICE i64 line_of(const Arguments& a, i64 b, i64 h, i64 first, i64 i) {
 // The first tile of sequence b in its head, which begins at row `first`.
 template <int SIZE> DEVICE i64 first_tile_of(i64 b, i64 first) { return first / SIZE + b; }
 // The sequence that a tile of a head belongs to, of the first `high` batch entries, which begin at rows `offset(b)`.
+// Each round waits for memory once, and asks for WAYS - 1 offsets at a time.
+constexpr int WAYS = 8;
 template <int SIZE, class Offset> DEVICE int sequence_at(i64 tile, int high, Offset offset) {
     int low = 0;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (first_tile_of<SIZE>(middle, offset(middle)) <= tile)
-            low = middle;
-        else
-            high = middle;
+    ROLLED while (high - low > 1) {
+        const int step = ceil_div(high - low, WAYS);
+        int found = low;
+        UNROLL for (int n = 1; n < WAYS; n++) {
+            const int middle = low + n * step;
+            if (middle < high && first_tile_of<SIZE>(middle, offset(middle)) <= tile) found = middle;
+        }
+        if (found + step < high) high = found + step;
+        low = found;
     }
     return low;
 }
