@@ -40,6 +40,11 @@ def shown(value: object) -> str:
     return _CUT.repr(value)
 
 
+def in_a_line(text: str) -> str:
+    """``text`` without ends of lines, and with one space for several."""
+    return " ".join(text.split())
+
+
 def printable(text: str) -> str:
     """``text`` that a terminal, a page or a file shows and does not act on.
 

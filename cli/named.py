@@ -59,13 +59,22 @@ def functions(names: list[str] | None, like: str | None) -> list[str]:
         raise InvalidProblem(f"--like {like}: it says how a function is called; name that with --function FILE.py:NAME")
     for name in names or ():
         if not registry.is_function(name):
-            raise InvalidProblem(f"--function {name}: expected FILE.py:NAME, such as kernels.py:attention")
+            raise InvalidProblem(f"--function {name}: {_no_function(name)}")
         if like is not None and "@" in name.rpartition(":")[2]:
             raise InvalidProblem(f"--function {name} says what it is like, and so does --like {like}: leave out one")
     joined = [name if like is None else f"{name}@{like}" for name in names or ()]
     if not all(map(registry.is_function, joined)):
         raise InvalidProblem(f"--like {like!r}: expected a word such as torch, flash-attn or bhsd+gqa")
     return joined
+
+
+def _no_function(name: str) -> str:
+    """Why ``name`` is no function in a file."""
+    path, _, _ = name.rpartition(":")
+    odd = next((letter for letter in path if letter in ":\"'`\\" or letter < " "), "")
+    if odd and path.endswith(".py"):
+        return f"a path with {odd!r} is not told from a name: link the file under another"
+    return "expected FILE.py:NAME, such as kernels.py:attention"
 
 
 def able(name: str, where: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from attnswitch.verify.report import facts
 from attnswitch.verify.session.shard import WHOLE
-from attnswitch.verify.session.tally import Report
+from attnswitch.verify.session.tally import Report, Tally
 
 from . import demands, render
 from . import speed as speeds
 
 __all__ = ["show"]
+
+#: Reasons that are shown of a backend which refused most of what was asked of it.
+_REASONS = 3
 
 
 def show(report: Report) -> None:
@@ -30,12 +33,7 @@ def show(report: Report) -> None:
     stopped = f", stopped: {report.stopped}" if report.stopped else ""
     replayed = f", {report.replayed} saved cases replayed" if report.replayed else ""
     for (device, backend), tally in facts.by_backend(report).items():
-        reasons = (tally.absences + tally.reasons).most_common(1)
-        if not tally.verified and not tally.mismatched and reasons:
-            why = render.escape(reasons[0][0])
-            render.console.print(
-                f"[dim]nothing verified of {render.escape(backend)} on {device}, mostly:[/] {why}", soft_wrap=True
-            )
+        _refused(device, backend, tally)
     for sentence in report.passed_over:
         render.console.print(f"[yellow]passed over[/] {render.escape(sentence)}", soft_wrap=True)
     for device, backend, name in report.stale:
@@ -52,3 +50,17 @@ def show(report: Report) -> None:
         soft_wrap=True,
     )
     render.verdict(report)
+
+
+def _refused(device: str, backend: str, tally: Tally) -> None:
+    """Why nothing was verified, or less than was refused."""
+    reasons = (tally.absences + tally.reasons).most_common(_REASONS)
+    if not reasons or tally.refused + tally.unavailable <= tally.verified + tally.mismatched:
+        return
+    name, where = render.escape(backend), render.escape(device)
+    if not tally.verified and not tally.mismatched:
+        text = f"[dim]nothing verified of {name} on {where}, mostly:[/] {render.escape(reasons[0][0])}"
+    else:
+        mostly = "; ".join(f"{count} times {render.escape(reason)}" for reason, count in reasons)
+        text = f"[dim]refused by {name} on {where}, mostly:[/] {mostly}"
+    render.console.print(text, soft_wrap=True)

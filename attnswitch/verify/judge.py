@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,10 @@ from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend
 from attnswitch.machine.device import Device
 from attnswitch.machine.registry import Missing
+from attnswitch.names import in_a_line
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.planner import make_plan
-from attnswitch.verify import court
+from attnswitch.verify import court, room
 from attnswitch.verify.checks import ALWAYS, LAST, Check, named
 from attnswitch.verify.court.proxy import Proxy, Raising
 from attnswitch.verify.court.server import Gone
@@ -34,8 +34,6 @@ __all__ = ["apart", "check", "crash", "examine"]
 _ASKED = 4
 #: Results of more bytes than this are not laid between neighbours.
 _SURROUNDED = 2**24
-#: How often a case's operands are in memory at once: as float64, as the caller's, in the reference and its rounding.
-_COPIES = 4
 
 
 def check(case: Case, backend: str, device: str = "cpu") -> Outcome:
@@ -64,7 +62,7 @@ def examine(
     for backend in backends:
         if backend != AUTO:
             registry.load(backend)  # an unknown name is the caller's mistake, not a finding
-    if too_large := _too_large(case):
+    if too_large := room.lacking(case):
         return [Outcome(case, b, device, "refused", reasons=(too_large,), starved=True) for b in backends]
     checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c]), *LAST]
     checks = [c for c in checks if c.suits(case, device)]
@@ -88,19 +86,6 @@ def examine(
             run = _judged(run, checks)
         judged.append(run)
     return judged
-
-
-def _too_large(case: Case) -> str:
-    """Why the operands of ``case`` cannot be made in the memory of this machine; "" if they can."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # a system that does not say: it fails when it is tried
-        return ""
-    needed = _COPIES * case.operand_bytes
-    if needed <= memory:
-        return ""
-    gib = f"{needed / 2**30:,.0f} GiB as float64, and this machine has {memory / 2**30:,.0f}"
-    return f"out of memory: its operands need {gib}"
 
 
 def _unjudged(case: Case, backend: str, device: str) -> Outcome | None:
@@ -151,9 +136,12 @@ def _probed(
     return outcome
 
 
-def _attempt(subject: Subject, backend: str, device: str, answers: bool = False) -> Trial | Outcome:
+def _attempt(
+    subject: Subject, backend: str, device: str, answers: bool = False, *, again: bool = False
+) -> Trial | Outcome:
     """Run the backend once; an outcome says why there is nothing to judge.
 
+    It runs ``again`` if it found no memory and there was some. That happens once: others may have had it meanwhile.
     ``answers``: the reference may be computed while its kernel runs.
     """
     case = subject.case
@@ -188,7 +176,13 @@ def _attempt(subject: Subject, backend: str, device: str, answers: bool = False)
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
             if out_of_memory(error):
-                reasons = (f"out of memory: {error}",)
+                if there := room.had(case, device):
+                    if not again:
+                        return _attempt(subject, backend, device, again=True)
+                    court.conduct(backend)
+                    wanted = replace(crash(error), message=f"{crash(error).message}, although {there}")
+                    return Outcome(case, backend, device, "mismatch", forced, failure=wanted)
+                reasons = (f"out of memory: {in_a_line(str(error))}",)
                 return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
             court.conduct(backend)  # which is not to be held against the next case
             return Outcome(case, backend, device, "mismatch", forced, failure=crash(error))
@@ -251,7 +245,7 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             failure = crash(cause)
         except Exception as error:
             if out_of_memory(error):
-                reasons = (f"out of memory while {c.name} was looked at: {error}",)
+                reasons = (f"out of memory while {c.name} was looked at: {in_a_line(str(error))}",)
                 return Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons, starved=True)
             # What is not what was asked for may make a check fail in any way; otherwise the mistake is the check's.
             odd = malformed(case, trial.returned.results) if trial.returned.results else ""
@@ -298,10 +292,10 @@ def crash(error: BaseException) -> Failure:
 
 
 def _reasons(refusal: Unsupported, backend: str | None) -> tuple[str, ...]:
-    return (str(refusal),) if refusal.plan is None else _refusals(refusal.plan, backend)
+    return (in_a_line(str(refusal)),) if refusal.plan is None else _refusals(refusal.plan, backend)
 
 
 def _refusals(plan: Plan, backend: str | None) -> tuple[str, ...]:
     """Why the backend, or each of them, does not take the problem of a plan."""
     asked = (candidate for candidate in plan.candidates if backend in (None, candidate.backend))
-    return tuple(reason for candidate in asked for reason in plan.why_not(candidate))
+    return tuple(in_a_line(reason) for candidate in asked for reason in plan.why_not(candidate))

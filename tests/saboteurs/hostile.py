@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -334,6 +335,35 @@ class LeavesAndRefuses(StartsProgram):
     def harm(self, inputs: Inputs, out: Any) -> Any:
         super().harm(inputs, out)
         raise Unsupported("not today")
+
+
+class LimitsItself(Hostile):
+    """It may open one file less from then on."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least - 1, most))
+        return out
+
+
+class LimitsTheJudge(Hostile):
+    """The process that judges it, one of those it descends from, may open no file from then on."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        above = os.getppid()
+        for _ in range(2):
+            with contextlib.suppress(OSError, ValueError):
+                most = resource.prlimit(above, resource.RLIMIT_NOFILE)[1]
+                resource.prlimit(above, resource.RLIMIT_NOFILE, (3, most))
+            above = int(Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()[1])
+        return out
+
+
+class WantsMemory(Hostile):
+    """It says that there is none, where there is."""
+
+    def harm(self, inputs: Inputs, out: Any) -> Any:
+        raise MemoryError("this case is too hard")
 
 
 class IsNotThere(Hostile):

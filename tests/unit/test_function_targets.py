@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,7 +307,8 @@ QUICK = ("--quick", "--longest", "40", "--no-isolate", "--no-corpus", "--device"
         (("--function", "kernels.py:attention", "--like", "flash"), "like 'flash' is not known; expected one of torch"),
         (("--function", "kernels.py:none"), "is a function in a file, and kernels.py has no 'none'"),
         (("--backend", "absent.py:f"), "absent.py is not a file"),
-        (("--function", "ker\x1b[31mnels.py:f"), "expected FILE.py:NAME"),
+        (("--function", "ker\x1b[31mnels.py:f"), r"a path with '\x1b' is not told from a name"),
+        (("--function", "a:b/kernels.py:f"), "a path with ':' is not told from a name: link the file under another"),
     ],
 )
 def test_what_is_said_wrongly_ends_the_command(
@@ -324,6 +326,29 @@ def test_a_function_is_verified_and_told_how_it_is_called(written: Callable[[str
     assert ran.code == 0, ran.out
     assert "kernels.py:attention@torch: attention() is called like torch, with torch: query, key, value" in ran.out
     assert "every result is within its error bound" in ran.out
+
+
+#: Of some lengths, whose heads may be shared.
+PICKY = """
+import torch
+
+
+def attention(query, key, value, is_causal=False, enable_gqa=False):
+    if query.shape[2] % 4 != 1:
+        raise NotImplementedError("too\\n[b]long")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
+"""
+
+
+def test_who_refuses_most_is_asked_why(written: Callable[[str], Path], command: Any) -> None:
+    """In a line, whatever the kernel says."""
+    written(PICKY)
+    ran = command("verify")(*QUICK, "--examples", "30", "--function", "kernels.py:attention", "--like", "torch")
+    assert ran.code == 0, ran.out
+    mostly = "refused by kernels.py:attention@torch on cpu, mostly: "
+    (line,) = [line for line in ran.out.splitlines() if line.startswith(mostly)]
+    assert re.search(r"\d+ times attention\(\) raises NotImplementedError: too \[b\]long", line), line
 
 
 @pytest.mark.slow

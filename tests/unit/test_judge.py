@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from attnswitch import Device, Problem
+from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend, Inputs, Kernel
-from attnswitch.verify import Case
+from attnswitch.verify import Case, room
 from attnswitch.verify.judge import check
 from attnswitch.verify.outcome import AUTO, Failure, Outcome
 from attnswitch.wisdom import view
@@ -64,6 +65,7 @@ class _Hungry(Kernel):
 class Hungry(Backend):
     """Asks for more memory than there is."""
 
+    name = f"{__name__}:Hungry"
     library = "numpy"
     said = ""
 
@@ -84,8 +86,46 @@ class Hungry(Backend):
     ],
 )
 def test_a_want_of_memory_is_no_fault_of_a_kernel(said: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none to be had."""
     monkeypatch.setattr(Hungry, "said", said)
+    monkeypatch.setattr(room, "had", lambda *_: "")
     outcome = check(CASE.replace(grads=""), f"{__name__}:Hungry")
     assert outcome.verdict == verdict
     if verdict == "refused":
         assert outcome.reasons[0].startswith("out of memory")
+        assert "\n" not in outcome.reasons[0]
+
+
+def test_who_wants_memory_that_there_is_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked twice: others may have had it. A long case may take more than is there."""
+    times: list[object] = []
+
+    def wants(_: object, inputs: Inputs) -> tuple[Any, Any]:
+        times.append(inputs)
+        raise MemoryError("never enough")
+
+    monkeypatch.setattr(_Hungry, "forward", wants)
+    outcome = check(CASE.replace(grads=""), f"{__name__}:Hungry")
+    assert (outcome.verdict, len(times)) == ("mismatch", 2)
+    assert outcome.failure is not None
+    assert outcome.failure.check == "crash"
+    assert "MemoryError: never enough (wants), although 1 MiB could be had on cpu" in outcome.failure.message
+    long = Case(seq_q=20_000, seq_k=20_000)
+    assert not room.had(long, "cpu")
+    monkeypatch.setattr(room, "_pages", lambda _: 4096)
+    assert not room.had(CASE, "cpu")
+
+
+def test_who_finds_memory_the_second_time_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, times = registry.loaded("reference"), []
+
+    def once(_: object, inputs: Inputs) -> Any:
+        times.append(inputs)
+        if len(times) == 1:
+            raise MemoryError("not yet")
+        problem = CASE.replace(grads="").problem()
+        return right.compile(problem, Device.cpu(), next(right.configs(problem, Device.cpu()))).forward(inputs)
+
+    monkeypatch.setattr(_Hungry, "forward", once)
+    outcome = check(CASE.replace(grads=""), f"{__name__}:Hungry")
+    assert outcome.verdict == "verified"

@@ -15,7 +15,7 @@ import os
 from typing import NoReturn
 
 from attnswitch import child
-from attnswitch.verify.court import candidate, messages
+from attnswitch.verify.court import candidate, limits, messages
 from attnswitch.verify.court.messages import Answer
 
 __all__ = ["main", "serve"]
@@ -31,6 +31,7 @@ def serve(parent: child.Parent) -> NoReturn:
     asks, answers, folder, kernels = parent
     if kernels:
         importlib.import_module("torch")  # of which nothing runs here: a fork has no threads
+    before = limits.held()
     gc.freeze()  # candidates look through none of it for garbage
     while True:
         number = os.fork()
@@ -42,6 +43,7 @@ def serve(parent: child.Parent) -> NoReturn:
             finally:
                 os._exit(1)
         _, status = os.waitpid(number, 0)
+        limits.restored(before)  # which a candidate may lower for its parent
         answers.send_bytes(messages.encoded(Answer(ended=os.waitstatus_to_exitcode(status))))
 
 

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 from attnswitch import reading
 from attnswitch.arrays import Array
-from attnswitch.errors import BackendUnavailable, CompileError, InvalidProblem, Unsupported
+from attnswitch.errors import BackendUnavailable, CompileError, InvalidProblem, Unsupported, VerificationError
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel, Precision, Regime
 from attnswitch.machine.device import Device
+from attnswitch.names import in_a_line
 from attnswitch.problem import Problem
-from attnswitch.verify.court import server
+from attnswitch.verify.court import limits, server
 from attnswitch.verify.court.messages import LAUNCHES, About, Answer, Ask, OfProblem, Raised, What, arrays_of
 from attnswitch.verify.court.server import Gone, Server
 from attnswitch.verify.launch.surroundings import surroundings
@@ -64,6 +65,7 @@ class Proxy(Backend):
         self._timeout, self._forbidden, self._within = timeout, forbidden, within
         self._server: Server | None = None
         self._told: dict[str, None] = {}
+        self._limits = limits.held()
         #: What to do while the next kernel runs.
         self.meanwhile: Callable[[], None] | None = None
         #: Calls that are captured in graphs.
@@ -168,7 +170,7 @@ class Proxy(Backend):
                 many = f"{len(left)} processes" if len(left) > 1 else "a process"
                 self._told[f"it left {many} running: {line}"] = None
         told, self._told = self._told, {}
-        return "; ".join(told)
+        return in_a_line("; ".join(told))
 
     def end(self) -> None:
         """End the candidate, and all that it started."""
@@ -191,11 +193,22 @@ class Proxy(Backend):
         if self.meanwhile is not None and ask.what in LAUNCHES:
             work, self.meanwhile = self.meanwhile, None
             work()
-        answer = seated.answer()
+        try:
+            answer = seated.answer()
+        finally:
+            self._hold_limits()
         self._told |= dict.fromkeys(answer.told)
         if answer.raised is not None:
             raise _raising(answer.raised, ask.what in LAUNCHES)
         return answer
+
+    def _hold_limits(self) -> None:
+        """Have this process as it was, whatever a kernel made of it."""
+        if limits.held() == self._limits:
+            return
+        self._told["it changed the limits of resources of the process that judges it"] = None
+        if not limits.restored(self._limits):
+            raise VerificationError(f"{self.name} lowered the limits of resources of the process that judges it")
 
 
 class Captured:
