@@ -34,29 +34,33 @@ DEVICE i64 line_of(const Arguments& a, i64 b, i64 h, i64 first, i64 i) {
 
 // The first tile of sequence b in its head, which begins at row `first`.
 template <int SIZE> DEVICE i64 first_tile_of(i64 b, i64 first) { return first / SIZE + b; }
-// The sequence that a tile of a head belongs to, of the first `high` batch entries, which begin at rows `offset(b)`.
-// Each round waits for memory once, and asks for WAYS - 1 offsets at a time.
+// The sequence that a tile of a head belongs to, of the first `high` batch entries, which begin where `offsets` say. Each
+// round asks for WAYS - 1 of these at a time and waits once: so no load has a condition, and of offsets of either type,
+// which are less than 2^32, the low word is read.
 constexpr int WAYS = 8;
-template <int SIZE, class Offset> DEVICE int sequence_at(i64 tile, int high, Offset offset) {
+template <int SIZE> DEVICE int sequence_of(const u8* offsets, int bytes, i64 tile, int high) {
+    const u32* const words = reinterpret_cast<const u32*>(offsets);
     int low = 0;
     ROLLED while (high - low > 1) {
         const int step = ceil_div(high - low, WAYS);
-        int found = low;
+        int found = low, at[WAYS];
+        i64 first[WAYS];
         UNROLL for (int n = 1; n < WAYS; n++) {
-            const int middle = low + n * step;
-            if (middle < high && first_tile_of<SIZE>(middle, offset(middle)) <= tile) found = middle;
+            at[n] = smaller(low + n * step, high - 1);
+            first[n] = first_tile_of<SIZE>(at[n], words[at[n] * (bytes / 4)]);
         }
+        UNROLL for (int n = 1; n < WAYS; n++) found = first[n] <= tile ? at[n] : found;
         if (found + step < high) high = found + step;
         low = found;
     }
     return low;
 }
 template <int SIZE> DEVICE int sequence_of(const Arguments& a, i64 tile, int high) {
-    return sequence_at<SIZE>(tile, high, [&](int b) { return query_offset(a, b); });
+    return sequence_of<SIZE>(a.query_offsets, a.query_offset_bytes, tile, high);
 }
 // The same of a tile of keys, among all batch entries.
 template <int SIZE> DEVICE int sequence_of_keys(const Arguments& a, i64 tile) {
-    return sequence_at<SIZE>(tile, a.batch, [&](int b) { return key_offset(a, b); });
+    return sequence_of<SIZE>(a.key_offsets, a.key_offset_bytes, tile, a.batch);
 }
 // Where base and delta of query 0 of head h are.
 DEVICE i64 saved_of(const Arguments& a, i64 b, i64 h, i64 first) {

@@ -51,9 +51,11 @@ struct Rows {
 private:
     // Of all sequences: those of one are from `first` to `length`.
     DEVICE void find(const Arguments& a, i64 tile) {
-        const auto offset = [&](int n) { return which == OF_QUERY ? query_offset(a, n) : key_offset(a, n); };
-        const int sequence = sequence_at<SAVED>(tile * 64 / SAVED, a.batch, offset);
-        const i64 begin = offset(sequence), end = is_past(a, sequence) ? all(a) : offset(sequence + 1);
+        const u8* const offsets = which == OF_QUERY ? a.query_offsets : a.key_offsets;
+        const int bytes = which == OF_QUERY ? a.query_offset_bytes : a.key_offset_bytes;
+        const int sequence = sequence_of<SAVED>(offsets, bytes, tile * 64 / SAVED, a.batch);
+        const i64 begin = offset_at(offsets, bytes, sequence);
+        const i64 end = is_past(a, sequence) ? all(a) : offset_at(offsets, bytes, sequence + 1);
         first = int(begin + tile * 64 - first_tile_of<SAVED>(sequence, begin) * SAVED), length = int(end);
     }
 };
