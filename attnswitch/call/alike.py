@@ -94,12 +94,14 @@ def run(given: tuple[Any, ...], said: tuple[Any, ...], general: Callable[[], Cal
                 return way(given)
     call = general()
     results = forms.run(call)
-    if ways is not None:
-        _learn(ways, given, tensors, call)
-    elif not sys.modules["torch"].jit.is_tracing():  # what comes once is not worth it
+    if ways is None and not sys.modules["torch"].jit.is_tracing():
         if len(_ways) >= _MOST:
             _ways.clear()
-        _ways[kind] = []
+        ways = _ways[kind] = []
+        if not call.asked.problem.grads:  # what comes once is not worth it, and a step has several layers
+            return results
+    if ways is not None:
+        _learn(ways, given, tensors, call)
     return results
 
 
