@@ -98,7 +98,7 @@ def run(given: tuple[Any, ...], said: tuple[Any, ...], general: Callable[[], Cal
         if len(_ways) >= _MOST:
             _ways.clear()
         ways = _ways[kind] = []
-        if not call.asked.problem.grads:  # what comes once is not worth it, and a step has several layers
+        if not call.asked.problem.grads:  # it may come once; a step has several layers
             return results
     if ways is not None:
         _learn(ways, given, tensors, call)

@@ -14,7 +14,7 @@ from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Kernel, Offsets, Order
 from attnswitch.problem import Problem
 
-__all__ = ["differentiable", "prepared", "prepared_form", "with_sinks"]
+__all__ = ["differentiable", "differentiable_form", "prepared", "prepared_form", "with_sinks"]
 
 #: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -27,29 +27,53 @@ def differentiable(
 
     The kernel takes arrays of ``library``.
     """
-    query, key, value, mask, key_lengths, seed, offsets, sinks, slopes, *_ = inputs  # pages have no gradients
-    beside = (None, None) if offsets is None else offsets
-    beside = () if offsets is sinks is slopes is None else (*beside, sinks, slopes)
-
-    def forward(*given: Any) -> tuple[Any, Any]:
-        out, lse = kernel.forward(_with(Inputs(*given[:6]), given[6:]).map(_passage("torch", library)))
-        back = _passage(library, "torch")
-        return back(out), None if lse is None else back(lse)
-
-    def backward(again: Inputs, *results: Any) -> Gradients:
-        there, back = _passage("torch", library), _passage(library, "torch")
-        given = (None if result is None else there(result) for result in results)
-        grads = kernel.backward(again.map(there), *given)
-        return Gradients(*(None if grad is None else back(grad) for grad in grads))
-
-    same = library == "torch"
-    work = _Work(problem, forward, kernel.backward if same else backward, key_lengths, seed, beside)
+    kernel = _of_torch(kernel, library)
+    query, key, value, mask, key_lengths, seed, *_ = inputs
+    work = _Work(problem, lambda *given: kernel.forward(Inputs(*given)), kernel.backward, key_lengths, seed)
     result = _Attention.apply(query, key, value, mask, work)
     return result if problem.lse else (result, None)
 
 
-def _passage(source: str, target: str) -> Callable[[Any], Any]:
-    return lambda array: arrays.passage(array, source, target)
+def differentiable_form(
+    problem: Problem, kernel: Kernel, inputs: Inputs, library: str, order: Order
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same of a call of any form, in ``order``.
+
+    It saves what ``prepared_form`` does: a checkpoint may make its forward again by the one or the other.
+    """
+    kernel = _of_torch(kernel, library)
+    form = Kernel.prepared_form(kernel, inputs, order)
+    attend = _formed(
+        problem, form, lambda again: Kernel.prepared_form_backward(kernel, again, order), inputs, _Attention.apply
+    )
+    query, key, value, mask, lengths, seed, begin, begin_k, *beside = inputs.flat()
+    operands = (order.of(operand) for operand in (query, key, value))
+    return attend(*operands, mask, lengths, seed, begin, None if begin_k is begin else begin_k, *beside)
+
+
+def _of_torch(kernel: Kernel, library: str) -> Kernel:
+    return kernel if library == "torch" else _Elsewhere(kernel, library)
+
+
+class _Elsewhere(Kernel):
+    """A kernel of arrays of ``library``, given torch's."""
+
+    def __init__(self, kernel: Kernel, library: str) -> None:
+        self._kernel, self._library = kernel, library
+
+    def forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        out, lse = self._kernel.forward(inputs.map(self._there))
+        return self._back(out), self._back(lse)
+
+    def backward(self, inputs: Inputs, *results: Any) -> Gradients:
+        given = (None if result is None else self._there(result) for result in results)
+        return Gradients(*map(self._back, self._kernel.backward(inputs.map(self._there), *given)))
+
+    def _there(self, array: Any) -> Any:
+        return arrays.passage(array, "torch", self._library)
+
+    def _back(self, array: Any) -> Any:
+        return None if array is None else arrays.passage(array, self._library, "torch")
 
 
 def _with(inputs: Inputs, beside: tuple[Any, ...]) -> Inputs:
@@ -57,10 +81,7 @@ def _with(inputs: Inputs, beside: tuple[Any, ...]) -> Inputs:
 
     The offsets of keys are None where they are those of queries.
     """
-    if not beside:
-        return inputs
-    *offsets, sinks, slopes = beside
-    begin, begin_k = offsets
+    begin, begin_k, sinks, slopes = beside
     where = None if begin is None else Offsets(begin, begin if begin_k is None else begin_k)
     return inputs._replace(offsets=where, sinks=sinks, alibi_slopes=slopes)
 
@@ -101,23 +122,37 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
 
 
 def prepared_form(problem: Problem, kernel: Kernel, inputs: Inputs, order: Order) -> Forward:
-    """The same of calls of any form that lie like ``inputs``, as ``Kernel.prepared_form`` takes them."""
-    form, again = kernel.prepared_form(inputs, order), inputs.again()
-    ready: Backward | None = None
+    """``differentiable_form`` of calls that lie like ``inputs``, to a kernel that takes torch's tensors.
+
+    They are given as to ``Kernel.prepared_form``. No function transform is active.
+    """
+    form = kernel.prepared_form(inputs, order)
+    apply = super(torch.autograd.Function, _Attention).apply
+    return _formed(problem, form, lambda again: kernel.prepared_form_backward(again, order), inputs, apply)
+
+
+def _formed(
+    problem: Problem, form: Forward, prepare: Callable[[Inputs], Backward], inputs: Inputs, apply: Callable[..., Any]
+) -> Forward:
+    """``form`` with the backward that ``prepare`` makes of inputs which lie like ``inputs``, when one is needed."""
+    again, ready = inputs.again(), list[Backward]()
 
     def forward(*given: Any) -> tuple[Any, Any]:
         return form(*given, None, None, None, None)  # no pages, and no tree
 
-    def backward(inputs: Inputs, *results: Any) -> Gradients:
-        nonlocal ready
-        if ready is None:
-            ready = kernel.prepared_form_backward(again(*inputs.flat()), order)
-        return ready(inputs, *results)
+    def backward(given: Inputs, *results: Any) -> Gradients:
+        if not ready:
+            ready.append(prepare(again(*given.flat())))
+        return ready[0](given, *results)
 
-    apply = super(torch.autograd.Function, _Attention).apply
-
-    def attend(query: Any, key: Any, value: Any, mask: Any, lengths: Any, seed: None, *beside: Any) -> tuple[Any, Any]:
-        result = apply(query, key, value, mask, _Work(problem, forward, backward, lengths, seed, beside[:4]))
+    def attend(query: Any, key: Any, value: Any, mask: Any, lengths: Any, seed: Any, *beside: Any) -> tuple[Any, Any]:
+        begin, begin_k, sinks, slopes = beside[:4]
+        if mask is not None and mask.dim() < 4:
+            mask = mask[(None,) * (4 - mask.dim())]
+        if slopes is not None and slopes.dim() == 1:
+            slopes = slopes[None]
+        work = _Work(problem, forward, backward, lengths, seed, (begin, begin_k, sinks, slopes))
+        result = apply(query, key, value, mask, work)
         return result if problem.lse else (result, None)
 
     return attend
@@ -125,7 +160,7 @@ def prepared_form(problem: Problem, kernel: Kernel, inputs: Inputs, order: Order
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """All of a call but query, key, value and mask, which the graph keeps as saved tensors alone."""
+    """All of a call but query, key, value and mask, which the graph has as saved tensors alone."""
 
     problem: Problem
     forward: Forward
@@ -154,17 +189,19 @@ class _Attention(torch.autograd.Function):
             out, lse = work.forward(query, key, value, *(() if attn_mask is None else (attn_mask,)))
         else:
             out, lse = work.forward(query, key, value, attn_mask, work.key_lengths, work.seed)
-        ctx.steps = [_steps(operand) for operand in (query, key, value, attn_mask)] if _hooks(True) else None
+        given = query, key, value, attn_mask, work.key_lengths, *work.beside
+        ctx.steps = list(map(_steps, given)) if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
-        ctx.save_for_backward(query, key, value, attn_mask, work.key_lengths, out, lse, *work.beside)
+        ctx.save_for_backward(out, lse, *given)
         ctx.set_materialize_grads(False)
         return (out, lse) if work.problem.lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
-        query, key, value, attn_mask, lengths, out, lse, *beside = ctx.saved_tensors
-        if ctx.steps is not None:  # kernels rest on how operands lay
-            query, key, value, attn_mask = map(_lying, (query, key, value, attn_mask), ctx.steps)
+        out, lse, *given = ctx.saved_tensors
+        if ctx.steps is not None:  # kernels rest on how all of them lay
+            given = list(map(_lying, given, ctx.steps))
+        query, key, value, attn_mask, lengths, *beside = given
         graph = torch.is_grad_enabled()  # create_graph=True
         work: _Work = ctx.work
         if grad_out is None:

@@ -121,9 +121,13 @@ def run(call: Call) -> Any:
     """The output, or output and lse, as the caller's; of torch with gradients."""
     asked, native = call.asked, call.native
     if asked.problem.grads and not call.backend.autograd:
-        differentiable = import_module("attnswitch.call.autograd").differentiable
-        out, lse = differentiable(asked.problem, call.kernel, call.inputs, native)
-        native = "torch"
+        autograd = import_module("attnswitch.call.autograd")
+        out, lse = autograd.differentiable_form(asked.problem, call.kernel, call.inputs, native, asked.order)
+        if not asked.sinks_grad:
+            return (
+                (call.plain(out, "torch"), call.plain(lse, "torch")) if asked.returns_lse else call.plain(out, "torch")
+            )
+        out, lse, native = asked.order.back(out), asked.order.back(lse), "torch"
     else:
         out, lse = call.kernel.forward(to_native(call.inputs, asked.library, native))
     if asked.sinks_grad and not call.backend.autograd:

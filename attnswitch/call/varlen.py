@@ -230,10 +230,11 @@ def _sequences(
         check_left_out(query, key)
         cu_seqlens = cu_seqlens[0], cu_seqlens[0]
         longest = longest[0], longest[0] if longest[1] is None else longest[1]
-    found, most = [], []
+    found: list[Array] = []
+    most: list[int] = []
     for name, given, limit, facts in zip("qk", cu_seqlens, longest, (query, key), strict=True):
         offsets, longest_one = offsets_of(given, limit, name, facts.shape[2], query)
-        found.append(offsets)
+        found.append(found[0] if found and given is cu_seqlens[0] else offsets)
         most.append(longest_one)
     counts = [array.shape[0] - 1 for array in found]
     check_counts(*counts)

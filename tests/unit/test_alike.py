@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import attnswitch
 from attnswitch import InvalidProblem, arrays, attention_paged
@@ -318,6 +319,43 @@ def test_steps_of_a_training_are_asked_of_no_more(name: str, asked: list[object]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(alike, "_is_unread", lambda _: False)
             steps_agree(found, step(call, given))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_forward_that_is_made_again_saves_the_same(name: str) -> None:
+    """By a checkpoint, when its first one went the way of any call; what was known may be forgotten in between."""
+    call, make = TRAINED[name]
+    for turn in range(4):
+        given = make()
+        wanted = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+        grads = []
+        for saved in (False, True):
+            out = checkpoint(lambda: call(**given), use_reentrant=False) if saved else call(**given)  # noqa: B023
+            if turn == 3:
+                alike.forget()
+            out = out[0] if isinstance(out, tuple) else out
+            grads.append(torch.autograd.grad(out, wanted, out.detach() + 1))
+            if turn == 1:
+                alike.forget()
+        for one, other in zip(*grads, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_what_hooks_keep_may_lie_otherwise(asked: list[object]) -> None:
+    """Offsets, sinks and slopes too."""
+    for turn in range(3):
+        given = trained(rows(sinks=torch.randn(4), alibi_slopes=torch.rand(3, 4), return_lse=True))
+        found = step(attnswitch.attention_varlen, given)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, apart_again):
+            again = step(attnswitch.attention_varlen, given)
+        steps_agree(again, found)
+        assert len(asked) == 1, turn
+
+
+def apart_again(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in other memory, columns before rows, with gaps between."""
+    turned = tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+    return turned.repeat_interleave(2, 0)[::2]
 
 
 def test_who_asks_for_no_gradient_is_known_apart(asked: list[object]) -> None:

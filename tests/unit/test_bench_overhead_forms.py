@@ -185,9 +185,17 @@ def test_forms_have_new_tensors(text: str, options: dict[str, Any]) -> None:
         ad_hoc(text, **options)
 
 
-@pytest.mark.parametrize(("part", "options"), [(".grad", {}), ("", {"keys": "slice"}), ("", {"step": True})])
-def test_what_is_not_timed_is_refused(part: str, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidProblem, match="without gradients"):
+@pytest.mark.parametrize(
+    ("part", "options", "why"),
+    [
+        (".grad", {}, "without gradients"),
+        ("", {"step": True}, "a step with them"),
+        ("", {"keys": "slice"}, "whole keys"),
+        (".lse.grad", {"step": True}, "of the output alone"),
+    ],
+)
+def test_what_is_not_timed_is_refused(part: str, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidProblem, match=why):
         Row("forms", Problem.parse(TEXTS[3] + part), new="tensors", **options)
 
 

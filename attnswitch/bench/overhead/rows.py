@@ -43,10 +43,10 @@ class Row:
     def __post_init__(self) -> None:
         p = self.problem
         if self.section == "forms":
-            if bool(p.grads) != self.step or self.keys != "whole":
-                raise InvalidProblem(
-                    f"{p}: of new tensors calls are timed without gradients, steps with them, and both with whole keys"
-                )
+            if bool(p.grads) != self.step:
+                raise InvalidProblem(f"{p}: with new tensors a call is timed without gradients, and a step with them")
+            if self.keys != "whole" or (self.step and p.lse):
+                raise InvalidProblem(f"{p}: new tensors have whole keys, and a step is timed of the output alone")
             return
         if p.varlen or p.page or p.sinks or p.alibi:
             raise InvalidProblem(
