@@ -114,7 +114,8 @@ class FunctionKernel(Kernel):
 
         if lse is not None:
             raise Unsupported(f"out and lse are given: {self.reading.call} starts its backward from its own")
-        with torch.inference_mode(mode=False), torch.enable_grad():
+        kind = inputs.query.device.type
+        with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
             again = leaves(inputs, self.problem.grads)
             ends, upstream = list(self._run(again, grad_lse is not None)), [grad_out, grad_lse]
             pairs = [(end, grad) for end, grad in zip(ends, upstream, strict=True) if grad is not None]
@@ -126,13 +127,22 @@ class FunctionKernel(Kernel):
             return self._call(inputs, stated)
         import torch
 
-        # Of a region of autocast the operands are cast already, and the result is to have their type.
-        with (
-            torch.autocast(inputs.query.device.type, enabled=False),
-            torch.set_grad_enabled(graph and torch.is_grad_enabled()),
-        ):
-            out, lse = self._call(operands.kept(inputs) if self.problem.grads else inputs, stated)
-        if self.problem.grads and torch.is_grad_enabled() and graph:
+        from ..own import autocast
+
+        graph = graph and torch.is_grad_enabled()
+        kind = autocast.available(inputs.query.device.type)
+        with torch.set_grad_enabled(graph):
+            # Of a region of autocast the operands are cast already, and the results are to have their type.
+            if kind is not None and torch.is_autocast_enabled(kind):
+                return autocast.shielded(kind, lambda inputs: self._called(inputs, stated, graph), inputs)
+            return self._called(inputs, stated, graph)
+
+    def _called(self, inputs: Inputs, stated: bool, graph: bool) -> tuple[Any, Any]:
+        """Of tensors; with a ``graph`` what is to be differentiated has one."""
+        import torch
+
+        out, lse = self._call(operands.kept(inputs) if self.problem.grads else inputs, stated)
+        if self.problem.grads and graph:
             for what, array in (("output", out), ("lse", lse)):
                 if isinstance(array, torch.Tensor) and not array.requires_grad:
                     raise Unsupported(

@@ -14,8 +14,9 @@ from attnswitch.machine.device import Device
 from attnswitch.machine.differentiated import gradients, leaf, leaves
 from attnswitch.problem import Problem
 
+from ..own import autocast
 from ..own.through_torch import no_gpu, with_sign
-from . import autocast, masks
+from . import masks
 from .backward import Given
 from .grouped import GroupedKernel, grouped
 from .reasons import common, usual

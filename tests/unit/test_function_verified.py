@@ -60,6 +60,15 @@ def test_a_right_function_is_right_as_it_is_called(function: str, problem: str) 
     assert (outcome.verdict, outcome.reasons, outcome.failure) == ("verified", (), None)
 
 
+@pytest.mark.parametrize("function", ["like_torch", "like_attnswitch", "Forward.apply@bhsd"])
+@pytest.mark.parametrize("problem", ["b1.h1.s3x5.d8.fp32.grad", "b1.h2.s3x5.d8.fp32.lse.grad"])
+def test_what_torch_casts_is_no_fault_of_a_function(function: str, problem: str) -> None:
+    """A backward of matrix products, in a region of autocast, which is not of the function's making."""
+    outcome = judged(function, problem, library="torch", check="autocast")
+    assert outcome.failure is None
+    assert (outcome.verdict == "verified") == ("autocast" in outcome.checks), outcome.reasons
+
+
 #: Called in other ways: drawn at night.
 OTHERS = ("like_flash", "like_varlen", "like_bhsd@bhsd+gqa", "like_bshd@bshd", "like_attnswitch", "in_numpy@bhsd")
 

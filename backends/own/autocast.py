@@ -46,24 +46,30 @@ class _Shielded(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(kind, enabled=False):
             again = inputs._replace(query=query, key=key, value=value, attn_mask=mask)
             out, lse = compute(again)
-        ctx.kind, ctx.out, ctx.leaves, ctx.compute, ctx.inputs = kind, out, leaves, compute, inputs
+        ctx.kind, ctx.results, ctx.leaves, ctx.compute, ctx.inputs = kind, (out, lse), leaves, compute, inputs
         ctx.save_for_backward(*operands)
         return out.detach(), None if lse is None else lse.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
         """Gradients through the graph that was kept; to be differentiated again, through one of the operands."""
         twice = torch.is_grad_enabled()  # create_graph=True
-        operands, out = ctx.leaves, ctx.out
+        operands, results = ctx.leaves, ctx.results
         with torch.autocast(ctx.kind, enabled=False):
             if twice:
                 operands = ctx.saved_tensors
                 query, key, value, mask = operands
-                out, _ = ctx.compute(ctx.inputs._replace(query=query, key=key, value=value, attn_mask=mask))
+                results = ctx.compute(ctx.inputs._replace(query=query, key=key, value=value, attn_mask=mask))
+            ends = [n for n, result in enumerate(results) if result is not None and result.requires_grad]
             wanted = [x for x in operands if x is not None and x.requires_grad]
             found = iter(
                 torch.autograd.grad(
-                    out, wanted, grad_out, retain_graph=True, create_graph=twice, materialize_grads=True
+                    [results[n] for n in ends],
+                    wanted,
+                    [upstream[n] for n in ends],
+                    retain_graph=True,
+                    create_graph=twice,
+                    materialize_grads=True,
                 )
             )
         grads = (next(found) if x is not None and x.requires_grad else None for x in operands)
