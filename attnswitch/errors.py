@@ -63,7 +63,12 @@ class VerificationError(AttnswitchError, RuntimeError):
     """The verifier failed itself, so that no verdict can be given: its references disagree, or a worker was lost."""
 
 
+#: What drivers say, and torch on the CPU.
+_OF_MEMORY = "out of memory", "can't allocate memory", "not enough memory"
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether ``error``, of any library, is the machine's want of memory, which they tell in different ways."""
     told = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
-    return told or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower().replace("_", " "))
+    text = str(error).lower().replace("_", " ")
+    return told or (isinstance(error, RuntimeError) and any(words in text for words in _OF_MEMORY))

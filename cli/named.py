@@ -73,7 +73,7 @@ def _no_function(name: str) -> str:
     path, _, _ = name.rpartition(":")
     odd = next((letter for letter in path if letter in ":\"'`\\" or letter < " "), "")
     if odd and path.endswith(".py"):
-        return f"a path with {odd!r} is not told from a name: link the file under another"
+        return f"a path with {odd!r} cannot be told apart from what follows it: link the file under another"
     return "expected FILE.py:NAME, such as kernels.py:attention"
 
 

@@ -176,16 +176,19 @@ def _attempt(
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
             if out_of_memory(error):
-                if there := room.had(case, device):
-                    if not again:
-                        return _attempt(subject, backend, device, again=True)
-                    court.conduct(backend)
-                    wanted = replace(crash(error), message=f"{crash(error).message}, although {there}")
-                    return Outcome(case, backend, device, "mismatch", forced, failure=wanted)
                 reasons = (f"out of memory: {in_a_line(str(error))}",)
-                return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
-            court.conduct(backend)  # which is not to be held against the next case
-            return Outcome(case, backend, device, "mismatch", forced, failure=crash(error))
+                there = room.had(case, device)
+                if not there:
+                    return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
+                failure = _although(error, there)
+            else:
+                failure, again = crash(error), True
+            if again:
+                court.conduct(backend)  # which is not to be held against the next case
+                return Outcome(case, backend, device, "mismatch", forced, failure=failure)
+            returned = None
+    if returned is None:
+        return _attempt(subject, backend, device, again=True)
     trial = Trial(subject, backend, device, placed, returned)
     trial.seconds = time.perf_counter() - started - spent
     if neighbours is not None and (beside := neighbours.look(returned.results)):
@@ -228,7 +231,7 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
         if failure is not None:
             break
         try:
-            failure = c.holds(trial)
+            failure = _held(c, trial)
             looked.append(c.name)
         except NotApplicable:
             continue
@@ -240,13 +243,18 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             cause = failed.__cause__
             if not isinstance(cause, Exception):
                 raise
-            if out_of_memory(cause):
+            there = room.had(case, trial.device) if out_of_memory(cause) else ""
+            if out_of_memory(cause) and not there:
                 continue
-            failure = crash(cause)
+            failure = _although(cause, there) if there else crash(cause)
         except Exception as error:
             if out_of_memory(error):
+                if there := room.had(case, trial.device):
+                    failure = _although(error, there)
+                    continue
                 reasons = (f"out of memory while {c.name} was looked at: {in_a_line(str(error))}",)
-                return Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons, starved=True)
+                refused = Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons, starved=True)
+                return _behaved(refused)
             # What is not what was asked for may make a check fail in any way; otherwise the mistake is the check's.
             odd = malformed(case, trial.returned.results) if trial.returned.results else ""
             if c.name != "form" and not odd:
@@ -271,6 +279,23 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
         _variant(trial),
         trial.seconds,
     )
+
+
+def _held(c: Check, trial: Trial) -> Failure | None:
+    """What ``c`` says; once more where its kernel found no memory that there was, which others may have had."""
+    try:
+        return c.holds(trial)
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, KernelFailed) else error
+        if not (isinstance(cause, Exception) and out_of_memory(cause) and room.had(trial.case, trial.device)):
+            raise
+    return c.holds(trial)
+
+
+def _although(error: Exception, there: str) -> Failure:
+    """The finding that a kernel wanted memory, though ``there`` was some."""
+    failure = crash(error)
+    return replace(failure, message=f"{failure.message}, although {there}")
 
 
 def _variant(trial: Trial) -> str:

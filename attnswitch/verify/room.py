@@ -48,13 +48,7 @@ def _allocates(size: int, device: str) -> bool:
             return False
         return free is None or size <= free
     torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return False
-    try:
-        torch.empty(size, dtype=torch.uint8, device=device)
-    except RuntimeError:
-        return False
-    return True
+    return torch is not None and size <= torch.cuda.mem_get_info(device)[0]
 
 
 def _pages(kind: str) -> int | None:

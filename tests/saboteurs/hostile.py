@@ -337,15 +337,6 @@ class LeavesAndRefuses(StartsProgram):
         raise Unsupported("not today")
 
 
-class LimitsItself(Hostile):
-    """It may open one file less from then on."""
-
-    def harm(self, inputs: Inputs, out: Any) -> Any:
-        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (least - 1, most))
-        return out
-
-
 class LimitsTheJudge(Hostile):
     """The process that judges it, one of those it descends from, may open no file from then on."""
 

@@ -307,8 +307,11 @@ QUICK = ("--quick", "--longest", "40", "--no-isolate", "--no-corpus", "--device"
         (("--function", "kernels.py:attention", "--like", "flash"), "like 'flash' is not known; expected one of torch"),
         (("--function", "kernels.py:none"), "is a function in a file, and kernels.py has no 'none'"),
         (("--backend", "absent.py:f"), "absent.py is not a file"),
-        (("--function", "ker\x1b[31mnels.py:f"), r"a path with '\x1b' is not told from a name"),
-        (("--function", "a:b/kernels.py:f"), "a path with ':' is not told from a name: link the file under another"),
+        (("--function", "ker\x1b[31mnels.py:f"), r"a path with '\x1b' cannot be told apart"),
+        (
+            ("--function", "a:b/kernels.py:f"),
+            "a path with ':' cannot be told apart from what follows it: link the file under another",
+        ),
     ],
 )
 def test_what_is_said_wrongly_ends_the_command(

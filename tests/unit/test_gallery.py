@@ -37,7 +37,6 @@ TOLD = {
     "SeedsNumpy": r"conduct: it changed NumPy's random state",
     "SeedsPython": r"conduct: it changed Python's random state",
     "SeedsTorch": r"conduct: it changed torch's random state",
-    "LimitsItself": r"conduct: it changed the limits of resources",
     "LimitsTheJudge": r"conduct: it changed the limits of resources of the process that judges it",
     "LimitsRecursion": r"conduct: it changed the limit of recursion: \d+ became 5000",
     "DefaultsToFloat64": r"conduct: .*it changed torch's default dtype",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attnswitch import Device, Problem
@@ -82,6 +84,8 @@ class Hungry(Backend):
         ("Triton Error [CUDA]: out of memory", "refused"),
         ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", "refused"),
         ("cuLaunchKernelEx: CUDA_ERROR_OUT_OF_MEMORY", "refused"),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.", "refused"),
+        ("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes.", "refused"),
         ("CUDA error: an illegal memory access was encountered", "mismatch"),
     ],
 )
@@ -114,6 +118,46 @@ def test_who_wants_memory_that_there_is_has_failed(monkeypatch: pytest.MonkeyPat
     assert not room.had(long, "cpu")
     monkeypatch.setattr(room, "_pages", lambda _: 4096)
     assert not room.had(CASE, "cpu")
+
+
+def test_who_wants_memory_in_a_check_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there was enough for the first call."""
+    right, times = registry.loaded("reference"), []
+    case = CASE.replace(grads="", check="repeat")
+
+    def then(_: object, inputs: Inputs) -> Any:
+        times.append(1)
+        if len(times) > 1:
+            raise MemoryError("not again")
+        problem = case.problem()
+        return right.compile(problem, Device.cpu(), next(right.configs(problem, Device.cpu()))).forward(inputs)
+
+    monkeypatch.setattr(_Hungry, "forward", then)
+    outcome = check(case, f"{__name__}:Hungry")
+    assert (outcome.verdict, len(times)) == ("mismatch", 3)
+    assert outcome.failure is not None
+    assert "not again (then), although 1 MiB could be had" in outcome.failure.message
+    times.clear()
+    monkeypatch.setattr(room, "had", lambda *_: "")
+    outcome = check(case, f"{__name__}:Hungry")
+    assert (outcome.verdict, outcome.starved) == ("refused", True)
+
+
+def test_nothing_of_the_attempt_before_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel had when it found no memory is free again when it runs once more."""
+    right, before = registry.loaded("reference"), list[Any]()
+
+    def once(_: object, inputs: Inputs) -> Any:
+        room_of_its_own = np.zeros(8)
+        if not before:
+            before.append(weakref.ref(room_of_its_own))
+            raise MemoryError("busy")
+        assert before[0]() is None
+        problem = CASE.replace(grads="").problem()
+        return right.compile(problem, Device.cpu(), next(right.configs(problem, Device.cpu()))).forward(inputs)
+
+    monkeypatch.setattr(_Hungry, "forward", once)
+    assert check(CASE.replace(grads=""), f"{__name__}:Hungry").verdict == "verified"
 
 
 def test_who_finds_memory_the_second_time_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How much of its resources a process may use: what a kernel may take from its own process, and from the judge's."""
+"""How much of its resources a process may use, which any process of the same user may change for it."""
 
 from __future__ import annotations
 

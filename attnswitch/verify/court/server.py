@@ -150,7 +150,7 @@ class Server:
         are.
         """
         found = {}
-        only = _alone and len(_servers) == 1
+        only = _alone and is_only()
         for number, line in processes.descendants(os.getpid()).items():
             if number == self._child.number or number in below:
                 continue
@@ -254,6 +254,11 @@ _servers = set[int]()
 _spare: list[Server] | None = None
 #: Whether nothing else stays that this process starts.
 _alone = False
+
+
+def is_only() -> bool:
+    """Whether there is one server in this process."""
+    return len(_servers) == 1
 
 
 @contextlib.contextmanager

@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from attnswitch.verify.court import limits
-
 __all__ = ["Traces", "aten"]
 
 #: Modules whose functions a kernel has no business to replace.
@@ -167,13 +165,7 @@ def _is_still(before: Any, now: Any) -> bool:
 
 
 _DRAWN = ("torch's random state",)
-_LONG = (
-    "torch's random state",
-    "NumPy's random state",
-    "Python's random state",
-    "the handlers of signals",
-    "the limits of resources",
-)
+_LONG = ("torch's random state", "NumPy's random state", "Python's random state", "the handlers of signals")
 
 
 def _state() -> dict[str, Any]:
@@ -184,7 +176,6 @@ def _state() -> dict[str, Any]:
         "NumPy's random state": _numbers(np.random.get_state()),
         "Python's random state": random.getstate(),
         "the limit of recursion": sys.getrecursionlimit(),
-        "the limits of resources": limits.held(),
         "the collection of garbage": gc.isenabled(),
         "the profiler of Python": sys.getprofile(),
         "the tracer of Python": sys.gettrace(),

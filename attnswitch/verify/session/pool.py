@@ -13,6 +13,7 @@ from attnswitch.errors import InvalidProblem, VerificationError
 from attnswitch.machine import builds
 from attnswitch.machine.device import Device
 from attnswitch.verify import emulation, terms
+from attnswitch.verify.court import limits
 from attnswitch.verify.drawing.case import Case
 from attnswitch.verify.outcome import Failure, Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
@@ -187,6 +188,7 @@ class Isolated:
         self.size = len(self._seats)
         self._provenance: dict[str, str] = {}
         self._closed = False
+        self._limits = limits.held()
 
     def __enter__(self) -> Isolated:
         return self
@@ -221,6 +223,7 @@ class Isolated:
             self._begin(seat, None if stop() else self._next(seat, queues))
         while busy := {seat.running.events: seat for seat in self._seats if seat.job is not None}:
             ready = wait(list(busy), timeout=_GLANCE)
+            limits.restored(self._limits)  # which a kernel may lower for any process
             for connection, seat in busy.items():
                 assert seat.job is not None
                 source = seat.job.source
