@@ -161,11 +161,11 @@ def _prepared(call: Call, changes: Sequence[tuple[int, Any]]) -> Forward:
     else:
         run = call.kernel.prepared_form(call.inputs, order)
     if changes:
-        run = _changed(run, changes)
+        run = _converted(run, changes)
     if asked.sinks_grad:
-        run = _sunk(run, order)
+        run = _with_sinks(run, order)
     if order.turned and not _is_dense(call.inputs.query):  # as which the output lies
-        run = _joined(run)
+        run = _contiguous(run)
     return run
 
 
@@ -186,37 +186,37 @@ def _is_dense(query: Any) -> bool:
     return query.is_contiguous() or query.swapaxes(1, 2).is_contiguous()  # type: ignore[no-any-return]
 
 
-def _joined(run: Forward) -> Forward:
+def _contiguous(run: Forward) -> Forward:
     """``run``, whose output is contiguous."""
 
-    def joined(*given: Any) -> tuple[Any, Any]:
+    def contiguous(*given: Any) -> tuple[Any, Any]:
         out, lse = run(*given)
         return out.contiguous(), lse
 
-    return joined
+    return contiguous
 
 
-def _sunk(run: Forward, order: Order) -> Forward:
+def _with_sinks(run: Forward, order: Order) -> Forward:
     """``run``, which knows of no gradient of the sinks, with theirs."""
     with_sinks = import_module("attnswitch.call.autograd").with_sinks
 
-    def sunk(*given: Any) -> tuple[Any, Any]:
+    def with_gradient(*given: Any) -> tuple[Any, Any]:
         whole = list(given)
         whole[_SINKS] = given[_SINKS].detach()
         out, lse = map(order.back, run(*whole))
         out, lse = with_sinks(out, lse, given[_SINKS])
         return order.of(out), order.of(lse)
 
-    return sunk
+    return with_gradient
 
 
-def _changed(run: Forward, changes: Sequence[tuple[int, Any]]) -> Forward:
+def _converted(run: Forward, changes: Sequence[tuple[int, Any]]) -> Forward:
     """``run`` of tensors of which some are converted first, as the way of any call converts them."""
 
-    def changed(*given: Any) -> tuple[Any, Any]:
+    def converted(*given: Any) -> tuple[Any, Any]:
         whole = list(given)
         for at, dtype in changes:
             whole[at] = whole[at].to(dtype).contiguous()
         return run(*whole)
 
-    return changed
+    return converted

@@ -129,12 +129,12 @@ class Order(NamedTuple):
             result = result.swapaxes(-3, -2)
         return result[None] if self.packed else result
 
-    def sizes(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        """The same as ``of`` of a result's sizes, or its strides."""
-        *rest, heads, rows, dim = of
-        if len(of) == 4 and self.turned:
-            of = *rest, rows, heads, dim
-        return of[1:] if self.packed else of
+    def sizes(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """A kernel's sizes of a result, or its strides, as the caller's."""
+        *rest, heads, rows, dim = whole
+        if len(whole) == 4 and self.turned:
+            whole = *rest, rows, heads, dim
+        return whole[1:] if self.packed else whole
 
 
 class Gradients(NamedTuple):

@@ -108,8 +108,7 @@ def backward(
         if step.blocks
     ]
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
-    #: Of outputs and their gradients that are read where they lie, if their address is a multiple of 16, the strides as
-    #: the kernels have them by those that they are given with.
+    #: Strides of outputs and their gradients that are read where they lie, as they are given and as kernels have them.
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
     address, gradients = ctypes.addressof, Gradients
 
